@@ -1,0 +1,65 @@
+"""LLM inference on JAX/XLA. The public names, loaded when first asked for."""
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# name -> module. Importing jaxllm itself loads neither jax nor transformers.
+_PUBLIC = {
+    "LLM": "jaxllm.llm",
+    "LLMEngine": "jaxllm.frontend.llm_engine",
+    "EngineArgs": "jaxllm.config",
+    "EngineConfig": "jaxllm.config",
+    "SamplingParams": "jaxllm.sampling_params",
+    "BeamSearchParams": "jaxllm.sampling_params",
+    "RequestOutputKind": "jaxllm.sampling_params",
+    "ModelRegistry": "jaxllm.models.registry",
+    "LogitsProcessor": "jaxllm.sampling.logits_processor",
+    "SchedulingPolicy": "jaxllm.scheduler.policy",
+    "register_scheduling_policy": "jaxllm.scheduler.policy",
+    "RequestOutput": "jaxllm.messages",
+    "CompletionOutput": "jaxllm.messages",
+    "Logprob": "jaxllm.messages",
+    "BeamSearchOutput": "jaxllm.messages",
+    "BeamSearchSequence": "jaxllm.messages",
+    "TextPrompt": "jaxllm.messages",
+    "TokensPrompt": "jaxllm.messages",
+    "PromptType": "jaxllm.messages",
+    "JaxLLMError": "jaxllm.errors",
+    "ValidationError": "jaxllm.errors",
+}
+
+__all__ = [*_PUBLIC, "__version__"]
+
+if TYPE_CHECKING:
+    from jaxllm.config import EngineArgs, EngineConfig
+    from jaxllm.errors import JaxLLMError, ValidationError
+    from jaxllm.frontend.llm_engine import LLMEngine
+    from jaxllm.llm import LLM
+    from jaxllm.messages import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        PromptType,
+        RequestOutput,
+        TextPrompt,
+        TokensPrompt,
+    )
+    from jaxllm.models.registry import ModelRegistry
+    from jaxllm.sampling.logits_processor import LogitsProcessor
+    from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from jaxllm.scheduler.policy import SchedulingPolicy, register_scheduling_policy
+
+
+def __getattr__(name: str) -> object:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

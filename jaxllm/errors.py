@@ -1,0 +1,29 @@
+"""The errors a user may see. Everything else that is raised is a bug of ours."""
+
+
+class JaxLLMError(Exception):
+    """Base of all errors that are answers to the user and not bugs."""
+
+
+class ValidationError(JaxLLMError, ValueError):
+    """A request or a configuration was refused at the door.
+
+    The message says what was given, what is allowed and what to change.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: object = None):
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+
+class CheckpointError(JaxLLMError):
+    """The checkpoint on disk is missing something, damaged or contradicts its config."""
+
+
+class UnsupportedModelError(JaxLLMError, ValueError):
+    """The architecture, rope type or quantisation is not one that we can run."""
+
+
+class OutOfMemoryError(JaxLLMError, MemoryError):
+    """The model or its KV cache does not fit; said before anything is loaded."""

@@ -1,0 +1,23 @@
+"""The one logger set-up, and the only reader of an environment variable."""
+
+import logging
+import os
+import sys
+
+_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
+
+
+def init_logger(name: str) -> logging.Logger:
+    """Return the logger of a module. The first call sets up the root `jaxllm` logger.
+
+    JAXLLM_LOGGING_LEVEL sets the level (default INFO). Log lines go to stderr, so that the
+    output of a command can be piped.
+    """
+    root = logging.getLogger("jaxllm")
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
+        root.addHandler(handler)
+        root.setLevel(os.environ.get("JAXLLM_LOGGING_LEVEL", "INFO").upper())
+        root.propagate = False
+    return logging.getLogger(name)
