@@ -1,0 +1,230 @@
+"""What the user asks for: frozen dataclasses, each field declared once, with its help text.
+
+Command-line flags are generated from these fields (`jaxllm.cli.arguments`), `LLM(...)` takes them
+as flat keyword arguments, and nothing changes a config after it is made. What will actually run
+is decided from it by `jaxllm.runner.plan` and is another type, `EnginePlan`.
+"""
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxllm.errors import ValidationError
+
+
+def option(default: Any, help: str, *, flag: bool = True) -> Any:
+    """Declare a config field: its default, its help text, whether the CLI has a flag for it."""
+    return field(default=default, metadata={"help": help, "flag": flag})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Model and tokenizer"""
+
+    model: str = field(metadata={"help": "Local directory or hub name of the model.", "flag": True})
+    tokenizer: str | None = option(None, "Directory or hub name of the tokenizer (default: model).")
+    skip_tokenizer_init: bool = option(
+        False, "Load no tokenizer: prompts are token ids and outputs have no text."
+    )
+    trust_remote_code: bool = option(False, "Allow tokenizer code that ships with the model.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    tokenizer_revision: str | None = option(None, "Branch, tag or commit of a hub tokenizer.")
+    download_dir: str | None = option(None, "Where hub downloads are kept (default: hub cache).")
+    load_format: Literal["auto", "safetensors", "dummy"] = option(
+        "auto", "How weights are read; 'dummy' makes random ones and reads only config.json."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Type of weights and activations; 'auto' follows the checkpoint."
+    )
+    max_model_len: int | None = option(
+        None, "Longest prompt plus output, in tokens (default: from the model's config)."
+    )
+    hf_overrides: Mapping[str, Any] | None = option(
+        None, "JSON object of fields that replace those of the model's config.json."
+    )
+    generation_config: str = option(
+        "auto", "Source of default sampling parameters: 'auto' (the model), 'vllm' (none) or a path."
+    )
+    max_logprobs: int = option(
+        20, "Most logprobs a request may ask for per position; -1 allows the whole vocabulary."
+    )
+    logits_processors: tuple[Any, ...] = option(
+        (), "Classes (or 'module:Class') of logits processors traced into the sampler.", flag=False
+    )
+    seed: int = option(0, "Seed of requests that bring none.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """KV cache"""
+
+    block_size: int | None = option(None, "Tokens per KV block (default: chosen by the plan).")
+    gpu_memory_utilization: float = option(
+        0.92, "Share of an accelerator's memory that the engine may use."
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "Bytes for the KV cache; overrides gpu_memory_utilization."
+    )
+    num_gpu_blocks_override: int | None = option(None, "Number of KV blocks; overrides the rest.")
+    enable_prefix_caching: bool = option(True, "Share KV blocks between requests with equal heads.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Scheduling"""
+
+    max_num_seqs: int | None = option(None, "Most requests running at once.")
+    max_num_batched_tokens: int | None = option(None, "Most tokens computed in one step.")
+    enable_chunked_prefill: bool = option(True, "Split long prompts over several steps.")
+    long_prefill_token_threshold: int = option(
+        0, "Most prompt tokens of one request in one step; 0 means no such limit."
+    )
+    scheduling_policy: str = option(
+        "fcfs", "Order of requests: 'fcfs', 'priority', or the name of a registered policy."
+    )
+    async_scheduling: bool = option(
+        True, "Plan and dispatch a step before the tokens of the one before are on the host."
+    )
+    check_invariants: bool = option(
+        False, "Check the scheduler's and the block pool's invariants after every step."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilationConfig:
+    """Compilation"""
+
+    enforce_eager: bool = option(False, "Compile each program when it is first needed, not before.")
+    compilation_cache_dir: str | None = option(
+        "~/.cache/jaxllm/xla", "Where compiled programs are kept between starts; '' for nowhere."
+    )
+    attention_backend: str = option(
+        "auto", "Attention implementation: 'auto' (by platform) or the name of a registered one."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All that a user asks of an engine."""
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    compilation: CompilationConfig = CompilationConfig()
+
+    @classmethod
+    def create(cls, model: str, **options: Any) -> "EngineConfig":
+        """Make a config from flat keyword arguments, as `LLM` takes them."""
+        options["model"] = model
+        owners = _owners()
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            if name not in owners:
+                raise ValidationError(_unknown(name, owners), parameter=name, value=value)
+            groups.setdefault(owners[name], {})[name] = value
+        parts = typing.get_type_hints(cls)
+        config = cls(**{group: parts[group](**values) for group, values in groups.items()})
+        config.validate()
+        return config
+
+    def validate(self) -> None:
+        """Refuse values that no model could make right."""
+        for group in dataclasses.fields(self):
+            part = getattr(self, group.name)
+            hints = typing.get_type_hints(type(part))
+            for f in dataclasses.fields(part):
+                _check_type(f.name, getattr(part, f.name), hints[f.name])
+        for name, low in _LOWEST.items():
+            value = self.get(name)
+            if value is not None and value < low:
+                raise ValidationError(
+                    f"{name}={value} is too small; give at least {low}", parameter=name, value=value
+                )
+        share = self.cache.gpu_memory_utilization
+        if not (math.isfinite(share) and 0 < share <= 1):
+            raise ValidationError(
+                f"gpu_memory_utilization={share} must be above 0 and at most 1",
+                parameter="gpu_memory_utilization",
+                value=share,
+            )
+        block_size = self.cache.block_size
+        if block_size is not None and block_size & (block_size - 1):
+            raise ValidationError(
+                f"block_size={block_size} is not a power of two; try 16, 32, 64 or 128",
+                parameter="block_size",
+                value=block_size,
+            )
+        tokens, seqs = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
+        if tokens is not None and seqs is not None and tokens < seqs:
+            raise ValidationError(
+                f"max_num_batched_tokens={tokens} is below max_num_seqs={seqs}; "
+                "a step must have room for one token of every request",
+                parameter="max_num_batched_tokens",
+                value=tokens,
+            )
+
+    def get(self, name: str) -> Any:
+        """The value of a flat option name."""
+        return getattr(getattr(self, _owners()[name]), name)
+
+
+def EngineArgs(model: str, **options: Any) -> EngineConfig:  # noqa: N802
+    """Make a config from flat keyword arguments, under the name that vLLM's users know."""
+    return EngineConfig.create(model, **options)
+
+
+_LOWEST = {
+    "max_model_len": 1,
+    "max_logprobs": -1,
+    "block_size": 1,
+    "kv_cache_memory_bytes": 1,
+    "num_gpu_blocks_override": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "long_prefill_token_threshold": 0,
+}
+
+
+def _owners() -> dict[str, str]:
+    """Flat option name -> the part of EngineConfig that declares it."""
+    return {
+        f.name: group
+        for group, part in typing.get_type_hints(EngineConfig).items()
+        for f in dataclasses.fields(part)
+    }
+
+
+def _unknown(name: str, known: Mapping[str, str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(sorted(known))}"
+    return f"unknown engine argument {name!r}; {hint}"
+
+
+def _check_type(name: str, value: object, hint: Any) -> None:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        allowed = typing.get_args(hint)
+        if value not in allowed:
+            raise ValidationError(
+                f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}",
+                parameter=name,
+                value=value,
+            )
+        return
+    kinds = typing.get_args(hint) if origin is not tuple and origin is not None else (hint,)
+    if origin is Mapping or origin is tuple:
+        kinds = (origin,)
+    kinds = tuple(typing.get_origin(kind) or kind for kind in kinds)
+    if float in kinds:
+        kinds += (int,)
+    if isinstance(value, bool) and bool not in kinds or not isinstance(value, kinds):
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValidationError(
+            f"{name}={value!r} has type {type(value).__name__}; it must be {wanted}",
+            parameter=name,
+            value=value,
+        )

@@ -1,0 +1,171 @@
+"""What crosses a boundary: between frontend and engine core (typed structs that msgpack can
+carry, no pickle), and between the engine and its user (outputs with vLLM's names)."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import NotRequired, TypedDict
+
+import msgspec
+
+from jaxllm.sampling_params import SamplingParams
+
+# ---- what a user may pass as a prompt
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; `prompt` is only carried through to the output."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+
+# ---- frontend -> engine core
+
+
+class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A validated request: the engine core never refuses one for its content."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    max_tokens: int  # resolved: never None, prompt + max_tokens fits max_model_len
+    seed: int  # resolved: the request's own, or one drawn by the frontend; 0 <= seed < 2**64
+    eos_token_ids: list[int] = []  # [] with ignore_eos; finish with stop_reason None
+    stop_token_ids: list[int] = []  # finish with the id as stop_reason
+    bad_word_ids: list[list[int]] = []  # token sequences that must not appear
+    priority: int = 0  # lower is served first
+    arrival_time: float = 0.0  # time.time() when the user handed it in
+    cache_salt: str | None = None
+    # Of n > 1 samples of one prompt, all but the first wait until the KV of that request's prompt
+    # is computed and then share its blocks.
+    prefix_leader_id: str | None = None
+
+
+# ---- engine core -> frontend
+
+
+class FinishReason(enum.IntEnum):
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class PositionLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs at one position: first the token that is there, then the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # 1-based, of the first entry
+
+
+class RequestStats(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Times of one request in the engine, on time.monotonic(); 0.0 means not yet."""
+
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_preemptions: int = 0
+
+
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one step brought for one request."""
+
+    request_id: str
+    new_token_ids: list[int] = []
+    new_logprobs: list[PositionLogprobs] | None = None  # one per new token, if asked for
+    new_prompt_logprobs: list[PositionLogprobs] | None = None  # prompt positions from 1 on
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    stats: RequestStats | None = None  # with the first and the last output
+    error: str | None = None  # with FinishReason.ERROR
+
+
+# ---- engine -> user
+
+
+@dataclass(slots=True)
+class Logprob:
+    """The log probability of a token at one position."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestStateStats:
+    """Times of a request: arrival on time.time(), the others on time.monotonic()."""
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0  # seconds from arrival to the first token
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n answers to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answers to one prompt, as far as they are known."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestStateStats | None = None
+    num_cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam: `tokens` includes the prompt."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)

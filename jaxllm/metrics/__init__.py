@@ -1,0 +1,1 @@
+"""Figures about the engine, as plain data."""

@@ -1,0 +1,53 @@
+"""Statistics as plain data, filled by the scheduler and the engine core."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """State and totals of one engine. Counters only grow; gauges are as of the last step."""
+
+    # gauges
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_blocks: int = 0
+    num_blocks_used: int = 0
+    overlap: bool = False  # whether steps are dispatched one ahead
+    # counters
+    num_steps: int = 0
+    num_requests_finished: int = 0
+    num_prompt_tokens: int = 0  # computed, not found in the cache
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    num_scheduled_tokens: int = 0  # token rows that carried a token
+    num_padded_tokens: int = 0  # token rows of the programs that ran
+    num_compiles_after_warmup: int = 0
+    # seconds
+    schedule_s: float = 0.0
+    pack_s: float = 0.0
+    update_s: float = 0.0
+    device_wait_s: float = 0.0  # host waited for the device
+    device_idle_s: float = 0.0  # work was there and the device had none
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self.num_blocks_used / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        queries = self.prefix_cache_queries
+        return self.prefix_cache_hits / queries if queries else 0.0
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of token rows that were padding."""
+        rows = self.num_padded_tokens
+        return 1.0 - self.num_scheduled_tokens / rows if rows else 0.0
+
+    @property
+    def host_us_per_step(self) -> float:
+        """Microseconds of scheduling, packing and updating per step."""
+        busy = self.schedule_s + self.pack_s + self.update_s
+        return busy / self.num_steps * 1e6 if self.num_steps else 0.0

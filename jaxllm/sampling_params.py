@@ -1,0 +1,222 @@
+"""How the next token is chosen. Every field works on every path, or raises; none is ignored.
+
+The bounds on list sizes that a request may bring stand here, in one place (`Limits`): the device
+tables of the sampler are sized by them, so that nothing can overflow inside a step.
+"""
+
+import enum
+import math
+import numbers
+from typing import Any
+
+import msgspec
+
+from jaxllm.errors import ValidationError
+
+
+class Limits:
+    """The most that one request may bring. Device tables are sized by some of these."""
+
+    MAX_N = 16384
+    MAX_STOP_STRINGS = 64
+    MAX_STOP_STRING_CHARS = 1024
+    MAX_STOP_TOKEN_IDS = 128  # with the end-of-sequence ids; sampler table
+    MAX_BAD_WORDS = 128  # token sequences after tokenisation; sampler table
+    MAX_BAD_WORD_TOKENS = 16  # sampler table
+    MAX_LOGIT_BIAS = 65536
+    MAX_SALT_CHARS = 128
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each RequestOutput of a request holds."""
+
+    CUMULATIVE = 0  # all so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # one output, at the end
+
+
+_GREEDY_EPSILON = 1e-5
+_MIN_TEMPERATURE = 1e-2
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling parameters, with the names, defaults and ranges that vLLM's users know."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    extra_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
+        self.bad_words = list(self.bad_words or [])
+        if self.seed == -1:
+            self.seed = None
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+        self.validate()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _GREEDY_EPSILON
+
+    def clone(self, **changes: Any) -> "SamplingParams":
+        """Return a copy with some fields replaced; lists are not shared with the original."""
+        copy = msgspec.structs.replace(self, **changes)
+        return copy
+
+    def validate(self) -> None:
+        """Check all that can be checked without a model. Called at birth and again at the door,
+        since a field may have been assigned in between."""
+        _integer("n", self.n, 1, Limits.MAX_N)
+        _number("temperature", self.temperature, 0.0, 2.0)
+        if _GREEDY_EPSILON <= self.temperature < _MIN_TEMPERATURE:
+            # Dividing float32 logits by less than this overflows before the softmax.
+            self.temperature = _MIN_TEMPERATURE
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refused(
+                "min_tokens", self.min_tokens, f"it must be at most max_tokens={self.max_tokens}"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), -1, 2**31 - 1)
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise _refused(name, getattr(self, name), "it must be True or False")
+        self._validate_lists()
+        if self.is_greedy and self.n > 1:
+            raise _refused("n", self.n, "greedy sampling (temperature=0) gives one answer; use n=1")
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            raise _refused("output_kind", self.output_kind, "use RequestOutputKind") from None
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise _refused("extra_args", self.extra_args, "it must be a dict")
+
+    def _validate_lists(self) -> None:
+        stop = _list("stop", self.stop, Limits.MAX_STOP_STRINGS)
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise _refused("stop", text, "stop strings must be non-empty strings")
+            if len(text) > Limits.MAX_STOP_STRING_CHARS:
+                raise _refused(
+                    "stop", len(text), f"a stop string has at most {Limits.MAX_STOP_STRING_CHARS} "
+                    "characters",
+                )
+        if stop and not self.detokenize:
+            raise _refused("stop", stop, "stop strings need detokenize=True")
+        for token in _list("stop_token_ids", self.stop_token_ids, Limits.MAX_STOP_TOKEN_IDS):
+            _integer("stop_token_ids", token, 0, 2**31 - 1)
+        for word in _list("bad_words", self.bad_words, Limits.MAX_BAD_WORDS):
+            if not isinstance(word, str) or not word:
+                raise _refused("bad_words", word, "bad words must be non-empty strings")
+        if self.allowed_token_ids is not None:
+            allowed = _list("allowed_token_ids", self.allowed_token_ids, 2**31 - 1)
+            if not allowed:
+                raise _refused("allowed_token_ids", allowed, "it must not be empty")
+            for token in allowed:
+                _integer("allowed_token_ids", token, 0, 2**31 - 1)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise _refused("logit_bias", self.logit_bias, "it must map token ids to numbers")
+            if len(self.logit_bias) > Limits.MAX_LOGIT_BIAS:
+                raise _refused(
+                    "logit_bias", len(self.logit_bias), f"at most {Limits.MAX_LOGIT_BIAS} entries"
+                )
+            # JSON objects have string keys.
+            try:
+                self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
+            except (TypeError, ValueError):
+                raise _refused("logit_bias", self.logit_bias, "its keys must be token ids") from None
+            for token, bias in self.logit_bias.items():
+                _integer("logit_bias", token, 0, 2**31 - 1)
+                _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True):
+    """Parameters of `LLM.beam_search`."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, 1, 256)
+        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _number("temperature", self.temperature, 0.0, 2.0)
+        _number("length_penalty", self.length_penalty, -math.inf, math.inf)
+
+
+def _refused(name: str, value: object, why: str) -> ValidationError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return ValidationError(f"{name}={shown}: {why}", parameter=name, value=value)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _refused(name, value, "it must be an integer")
+    if not low <= int(value) <= high:
+        raise _refused(name, value, f"it must be between {low} and {high}")
+
+
+def _number(
+    name: str, value: object, low: float, high: float, *, low_open: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _refused(name, value, "it must be a number")
+    if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
+        above = "above" if low_open else "at least"
+        raise _refused(name, value, f"it must be finite, {above} {low} and at most {high}")
+
+
+def _list(name: str, value: object, most: int) -> list:
+    if not isinstance(value, list | tuple):
+        raise _refused(name, value, "it must be a list")
+    if len(value) > most:
+        raise _refused(name, f"{len(value)} entries", f"at most {most} are allowed")
+    return list(value)

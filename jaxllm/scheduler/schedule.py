@@ -1,0 +1,79 @@
+"""The one type between the host, which plans a step, and the device side, which runs it.
+
+A Schedule is plain data: it can be sent to other hosts, and a runner needs nothing else. Rows are
+the requests of this step; rows that decode (one token, whose successor is sampled) come first.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.sampling_params import SamplingParams
+
+# In Schedule.token_ids: the token that this row's slot sampled last, which is only on the device.
+CARRIED_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request takes a slot: what the device side must know about it while it runs."""
+
+    slot: int
+    sampling_params: SamplingParams
+    seed: int
+    # Tokens that min_tokens keeps from being sampled.
+    stop_token_ids: list[int]
+    bad_word_ids: list[list[int]]
+    prompt_token_ids: list[int]
+    # Not empty when a preempted request comes back.
+    output_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One step: which slots, how many tokens each, in which blocks."""
+
+    step: int
+    # Rows, one per request in this step, the decoding ones first.
+    num_decodes: int
+    slots: np.ndarray  # int32 [rows]
+    num_tokens: np.ndarray  # int32 [rows]: tokens computed in this step, at least 1
+    context_lens: np.ndarray  # int32 [rows]: tokens in the KV cache after this step
+    output_index: np.ndarray  # int32 [rows]: how many output tokens precede the one sampled
+    samples: np.ndarray  # bool [rows]: whether the row's last token is followed by a sampled one
+    # The rows' tokens one after another; CARRIED_TOKEN where the host does not know the id yet.
+    token_ids: np.ndarray  # int32 [sum(num_tokens)]
+    # Changes of the device's block tables: (slot, index in the table, block).
+    block_updates: np.ndarray  # int32 [changes, 3]
+    admissions: list[Admission] = field(default_factory=list)
+    wants_logprobs: bool = False  # some sampling row does
+    # Of rows whose request wants prompt logprobs: the token that follows the chunk's last one in
+    # the prompt, as row -> id (-1 where the chunk ends the prompt).
+    prompt_logprob_rows: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class LogprobArrays(NamedTuple):
+    """Logprobs of some positions: column 0 is the token that is there, the others the best ones,
+    best first."""
+
+    token_ids: np.ndarray  # int32 [positions, 1 + k]
+    logprobs: np.ndarray  # float32 [positions, 1 + k]
+    ranks: np.ndarray  # int32 [positions], of column 0, 1-based
+
+
+class StepResult(NamedTuple):
+    """What the device brought back for a Schedule, by row."""
+
+    token_ids: np.ndarray  # int32 [>= rows]; meaningful where `samples` is set
+    logprobs: LogprobArrays | None  # by row, if wants_logprobs
+    # By flat token position t of the step: the logprobs of token t+1 of the same prompt.
+    prompt_logprobs: LogprobArrays | None
