@@ -54,6 +54,21 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 # ---- engine core -> frontend
 
 
+class EngineInfo(msgspec.Struct, kw_only=True):
+    """What the frontend must know of the engine to validate requests; fixed at start."""
+
+    model: str
+    model_dir: str  # local directory with config.json
+    vocab_size: int  # rows of the output head: ids at or above it do not exist
+    max_model_len: int
+    max_logprobs: int  # resolved: -1 in the config is the vocabulary size here
+    eos_token_ids: list[int]  # of config.json and generation_config.json
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+
+
 class FinishReason(enum.IntEnum):
     STOP = 0
     LENGTH = 1

@@ -1,7 +1,7 @@
 """The one type between the host, which plans a step, and the device side, which runs it.
 
 A Schedule is plain data: it can be sent to other hosts, and a runner needs nothing else. Rows are
-the requests of this step; rows that decode (one token, whose successor is sampled) come first.
+the requests of this step; rows that compute a single token (decodes) come first.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Schedule:
     """One step: which slots, how many tokens each, in which blocks."""
 
     step: int
-    # Rows, one per request in this step, the decoding ones first.
+    # Rows, one per request in this step; those that compute a single token come first.
     num_decodes: int
     slots: np.ndarray  # int32 [rows]
     num_tokens: np.ndarray  # int32 [rows]: tokens computed in this step, at least 1
@@ -48,9 +48,9 @@ class Schedule:
     block_updates: np.ndarray  # int32 [changes, 3]
     admissions: list[Admission] = field(default_factory=list)
     wants_logprobs: bool = False  # some sampling row does
-    # Of rows whose request wants prompt logprobs: the token that follows the chunk's last one in
-    # the prompt, as row -> id (-1 where the chunk ends the prompt).
-    prompt_logprob_rows: dict[int, int] = field(default_factory=dict)
+    # By flat token position: the prompt token that follows, where its logprob is wanted; else -1.
+    # None when no row wants prompt logprobs.
+    prompt_targets: np.ndarray | None = None  # int32 [sum(num_tokens)]
 
     @property
     def num_rows(self) -> int:
@@ -75,5 +75,5 @@ class StepResult(NamedTuple):
 
     token_ids: np.ndarray  # int32 [>= rows]; meaningful where `samples` is set
     logprobs: LogprobArrays | None  # by row, if wants_logprobs
-    # By flat token position t of the step: the logprobs of token t+1 of the same prompt.
+    # By flat token position t of the step: the logprobs of prompt_targets[t].
     prompt_logprobs: LogprobArrays | None
