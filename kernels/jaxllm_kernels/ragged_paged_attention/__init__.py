@@ -1,0 +1,6 @@
+"""Ragged paged attention, and the registration of its implementations."""
+
+from jaxllm_kernels.ragged_paged_attention.api import register_backend
+from jaxllm_kernels.ragged_paged_attention.reference import ReferenceBackend
+
+register_backend(ReferenceBackend())

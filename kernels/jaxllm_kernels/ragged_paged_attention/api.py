@@ -1,0 +1,191 @@
+"""Ragged paged attention: the contract that every implementation keeps.
+
+One call serves one layer for one step: a flat batch of query tokens, prefill chunks and decodes
+together, attends causally to the keys and values that its rows have in a paged cache, after the
+keys and values of the step itself have been written there. An implementation (a backend) owns the
+layout of the cache; callers only carry the array from call to call.
+
+Axis letters: T tokens, R rows (requests of the step), N query heads, K kv heads, H head size,
+P blocks per row.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """What is static about a layer's attention; equal for layers of the same kind."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    # Scores are scale * (q . k).
+    scale: float
+    # A token sees itself and the window - 1 tokens before it; None: all before it.
+    sliding_window: int | None = None
+    # Scores become soft_cap * tanh(scores / soft_cap).
+    soft_cap: float | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RaggedBatch:
+    """The rows of one step.
+
+    The tokens of row r are the flat positions [query_starts[r], query_starts[r + 1]); they are the
+    last ones of its context. Decodes come first: each of the rows [0, num_decodes) has exactly one
+    token, at the flat position equal to its row.
+
+    Padding: rows without tokens repeat the total in query_starts and have context length 0; tokens
+    at or past query_starts[R] belong to no row. They are not written to the cache and their outputs
+    are finite garbage. No other block or token of the cache than those in the contexts has any
+    influence, whatever it holds.
+    """
+
+    query_starts: jax.Array  # int32 [R + 1]
+    # Tokens in the cache after this step's have been written.
+    context_lens: jax.Array  # int32 [R]
+    # Block i of a row holds its tokens [i * block_size, (i + 1) * block_size). Entries at or past
+    # ceil(context_len / block_size) are garbage, possibly out of range, and never followed. Neither
+    # are those whose tokens all lie before a layer's sliding window: their blocks may be gone.
+    block_tables: jax.Array  # int32 [R, P]
+    num_decodes: jax.Array  # int32 []
+    block_size: int = field(metadata={"static": True})
+    # Every row with tokens is a decode, and T == R.
+    decode_only: bool = field(metadata={"static": True})
+
+
+class TokenPlaces(NamedTuple):
+    """Where the tokens of a batch belong."""
+
+    rows: jax.Array  # int32 [T]; in range for padding, too
+    positions: jax.Array  # int32 [T]: position in the row's context; -1 for padding
+
+
+def locate_tokens(batch: RaggedBatch, num_tokens: int) -> TokenPlaces:
+    """Find row and position of every token of a batch."""
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    num_rows = batch.context_lens.shape[0]
+    if batch.decode_only:
+        assert num_tokens == num_rows, (num_tokens, num_rows)
+        rows = tokens
+        is_real = tokens < batch.num_decodes
+    else:
+        rows = jnp.searchsorted(batch.query_starts[1:], tokens, side="right").astype(jnp.int32)
+        rows = jnp.minimum(rows, num_rows - 1)
+        is_real = tokens < batch.query_starts[-1]
+    positions = batch.context_lens[rows] - (batch.query_starts[rows + 1] - tokens)
+    return TokenPlaces(rows, jnp.where(is_real, positions, -1))
+
+
+class AttentionBackend(Protocol):
+    """An implementation of the op.
+
+    Backends are static arguments of jitted functions, so they must be hashable: frozen dataclasses.
+    Their methods, except `check`, are plain functions to be traced by the caller.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name under which the backend is registered and asked for."""
+        ...
+
+    def check(
+        self, config: AttentionConfig, *, block_size: int, dtype: DTypeLike, platform: str
+    ) -> None:
+        """Raise ValueError, naming the flag to change, if this cannot be run there."""
+        ...
+
+    def cache_shape(
+        self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
+    ) -> jax.ShapeDtypeStruct:
+        """Shape and type of one layer's cache for keys and values of type dtype.
+
+        Caches are born as zeros. The type may differ from dtype, where a platform updates another
+        type of the same size faster.
+        """
+        ...
+
+    def prepare(
+        self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
+    ) -> Any:
+        """Do once per step what layers with these configs (repetitions allowed) can share.
+
+        The result is a pytree that `attend` takes for each of the configs.
+        """
+        ...
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        prepared: Any,
+        *,
+        config: AttentionConfig,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write this step's keys and values into the cache, then attend.
+
+        Args:
+          q: [T, N, H]; query head n belongs to kv head n // (N // K). Positions are already
+            rotated in, as in k.
+          k, v: [T, K, H], of the dtype that `cache_shape` was asked for.
+          cache: as described by `cache_shape`; donate it, it is updated in place.
+          sinks: [N], logits of a key that every token sees and whose value is zero.
+
+        Returns:
+          The output [T, N, H], of q's dtype, and the updated cache.
+        """
+        ...
+
+
+_backends: dict[str, AttentionBackend] = {}
+
+
+def register_backend(backend: AttentionBackend) -> None:
+    """Make a backend available under its name."""
+    if backend.name in _backends:
+        raise ValueError(f"an attention backend named {backend.name!r} is registered already")
+    _backends[backend.name] = backend
+
+
+def get_backend(name: str) -> AttentionBackend:
+    """The backend registered under a name."""
+    if name not in _backends:
+        raise ValueError(
+            f"no attention backend is named {name!r}; "
+            f"set attention_backend to one of {', '.join(sorted(_backends))}, or register it"
+        )
+    return _backends[name]
+
+
+def default_backend(platform: str) -> AttentionBackend:
+    """The backend for a platform whose user asked for none: the same, "xla", on all of them."""
+    if platform not in ("cpu", "gpu", "tpu"):
+        raise ValueError(f"platform {platform!r} is not one of cpu, gpu, tpu")
+    return get_backend("xla")
+
+
+def check_common(config: AttentionConfig, *, block_size: int, dtype: DTypeLike) -> None:
+    """Refuse what no backend can run."""
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly"
+        )
+    if config.sliding_window is not None and config.sliding_window < 1:
+        raise ValueError(f"sliding_window={config.sliding_window} must be at least 1")
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size} must be at least 1; set --block-size")
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"attention in {jnp.dtype(dtype).name} is not supported; "
+            "set --dtype to float32, bfloat16 or float16"
+        )

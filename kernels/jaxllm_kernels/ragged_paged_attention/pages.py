@@ -1,0 +1,41 @@
+"""The paged cache of the reference and XLA backends: its layout and how a step writes to it.
+
+A layer's cache is one array [blocks, 2 (keys, values), K, block_size, H]. Heads come before tokens:
+scores and outputs are then matrix products over contiguous [tokens, H] panels, which XLA:CPU
+computes four times faster than with tokens first.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxllm_kernels.common import storage_dtype, to_storage
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch, TokenPlaces
+
+# An index past the end of every array: a scatter drops it.
+OUT_OF_RANGE = jnp.iinfo(jnp.int32).max
+
+
+def pages_shape(
+    config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
+) -> jax.ShapeDtypeStruct:
+    """Shape and type of one layer's cache."""
+    return jax.ShapeDtypeStruct(
+        (num_blocks, 2, config.num_kv_heads, block_size, config.head_size), storage_dtype(dtype)
+    )
+
+
+def write_blocks(batch: RaggedBatch, places: TokenPlaces) -> jax.Array:
+    """The block that each token is written to, [T]; out of range for padding."""
+    blocks = batch.block_tables[places.rows, jnp.maximum(places.positions, 0) // batch.block_size]
+    return jnp.where(places.positions < 0, OUT_OF_RANGE, blocks)
+
+
+def write_pages(
+    cache: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Write keys and values, both [T, K, H], of tokens with these blocks and positions."""
+    assert cache.dtype == storage_dtype(k.dtype), (cache.dtype, k.dtype)
+    block_size = cache.shape[3]
+    kv = to_storage(jnp.stack([k, v], axis=1))
+    return cache.at[blocks, :, :, positions % block_size].set(kv, mode="drop")

@@ -1,0 +1,101 @@
+"""The plainest correct implementation of the op: the specification of all others.
+
+Every token by itself looks at the whole block table of its row, in float32. The cost is that of
+the longest possible context for every token, so it is for tests.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxllm_kernels.common import from_storage
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionConfig,
+    RaggedBatch,
+    check_common,
+    locate_tokens,
+)
+from jaxllm_kernels.ragged_paged_attention.pages import pages_shape, write_blocks, write_pages
+
+
+@dataclass(frozen=True)
+class ReferenceBackend:
+    """Attention token by token, over every block that a row could have."""
+
+    name: str = "reference"
+
+    def check(
+        self, config: AttentionConfig, *, block_size: int, dtype: DTypeLike, platform: str
+    ) -> None:
+        del platform
+        check_common(config, block_size=block_size, dtype=dtype)
+
+    def cache_shape(
+        self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
+    ) -> jax.ShapeDtypeStruct:
+        return pages_shape(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+
+    def prepare(
+        self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
+    ) -> None:
+        del batch, configs, num_tokens
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        prepared: None,
+        *,
+        config: AttentionConfig,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        del prepared
+        places = locate_tokens(batch, q.shape[0])
+        cache = write_pages(cache, k, v, write_blocks(batch, places), places.positions)
+
+        def attend_one(token):
+            q, row, position = token
+            pages = from_storage(cache[batch.block_tables[row]], k.dtype)  # [P, 2, K, block, H]
+            return _attend_one(q, pages, position, sinks, config)
+
+        return jax.lax.map(attend_one, (q, places.rows, places.positions)), cache
+
+
+def _attend_one(
+    q: jax.Array,
+    pages: jax.Array,
+    position: jax.Array,
+    sinks: jax.Array | None,
+    config: AttentionConfig,
+) -> jax.Array:
+    """Attention of the token q [N, H] at a position to the pages [P, 2, K, block_size, H]."""
+    num_kv_heads, head_size = config.num_kv_heads, config.head_size
+    kv = jnp.moveaxis(pages, 0, 2).reshape(2, num_kv_heads, -1, head_size)
+    kv_positions = jnp.arange(kv.shape[2])
+    visible = kv_positions <= position
+    if config.sliding_window is not None:
+        visible &= kv_positions > position - config.sliding_window
+    # What is not visible may hold anything, also NaN, which a weight of zero would not silence.
+    keys, values = jnp.where(visible[:, None], kv.astype(jnp.float32), 0)
+
+    grouped = q.reshape(num_kv_heads, -1, head_size).astype(jnp.float32)
+    scores = config.scale * jnp.einsum("kgh,kth->kgt", grouped, keys, precision="highest")
+    if config.soft_cap is not None:
+        scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    if sinks is None:
+        sinks = jnp.full(config.num_heads, -jnp.inf)
+    sink_scores = sinks.reshape(num_kv_heads, -1, 1).astype(jnp.float32)
+    largest = scores.max(axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
+    largest = jnp.maximum(largest, sink_scores)
+    weights = jnp.exp(scores - largest)
+    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink_scores - largest)
+    out = jnp.einsum("kgt,kth->kgh", weights, values, precision="highest")
+    # A token of padding sees nothing; zero by tiny is zero.
+    out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    return out.reshape(q.shape).astype(q.dtype)
