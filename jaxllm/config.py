@@ -47,7 +47,8 @@ class ModelConfig:
         None, "JSON object of fields that replace those of the model's config.json."
     )
     generation_config: str = option(
-        "auto", "Source of default sampling parameters: 'auto' (the model), 'vllm' (none) or a path."
+        "auto",
+        "Source of default sampling parameters: 'auto' (the model), 'vllm' (none) or a path.",
     )
     max_logprobs: int = option(
         20, "Most logprobs a request may ask for per position; -1 allows the whole vocabulary."

@@ -141,8 +141,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise _refused("stop", text, "stop strings must be non-empty strings")
             if len(text) > Limits.MAX_STOP_STRING_CHARS:
                 raise _refused(
-                    "stop", len(text), f"a stop string has at most {Limits.MAX_STOP_STRING_CHARS} "
-                    "characters",
+                    "stop",
+                    len(text),
+                    f"a stop string has at most {Limits.MAX_STOP_STRING_CHARS} characters",
                 )
         if stop and not self.detokenize:
             raise _refused("stop", stop, "stop strings need detokenize=True")
@@ -168,7 +169,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             try:
                 self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
             except (TypeError, ValueError):
-                raise _refused("logit_bias", self.logit_bias, "its keys must be token ids") from None
+                raise _refused(
+                    "logit_bias", self.logit_bias, "its keys must be token ids"
+                ) from None
             for token, bias in self.logit_bias.items():
                 _integer("logit_bias", token, 0, 2**31 - 1)
                 _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
@@ -204,9 +207,7 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
         raise _refused(name, value, f"it must be between {low} and {high}")
 
 
-def _number(
-    name: str, value: object, low: float, high: float, *, low_open: bool = False
-) -> None:
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _refused(name, value, "it must be a number")
     if not math.isfinite(value) or value < low or value > high or (low_open and value == low):

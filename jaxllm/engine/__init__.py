@@ -1,0 +1,1 @@
+"""Joins the host side, which plans, and the device side, which runs."""

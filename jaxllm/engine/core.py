@@ -1,0 +1,131 @@
+"""The engine core: schedule → execute → update, over and over.
+
+With overlap (the default) a step is dispatched before the tokens of the one before it are read,
+so the device finds its next step waiting. Single-threaded; nothing here waits for a client.
+"""
+
+import time
+from collections import deque
+
+from jaxllm.config import EngineConfig
+from jaxllm.executor.base import Executor, PendingResult
+from jaxllm.executor.uniproc import UniProcExecutor
+from jaxllm.logging import init_logger
+from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
+from jaxllm.metrics.stats import EngineStats
+from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.policy import get_scheduling_policy
+from jaxllm.scheduler.schedule import Schedule
+from jaxllm.scheduler.scheduler import Scheduler
+
+logger = init_logger(__name__)
+
+
+class EngineCore:
+    """One engine: a scheduler and the executor that runs its steps."""
+
+    def __init__(self, config: EngineConfig, executor: Executor | None = None):
+        # Looked up first: an unknown policy is refused before anything is loaded.
+        policy = get_scheduling_policy(config.scheduler.scheduling_policy)
+        self._executor = executor or UniProcExecutor(config)
+        self.info: EngineInfo = self._executor.info
+        overlap = config.scheduler.async_scheduling
+        self._stats = EngineStats(overlap=overlap, num_blocks=self.info.num_blocks)
+        if not overlap:
+            logger.info("async_scheduling is off: the device waits for the host at every step")
+        self._scheduler = Scheduler(
+            max_num_seqs=self.info.max_num_seqs,
+            max_num_batched_tokens=self.info.max_num_batched_tokens,
+            max_model_len=self.info.max_model_len,
+            long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+            enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+            kv=KVCacheManager(
+                num_blocks=self.info.num_blocks,
+                block_size=self.info.block_size,
+                enable_prefix_caching=config.cache.enable_prefix_caching,
+                stats=self._stats,
+            ),
+            policy=policy,
+            check_invariants=config.scheduler.check_invariants,
+            stats=self._stats,
+        )
+        # Steps that may be on the device when the next one is dispatched.
+        self._max_in_flight = 1 if overlap else 0
+        self._in_flight: deque[tuple[Schedule, PendingResult]] = deque()
+        self._outputs: list[EngineOutput] = []  # that no step brought: of aborted requests
+        self._idle_since: float | None = None
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Take over a validated request; a duplicate id is refused."""
+        self._scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests at any moment; unknown and finished ones are ignored."""
+        self._outputs += self._scheduler.abort_requests(request_ids)
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to hand out."""
+        return bool(self._in_flight or self._outputs or self._scheduler.has_unfinished_requests())
+
+    def step(self) -> list[EngineOutput]:
+        """Dispatch one step, if there is one to dispatch, and return what an earlier one brought."""
+        outputs, self._outputs = self._outputs, []
+        start = time.perf_counter()
+        schedule = self._scheduler.schedule()
+        self._stats.schedule_s += time.perf_counter() - start
+        if schedule is not None:
+            outputs += self._dispatch(schedule)
+        if self._in_flight and (schedule is None or len(self._in_flight) > self._max_in_flight):
+            outputs += self._collect()
+        return outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False when some are in use."""
+        return self._scheduler.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """The figures as of now."""
+        self._stats.num_padded_tokens = self._executor.num_padded_tokens
+        self._stats.pack_s = self._executor.pack_s
+        self._stats.num_compiles_after_warmup = self._executor.num_compiles_after_warmup
+        return self._stats
+
+    def shutdown(self) -> None:
+        self._in_flight.clear()
+        self._executor.shutdown()
+
+    def _dispatch(self, schedule: Schedule) -> list[EngineOutput]:
+        if not self._in_flight and self._idle_since is not None:
+            self._stats.device_idle_s += time.perf_counter() - self._idle_since
+        try:
+            pending = self._executor.execute(schedule)
+        except Exception as error:
+            return self._recover([*(old for old, _ in self._in_flight), schedule], error)
+        self._stats.num_steps += 1
+        self._in_flight.append((schedule, pending))
+        return []
+
+    def _collect(self) -> list[EngineOutput]:
+        schedule, pending = self._in_flight.popleft()
+        start = time.perf_counter()
+        try:
+            result = pending.result()
+        except Exception as error:
+            return self._recover([schedule, *(newer for newer, _ in self._in_flight)], error)
+        ready = time.perf_counter()
+        outputs = self._scheduler.update(schedule, result)
+        self._stats.device_wait_s += ready - start
+        self._stats.update_s += time.perf_counter() - ready
+        self._idle_since = ready if self._scheduler.has_unfinished_requests() else None
+        return outputs
+
+    def _recover(self, lost: list[Schedule], error: Exception) -> list[EngineOutput]:
+        """A step failed on the device. The requests in it, and in those dispatched after it, end
+        with an error; the KV cache is gone, so all others start over; the engine lives on."""
+        logger.exception("a step failed; %d steps in flight are lost", len(lost), exc_info=error)
+        message = f"{type(error).__name__}: {error}"[:500]
+        outputs = [out for schedule in lost for out in self._scheduler.fail(schedule, message)]
+        self._scheduler.preempt_all()
+        self._in_flight.clear()
+        self._executor.reset()
+        return outputs

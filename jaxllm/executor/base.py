@@ -1,0 +1,40 @@
+"""What the engine core asks of whatever runs its steps."""
+
+from typing import Protocol
+
+from jaxllm.messages import EngineInfo
+from jaxllm.scheduler.schedule import Schedule, StepResult
+
+
+class PendingResult(Protocol):
+    """A dispatched step."""
+
+    def result(self) -> StepResult:
+        """Wait for the step; raises what the device raised."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs Schedules strictly in the order of `execute` calls."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def num_padded_tokens(self) -> int: ...
+
+    @property
+    def pack_s(self) -> float: ...
+
+    @property
+    def num_compiles_after_warmup(self) -> int: ...
+
+    def execute(self, schedule: Schedule) -> PendingResult:
+        """Dispatch a step and return at once; raises when it cannot be dispatched."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all device state after a failed step."""
+        ...
+
+    def shutdown(self) -> None: ...

@@ -1,0 +1,42 @@
+"""Runs steps in this process, on the devices it sees."""
+
+from jaxllm.config import EngineConfig
+from jaxllm.logging import init_logger
+from jaxllm.messages import EngineInfo
+from jaxllm.runner.model_runner import ModelRunner, PendingStep
+from jaxllm.runner.plan import make_plan
+from jaxllm.scheduler.schedule import Schedule
+
+logger = init_logger(__name__)
+
+
+class UniProcExecutor:
+    """The plan, made real in this process."""
+
+    def __init__(self, config: EngineConfig):
+        plan = make_plan(config)
+        logger.info("plan: %s", plan.summary())
+        self.info: EngineInfo = plan.info()
+        self._runner = ModelRunner(plan)
+
+    @property
+    def num_padded_tokens(self) -> int:
+        return self._runner.num_padded_tokens
+
+    @property
+    def pack_s(self) -> float:
+        return self._runner.pack_s
+
+    @property
+    def num_compiles_after_warmup(self) -> int:
+        return self._runner.num_compiles_after_warmup
+
+    def execute(self, schedule: Schedule) -> PendingStep:
+        return self._runner.execute(schedule)
+
+    def reset(self) -> None:
+        self._runner.reset()
+
+    def shutdown(self) -> None:
+        # Device memory is freed with the last reference to it.
+        del self._runner

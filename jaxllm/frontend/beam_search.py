@@ -1,0 +1,99 @@
+"""Beam search on top of the engine: every step asks, for each beam, for the most likely next
+tokens. The prefix cache makes that cheap: a beam's KV is found again, not computed again."""
+
+import itertools
+from collections.abc import Callable
+
+from jaxllm.errors import ValidationError
+from jaxllm.messages import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EngineInfo,
+    RequestOutput,
+    TokensPrompt,
+)
+from jaxllm.sampling_params import BeamSearchParams, SamplingParams
+
+Generate = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
+
+
+def beam_search(
+    prompts: list[list[int]], params: BeamSearchParams, info: EngineInfo, generate: Generate
+) -> list[BeamSearchOutput]:
+    """Search all prompts side by side; the best `beam_width` sequences of each, best first."""
+    if 2 * params.beam_width > info.max_logprobs:
+        raise ValidationError(
+            f"beam_width={params.beam_width} needs {2 * params.beam_width} logprobs per step, but "
+            f"max_logprobs={info.max_logprobs}; start the engine with "
+            f"max_logprobs={2 * params.beam_width}",
+            parameter="beam_width",
+            value=params.beam_width,
+        )
+    for prompt in prompts:
+        if len(prompt) + params.max_tokens > info.max_model_len:
+            raise ValidationError(
+                f"max_tokens={params.max_tokens} with a {len(prompt)}-token prompt exceeds "
+                f"max_model_len={info.max_model_len}; lower max_tokens",
+                parameter="max_tokens",
+                value=params.max_tokens,
+            )
+    step_params = SamplingParams(
+        max_tokens=1,
+        temperature=params.temperature,
+        logprobs=2 * params.beam_width,
+        ignore_eos=True,  # an end of sequence is one candidate among the others
+        detokenize=False,
+    )
+    searches = [_Search(prompt, params, info.eos_token_ids) for prompt in prompts]
+    for _ in range(params.max_tokens):
+        beams = [(search, beam) for search in searches for beam in search.beams]
+        if not beams:
+            break
+        outputs = generate([TokensPrompt(prompt_token_ids=b.tokens) for _, b in beams], step_params)
+        answers = iter(outputs)
+        for search in searches:
+            search.advance(list(itertools.islice(answers, len(search.beams))))
+    return [search.best() for search in searches]
+
+
+class _Search:
+    """The beams of one prompt."""
+
+    def __init__(self, prompt: list[int], params: BeamSearchParams, eos_token_ids: list[int]):
+        self._params = params
+        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self.beams = [BeamSearchSequence(tokens=prompt, logprobs=[])]
+        self._ended: list[BeamSearchSequence] = []
+
+    def advance(self, outputs: list[RequestOutput]) -> None:
+        """Replace the beams by the best of their continuations."""
+        continued = []
+        for beam, output in zip(self.beams, outputs, strict=True):
+            logprobs = output.outputs[0].logprobs
+            assert logprobs is not None, output
+            for token, logprob in logprobs[0].items():
+                ends = token in self._eos
+                shown = not ends or self._params.include_stop_str_in_output
+                sequence = BeamSearchSequence(
+                    tokens=[*beam.tokens, token] if shown else beam.tokens,
+                    logprobs=[*beam.logprobs, logprobs[0]],
+                    cum_logprob=beam.cum_logprob + logprob.logprob,
+                    finish_reason="stop" if ends else None,
+                    stop_reason=token if ends else None,
+                )
+                (self._ended if ends else continued).append(sequence)
+        self.beams = sorted(continued, key=self._score, reverse=True)[: self._params.beam_width]
+
+    def best(self) -> BeamSearchOutput:
+        for beam in self.beams:
+            beam.finish_reason = "length"
+        ranked = sorted([*self._ended, *self.beams], key=self._score, reverse=True)
+        return BeamSearchOutput(sequences=ranked[: self._params.beam_width])
+
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        """Mean log probability, with the length weighted by the penalty. An end of sequence
+        counts for its probability and not for the length."""
+        length = len(sequence.tokens)
+        if sequence.finish_reason == "stop" and self._params.include_stop_str_in_output:
+            length -= 1
+        return sequence.cum_logprob / length**self._params.length_penalty

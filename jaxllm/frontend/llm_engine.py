@@ -1,0 +1,144 @@
+"""LLMEngine: requests in, outputs out, one step at a time.
+
+The plainest way to drive the engine by hand; `LLM` is a loop around it. It joins the three parts
+of the frontend: the input processor (validates, tokenises), the client (reaches the engine core)
+and the output processor (ids to text, stop strings, RequestOutputs).
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError
+from jaxllm.frontend.client import EngineClient, InProcessClient
+from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput
+from jaxllm.frontend.output_processor import OutputProcessor
+from jaxllm.frontend.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.messages import EngineInfo, PromptType, RequestOutput
+from jaxllm.metrics.stats import EngineStats
+from jaxllm.sampling_params import SamplingParams
+
+
+class LLMEngine:
+    """An engine in this process. Not thread-safe: one thread adds requests and steps."""
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        # The tokenizer first: a missing one is said before gigabytes are read.
+        self.tokenizer: Tokenizer | None = (
+            None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
+        )
+        self._client: EngineClient = InProcessClient(config)
+        self._input_processor = InputProcessor(config, self.info, self.tokenizer)
+        self._output_processor = OutputProcessor(self.tokenizer)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
+        return cls(engine_args)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._client.info
+
+    def process_input(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> ProcessedInput:
+        """Validate and tokenise; raises ValidationError. Nothing is queued yet."""
+        if self._output_processor.is_known(request_id):
+            raise ValidationError(
+                f"request_id={request_id!r} is already in use by an unfinished request",
+                parameter="request_id",
+                value=request_id,
+            )
+        return self._input_processor.process(
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            **_tokenization(tokenization_kwargs),
+        )
+
+    def submit(self, processed: ProcessedInput) -> None:
+        """Queue what `process_input` made."""
+        self._output_processor.add_request(processed)
+        for request in processed.requests:
+            self._client.add_request(request)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Queue a request; raises ValidationError and queues nothing if it is refused."""
+        self.submit(
+            self.process_input(
+                request_id,
+                prompt,
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
+                tokenization_kwargs=tokenization_kwargs,
+            )
+        )
+
+    def abort_request(self, request_ids: str | list[str]) -> None:
+        """End requests without further output; unknown and finished ones are ignored."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        for request_id in ids:
+            self._client.abort_requests(self._output_processor.abort(request_id))
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of the engine and return what there is to say; may be empty."""
+        processed = self._output_processor.process(self._client.get_outputs())
+        if processed.abort_ids:
+            # Ended by a stop string, which only the frontend can see.
+            self._client.abort_requests(processed.abort_ids)
+        return processed.request_outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return self._output_processor.has_unfinished() or self._client.has_work()
+
+    def get_num_unfinished_requests(self) -> int:
+        return self._output_processor.num_unfinished()
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer."""
+        if self.tokenizer is None:
+            raise ValidationError("there is no tokenizer: skip_tokenizer_init=True")
+        return self.tokenizer.hf
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt blocks; False, and nothing happens, when some are in use."""
+        return self._client.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        return self._client.stats()
+
+    def shutdown(self) -> None:
+        self._client.shutdown()
+
+
+def _tokenization(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    options = dict(options or {})
+    unknown = options.keys() - {"truncate_prompt_tokens"}
+    if unknown:
+        raise ValidationError(
+            f"tokenization_kwargs: {sorted(unknown)} are not supported; "
+            "only 'truncate_prompt_tokens' is",
+            parameter="tokenization_kwargs",
+        )
+    return options

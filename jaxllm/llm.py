@@ -1,0 +1,258 @@
+"""LLM: offline batch inference. A loop around `LLMEngine`, nothing else."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError
+from jaxllm.frontend.beam_search import beam_search
+from jaxllm.frontend.llm_engine import LLMEngine
+from jaxllm.frontend.tokenizer import default_sampling_params, render_chat
+from jaxllm.messages import BeamSearchOutput, PromptType, RequestOutput, TokensPrompt
+from jaxllm.metrics.reader import Metric, read_metrics
+from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+Messages = list[dict[str, Any]]
+OneOrEach = SamplingParams | Sequence[SamplingParams]
+
+
+class LLM:
+    """A model, ready to answer batches of prompts.
+
+    Takes the fields of EngineConfig as keyword arguments, with vLLM's names; an unknown one is an
+    error that suggests the nearest.
+    """
+
+    def __init__(self, model: str, **engine_options: Any):
+        self.llm_engine = LLMEngine(EngineConfig.create(model, **engine_options))
+        self._counter = itertools.count()
+        self._queued: list[str] = []  # ids of `enqueue` that nobody has waited for yet
+        self._finished: dict[str, RequestOutput] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
+        llm = cls.__new__(cls)
+        llm.llm_engine = LLMEngine(engine_args)
+        llm._counter, llm._queued, llm._finished = itertools.count(), [], {}
+        return llm
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: OneOrEach | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts; the results are in the order of the prompts."""
+        ids = self._submit(_as_prompts(prompts), sampling_params, priority, tokenization_kwargs)
+        return self._wait(ids, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: OneOrEach | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several."""
+        if self.llm_engine.tokenizer is None:
+            raise ValidationError("chat needs a tokenizer, but skip_tokenizer_init=True")
+        if not messages:
+            raise ValidationError("messages is empty; give at least one", parameter="messages")
+        several = messages if isinstance(messages[0], list) else [messages]
+        prompts = [
+            render_chat(
+                self.llm_engine.tokenizer,
+                cast(Messages, conversation),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in several
+        ]
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = False,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest answers to each prompt, best first."""
+        engine = self.llm_engine
+        token_ids = [
+            engine.process_input("beam_search", prompt, SamplingParams()).prompt_token_ids
+            for prompt in _as_prompts(prompts)
+        ]
+        outputs = beam_search(
+            token_ids,
+            params,
+            engine.info,
+            lambda step_prompts, step_params: self.generate(
+                step_prompts, step_params, use_tqdm=False
+            ),
+        )
+        if engine.tokenizer is not None:
+            for output, prompt in zip(outputs, token_ids, strict=True):
+                for sequence in output.sequences:
+                    sequence.text = engine.tokenizer.decode(sequence.tokens[len(prompt) :])
+        return outputs
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: OneOrEach | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue prompts without waiting; `wait_for_completion` brings the results."""
+        ids = self._submit(_as_prompts(prompts), sampling_params, priority, tokenization_kwargs)
+        self._queued += ids
+        return ids
+
+    def wait_for_completion(
+        self, *, use_tqdm: bool | Callable[..., tqdm] = True
+    ) -> list[RequestOutput]:
+        """Run until all that was enqueued is finished; results in the order of enqueueing."""
+        ids, self._queued = self._queued, []
+        return self._wait(ids, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when it is given none: the model's generation_config.json."""
+        engine = self.llm_engine
+        return default_sampling_params(engine.config.model, engine.info.model_dir)
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters and gauges of the engine by name."""
+        return read_metrics(self.llm_engine.stats())
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt blocks; False when some are in use."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Give the devices' memory back."""
+        self.llm_engine.shutdown()
+
+    def _submit(
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: OneOrEach | None,
+        priority: int | Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> list[str]:
+        """Validate all prompts, then queue them all: a bad one leaves nothing behind."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        all_params = _for_each("sampling_params", sampling_params, len(prompts))
+        priorities = _for_each("priority", 0 if priority is None else priority, len(prompts))
+        processed = [
+            self.llm_engine.process_input(
+                str(next(self._counter)),
+                prompt,
+                params.clone(output_kind=RequestOutputKind.FINAL_ONLY),
+                priority=each_priority,
+                tokenization_kwargs=tokenization_kwargs,
+            )
+            for prompt, params, each_priority in zip(prompts, all_params, priorities, strict=True)
+        ]
+        for one in processed:
+            self.llm_engine.submit(one)
+        return [one.request_id for one in processed]
+
+    def _wait(self, ids: list[str], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
+        missing = set(ids) - self._finished.keys()
+        progress = _Progress(len(ids), len(ids) - len(missing), use_tqdm)
+        try:
+            while missing:
+                for output in self.llm_engine.step():
+                    if output.finished:
+                        self._finished[output.request_id] = output
+                        if output.request_id in missing:
+                            missing.remove(output.request_id)
+                            progress.update(output)
+        except BaseException:
+            # Ctrl-C among others: the engine stays usable, with nothing left behind.
+            self.llm_engine.abort_request(list(missing))
+            raise
+        finally:
+            progress.close()
+        return [self._finished.pop(request_id) for request_id in ids]
+
+
+class _Progress:
+    """A bar over requests, with the rates of input and output tokens."""
+
+    def __init__(self, total: int, done: int, use_tqdm: bool | Callable[..., tqdm]):
+        make = tqdm if use_tqdm is True else use_tqdm
+        self._bar = make(total=total, initial=done, desc="Requests", unit="req") if make else None
+        self._input_tokens = self._output_tokens = 0
+
+    def update(self, output: RequestOutput) -> None:
+        if self._bar is None:
+            return
+        self._input_tokens += len(output.prompt_token_ids)
+        self._output_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
+        self._bar.set_postfix_str(
+            f"in {self._input_tokens / elapsed:.0f} tok/s, "
+            f"out {self._output_tokens / elapsed:.0f} tok/s",
+            refresh=False,
+        )
+        self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
+    """One prompt or several: a string, a dict and a list of ids are one."""
+    if isinstance(prompts, str | dict):
+        return [cast(PromptType, prompts)]
+    if not isinstance(prompts, Sequence):
+        raise ValidationError(
+            f"prompts has type {type(prompts).__name__}; give a string, a list of token ids, "
+            "a dict or a list of these",
+            parameter="prompts",
+        )
+    if prompts and isinstance(prompts[0], int):
+        return [cast(TokensPrompt, {"prompt_token_ids": prompts})]
+    return cast(Sequence[PromptType], prompts)
+
+
+def _for_each(name: str, value: Any, count: int) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise ValidationError(
+            f"{name} has {len(value)} entries for {count} prompts; give one, or one per prompt",
+            parameter=name,
+        )
+    return value

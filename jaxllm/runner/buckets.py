@@ -1,0 +1,70 @@
+"""The few shapes that steps come in.
+
+A *decode* step has one token per row; rows come in powers of two. A *mixed* step is a flat ragged
+batch; tokens come in powers of two and rows follow from the tokens. So the number of programs is
+the sum of two short ladders and never a product.
+"""
+
+from dataclasses import dataclass
+
+from jaxllm_kernels.common import cdiv
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Bucket:
+    """The static shape of one program."""
+
+    decode_only: bool
+    num_tokens: int
+    num_rows: int
+    max_block_updates: int  # block-table changes that travel with the step
+
+    def __str__(self) -> str:
+        kind = "decode" if self.decode_only else "mixed"
+        return f"{kind} {self.num_tokens}x{self.num_rows}"
+
+
+def make_ladder(
+    *, max_num_seqs: int, max_num_batched_tokens: int, block_size: int, min_rows: int
+) -> tuple[Bucket, ...]:
+    """All buckets of an engine, small ones first; decode steps before mixed ones."""
+    decode = [
+        Bucket(decode_only=True, num_tokens=rows, num_rows=rows, max_block_updates=rows)
+        for rows in _powers_of_two(min_rows, max_num_seqs)
+    ]
+    mixed = [
+        Bucket(
+            decode_only=False,
+            num_tokens=tokens,
+            # A row has at least one token.
+            num_rows=max(min_rows, min(max_num_seqs, tokens)),
+            max_block_updates=cdiv(tokens, block_size) + min(max_num_seqs, tokens),
+        )
+        for tokens in _powers_of_two(_MIN_MIXED_TOKENS, max_num_batched_tokens)
+    ]
+    return (*decode, *mixed)
+
+
+class BucketTable:
+    """Finds the smallest bucket that holds a step."""
+
+    def __init__(self, ladder: tuple[Bucket, ...]):
+        self._decode = sorted(bucket for bucket in ladder if bucket.decode_only)
+        self._mixed = sorted(bucket for bucket in ladder if not bucket.decode_only)
+
+    def find(self, *, num_tokens: int, num_rows: int, decode_only: bool) -> Bucket:
+        for bucket in self._decode if decode_only else self._mixed:
+            if bucket.num_tokens >= num_tokens and bucket.num_rows >= num_rows:
+                return bucket
+        raise AssertionError(f"no bucket for {num_tokens} tokens in {num_rows} rows")
+
+
+_MIN_MIXED_TOKENS = 16
+
+
+def _powers_of_two(low: int, high: int) -> list[int]:
+    """low, 2*low, ... up to the first that is at least `high`, which is cut to `high`."""
+    sizes = [low]
+    while sizes[-1] < high:
+        sizes.append(min(sizes[-1] * 2, high))
+    return sizes

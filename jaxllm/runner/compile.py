@@ -1,0 +1,134 @@
+"""Compiles the programs of an engine, keeps them between starts, and counts compilations.
+
+The runner calls the compiled executables, never the jitted function: a wrong shape is a TypeError
+and cannot become a silent recompilation.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.logging import init_logger
+from jaxllm.runner.memory import format_bytes
+
+logger = init_logger(__name__)
+
+# XLA compiles outside the GIL; lowering holds it. More threads than this mostly add memory.
+_COMPILE_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Something to compile: a traced function with the shapes it is called with."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct
+    donate: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileReport:
+    """What start-up compiled."""
+
+    num_programs: int
+    seconds: float
+    cache_hits: int
+    largest_temp_bytes: int
+    code_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_programs} programs in {self.seconds:.1f} s, {self.cache_hits} from the "
+            f"compilation cache; largest temporary {format_bytes(self.largest_temp_bytes)}, code "
+            f"{format_bytes(self.code_bytes)}"
+        )
+
+
+class Programs:
+    """The executables of an engine by key, compiled at start (`compile_all`) or when asked for."""
+
+    def __init__(self, programs: Mapping[Hashable, Program]):
+        self._programs = dict(programs)
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __getitem__(self, key: Hashable) -> Any:
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = _lower(self._programs[key]).compile()
+        return compiled
+
+    def compile_all(self) -> CompileReport:
+        """Compile everything: lowered here one after another, compiled in threads meanwhile."""
+        start, hits = time.perf_counter(), compilation_counter.cache_hits
+        with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
+            pending: dict[Hashable, Future] = {
+                key: pool.submit(_lower(program).compile) for key, program in self._programs.items()
+            }
+            self._compiled = {key: future.result() for key, future in pending.items()}
+        sizes = [compiled.memory_analysis() for compiled in self._compiled.values()]
+        sizes = [size for size in sizes if size is not None]
+        return CompileReport(
+            num_programs=len(self._compiled),
+            seconds=time.perf_counter() - start,
+            cache_hits=compilation_counter.cache_hits - hits,
+            largest_temp_bytes=max((s.temp_size_in_bytes for s in sizes), default=0),
+            code_bytes=sum(s.generated_code_size_in_bytes for s in sizes),
+        )
+
+
+class CompilationCounter:
+    """Counts the compilations of this process; JAX reports them as monitoring events."""
+
+    _COMPILE = "/jax/core/compile/backend_compile_duration"
+    _CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+    def __init__(self) -> None:
+        self.compiles = 0
+        self.cache_hits = 0
+        # Events come from the threads that compile.
+        self._lock = threading.Lock()
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration: float, **_: Any) -> None:
+        if event == self._COMPILE:
+            with self._lock:
+                self.compiles += 1
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        if event == self._CACHE_HIT:
+            with self._lock:
+                self.cache_hits += 1
+
+
+# Listeners cannot be taken away again, so there is one for the whole process.
+compilation_counter = CompilationCounter()
+
+
+def use_compilation_cache(directory: Path | None) -> None:
+    """Keep every compiled program on disk, however small, so that the next start is fast."""
+    if directory is None:
+        return
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("no compilation cache: cannot write %s (%s)", directory, error.strerror)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # Otherwise the path of the cache becomes part of every key.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def _lower(program: Program) -> Any:
+    # The name is part of profiles and of the persistent cache's file names.
+    program.function.__name__ = program.name
+    return jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)

@@ -1,0 +1,121 @@
+"""What a step gets from the host: StepInputs, which travel as one packed int32 buffer.
+
+`InputLayout` is the only description of that buffer: the host packs by it (`pack`, vectorised
+numpy), the traced step unpacks by it (`unpack`, static slices that cost nothing), and warm-up and
+planning take its size. One upload per step, whatever the number of fields.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxllm.runner.buckets import Bucket
+from jaxllm.scheduler.schedule import Schedule
+
+NO_TARGET = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """One step's metadata on the device. Padding rows have slot = number of slots (scatters with
+    mode="drop" ignore them) and zeros elsewhere."""
+
+    token_ids: jax.Array  # i32 [T]; CARRIED_TOKEN where the slot's last sampled token goes
+    token_rows: jax.Array  # i32 [T]; padding tokens belong to row R - 1
+    query_starts: jax.Array  # i32 [R + 1]
+    num_decodes: jax.Array  # i32 []
+    slots: jax.Array  # i32 [R]
+    context_lens: jax.Array  # i32 [R]
+    output_index: jax.Array  # i32 [R]
+    samples: jax.Array  # bool [R]
+    row_params: jax.Array  # i32 [R, columns]: encoded sampling parameters
+    block_updates: jax.Array  # i32 [U, 3]: slot, index in its table, block
+    prompt_targets: jax.Array | None  # i32 [T], mixed steps only; NO_TARGET where unwanted
+
+
+class InputLayout:
+    """Where each field of a bucket's StepInputs lies in the packed buffer."""
+
+    def __init__(self, bucket: Bucket, *, num_slots: int, num_param_columns: int):
+        self.bucket = bucket
+        self._num_slots = num_slots
+        tokens, rows = bucket.num_tokens, bucket.num_rows
+        shapes: dict[str, tuple[int, ...]] = {
+            "token_ids": (tokens,),
+            "num_decodes": (),
+            "slots": (rows,),
+            "context_lens": (rows,),
+            "output_index": (rows,),
+            "samples": (rows,),
+            "row_params": (rows, num_param_columns),
+            "block_updates": (bucket.max_block_updates, 3),
+        }
+        if not bucket.decode_only:
+            shapes |= {
+                "token_rows": (tokens,),
+                "query_starts": (rows + 1,),
+                "prompt_targets": (tokens,),
+            }
+        self._fields: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        offset = 0
+        for name, shape in shapes.items():
+            end = offset + math.prod(shape)
+            self._fields[name] = (slice(offset, end), shape)
+            offset = end
+        self.size = offset
+
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """Shape of the packed buffer, for compiling."""
+        return jax.ShapeDtypeStruct((self.size,), np.int32)
+
+    def pack(self, schedule: Schedule, slot_params: np.ndarray) -> np.ndarray:
+        """Build the buffer of a step; block updates beyond the bucket's room are left to the
+        caller (`overflow`). `slot_params` is i32 [S, columns].
+
+        The buffer is new for every step: on CPU the device may read it in place while the host
+        already packs the next one.
+        """
+        buffer = np.zeros(self.size, np.int32)
+        view = {name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()}
+        rows, tokens = schedule.num_rows, schedule.total_tokens
+        view["token_ids"][:tokens] = schedule.token_ids
+        view["num_decodes"][...] = schedule.num_decodes
+        view["slots"][:rows] = schedule.slots
+        view["slots"][rows:] = self._num_slots
+        view["context_lens"][:rows] = schedule.context_lens
+        view["output_index"][:rows] = schedule.output_index
+        view["samples"][:rows] = schedule.samples
+        view["row_params"][:rows] = slot_params[schedule.slots]
+        updates = schedule.block_updates[: self.bucket.max_block_updates]
+        view["block_updates"][: len(updates)] = updates
+        view["block_updates"][len(updates) :, 0] = self._num_slots
+        if not self.bucket.decode_only:
+            view["token_rows"][:tokens] = np.repeat(
+                np.arange(rows, dtype=np.int32), schedule.num_tokens
+            )
+            view["token_rows"][tokens:] = self.bucket.num_rows - 1
+            np.cumsum(schedule.num_tokens, out=view["query_starts"][1 : rows + 1])
+            view["query_starts"][rows + 1 :] = tokens
+            targets = view["prompt_targets"]
+            targets[...] = NO_TARGET
+            if schedule.prompt_targets is not None:
+                targets[:tokens] = schedule.prompt_targets
+        return buffer
+
+    def overflow(self, schedule: Schedule) -> np.ndarray:
+        """The block updates that `pack` has no room for, i32 [n, 3]: long cached prefixes."""
+        return schedule.block_updates[self.bucket.max_block_updates :]
+
+    def unpack(self, buffer: jax.Array) -> StepInputs:
+        """Cut the buffer into fields; traced."""
+        field = {name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()}
+        field["samples"] = field["samples"] != 0
+        if self.bucket.decode_only:
+            # Token t is row t; rows past the last real one have no tokens.
+            rows = jax.numpy.arange(self.bucket.num_rows + 1, dtype=np.int32)
+            field["token_rows"] = rows[:-1]
+            field["query_starts"] = jax.numpy.minimum(rows, field["num_decodes"])
+        return StepInputs(**{"prompt_targets": None, **field})

@@ -1,0 +1,89 @@
+"""How many KV blocks fit: the memory side of the plan."""
+
+from pathlib import Path
+
+import jax
+
+from jaxllm.config import CacheConfig
+from jaxllm.errors import OutOfMemoryError, ValidationError
+
+# Of the memory that is free after the weights, on a CPU: the machine has other things to do, and
+# a cache of this size is rarely the limit there.
+_CPU_SHARE = 0.4
+# On accelerators: kept for what programs need beside arguments, until their size is known.
+_PROGRAM_SHARE = 0.08
+
+
+def size_kv_cache(
+    config: CacheConfig,
+    *,
+    weights_bytes: int,
+    block_bytes: int,
+    blocks_per_seq: int,
+    max_num_seqs: int,
+) -> int:
+    """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
+
+    One request of the greatest length must fit, so that no accepted request can wait for ever;
+    more than all slots can use is never allocated.
+    """
+    useful = blocks_per_seq * max_num_seqs
+    free = _free_bytes(config)
+    needed = weights_bytes + blocks_per_seq * block_bytes
+    if config.num_gpu_blocks_override is not None:
+        num_blocks, source = config.num_gpu_blocks_override, "num_gpu_blocks_override"
+        needed = weights_bytes + num_blocks * block_bytes
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks = min(config.kv_cache_memory_bytes // block_bytes, useful)
+        source = "kv_cache_memory_bytes"
+        needed = weights_bytes + num_blocks * block_bytes
+    else:
+        share = _CPU_SHARE if jax.default_backend() == "cpu" else 1 - _PROGRAM_SHARE
+        num_blocks = min(int(max(0, free - weights_bytes) * share) // block_bytes, useful)
+        source = "the free memory"
+    if needed > free:
+        raise OutOfMemoryError(
+            f"weights {format_bytes(weights_bytes)} and a KV cache of at least "
+            f"{format_bytes(needed - weights_bytes)} need {format_bytes(needed)}, but only "
+            f"{format_bytes(free)} are free; use a smaller model or dtype, or lower max_model_len "
+            "or kv_cache_memory_bytes"
+        )
+    if num_blocks < blocks_per_seq:
+        raise ValidationError(
+            f"{source} gives {num_blocks} KV blocks ({format_bytes(num_blocks * block_bytes)}), "
+            f"but one request of max_model_len needs {blocks_per_seq} "
+            f"({format_bytes(blocks_per_seq * block_bytes)}); lower max_model_len or raise "
+            f"{source if source != 'the free memory' else 'kv_cache_memory_bytes'}",
+            parameter="max_model_len",
+        )
+    return num_blocks
+
+
+def format_bytes(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def _free_bytes(config: CacheConfig) -> int:
+    """What the engine may take of the device's memory."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        limit = int(stats["bytes_limit"] * config.gpu_memory_utilization)
+        return limit - stats.get("bytes_in_use", 0)
+    return _available_host_bytes()
+
+
+def _available_host_bytes() -> int:
+    """MemAvailable, and no more than the cgroup allows (containers report the host's memory)."""
+    available = 2**62
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return available

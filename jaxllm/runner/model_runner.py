@@ -1,0 +1,187 @@
+"""Runs Schedules: pack, run, carry, unpack. Owns the weights, the device state and the programs.
+
+The device runs steps in the order in which they are dispatched, and `execute` returns as soon as a
+step is dispatched; so the host plans the next step while this one runs, and reads the tokens one
+step later. Only this class holds the device state: each step consumes it and leaves a new one.
+"""
+
+import time
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.logging import init_logger
+from jaxllm.runner.buckets import BucketTable
+from jaxllm.runner.compile import Program, Programs, compilation_counter, use_compilation_cache
+from jaxllm.runner.inputs import InputLayout
+from jaxllm.runner.plan import EnginePlan
+from jaxllm.runner.state import DeviceState
+from jaxllm.runner.step import ModelSpec, StepOutputs, make_step, update_block_tables
+from jaxllm.sampling import row_params
+from jaxllm.sampling.slot_state import SlotRow, slot_row, write_slot
+from jaxllm.scheduler.schedule import LogprobArrays, Schedule, StepResult
+from jaxllm.weights.loader import load_weights
+
+logger = init_logger(__name__)
+
+# Keys of the two small programs beside the steps, whose keys are their buckets.
+_WRITE_TABLES = "write_block_tables"
+_WRITE_SLOT = "write_slot"
+_TABLE_WRITES = 1024  # block updates per call of _WRITE_TABLES
+
+
+class PendingStep:
+    """A dispatched step whose outputs are on their way to the host."""
+
+    def __init__(self, schedule: Schedule, outputs: StepOutputs):
+        self._outputs = outputs
+        self._wants_logprobs = schedule.wants_logprobs
+        self._wants_prompt_logprobs = schedule.prompt_targets is not None
+        for array in jax.tree.leaves(self._wanted()):
+            array.copy_to_host_async()
+
+    def result(self) -> StepResult:
+        """Wait for the device and hand over numpy arrays."""
+        tokens, logprobs, prompt_logprobs = jax.tree.map(np.asarray, self._wanted())
+        return StepResult(
+            token_ids=tokens,
+            logprobs=LogprobArrays(*logprobs) if logprobs else None,
+            prompt_logprobs=LogprobArrays(*prompt_logprobs) if prompt_logprobs else None,
+        )
+
+    def _wanted(self) -> tuple[Any, Any, Any]:
+        outputs = self._outputs
+        return (
+            outputs.tokens,
+            _columns(outputs.logprobs) if self._wants_logprobs else None,
+            _columns(outputs.prompt_logprobs) if self._wants_prompt_logprobs else None,
+        )
+
+
+class ModelRunner:
+    """One model on its devices."""
+
+    def __init__(self, plan: EnginePlan):
+        self._plan = plan
+        use_compilation_cache(plan.compilation_cache_dir)
+        abstract = plan.model_class.abstract(plan.architecture, plan.dtype)
+        self._spec, abstract_weights = ModelSpec.of(abstract)
+        self._layouts = {
+            bucket: InputLayout(
+                bucket,
+                num_slots=plan.max_num_seqs,
+                num_param_columns=row_params.num_columns(plan.logits_processors),
+            )
+            for bucket in plan.buckets
+        }
+        self._buckets = BucketTable(plan.buckets)
+        self._programs = Programs(self._declare_programs(abstract_weights))
+        start = time.perf_counter()
+        self._weights = jax.tree.leaves(
+            load_weights(plan.model_dir, abstract, load_format=plan.load_format, seed=plan.seed)
+        )
+        logger.info("weights loaded in %.1f s", time.perf_counter() - start)
+        if plan.compile_at_start:
+            logger.info("compiled %s", self._programs.compile_all())
+        self._state = DeviceState.zeros(plan)
+        # Encoded sampling parameters of the request in each slot.
+        self._slot_params = np.zeros(
+            (plan.max_num_seqs, row_params.num_columns(plan.logits_processors)), np.int32
+        )
+        self._compiles_at_start = compilation_counter.compiles
+        self.num_padded_tokens = 0
+        self.pack_s = 0.0
+
+    @property
+    def num_compiles_after_warmup(self) -> int:
+        return compilation_counter.compiles - self._compiles_at_start
+
+    def execute(self, schedule: Schedule) -> PendingStep:
+        """Dispatch one step and return without waiting for it."""
+        start = time.perf_counter()
+        for admission in schedule.admissions:
+            self._slot_params[admission.slot] = row_params.encode(
+                admission.sampling_params, admission.seed, self._plan.logits_processors
+            )
+            row = slot_row(admission, self._plan.architecture.vocab_size)
+            if row is not None:
+                self._state = self._programs[_WRITE_SLOT](
+                    self._state, np.int32(admission.slot), row
+                )
+        bucket = self._buckets.find(
+            num_tokens=schedule.total_tokens,
+            num_rows=schedule.num_rows,
+            decode_only=(
+                schedule.num_decodes == schedule.num_rows and schedule.prompt_targets is None
+            ),
+        )
+        layout = self._layouts[bucket]
+        packed = layout.pack(schedule, self._slot_params)
+        self._write_block_tables(layout.overflow(schedule))
+        self.pack_s += time.perf_counter() - start
+        self.num_padded_tokens += bucket.num_tokens
+        self._state, outputs = self._programs[bucket](self._weights, self._state, packed)
+        return PendingStep(schedule, outputs)
+
+    def reset(self) -> None:
+        """Start over with an empty cache, after a step has failed and its state is lost."""
+        self._state = DeviceState.zeros(self._plan)
+
+    def _write_block_tables(self, updates: np.ndarray) -> None:
+        for first in range(0, len(updates), _TABLE_WRITES):
+            chunk = updates[first : first + _TABLE_WRITES]
+            padded = np.full((_TABLE_WRITES, 3), self._plan.max_num_seqs, np.int32)
+            padded[: len(chunk)] = chunk
+            self._state = self._programs[_WRITE_TABLES](self._state, padded)
+
+    def _declare_programs(self, weights: list[Any]) -> dict[Hashable, Program]:
+        plan, state = self._plan, DeviceState.abstract(self._plan)
+        # The largest first: it takes longest to compile.
+        programs: dict[Hashable, Program] = {
+            bucket: Program(
+                name=f"step_{bucket}".replace(" ", "_"),
+                function=make_step(plan, self._spec, self._layouts[bucket]),
+                arguments=(weights, state, self._layouts[bucket].abstract()),
+                donate=(1,),
+            )
+            for bucket in reversed(plan.buckets)
+        }
+        programs[_WRITE_TABLES] = Program(
+            name=_WRITE_TABLES,
+            function=_write_tables,
+            arguments=(state, jax.ShapeDtypeStruct((_TABLE_WRITES, 3), np.int32)),
+            donate=(0,),
+        )
+        programs[_WRITE_SLOT] = Program(
+            name=_WRITE_SLOT,
+            function=_write_slot,
+            arguments=(
+                state,
+                jax.ShapeDtypeStruct((), np.int32),
+                SlotRow.abstract(plan.architecture.vocab_size),
+            ),
+            donate=(0,),
+        )
+        return programs
+
+
+def _columns(logprobs: Any) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    return logprobs and (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)
+
+
+def _write_tables(state: DeviceState, updates: jax.Array) -> DeviceState:
+    tables = update_block_tables(state.block_tables, updates)
+    return DeviceState(
+        caches=state.caches, tokens=state.tokens, block_tables=tables, slots=state.slots
+    )
+
+
+def _write_slot(state: DeviceState, slot: jax.Array, row: SlotRow) -> DeviceState:
+    return DeviceState(
+        caches=state.caches,
+        tokens=state.tokens,
+        block_tables=state.block_tables,
+        slots=write_slot(state.slots, slot, row),
+    )

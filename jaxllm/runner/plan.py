@@ -1,0 +1,246 @@
+"""What will run: `make_plan` turns the user's EngineConfig into a frozen EnginePlan.
+
+Every choice that depends on the model, the platform or the memory is made here, once, checked,
+and printed; nothing downstream chooses again. The runner takes the plan as it is.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxllm_kernels import platform as chips
+from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionBackend,
+    AttentionConfig,
+    default_backend,
+    get_backend,
+)
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError
+from jaxllm.logging import init_logger
+from jaxllm.messages import EngineInfo
+from jaxllm.models.architecture import Architecture, read_architecture
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.runner.buckets import Bucket, make_ladder
+from jaxllm.runner.memory import format_bytes, size_kv_cache
+from jaxllm.sampling.logits_processor import load_logits_processors
+from jaxllm.weights.checkpoint import read_json, resolve_model_dir
+from jaxllm.weights.loader import weights_bytes
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """All that the runner needs to know, and all that the start-up summary prints."""
+
+    model_name: str
+    model_dir: Path
+    architecture: Architecture
+    model_class: type
+    platform: str
+    dtype: Any
+    load_format: str
+    seed: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    attention: AttentionBackend
+    attention_configs: tuple[AttentionConfig, ...]
+    cache_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    weights_bytes: int
+    buckets: tuple[Bucket, ...]
+    max_logprobs: int
+    logits_processors: tuple[Any, ...]
+    eos_token_ids: tuple[int, ...]
+    compile_at_start: bool
+    compilation_cache_dir: Path | None
+
+    @property
+    def blocks_per_seq(self) -> int:
+        return cdiv(self.max_model_len, self.block_size)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return sum(_nbytes(shape) for shape in self.cache_shapes)
+
+    def info(self) -> EngineInfo:
+        """What the frontend validates requests by."""
+        return EngineInfo(
+            model=self.model_name,
+            model_dir=str(self.model_dir),
+            vocab_size=self.architecture.vocab_size,
+            max_model_len=self.max_model_len,
+            max_logprobs=self.max_logprobs,
+            eos_token_ids=list(self.eos_token_ids),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+        )
+
+    def summary(self) -> str:
+        """The decisions in a few lines, logged at start."""
+        arch = self.architecture
+        tokens = self.num_blocks * self.block_size
+        return (
+            f"{arch.name}, {arch.num_layers} layers, {jnp.dtype(self.dtype).name} on "
+            f"{self.platform}; weights {format_bytes(self.weights_bytes)}; attention "
+            f"{self.attention.name!r}\n"
+            f"KV cache {format_bytes(self.kv_cache_bytes)}: {self.num_blocks} blocks of "
+            f"{self.block_size} = {tokens} tokens, room for {tokens // self.max_model_len} "
+            f"requests of max_model_len={self.max_model_len} "
+            f"(max_num_seqs={self.max_num_seqs})\n"
+            f"{len(self.buckets)} programs: {', '.join(map(str, self.buckets))}"
+        )
+
+
+def make_plan(config: EngineConfig) -> EnginePlan:
+    """Decide everything that can be decided before weights are read."""
+    model = config.model
+    model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
+    hf_config = read_json(model_dir / "config.json")
+    architecture = read_architecture(hf_config, overrides=model.hf_overrides)
+    model_class = ModelRegistry.resolve([architecture.name])
+    platform = jax.default_backend()
+    dtype = _choose_dtype(model.dtype, architecture, platform)
+    max_model_len = _choose_max_model_len(model.max_model_len, architecture)
+    max_num_seqs = config.scheduler.max_num_seqs or chips.default_max_num_seqs(platform)
+    max_num_batched_tokens = _choose_max_num_batched_tokens(
+        config, platform, max_num_seqs, max_model_len
+    )
+    block_size = config.cache.block_size or chips.default_block_size(platform)
+
+    abstract_model = model_class.abstract(architecture, dtype)
+    attention_configs = abstract_model.attention_configs
+    name = config.compilation.attention_backend
+    attention = default_backend(platform) if name == "auto" else _named_backend(name)
+    for attention_config in set(attention_configs):
+        try:
+            attention.check(attention_config, block_size=block_size, dtype=dtype, platform=platform)
+        except ValueError as error:
+            raise ValidationError(str(error)) from error
+
+    def cache_shapes(num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(
+            attention.cache_shape(
+                c, num_blocks=num_blocks, block_size=block_size, dtype=jnp.dtype(dtype)
+            )
+            for c in attention_configs
+        )
+
+    num_blocks = size_kv_cache(
+        config.cache,
+        weights_bytes=weights_bytes(abstract_model),
+        block_bytes=sum(_nbytes(shape) for shape in cache_shapes(1)),
+        blocks_per_seq=cdiv(max_model_len, block_size),
+        max_num_seqs=max_num_seqs,
+    )
+    cache_dir = config.compilation.compilation_cache_dir
+    vocab_size = architecture.vocab_size
+    return EnginePlan(
+        model_name=model.model,
+        model_dir=model_dir,
+        architecture=architecture,
+        model_class=model_class,
+        platform=platform,
+        dtype=dtype,
+        load_format=model.load_format,
+        seed=model.seed,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        attention=attention,
+        attention_configs=attention_configs,
+        cache_shapes=cache_shapes(num_blocks),
+        weights_bytes=weights_bytes(abstract_model),
+        buckets=make_ladder(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            min_rows=chips.min_matmul_rows(platform),
+        ),
+        max_logprobs=vocab_size
+        if model.max_logprobs == -1
+        else min(model.max_logprobs, vocab_size),
+        logits_processors=load_logits_processors(model.logits_processors),
+        eos_token_ids=architecture.eos_token_ids,
+        compile_at_start=not config.compilation.enforce_eager,
+        compilation_cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
+    )
+
+
+def _choose_dtype(asked: str, architecture: Architecture, platform: str) -> Any:
+    name = architecture.dtype if asked == "auto" else asked
+    if name == "float16" and platform != "gpu":
+        if asked == "float16":
+            raise ValidationError(
+                f"dtype='float16' is not supported on {platform}; use dtype='bfloat16'",
+                parameter="dtype",
+                value=asked,
+            )
+        logger.info("dtype: the checkpoint has float16; %s runs it in bfloat16", platform)
+        name = "bfloat16"
+    return jnp.dtype(name)
+
+
+def _choose_max_model_len(asked: int | None, architecture: Architecture) -> int:
+    longest = architecture.max_model_len
+    if asked is None:
+        return longest
+    if asked > longest:
+        raise ValidationError(
+            f"max_model_len={asked} is above the {longest} positions of the model's config; lower "
+            "it, or extend the model with hf_overrides (rope_parameters, max_position_embeddings)",
+            parameter="max_model_len",
+            value=asked,
+        )
+    return asked
+
+
+def _choose_max_num_batched_tokens(
+    config: EngineConfig, platform: str, max_num_seqs: int, max_model_len: int
+) -> int:
+    chunked = config.scheduler.enable_chunked_prefill
+    asked = config.scheduler.max_num_batched_tokens
+    if asked is None:
+        tokens = max(chips.default_max_num_batched_tokens(platform), max_num_seqs)
+        return tokens if chunked else max(tokens, max_model_len)
+    if asked < max_num_seqs:
+        raise ValidationError(
+            f"max_num_batched_tokens={asked} is below max_num_seqs={max_num_seqs}; a step must "
+            "have room for one token of every request",
+            parameter="max_num_batched_tokens",
+            value=asked,
+        )
+    if not chunked and asked < max_model_len:
+        raise ValidationError(
+            f"max_num_batched_tokens={asked} is below max_model_len={max_model_len}, and with "
+            "enable_chunked_prefill=False a prompt must fit in one step; raise it or chunk",
+            parameter="max_num_batched_tokens",
+            value=asked,
+        )
+    return asked
+
+
+def _named_backend(name: str) -> AttentionBackend:
+    try:
+        return get_backend(name)
+    except (KeyError, ValueError) as error:
+        raise ValidationError(
+            f"attention_backend={name!r}: {error.args[0]}",
+            parameter="attention_backend",
+            value=name,
+        ) from error
+
+
+def _nbytes(shape: jax.ShapeDtypeStruct) -> int:
+    return shape.size * shape.dtype.itemsize

@@ -1,0 +1,34 @@
+"""What stays on the device from step to step. Donated to each step and replaced by its result."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.runner.plan import EnginePlan
+from jaxllm.sampling.slot_state import SlotState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceState:
+    """Owned by the runner: nobody else keeps a reference, since every step consumes it."""
+
+    caches: tuple[jax.Array, ...]  # KV pages, one array per layer, in the backend's layout
+    tokens: jax.Array  # i32 [S]: the token that each slot sampled last
+    block_tables: jax.Array  # i32 [S, P]
+    slots: SlotState  # sampler state of requests that need some
+
+    @classmethod
+    def abstract(cls, plan: EnginePlan) -> "DeviceState":
+        """Shapes, for compiling and planning."""
+        return cls(
+            caches=plan.cache_shapes,
+            tokens=jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32),
+            block_tables=jax.ShapeDtypeStruct((plan.max_num_seqs, plan.blocks_per_seq), jnp.int32),
+            slots=SlotState.abstract(plan.max_num_seqs, plan.architecture.vocab_size),
+        )
+
+    @classmethod
+    def zeros(cls, plan: EnginePlan) -> "DeviceState":
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cls.abstract(plan))

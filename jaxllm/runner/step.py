@@ -1,0 +1,163 @@
+"""The one function that runs on the device: a whole step, from token ids to sampled tokens.
+
+    step(weights, state, packed) -> (state, StepOutputs)
+
+It is traced once per bucket. Everything a request may ask of the sampler is in that program,
+behind conditionals that look at the step's rows, so there is nothing left to compile later.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+
+from jaxllm.layers.attention import AttentionContext
+from jaxllm.runner.inputs import InputLayout, StepInputs
+from jaxllm.runner.plan import EnginePlan
+from jaxllm.runner.state import DeviceState
+from jaxllm.sampling import row_params
+from jaxllm.sampling.sampler import LogprobOutput, sample, token_logprobs
+from jaxllm.scheduler.schedule import CARRIED_TOKEN
+
+# Prompt logprobs are computed for this many positions at a time: their logits are large.
+_PROMPT_LOGPROB_CHUNK = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """What a step leaves for the host, by row (padding rows included)."""
+
+    tokens: jax.Array  # i32 [R]
+    logprobs: LogprobOutput  # [R, 1 + k]; zeros when no row asked
+    prompt_logprobs: LogprobOutput | None  # [T, 1 + k]; mixed steps only
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The static part of a model: with the weights it makes the module again."""
+
+    graphdef: Any
+    treedef: Any
+
+    @classmethod
+    def of(cls, model: nnx.Module) -> tuple["ModelSpec", list[Any]]:
+        """Split a model (concrete or abstract) into its spec and its flat weights."""
+        graphdef, state = nnx.split(model)
+        weights, treedef = jax.tree.flatten(state)
+        return cls(graphdef, treedef), weights
+
+    def merge(self, weights: list[jax.Array]) -> Any:
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
+
+
+StepFunction = Callable[[list[jax.Array], DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]
+
+
+def make_step(plan: EnginePlan, spec: ModelSpec, layout: InputLayout) -> StepFunction:
+    """The step of one bucket, to be jitted with the state donated."""
+
+    def step(
+        weights: list[jax.Array], state: DeviceState, packed: jax.Array
+    ) -> tuple[DeviceState, StepOutputs]:
+        inputs = layout.unpack(packed)
+        model = spec.merge(weights)
+        block_tables = update_block_tables(state.block_tables, inputs.block_updates)
+        batch = RaggedBatch(
+            query_starts=inputs.query_starts,
+            context_lens=inputs.context_lens,
+            block_tables=block_tables.at[inputs.slots].get(mode="fill", fill_value=0),
+            num_decodes=inputs.num_decodes,
+            block_size=plan.block_size,
+            decode_only=layout.bucket.decode_only,
+        )
+        context = AttentionContext(
+            batch=batch,
+            prepared=plan.attention.prepare(
+                batch, model.attention_configs, num_tokens=layout.bucket.num_tokens
+            ),
+            backend=plan.attention,
+        )
+        hidden, caches = model(
+            _token_ids(inputs, state.tokens), _positions(inputs), state.caches, context
+        )
+        with jax.named_scope("sample"):
+            last_rows = jnp.maximum(inputs.query_starts[1:] - 1, 0)
+            sampled = sample(
+                model.compute_logits(hidden[last_rows]),
+                row_params.decode(inputs.row_params, plan.logits_processors),
+                slots=inputs.slots,
+                samples=inputs.samples,
+                output_index=inputs.output_index,
+                positions=inputs.context_lens,
+                state=state.slots,
+                max_logprobs=plan.max_logprobs,
+                processors=plan.logits_processors,
+            )
+        kept = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
+        new_state = DeviceState(
+            caches=caches,
+            tokens=state.tokens.at[kept].set(sampled.tokens, mode="drop"),
+            block_tables=block_tables,
+            slots=sampled.state,
+        )
+        prompt_logprobs = None
+        if inputs.prompt_targets is not None:
+            prompt_logprobs = _prompt_logprobs(
+                model, hidden, inputs.prompt_targets, plan.max_logprobs
+            )
+        return new_state, StepOutputs(
+            tokens=sampled.tokens, logprobs=sampled.logprobs, prompt_logprobs=prompt_logprobs
+        )
+
+    return step
+
+
+def update_block_tables(block_tables: jax.Array, updates: jax.Array) -> jax.Array:
+    """Apply (slot, index, block) changes; those with a slot out of range are padding."""
+    return block_tables.at[updates[:, 0], updates[:, 1]].set(updates[:, 2], mode="drop")
+
+
+def _token_ids(inputs: StepInputs, carried: jax.Array) -> jax.Array:
+    slots = inputs.slots[inputs.token_rows]
+    last_sampled = carried.at[slots].get(mode="fill", fill_value=0)
+    return jnp.where(inputs.token_ids == CARRIED_TOKEN, last_sampled, inputs.token_ids)
+
+
+def _positions(inputs: StepInputs) -> jax.Array:
+    """Position in its sequence of every token; padding tokens get 0."""
+    first = inputs.context_lens - jnp.diff(inputs.query_starts)  # of each row
+    offsets = jnp.arange(len(inputs.token_ids)) - inputs.query_starts[inputs.token_rows]
+    real = jnp.arange(len(inputs.token_ids)) < inputs.query_starts[-1]
+    return jnp.where(real, first[inputs.token_rows] + offsets, 0)
+
+
+def _prompt_logprobs(
+    model: Any, hidden: jax.Array, targets: jax.Array, max_logprobs: int
+) -> LogprobOutput:
+    """Logprobs of the prompt token that follows each position, if any row asked for them."""
+    tokens = len(targets)
+    chunk = min(_PROMPT_LOGPROB_CHUNK, tokens)
+    padding = -tokens % chunk
+
+    def one_chunk(operands: tuple[jax.Array, jax.Array]) -> LogprobOutput:
+        hidden, targets = operands
+        return token_logprobs(model.compute_logits(hidden), jnp.maximum(targets, 0), max_logprobs)
+
+    def compute() -> LogprobOutput:
+        chunks = (
+            jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1]),
+            jnp.pad(targets, (0, padding)).reshape(-1, chunk),
+        )
+        out = jax.lax.map(one_chunk, chunks)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], out)
+
+    def skip() -> LogprobOutput:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(compute))
+
+    with jax.named_scope("prompt_logprobs"):
+        return jax.lax.cond(jnp.any(targets >= 0), compute, skip)
