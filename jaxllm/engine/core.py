@@ -68,7 +68,8 @@ class EngineCore:
         return bool(self._in_flight or self._outputs or self._scheduler.has_unfinished_requests())
 
     def step(self) -> list[EngineOutput]:
-        """Dispatch one step, if there is one to dispatch, and return what an earlier one brought."""
+        """Dispatch one step, if there is one to dispatch, and return what an earlier one
+        brought."""
         outputs, self._outputs = self._outputs, []
         start = time.perf_counter()
         schedule = self._scheduler.schedule()
