@@ -1,0 +1,203 @@
+"""Command-line flags, generated from the config's dataclasses and from SamplingParams.
+
+A field becomes a flag of the same name; its type chooses the parser and its default goes into
+the help. Flags that were not given are absent from the namespace, so that defaults are applied
+in one place: by `EngineConfig.create`, or by the model's own sampling defaults.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Literal, NoReturn
+
+import msgspec
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError
+from jaxllm.sampling_params import SamplingParams
+
+SAMPLING_HELP = {
+    "n": "Answers per prompt.",
+    "temperature": "Randomness of the choice; 0 always takes the most likely token.",
+    "top_p": "Choose among the likeliest tokens whose probabilities add up to this.",
+    "top_k": "Choose among this many likeliest tokens; 0 means all.",
+    "min_p": "Choose among tokens at least this likely, relative to the likeliest.",
+    "presence_penalty": "Lower the logits of tokens that are in the output, once each.",
+    "frequency_penalty": "Lower the logits of tokens in the output, for each occurrence.",
+    "repetition_penalty": "Divide the logits of tokens in the prompt or output; 1 means off.",
+    "stop": "End the answer at any of these strings.",
+    "stop_token_ids": "End the answer at any of these tokens.",
+    "include_stop_str_in_output": "Keep the stop string or stop token in the text.",
+    "ignore_eos": "Go on after the end-of-sequence token.",
+    "max_tokens": "Most tokens of an answer.",
+    "min_tokens": "Fewest tokens of an answer: no end-of-sequence or stop before.",
+    "logprobs": "Report the logprobs of this many likeliest tokens per position; -1 means all.",
+    "prompt_logprobs": "The same for the positions of the prompt.",
+    "logit_bias": "JSON object: token id to a number added to its logit.",
+    "allowed_token_ids": "Choose among these tokens only.",
+    "bad_words": "Words that must not be in the answer.",
+    "detokenize": "Turn the answer's tokens into text.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "spaces_between_special_tokens": "Put spaces between special tokens in the text.",
+    "extra_args": "JSON object for logits processors of your own.",
+}
+
+# Fields of SamplingParams that have no flag of their own, and why.
+NOT_FLAGS = {
+    "seed": "--seed is the engine's: it seeds every request that brings none",
+    "output_kind": "each command sets the kind that it prints",
+}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are ValidationErrors; main() prints every error in the same form."""
+
+    def __init__(self, prog: str, description: str):
+        # The generated usage would list sixty flags before saying anything.
+        usage = f"{prog} [arguments]"
+        super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
+        self.add_argument(
+            "--debug", action="store_true", help="Show the traceback of an error, if there is one."
+        )
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        # Intermixed: plain parsing would give up on a positional that follows a flag.
+        args, unknown = self.parse_known_intermixed_args(argv)
+        if unknown:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
+            raise ValidationError(f"unknown argument {unknown[0]!r}; {hint}")
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        raise ValidationError(f"{message}; see `{self.prog} --help`")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """Add a flag for every engine option, one group for each part of EngineConfig.
+
+    The model may also be given without its flag, as the command's first argument.
+    """
+    parser.add_argument(
+        "positional_model", nargs="?", metavar="MODEL", help="The same as --model MODEL."
+    )
+    for part in typing.get_type_hints(EngineConfig).values():
+        group = parser.add_argument_group(part.__doc__)
+        hints = typing.get_type_hints(part)
+        for f in dataclasses.fields(part):
+            if f.metadata["flag"] and f.name not in without:
+                _add_flag(group, f.name, hints[f.name], f.default, f.metadata["help"])
+
+
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, *, without: Collection[str] = ()
+) -> None:
+    """Add a flag for every sampling parameter."""
+    group = parser.add_argument_group(
+        "Sampling",
+        "What is not given comes from the model's generation_config.json, then from the defaults.",
+    )
+    hints = typing.get_type_hints(SamplingParams)
+    for f in msgspec.structs.fields(SamplingParams):
+        if f.name not in NOT_FLAGS and f.name not in without:
+            _add_flag(group, f.name, hints[f.name], f.default, SAMPLING_HELP[f.name])
+
+
+def engine_config_from(args: argparse.Namespace) -> EngineConfig:
+    """Make the config that the parsed flags ask for."""
+    return EngineConfig.create(**engine_options_from(args))
+
+
+def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given, as the keyword arguments that `LLM` takes."""
+    options = {
+        f.name: getattr(args, f.name)
+        for part in typing.get_type_hints(EngineConfig).values()
+        for f in dataclasses.fields(part)
+        if f.name in args
+    }
+    if args.positional_model is not None:
+        if options.get("model", args.positional_model) != args.positional_model:
+            raise ValidationError(
+                f"two models: {args.positional_model!r} and --model {options['model']!r}; "
+                "give one of them"
+            )
+        options["model"] = args.positional_model
+    if "model" not in options:
+        raise ValidationError("no model; give --model with a local directory or a hub name")
+    return options
+
+
+def sampling_params_from(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
+    """Override the default parameters with the parsed flags."""
+    given = {name: getattr(args, name) for name in SAMPLING_HELP if name in args}
+    return defaults.clone(**given)
+
+
+def integer(text: str) -> int:
+    """Parse a whole number, also as a size: 2k = 2000, 25.6k = 25600, 2K = 2Ki = 2048, 4GiB."""
+    match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)(?:([kmgt])|([KMGT])(?:iB?)?)?", text.strip())
+    if match:
+        decimal, binary = match[2], match[3]
+        factor = 1000 ** ("kmgt".index(decimal) + 1) if decimal else 1
+        factor = 1024 ** ("KMGT".index(binary) + 1) if binary else factor
+        value = Fraction(match[1]) * factor
+        if value.denominator == 1:
+            return int(value)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a whole number; write 4096, 4k (4000), 4K (4096) or 4GiB"
+    )
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"a": 1}}')
+    return value
+
+
+def _add_flag(group: Any, name: str, hint: Any, default: Any, text: str) -> None:
+    settings = _settings(hint)
+    is_switch = settings.get("action") is argparse.BooleanOptionalAction
+    if is_switch:
+        text += f" Default: {'on' if default else 'off'}."
+    elif default not in (None, "", dataclasses.MISSING, msgspec.NODEFAULT):
+        text += f" Default: {default}."
+    group.add_argument(
+        "--" + name.replace("_", "-"),
+        dest=name,
+        default=argparse.SUPPRESS,
+        help=text.replace("%", "%%"),
+        **settings,
+    )
+
+
+def _settings(hint: Any) -> dict[str, Any]:
+    """What add_argument needs for a value of this type."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        # `list[str] | str | None` takes what its first member takes.
+        hint = typing.get_args(hint)[0]
+    origin = typing.get_origin(hint) or hint
+    if origin is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if origin is Literal:
+        return {"choices": typing.get_args(hint)}
+    if origin is list:
+        # One flag with several values, or the flag several times.
+        (item,) = typing.get_args(hint)
+        return {"action": "extend", "nargs": "+", **_settings(item)}
+    if origin in (dict, Mapping):
+        return {"type": json_object, "metavar": "JSON"}
+    parse, metavar = {int: (integer, "N"), float: (float, "X"), str: (str, "TEXT")}[origin]
+    return {"type": parse, "metavar": metavar}

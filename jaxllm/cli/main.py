@@ -1,0 +1,89 @@
+"""`jaxllm <command>`: find the command, run it, and turn errors into one line.
+
+Commands are modules with `add_arguments(parser)` and `run(args)`; a module is imported only when
+its command is used, so that `jaxllm --help` needs no jax.
+"""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jaxllm
+from jaxllm.cli.arguments import CommandParser
+from jaxllm.errors import JaxLLMError, ValidationError
+
+
+class Command(NamedTuple):
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "generate": Command("jaxllm.cli.generate", "Generate text for prompts."),
+    "chat": Command("jaxllm.cli.chat", "Talk to a model in the terminal."),
+    "collect-env": Command("jaxllm.cli.collect_env", "Print what a bug report needs to say."),
+}
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 128 + 2  # as if SIGINT had ended the program
+EXIT_BROKEN_PIPE = 128 + 13  # as if SIGPIPE had
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        run(argv)
+        # Output that is still buffered would meet a closed pipe after main, at exit.
+        sys.stdout.flush()
+        return 0
+    except BrokenPipeError:
+        # The reader has left. Let what is buffered go nowhere, or exit would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except (JaxLLMError, OSError) as error:
+        if "--debug" in argv:
+            traceback.print_exc()
+        print(f"jaxllm: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def run(argv: Sequence[str]) -> None:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        return
+    name, *rest = argv
+    if name in ("-v", "--version"):
+        print(f"jaxllm {jaxllm.__version__}")
+        return
+    if name not in COMMANDS:
+        raise ValidationError(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}")
+    command = COMMANDS[name]
+    module = importlib.import_module(command.module)
+    parser = CommandParser(f"jaxllm {name}", command.summary)
+    module.add_arguments(parser)
+    module.run(parser.parse(rest))
+
+
+def overview() -> str:
+    """The text of `jaxllm --help`."""
+    lines = ["usage: jaxllm <command> [arguments]", "", "LLM inference on JAX.", "", "commands:"]
+    lines += [f"  {name:<12}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "`jaxllm <command> --help` lists a command's arguments."]
+    lines += ["`jaxllm --version` prints the version."]
+    return "\n".join(lines)
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; check the path"
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
