@@ -1,0 +1,60 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxllm.runner.buckets import BucketTable, make_ladder
+
+
+def ladder(**sizes):
+    defaults = {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "block_size": 16,
+        "min_rows": 2,
+    }
+    return make_ladder(**{**defaults, **sizes})
+
+
+def test_default_sizes_make_few_programs():
+    assert [str(bucket) for bucket in ladder(max_num_seqs=8, max_num_batched_tokens=64)] == [
+        "decode 2x2",
+        "decode 4x4",
+        "decode 8x8",
+        "mixed 16x8",
+        "mixed 32x8",
+        "mixed 64x8",
+    ]
+    assert len(ladder(max_num_seqs=256, max_num_batched_tokens=8192)) <= 20
+
+
+def test_sizes_that_are_no_powers_of_two_are_reached_exactly():
+    buckets = ladder(max_num_seqs=48, max_num_batched_tokens=100)
+    assert max(b.num_rows for b in buckets if b.decode_only) == 48
+    assert max(b.num_tokens for b in buckets if not b.decode_only) == 100
+
+
+@given(
+    max_num_seqs=st.integers(1, 100),
+    max_num_batched_tokens=st.integers(100, 5000),
+    data=st.data(),
+)
+def test_every_step_within_the_limits_finds_a_bucket_that_holds_it(
+    max_num_seqs, max_num_batched_tokens, data
+):
+    buckets = BucketTable(
+        ladder(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    )
+    rows = data.draw(st.integers(1, max_num_seqs))
+    tokens = data.draw(st.integers(rows, max_num_batched_tokens))
+    mixed = buckets.find(num_tokens=tokens, num_rows=rows, decode_only=False)
+    assert mixed.num_tokens >= tokens and mixed.num_rows >= rows
+    assert mixed.num_tokens < 2 * max(tokens, 16)
+    decode = buckets.find(num_tokens=rows, num_rows=rows, decode_only=True)
+    assert decode.num_tokens == decode.num_rows >= rows
+    assert decode.num_rows <= 2 * rows or decode.num_rows == 2
+
+
+def test_room_for_block_updates_covers_a_step_without_cached_prefixes():
+    for bucket in ladder(max_num_seqs=8, max_num_batched_tokens=256):
+        # Every row may begin a block and end in another.
+        most = bucket.num_rows if bucket.decode_only else bucket.num_tokens // 16 + bucket.num_rows
+        assert bucket.max_block_updates >= most
