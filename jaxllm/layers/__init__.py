@@ -1,0 +1,11 @@
+"""The parts that models are made of: plain flax modules and functions, traced by the runner.
+
+Axis letters, used in every shape comment of the device side:
+
+    T tokens of a step      R rows (requests of a step)   P blocks per row     S slots
+    N query heads           K kv heads                    H head size
+    D model (hidden) size   F ffn (intermediate) size     V vocabulary         E experts
+
+Weights are stored [out, in], as checkpoints have them. Activations keep the model's type; norms,
+rotary embeddings, matmul accumulators and logits are float32 inside.
+"""

@@ -1,0 +1,245 @@
+"""From config.json to a frozen `Architecture`: the only reader of Hugging Face's field names.
+
+The plan reads it before anything is loaded, so whatever we cannot run is refused here, by name.
+A field that older configs leave out has the default of transformers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.layers.rope import RopeConfig
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.rope_parameters import read_rope
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """All that a config.json says about the computation; hashable and static."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rms_norm_eps: float
+    hidden_act: str
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    # Per layer: how many tokens, itself included, a token sees; None: all before it.
+    layer_windows: tuple[int | None, ...]
+    rope: RopeConfig
+    max_model_len: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    # What it was read from, for models from outside with fields of their own.
+    hf_config: Mapping[str, Any] = field(repr=False, compare=False)
+
+
+def read_architecture(
+    hf_config: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None
+) -> Architecture:
+    """Read the contents of a config.json, some of its fields replaced by overrides."""
+    config = merge_overrides(hf_config, overrides or {})
+    name = ModelRegistry.select(config.get("architectures") or ())
+    _refuse_unsupported(config)
+    hidden_size = _integer(config, "hidden_size")
+    num_layers = _integer(config, "num_hidden_layers")
+    num_heads = _integer(config, "num_attention_heads")
+    num_kv_heads = _integer(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={num_heads} is not a multiple of "
+            f"num_key_value_heads={num_kv_heads}"
+        )
+    head_size = _head_size(config, name, hidden_size, num_heads)
+    max_len = _integer(config, "max_position_embeddings")
+    rope, max_model_len = read_rope(config, head_size=head_size, max_position_embeddings=max_len)
+    traits = _TRAITS.get(name, _llama_traits)(config, num_layers)
+    return Architecture(
+        name=name,
+        vocab_size=_integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(config, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        hidden_act="silu",
+        qkv_bias=traits.qkv_bias,
+        o_bias=traits.o_bias,
+        mlp_bias=traits.mlp_bias,
+        qk_norm=traits.qk_norm,
+        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+        layer_windows=traits.layer_windows,
+        rope=rope,
+        max_model_len=max_model_len,
+        dtype=_dtype(config),
+        eos_token_ids=_token_ids(config, "eos_token_id"),
+        hf_config=config,
+    )
+
+
+def merge_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace fields; objects are merged field by field."""
+    merged = dict(config)
+    for name, value in overrides.items():
+        old = merged.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = merge_overrides(old, value)
+        merged[name] = value
+    return merged
+
+
+# ---- what is particular to a family
+
+
+class _Traits(NamedTuple):
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    layer_windows: tuple[int | None, ...]
+
+
+def _llama_traits(config: Mapping[str, Any], num_layers: int) -> _Traits:
+    bias = _flag(config, "attention_bias")
+    return _Traits(bias, bias, _flag(config, "mlp_bias"), False, (None,) * num_layers)
+
+
+def _mistral_traits(config: Mapping[str, Any], num_layers: int) -> _Traits:
+    window = None
+    if config.get("sliding_window", 4096) is not None:
+        window = _integer(config, "sliding_window", 4096)
+    kind = "full_attention" if window is None else "sliding_attention"
+    if set(config.get("layer_types") or ()) - {kind}:
+        raise UnsupportedModelError(
+            "layer_types that differ between layers are not supported for MistralForCausalLM"
+        )
+    return _Traits(False, False, False, False, (window,) * num_layers)
+
+
+def _qwen2_traits(config: Mapping[str, Any], num_layers: int) -> _Traits:
+    return _Traits(True, False, False, False, _qwen_windows(config, num_layers))
+
+
+def _qwen3_traits(config: Mapping[str, Any], num_layers: int) -> _Traits:
+    bias = _flag(config, "attention_bias")
+    return _Traits(bias, bias, False, True, _qwen_windows(config, num_layers))
+
+
+def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    window = None
+    if _flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None:
+        window = _integer(config, "sliding_window", 4096)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        # The first layers see everything, the rest only the window.
+        first = _integer(config, "max_window_layers", 28, lowest=0)
+        return tuple(None if layer < first else window for layer in range(num_layers))
+    if len(kinds) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers={num_layers}"
+        )
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer type {', '.join(unknown)} is not supported; supported are full_attention and "
+            "sliding_attention"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise CheckpointError(
+            "config.json: layer_types asks for sliding_attention, but use_sliding_window or "
+            "sliding_window is not set"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+_TRAITS: dict[str, Callable[[Mapping[str, Any], int], _Traits]] = {
+    "LlamaForCausalLM": _llama_traits,
+    "MistralForCausalLM": _mistral_traits,
+    "Qwen2ForCausalLM": _qwen2_traits,
+    "Qwen3ForCausalLM": _qwen3_traits,
+}
+
+
+# ---- single fields
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method", "of unknown kind")
+        raise UnsupportedModelError(
+            f"quantization_config {method} is not supported; supported are unquantised "
+            f"checkpoints in {', '.join(_DTYPES)}"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UnsupportedModelError(
+            f"hidden_act {activation!r} is not supported; supported is 'silu'"
+        )
+
+
+def _integer(
+    config: Mapping[str, Any], name: str, default: int | None = None, *, lowest: int = 1
+) -> int:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"config.json: {name} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        raise CheckpointError(
+            f"config.json: {name}={value!r} must be an integer, at least {lowest}"
+        )
+    return value
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name, False)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name}={value!r} must be true or false")
+    return value
+
+
+def _head_size(config: Mapping[str, Any], name: str, hidden_size: int, num_heads: int) -> int:
+    if config.get("head_dim") is not None:
+        return _integer(config, "head_dim")
+    if name == "Qwen3ForCausalLM":
+        return 128
+    if hidden_size % num_heads:
+        raise CheckpointError(
+            f"config.json: hidden_size={hidden_size} is not a multiple of "
+            f"num_attention_heads={num_heads}, and head_dim is not given"
+        )
+    return hidden_size // num_heads
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    # "torch_dtype" until transformers 4.55.
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    name = name.removeprefix("torch.")
+    if name not in _DTYPES:
+        raise UnsupportedModelError(
+            f"dtype {name} of the checkpoint is not supported; supported are {', '.join(_DTYPES)}"
+        )
+    return name
+
+
+def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = config.get(name)
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(token, int) for token in ids):
+        raise CheckpointError(f"config.json: {name}={value!r} must be a token id or a list of them")
+    return ids
