@@ -1,0 +1,20 @@
+"""Normalisation layers."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+
+class RMSNorm(nnx.Module):
+    """Scale the last axis to a root mean square of one, then by a weight."""
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        # Rounded to the activations' type before the weight is applied, as checkpoints expect.
+        return self.weight[...] * (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)

@@ -1,0 +1,161 @@
+"""The dense decoder that Llama and its relatives share, described by an `Architecture`.
+
+Submodules bear vLLM's names (`model.layers[i].self_attn.qkv_proj`), which are those of checkpoints
+but for the fused projections. The runner merges the module with its weights inside the jitted
+step and calls it there; nothing here is jitted on its own account but the decoder layer.
+"""
+
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxllm.layers.attention import Attention, AttentionConfig, AttentionContext
+from jaxllm.layers.embedding import Embedding
+from jaxllm.layers.linear import Linear
+from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.rope import Rotary, rotary
+from jaxllm.models.architecture import Architecture
+from jaxllm.models.checkpoint_names import DECODER_NAMES, CheckpointNames
+
+
+class DecoderForCausalLM(nnx.Module):
+    """A decoder with a language model head.
+
+    This is what the runner, the loader and the plan want of a model class, registered ones too.
+    """
+
+    checkpoint_names: ClassVar[CheckpointNames] = DECODER_NAMES
+
+    def __init__(self, architecture: Architecture, *, dtype: DTypeLike):
+        self.model = Decoder(architecture, dtype=dtype)
+        # Tied: the embedding serves as the head, so that there is one array and one leaf.
+        self.lm_head = (
+            None
+            if architecture.tie_word_embeddings
+            else Embedding(architecture.vocab_size, architecture.hidden_size, dtype=dtype)
+        )
+
+    @classmethod
+    def abstract(cls, architecture: Architecture, dtype: DTypeLike) -> Self:
+        """The model with shapes in place of weights."""
+        return nnx.eval_shape(lambda: cls(architecture, dtype=dtype))
+
+    @property
+    def attention_configs(self) -> tuple[AttentionConfig, ...]:
+        """What each layer's attention is, and so its cache."""
+        return tuple(layer.self_attn.config for layer in self.model.layers)
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        caches: tuple[jax.Array, ...],
+        context: AttentionContext,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Run a step's tokens [T] at positions [T] (in their sequences).
+
+        Returns the hidden states [T, D] after the final norm, and the layers' caches, updated.
+        """
+        return self.model(token_ids, positions, caches, context)
+
+    def compute_logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states [n, D] to float32 logits [n, V]."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return head.logits(hidden)
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, architecture: Architecture, *, dtype: DTypeLike):
+        self.rope = architecture.rope
+        self.embed_tokens = Embedding(
+            architecture.vocab_size, architecture.hidden_size, dtype=dtype
+        )
+        self.layers = nnx.List(
+            DecoderLayer(architecture, window=window, dtype=dtype)
+            for window in architecture.layer_windows
+        )
+        self.norm = RMSNorm(architecture.hidden_size, eps=architecture.rms_norm_eps, dtype=dtype)
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        caches: tuple[jax.Array, ...],
+        context: AttentionContext,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        hidden = self.embed_tokens(token_ids)
+        rotations = rotary(self.rope, positions)
+        new_caches = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            graphdef, weights = nnx.split(layer)
+            hidden, cache = _run_layer(graphdef, weights, hidden, rotations, cache, context)
+            new_caches.append(cache)
+        return self.norm(hidden), tuple(new_caches)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each behind a norm and around a residual."""
+
+    def __init__(self, architecture: Architecture, *, window: int | None, dtype: DTypeLike):
+        hidden_size, eps = architecture.hidden_size, architecture.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden_size, eps=eps, dtype=dtype)
+        self.self_attn = Attention(
+            AttentionConfig(
+                num_heads=architecture.num_heads,
+                num_kv_heads=architecture.num_kv_heads,
+                head_size=architecture.head_size,
+                scale=architecture.head_size**-0.5,
+                sliding_window=window,
+            ),
+            hidden_size=hidden_size,
+            qkv_bias=architecture.qkv_bias,
+            o_bias=architecture.o_bias,
+            qk_norm_eps=eps if architecture.qk_norm else None,
+            dtype=dtype,
+        )
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps, dtype=dtype)
+        self.mlp = GatedMLP(
+            hidden_size, architecture.intermediate_size, bias=architecture.mlp_bias, dtype=dtype
+        )
+
+    def __call__(
+        self, hidden: jax.Array, rotations: Rotary, cache: jax.Array, context: AttentionContext
+    ) -> tuple[jax.Array, jax.Array]:
+        attended, cache = self.self_attn(self.input_layernorm(hidden), rotations, cache, context)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one matmul."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: DTypeLike):
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        with jax.named_scope("mlp"):
+            gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+            return self.down_proj((jax.nn.silu(gate.astype(jnp.float32)) * up).astype(x.dtype))
+
+
+def _layer(
+    graphdef: Any,
+    weights: nnx.State,
+    hidden: jax.Array,
+    rotations: Rotary,
+    cache: jax.Array,
+    context: AttentionContext,
+) -> tuple[jax.Array, jax.Array]:
+    layer: DecoderLayer = nnx.merge(graphdef, weights)
+    return layer(hidden, rotations, cache, context)
+
+
+# Jitted although the step around it is, too: layers of equal structure (graphdef) are then traced
+# and lowered once, however many there are. XLA inlines the calls.
+_run_layer = jax.jit(_layer, static_argnums=0)

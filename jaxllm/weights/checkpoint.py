@@ -1,0 +1,237 @@
+"""Checkpoints on disk: finds the directory, and reads safetensors by mmap, tensor by tensor.
+
+Opening a checkpoint reads the headers only and checks that every file is whole; the data of a
+tensor is read when it is asked for, and its memory given back when it is released.
+"""
+
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.errors import CheckpointError, UnsupportedModelError
+
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
+    "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8,
+    "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100_000_000
+_INDEX = "model.safetensors.index.json"
+_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+
+def resolve_model_dir(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """The local directory of a model: the given one, or the hub's copy of it."""
+    local = Path(model).expanduser()
+    if local.is_dir():
+        return local
+    if local.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise CheckpointError(
+            f"model {model!r}: there is no such directory, and it is not the name of a model on "
+            "the hub (organisation/name)"
+        )
+    # A dependency that most starts never need.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=[*_SMALL_FILES, "*.safetensors"],
+                # Second copies of the weights, in other layouts.
+                ignore_patterns=["original/*", "consolidated*", "*/*"],
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"model {model!r} is neither a local directory nor could it be fetched from the hub: "
+            f"{reason}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, such as config.json."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; is {path.parent} a model directory?") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """Where a tensor is, and what its file says it is."""
+
+    file: Path
+    dtype: str  # in safetensors' names
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+    num_bytes: int
+
+
+class Checkpoint:
+    """The tensors of a model directory. Use it as a context; it holds the open files."""
+
+    def __init__(self, model_dir: Path):
+        self.tensors: dict[str, TensorInfo] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        for file in _weight_files(model_dir):
+            for name, info in _read_header(file).items():
+                if name in self.tensors:
+                    raise CheckpointError(
+                        f"tensor {name} is both in {self.tensors[name].file.name} and {file.name}"
+                    )
+                self.tensors[name] = info
+        _check_index(model_dir / _INDEX, self.tensors)
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._maps.clear()  # views that are still alive keep their mapping open
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as a view of its file: slices of it read only what they cover."""
+        info = self.tensors[name]
+        if info.dtype not in _DTYPES:
+            raise UnsupportedModelError(
+                f"tensor {name} in {info.file.name} is stored as {info.dtype}; supported are "
+                f"{', '.join(_DTYPES)}"
+            )
+        if not info.num_bytes:
+            return np.empty(info.shape, _DTYPES[info.dtype])
+        mapping = self._maps.get(info.file)
+        if mapping is None:
+            with open(info.file, "rb") as opened:
+                mapping = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+            self._maps[info.file] = mapping
+        flat = np.frombuffer(mapping, _DTYPES[info.dtype], math.prod(info.shape), info.offset)
+        return flat.reshape(info.shape)
+
+    def release(self, name: str) -> None:
+        """Give back the memory that reading a tensor took."""
+        mapping = self._maps.get(self.tensors[name].file)
+        if mapping is not None:
+            mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def some_of(names: list[str]) -> str:
+    """The first few of many names, for an error message."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    if (model_dir / _INDEX).exists():
+        files = [model_dir / name for name in sorted(set(_weight_map(model_dir / _INDEX).values()))]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise CheckpointError(
+                f"{model_dir}: {len(missing)} of the {len(files)} files that {_INDEX} lists are "
+                f"missing: {some_of(missing)}; download the model again"
+            )
+        return files
+    if (model_dir / "model.safetensors").exists():
+        return [model_dir / "model.safetensors"]
+    files = sorted(f for f in model_dir.glob("*.safetensors") if "consolidated" not in f.name)
+    if files:
+        return files
+    pickled = sorted(f.name for f in [*model_dir.glob("*.bin"), *model_dir.glob("*.pt")])
+    if pickled:
+        raise CheckpointError(
+            f"{model_dir} has its weights in {some_of(pickled)}, a pickle, which can run any code "
+            "when loaded; convert it to safetensors, for example with transformers: "
+            "from_pretrained(...).save_pretrained(...)"
+        )
+    raise CheckpointError(
+        f"{model_dir} has no *.safetensors files; "
+        "use load_format='dummy' to run without the model's weights"
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map")
+    outside = [name for name in weight_map.values() if Path(str(name)).name != name]
+    if outside:
+        raise CheckpointError(f"{index} refers to files outside its directory: {some_of(outside)}")
+    return weight_map
+
+
+def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
+    if not index.exists():
+        return
+    wrong = [
+        f"{name} in {file}"
+        for name, file in _weight_map(index).items()
+        if name not in tensors or tensors[name].file.name != file
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{index} lists {len(wrong)} tensors that are not where it says: {some_of(wrong)}"
+        )
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    """Read and check the header: 8 bytes with its length, JSON, then the data without gaps."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{file} is truncated or not a safetensors file: it has {size} bytes, and says "
+                f"that its header has {length}"
+            )
+        raw = opened.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        tensors = {
+            name: _tensor_info(file, entry, data_start=8 + length) for name, entry in header.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file} has a damaged header: {error!r}") from error
+    wanted = max((info.offset + info.num_bytes for info in tensors.values()), default=8 + length)
+    if size != wanted:
+        problem = "is truncated" if size < wanted else "has bytes that belong to no tensor"
+        raise CheckpointError(
+            f"{file} {problem}: it has {size} bytes, and its header describes {wanted}; "
+            "download the file again"
+        )
+    return tensors
+
+
+def _tensor_info(file: Path, entry: dict[str, Any], *, data_start: int) -> TensorInfo:
+    shape = tuple(entry["shape"])
+    start, end = entry["data_offsets"]
+    bits = _BITS[entry["dtype"]] * math.prod(shape)
+    if not (0 <= start <= end and (end - start) * 8 == bits and all(n >= 0 for n in shape)):
+        raise ValueError(f"{entry} contradicts itself")
+    return TensorInfo(
+        file=file,
+        dtype=entry["dtype"],
+        shape=shape,
+        offset=data_start + start,
+        num_bytes=end - start,
+    )
