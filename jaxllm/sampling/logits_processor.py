@@ -1,0 +1,97 @@
+"""Logits processors that users bring: classes traced into the sampler of every step.
+
+A processor has two halves. On the host, `encode` turns a request's `extra_args` into a few numbers,
+or refuses them; it runs where requests are validated and again when the request takes a slot. On
+the device, `apply` is traced into the step and changes the logits of all rows at once. No jax is
+imported here, so that the host side can load processors too.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError
+from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import jax
+
+# Each has a bit among the flags of a row (jaxllm.sampling.row_params).
+MAX_LOGITS_PROCESSORS = 8
+
+
+class LogitsProcessor:
+    """Base of users' logits processors.
+
+    One instance is made when the engine starts, as `cls(config)`. It must keep no state of its own
+    between calls: `encode` runs in more than one process, `apply` only while a step is traced.
+    """
+
+    # How many float32 numbers a request hands to `apply`.
+    num_params: int = 0
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+
+    def encode(self, params: SamplingParams) -> Sequence[float] | None:
+        """Return this request's `num_params` numbers, from `params.extra_args`; None if the request
+        does not use this processor. Raise ValueError to refuse the request."""
+        raise NotImplementedError
+
+    def apply(
+        self, logits: "jax.Array", params: "jax.Array", output_index: "jax.Array"
+    ) -> "jax.Array":
+        """Return changed logits, f32 [R, V].
+
+        `params` is f32 [R, num_params] and `output_index` i32 [R] counts the output tokens before
+        the one to be sampled. Rows that do not use this processor hold zeros, and what is returned
+        for them is ignored.
+        """
+        raise NotImplementedError
+
+
+def load_logits_processors(
+    specs: Sequence[type | str], config: EngineConfig
+) -> tuple[LogitsProcessor, ...]:
+    """Make the processors that `EngineConfig` names as classes or as 'module:Class'."""
+    if len(specs) > MAX_LOGITS_PROCESSORS:
+        raise _refused(len(specs), f"at most {MAX_LOGITS_PROCESSORS} can be loaded")
+    return tuple(_find_class(spec)(config) for spec in specs)
+
+
+def encode_request(
+    processors: Sequence[LogitsProcessor], params: SamplingParams
+) -> list[tuple[float, ...] | None]:
+    """What each processor makes of a request; raises ValueError when one refuses it."""
+    encoded: list[tuple[float, ...] | None] = []
+    for processor in processors:
+        values = processor.encode(params)
+        if values is not None and len(values) != processor.num_params:
+            raise ValueError(
+                f"{type(processor).__name__}.encode returned {len(values)} numbers for "
+                f"extra_args={params.extra_args!r}; its num_params is {processor.num_params}"
+            )
+        encoded.append(None if values is None else tuple(values))
+    return encoded
+
+
+def _find_class(spec: type | str) -> type[LogitsProcessor]:
+    found: Any = spec
+    if isinstance(spec, str):
+        module, _, name = spec.partition(":")
+        if not module or not name:
+            raise _refused(spec, "write it as 'module:Class'")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise _refused(spec, f"it cannot be imported ({error})") from error
+    if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
+        raise _refused(spec, "it must be a subclass of jaxllm.LogitsProcessor")
+    return found
+
+
+def _refused(value: object, why: str) -> ValidationError:
+    return ValidationError(
+        f"logits_processors: {value!r}: {why}", parameter="logits_processors", value=value
+    )

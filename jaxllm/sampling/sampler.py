@@ -1,0 +1,99 @@
+"""Chooses the next token of every row: the last part of a step.
+
+One program serves every mix of parameters. What only some requests ask for stands behind a
+conditional on the step's rows, so it costs nothing when no row needs it and there is nothing to
+compile after start-up.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.sampling import row_params
+from jaxllm.sampling.adjust import adjust_logits
+from jaxllm.sampling.choose import draw, most_likely
+from jaxllm.sampling.logits_processor import LogitsProcessor
+from jaxllm.sampling.logprobs import LogprobOutput, no_logprobs, token_logprobs
+from jaxllm.sampling.row_params import RowParams
+from jaxllm.sampling.slot_state import SlotState, record_tokens
+
+
+class SampleOutput(NamedTuple):
+    tokens: jax.Array  # i32 [R]; meaningful where the row samples
+    state: SlotState
+    logprobs: LogprobOutput  # [R, 1 + max_logprobs]; zeros when no row asked
+
+
+def sample(
+    logits: jax.Array,
+    params: RowParams,
+    *,
+    slots: jax.Array,
+    samples: jax.Array,
+    output_index: jax.Array,
+    positions: jax.Array,
+    state: SlotState,
+    max_logprobs: int,
+    processors: Sequence[LogitsProcessor] = (),
+) -> SampleOutput:
+    """Sample one token per row from logits, f32 [R, V]:
+
+    1. allowed token ids and logit bias
+    2. bad words: mask the last token of each that is otherwise complete
+    3. min_tokens: mask the stop ids until the output is long enough
+    4. the users' logits processors, in the order of the engine's list
+    5. penalties: repetition (prompt and output), frequency, presence (output only)
+    6. greedy rows: the arg-max, and they are done
+    7. temperature
+    8. min_p, top_k, top_p
+    9. draw from what is left
+    10. logprobs of the token, and the best ones, under the logits as they came
+    11. count the token among its slot's output
+
+    `slots` i32 [R] is out of range for padding; `samples` bool [R] says whose token counts;
+    `output_index` i32 [R] is the number of output tokens before this one; `positions` i32 [R] is
+    the token's place in its sequence: with the row's seed it decides the draw, so a request's
+    tokens do not depend on its neighbours. A row that would have every token masked by 1 to 5
+    goes on with its logits as they came.
+    """
+    flags = jnp.where(samples, params.flags, 0)
+    needed = jnp.bitwise_or.reduce(flags)
+    random = (flags & row_params.RANDOM) != 0
+
+    def adjust() -> jax.Array:
+        adjusted = adjust_logits(
+            logits,
+            params,
+            flags=flags,
+            slots=slots,
+            output_index=output_index,
+            state=state,
+            processors=processors,
+        )
+        some_left = jnp.any(adjusted > -jnp.inf, axis=1, keepdims=True)
+        return jnp.where(some_left, adjusted, logits)
+
+    def choose() -> jax.Array:
+        adjusted = jax.lax.cond((needed & row_params.ADJUSTS) != 0, adjust, lambda: logits)
+        greedy = most_likely(adjusted)
+        return jax.lax.cond(
+            (needed & row_params.RANDOM) != 0,
+            lambda: jnp.where(
+                random, draw(adjusted, params, random=random, positions=positions), greedy
+            ),
+            lambda: greedy,
+        )
+
+    tokens = jax.lax.cond(
+        (needed & (row_params.ADJUSTS | row_params.RANDOM)) != 0,
+        choose,
+        lambda: most_likely(logits),
+    )
+    logprobs = jax.lax.cond(
+        (needed & row_params.LOGPROBS) != 0,
+        lambda: token_logprobs(logits, tokens, max_logprobs),
+        lambda: no_logprobs(len(tokens), max_logprobs),
+    )
+    return SampleOutput(tokens, record_tokens(state, tokens, slots, flags), logprobs)

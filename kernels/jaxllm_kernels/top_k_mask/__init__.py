@@ -1,0 +1,1 @@
+"""Cutting the tail off each row's distribution: min-p, top-k and top-p in one mask."""
