@@ -43,7 +43,6 @@ class EngineCore:
                 num_blocks=self.info.num_blocks,
                 block_size=self.info.block_size,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
-                stats=self._stats,
             ),
             policy=policy,
             check_invariants=config.scheduler.check_invariants,

@@ -6,11 +6,10 @@ and printed; nothing downstream chooses again. The runner takes the plan as it i
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxllm_kernels import platform as chips
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
@@ -32,6 +31,24 @@ from jaxllm.weights.checkpoint import read_json, resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
 
 logger = init_logger(__name__)
+
+
+class _Defaults(NamedTuple):
+    """What is chosen for a platform when the user does not say."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    # Fewest rows of a decode step. XLA:CPU multiplies a single bfloat16 row some ten times slower
+    # than two (no fast path for vectors).
+    min_rows: int
+
+
+_DEFAULTS = {
+    "cpu": _Defaults(max_num_seqs=64, max_num_batched_tokens=2048, block_size=16, min_rows=2),
+    "gpu": _Defaults(max_num_seqs=256, max_num_batched_tokens=8192, block_size=64, min_rows=1),
+    "tpu": _Defaults(max_num_seqs=256, max_num_batched_tokens=2048, block_size=64, min_rows=8),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +126,14 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     architecture = read_architecture(hf_config, overrides=model.hf_overrides)
     model_class = ModelRegistry.resolve([architecture.name])
     platform = jax.default_backend()
+    defaults = _DEFAULTS[platform]
     dtype = _choose_dtype(model.dtype, architecture, platform)
     max_model_len = _choose_max_model_len(model.max_model_len, architecture)
-    max_num_seqs = config.scheduler.max_num_seqs or chips.default_max_num_seqs(platform)
+    max_num_seqs = config.scheduler.max_num_seqs or defaults.max_num_seqs
     max_num_batched_tokens = _choose_max_num_batched_tokens(
-        config, platform, max_num_seqs, max_model_len
+        config, defaults.max_num_batched_tokens, max_num_seqs, max_model_len
     )
-    block_size = config.cache.block_size or chips.default_block_size(platform)
+    block_size = config.cache.block_size or defaults.block_size
 
     abstract_model = model_class.abstract(architecture, dtype)
     attention_configs = abstract_model.attention_configs
@@ -166,12 +184,12 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
-            min_rows=chips.min_matmul_rows(platform),
+            min_rows=defaults.min_rows,
         ),
         max_logprobs=vocab_size
         if model.max_logprobs == -1
         else min(model.max_logprobs, vocab_size),
-        logits_processors=load_logits_processors(model.logits_processors),
+        logits_processors=load_logits_processors(model.logits_processors, config),
         eos_token_ids=architecture.eos_token_ids,
         compile_at_start=not config.compilation.enforce_eager,
         compilation_cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
@@ -207,12 +225,12 @@ def _choose_max_model_len(asked: int | None, architecture: Architecture) -> int:
 
 
 def _choose_max_num_batched_tokens(
-    config: EngineConfig, platform: str, max_num_seqs: int, max_model_len: int
+    config: EngineConfig, default: int, max_num_seqs: int, max_model_len: int
 ) -> int:
     chunked = config.scheduler.enable_chunked_prefill
     asked = config.scheduler.max_num_batched_tokens
     if asked is None:
-        tokens = max(chips.default_max_num_batched_tokens(platform), max_num_seqs)
+        tokens = max(default, max_num_seqs)
         return tokens if chunked else max(tokens, max_model_len)
     if asked < max_num_seqs:
         raise ValidationError(

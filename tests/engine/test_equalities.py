@@ -1,0 +1,243 @@
+"""The same requests give the same tokens however the engine comes to compute them: equal to the
+last token, and to 1e-5 in their logprobs. Each test also makes sure that the engine really took
+the other way."""
+
+import pytest
+
+from jaxllm import LLM, LLMEngine, RequestOutputKind, SamplingParams
+from jaxllm.config import EngineConfig
+from jaxllm.testing import make_tiny_checkpoint
+
+LOGPROBS = 3
+BASE = {
+    "max_model_len": 256,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 512,
+    "block_size": 16,
+    "kv_cache_memory_bytes": 64 << 20,
+    "check_invariants": True,
+    "enforce_eager": True,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    # Windows in one of the layers, so that both kinds of attention are in every comparison.
+    return str(
+        make_tiny_checkpoint(
+            tmp_path_factory.mktemp("qwen2"),
+            "qwen2",
+            use_sliding_window=True,
+            sliding_window=24,
+            max_window_layers=1,
+            num_key_value_heads=1,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def make_llm(model, tmp_path_factory):
+    cache = str(tmp_path_factory.mktemp("compiled"))
+
+    def make(**options):
+        return LLM(model, **{**BASE, "compilation_cache_dir": cache, **options})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def base(make_llm):
+    return make_llm()
+
+
+def prompt(index: int, length: int) -> list[int]:
+    return [3 + (index * 131 + i * i * 7 + i) % 380 for i in range(length)]
+
+
+# Of many lengths and with many parameters: greedy, seeded, penalised, masked.
+PROMPTS = [prompt(i, length) for i, length in enumerate([1, 5, 16, 17, 33, 48, 70, 100])]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=20, logprobs=LOGPROBS, ignore_eos=True),
+    SamplingParams(temperature=1, seed=1, max_tokens=24, logprobs=LOGPROBS, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=20, seed=2, max_tokens=9, logprobs=LOGPROBS),
+    SamplingParams(temperature=1, top_p=0.8, min_p=0.01, seed=3, max_tokens=30, logprobs=LOGPROBS),
+    SamplingParams(
+        temperature=0, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=25,
+        logprobs=LOGPROBS,
+    ),
+    SamplingParams(
+        temperature=1, seed=5, presence_penalty=1.0, min_tokens=12, max_tokens=15,
+        logprobs=LOGPROBS,
+    ),
+    SamplingParams(
+        temperature=0, logit_bias={7: 3.0, 9: -50.0}, bad_words=["the", "is a"], max_tokens=18,
+        logprobs=LOGPROBS,
+    ),
+    SamplingParams(
+        temperature=1, seed=7, allowed_token_ids=list(range(40, 200)), max_tokens=18,
+        logprobs=LOGPROBS,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(base):
+    return base.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def assert_same(outputs, expected):
+    assert len(outputs) == len(expected)
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert len(output.outputs) == len(wanted.outputs)
+        for answer, wanted_answer in zip(output.outputs, wanted.outputs, strict=True):
+            assert_same_answer(answer, wanted_answer)
+
+
+def assert_same_answer(answer, wanted):
+    assert answer.token_ids == wanted.token_ids
+    assert answer.text == wanted.text
+    assert (answer.finish_reason, answer.stop_reason) == (wanted.finish_reason, wanted.stop_reason)
+    for position, (given, due) in enumerate(zip(answer.logprobs, wanted.logprobs, strict=True)):
+        token = answer.token_ids[position]
+        assert given[token].logprob == pytest.approx(due[token].logprob, abs=1e-5)
+        assert sorted(x.logprob for x in given.values()) == pytest.approx(
+            sorted(x.logprob for x in due.values()), abs=1e-5
+        )
+
+
+def stats(llm):
+    return llm.llm_engine.stats()
+
+
+def test_requests_are_varied_enough_to_tell_ways_apart(expected):
+    tokens = [answer.token_ids for output in expected for answer in output.outputs]
+    assert len({tuple(ids) for ids in tokens}) == len(tokens)
+    assert all(len(set(ids)) > len(ids) / 3 for ids in tokens)
+
+
+def test_alone_is_as_in_a_crowd(base, expected):
+    for one_prompt, params, wanted in zip(PROMPTS, PARAMS, expected, strict=True):
+        base.reset_prefix_cache()
+        assert_same(base.generate([one_prompt], params, use_tqdm=False), [wanted])
+
+
+def test_crowd_of_thirty_others_changes_nothing(base, expected):
+    base.reset_prefix_cache()
+    others = [prompt(100 + i, 3 + 4 * i) for i in range(30)]
+    noise = SamplingParams(temperature=1.3, max_tokens=40, ignore_eos=True)
+    ids = base.enqueue(others[:15], noise)
+    mine = base.enqueue(PROMPTS, PARAMS)
+    ids += base.enqueue(others[15:], noise)
+    by_id = {out.request_id: out for out in base.wait_for_completion(use_tqdm=False)}
+    assert len(by_id) == len(ids) + len(mine)
+    assert_same([by_id[request_id] for request_id in mine], expected)
+
+
+def test_chunked_is_whole(make_llm, expected):
+    llm = make_llm(max_num_batched_tokens=32, long_prefill_token_threshold=7)
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+    assert stats(llm).num_steps > sum(map(len, PROMPTS)) / 32
+
+
+def test_prefill_without_chunks_is_the_same(make_llm, expected):
+    llm = make_llm(enable_chunked_prefill=False)
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+
+
+def test_cached_is_cold(base, expected):
+    base.generate(PROMPTS, PARAMS, use_tqdm=False)
+    hits = stats(base).prefix_cache_hits
+    again = base.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert stats(base).prefix_cache_hits > hits
+    assert [out.num_cached_tokens for out in again] == [
+        (len(p) - 1) // 16 * 16 for p in PROMPTS
+    ]
+    assert_same(again, expected)
+
+
+def test_without_prefix_caching_is_the_same(make_llm, expected):
+    llm = make_llm(enable_prefix_caching=False)
+    for _ in range(2):
+        assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+    assert stats(llm).prefix_cache_hits == 0
+
+
+def test_preempted_is_undisturbed(make_llm, expected):
+    # Room for about three of the requests at a time.
+    llm = make_llm(num_gpu_blocks_override=16, enable_prefix_caching=False)
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+    assert stats(llm).num_preemptions > 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_overlapped_is_plain(make_llm, expected, overlap):
+    llm = make_llm(async_scheduling=overlap)
+    assert stats(llm).overlap is overlap
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 128])
+def test_any_block_size_is_the_same(make_llm, expected, block_size):
+    llm = make_llm(block_size=block_size)
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(2, 16), (8, 100)])
+def test_any_bucket_is_the_same(make_llm, expected, max_num_seqs, max_num_batched_tokens):
+    llm = make_llm(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+
+
+def test_reference_attention_is_the_same(make_llm, expected):
+    llm = make_llm(attention_backend="reference")
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_n_answers_are_separate_requests_with_the_same_seeds(make_llm, caching):
+    llm = make_llm(enable_prefix_caching=caching)
+    params = SamplingParams(temperature=1, n=4, seed=11, max_tokens=16, logprobs=LOGPROBS)
+    [together] = llm.generate([PROMPTS[6]], params, use_tqdm=False)
+    computed = stats(llm).num_prompt_tokens
+    # The prompt's full blocks are computed once for all four.
+    assert computed < len(PROMPTS[6]) * 2
+    assert [answer.index for answer in together.outputs] == [0, 1, 2, 3]
+    for i, answer in enumerate(together.outputs):
+        [alone] = llm.generate([PROMPTS[6]], params.clone(n=1, seed=11 + i), use_tqdm=False)
+        assert_same_answer(answer, alone.outputs[0])
+
+
+def test_streamed_is_final(model, tmp_path, expected):
+    engine = LLMEngine.from_engine_args(
+        EngineConfig.create(model, **BASE, compilation_cache_dir=str(tmp_path))
+    )
+    kinds = [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE]
+    for i, (ids, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        for kind in kinds:
+            engine.add_request(
+                f"{i}-{kind.name}",
+                {"prompt_token_ids": ids},
+                params.clone(output_kind=kind),
+            )
+    text: dict[str, str] = {}
+    tokens: dict[str, list[int]] = {}
+    finished = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            [answer] = output.outputs
+            key = output.request_id
+            if key.endswith("DELTA"):
+                text[key] = text.get(key, "") + answer.text
+                tokens[key] = tokens.get(key, []) + list(answer.token_ids)
+            else:
+                assert answer.text.startswith(text.get(key, ""))
+                text[key], tokens[key] = answer.text, list(answer.token_ids)
+            if output.finished:
+                assert key not in finished
+                finished[key] = answer.finish_reason
+    for i, wanted in enumerate(expected):
+        for kind in kinds:
+            key = f"{i}-{kind.name}"
+            assert text[key] == wanted.outputs[0].text
+            assert tokens[key] == wanted.outputs[0].token_ids
+            assert finished[key] == wanted.outputs[0].finish_reason
