@@ -1,0 +1,136 @@
+"""A step while it is being planned: collects rows and block table changes, then becomes a
+Schedule. Arrays are made once, at the end, from whole lists."""
+
+import itertools
+from array import array
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.schedule import CARRIED_TOKEN, Admission, Schedule
+
+
+class PromptSpan(NamedTuple):
+    """Prompt positions of one row whose logprobs a step brings."""
+
+    row: int
+    start: int  # flat token positions of the step
+    end: int
+
+
+class StepDraft:
+    """Rows are added after `Request.num_computed_tokens` has been advanced, and the sampled
+    tokens are counted after `build`, which also marks prompt logprobs as dispatched."""
+
+    def __init__(self) -> None:
+        self.decodes: list[Request] = []  # compute one token
+        self.chunks: list[Request] = []  # compute more
+        self.chunk_sizes: list[int] = []
+        self._admissions: list[Admission] = []
+        self._update_slots: list[int] = []
+        self._update_indices: list[int] = []
+        self._update_blocks: list[int] = []
+
+    def add_row(self, request: Request, num_tokens: int) -> None:
+        if num_tokens == 1:
+            self.decodes.append(request)
+        else:
+            self.chunks.append(request)
+            self.chunk_sizes.append(num_tokens)
+
+    def add_blocks(self, request: Request, first: int) -> None:
+        """Note that the request's block table changed from index `first` on."""
+        end = len(request.block_ids)
+        self._update_slots += itertools.repeat(request.slot, end - first)
+        self._update_indices += range(first, end)
+        self._update_blocks += request.block_ids[first:]
+
+    def admit(self, request: Request) -> None:
+        """Note that the request has taken a slot, with all of its blocks."""
+        self.add_blocks(request, 0)
+        self._admissions.append(
+            Admission(
+                slot=request.slot,
+                sampling_params=request.sampling_params,
+                seed=request.seed,
+                stop_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
+                bad_word_ids=request.bad_word_ids,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=request.output_token_ids.copy(),
+            )
+        )
+
+    @property
+    def rows(self) -> list[Request]:
+        return self.decodes + self.chunks
+
+    def build(self, step: int, rows: list[Request]) -> tuple[Schedule, list[PromptSpan]]:
+        """Return the Schedule, and where it computes logprobs of prompt tokens."""
+        num_decodes = len(self.decodes)
+        num_tokens = np.ones(len(rows), np.int32)
+        num_tokens[num_decodes:] = self.chunk_sizes
+        context_lens = np.array([r.num_computed_tokens for r in rows], np.int32)
+        lengths = np.array([r.num_tokens for r in rows], np.int32)
+        samples = context_lens == lengths
+        updates = [self._update_slots, self._update_indices, self._update_blocks]
+        prompt_targets, spans = self._prompt_targets(rows, num_tokens)
+        schedule = Schedule(
+            step=step,
+            num_decodes=num_decodes,
+            slots=np.array([r.slot for r in rows], np.int32),
+            num_tokens=num_tokens,
+            context_lens=context_lens,
+            output_index=lengths - np.array([r.num_prompt_tokens for r in rows], np.int32),
+            samples=samples,
+            token_ids=self._token_ids(),
+            block_updates=np.ascontiguousarray(np.array(updates, np.int32).T),
+            admissions=self._admissions,
+            wants_logprobs=any(
+                r.sampling_params.logprobs is not None and r.num_computed_tokens == r.num_tokens
+                for r in rows
+            ),
+            prompt_targets=prompt_targets,
+        )
+        return schedule, spans
+
+    def _token_ids(self) -> np.ndarray:
+        newest: list[int] = []
+        for request in self.decodes:
+            outputs = request.output_token_ids
+            index = request.num_computed_tokens - 1 - request.num_prompt_tokens
+            if index < 0:
+                newest.append(request.prompt_token_ids[request.num_computed_tokens - 1])
+            elif index < len(outputs):
+                newest.append(outputs[index])
+            else:
+                newest.append(CARRIED_TOKEN)
+        flat = array("i", newest)
+        for request, size in zip(self.chunks, self.chunk_sizes, strict=True):
+            end = request.num_computed_tokens
+            flat.fromlist(request.known_tokens(end - size, end))
+        return np.frombuffer(flat, np.int32)
+
+    @staticmethod
+    def _prompt_targets(
+        rows: list[Request], num_tokens: np.ndarray
+    ) -> tuple[np.ndarray | None, list[PromptSpan]]:
+        wanted = [row for row, request in enumerate(rows) if request.wants_prompt_logprobs]
+        if not wanted:
+            return None, []
+        row_ends = np.cumsum(num_tokens)
+        targets = np.full(row_ends[-1], -1, np.int32)
+        spans = []
+        for row in wanted:
+            request = rows[row]
+            # The token at position p gives the logprob of the prompt token at p + 1. What was
+            # dispatched before a preemption is not asked for again.
+            first = request.next_prompt_logprob
+            end = min(request.num_computed_tokens + 1, request.num_prompt_tokens)
+            if first < end:
+                offset = int(row_ends[row]) - request.num_computed_tokens - 1
+                span = PromptSpan(row, first + offset, end + offset)
+                targets[span.start : span.end] = request.prompt_token_ids[first:end]
+                spans.append(span)
+                request.next_prompt_logprob = end
+        return (targets, spans) if spans else (None, [])

@@ -1,0 +1,121 @@
+"""Gives requests their KV blocks, and finds blocks that already hold the head of a prompt.
+
+All bookkeeping is on the host. The device runs steps in the order in which they were dispatched,
+so a block may be handed on as soon as its owner ends, even with a step under way that still
+writes to it: whoever gets it writes later. For the same reason a block can be found by others
+from the step after the one that fills it. Within one step it cannot, so registration comes after
+all admissions of a step.
+"""
+
+import sys
+
+from jaxllm.scheduler.block_pool import BlockPool
+from jaxllm.scheduler.prefix_hash import block_hash, group_root_hash, root_hash
+from jaxllm.scheduler.request import Request
+
+
+class KVCacheManager:
+    """Block tables of running requests over one pool; `Request.block_ids` is such a table."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self._num_groups = 0
+
+    def hash_root(self, cache_salt: str | None) -> bytes | None:
+        """Return where a request's chain of hashes starts; None if it shares no blocks."""
+        return root_hash(cache_salt) if self.enable_prefix_caching else None
+
+    def group(self, leader: Request, follower: Request) -> None:
+        """Let the follower find the leader's blocks, also when prefix caching is off."""
+        if self.enable_prefix_caching:
+            return
+        if leader.hash_root is None:
+            leader.hash_root = group_root_hash(self._num_groups)
+            self._num_groups += 1
+            if leader.block_ids:
+                self._expect_next_block(leader)
+                self.register(leader)
+        follower.hash_root = leader.hash_root
+
+    def may_read(self, request: Request) -> bool:
+        """Whether a request may take over computed blocks. The logprobs of a prompt come from
+        computing it, so until then a request that wants them may not."""
+        return request.hash_root is not None and not request.wants_prompt_logprobs
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Return the blocks that hold the longest known prefix of the request's tokens.
+
+        The last token is never part of it: it must be computed for the next one to be sampled.
+        """
+        blocks: list[int] = []
+        if not self.may_read(request):
+            return blocks
+        for index in range((request.num_known_tokens - 1) // self.block_size):
+            block = self.pool.find(self._hash(request, index))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def admit(self, request: Request, prefix: list[int], reserve: int) -> bool:
+        """Give a request the blocks for all its tokens, of which `prefix` holds the first ones.
+
+        All at once, not chunk by chunk: prompts that are admitted together then cannot take each
+        other's room half way. False, and nothing changes, if fewer than `reserve` blocks would
+        stay free.
+        """
+        num_new = -(-request.num_tokens // self.block_size) - len(prefix)
+        if num_new + reserve > self.pool.num_free - self.pool.count_free(prefix):
+            return False
+        self.pool.share(prefix)
+        request.block_ids = prefix + self.pool.take(num_new)
+        request.num_registered_blocks = len(prefix)
+        self._expect_next_block(request)
+        return True
+
+    def grow(self, request: Request) -> bool:
+        """Append one block to a request's table; False if none is free."""
+        if not self.pool.num_free:
+            return False
+        request.block_ids += self.pool.take(1)
+        return True
+
+    def register(self, request: Request) -> None:
+        """Let others find the request's full blocks, as far as their tokens are known."""
+        if request.hash_root is None:
+            return
+        num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
+        num_full = num_tokens // self.block_size
+        for index in range(request.num_registered_blocks, num_full):
+            self.pool.register(request.block_ids[index], self._hash(request, index))
+        request.num_registered_blocks = max(request.num_registered_blocks, num_full)
+        self._expect_next_block(request)
+
+    def free(self, request: Request) -> None:
+        """Take the request's blocks back; those that are registered stay findable."""
+        self.register(request)
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_registered_blocks = 0
+        request.next_full_at = sys.maxsize
+
+    def forget(self, request: Request) -> None:
+        """Make every block that this request may have filled unfindable."""
+        for content in request.block_hashes:
+            self.pool.forget(content)
+
+    def _hash(self, request: Request, index: int) -> bytes:
+        """Return the hash of a full block of known tokens; each is computed once per request."""
+        hashes, size = request.block_hashes, self.block_size
+        assert request.hash_root is not None
+        while len(hashes) <= index:
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else request.hash_root
+            hashes.append(block_hash(parent, request.known_tokens(start, start + size)))
+        return hashes[index]
+
+    def _expect_next_block(self, request: Request) -> None:
+        if request.hash_root is not None:
+            request.next_full_at = (request.num_registered_blocks + 1) * self.block_size

@@ -1,0 +1,25 @@
+"""Names for the content of KV blocks: equal hashes mean equal keys and values.
+
+The KV of a token depends on all tokens before it, so a block's hash covers its parent's hash and
+its own tokens; the root of the chain covers everything else that changes KV or must keep users
+apart. SHA-256, because a collision would show one user's text to another.
+"""
+
+from array import array
+from hashlib import sha256
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """Return the parent of the first block: only requests with the same salt share blocks."""
+    kind, salt = (b"open", "") if cache_salt is None else (b"salt", cache_salt)
+    return sha256(kind + salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def group_root_hash(group: int) -> bytes:
+    """Return a root that only the requests of one group share."""
+    return sha256(b"group%d" % group).digest()
+
+
+def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
+    """Return the hash of a full block that follows the block `parent`."""
+    return sha256(parent + array("i", token_ids).tobytes()).digest()

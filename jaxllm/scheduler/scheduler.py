@@ -1,0 +1,468 @@
+"""Plans each step and takes its results in: the state machine at the heart of the engine.
+
+There is no prefill or decode phase. Every request has tokens computed and tokens wanted, and a
+step hands out its token budget: first to the running requests, in policy order, then to waiting
+ones. Chunked prefill, mixed batches, prefix hits and resumption after preemption all follow.
+
+The engine core calls `schedule`, dispatches what it returns, and later calls `update` (or `fail`)
+with what came back, in the order of dispatch. `schedule` may be called again before: a sampled
+token that is still on the device is counted, and scheduled as CARRIED_TOKEN. That the token ends
+its request is then found out one step late, and the row dispatched in between is dropped. Slot and
+blocks of a finished request are free at once nevertheless, see `kv_cache_manager`.
+
+Not thread safe; the cost of a step depends on its rows, never on how many requests wait or have
+finished.
+"""
+
+import bisect
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxllm.errors import ValidationError
+from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
+from jaxllm.metrics.stats import EngineStats
+from jaxllm.scheduler.draft import PromptSpan, StepDraft
+from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.limits import make_limits
+from jaxllm.scheduler.logprobs import prompt_logprobs, row_logprobs
+from jaxllm.scheduler.policy import SchedulingPolicy, fcfs
+from jaxllm.scheduler.request import Request, RequestStatus
+from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.scheduler.waiting_queue import WaitingQueue
+
+
+class _Dispatched(NamedTuple):
+    """A step on its way. The requests themselves, since a slot or an id may be reused before the
+    step comes back."""
+
+    schedule: Schedule
+    rows: list[Request]
+    prompt_spans: list[PromptSpan]
+
+
+class Scheduler:
+    """Owns every unfinished request."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        kv: KVCacheManager,
+        policy: SchedulingPolicy = fcfs,
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        stats: EngineStats | None = None,
+        check_invariants: bool = False,
+    ) -> None:
+        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+            raise ValidationError(
+                f"max_num_batched_tokens={max_num_batched_tokens} is below "
+                f"max_model_len={max_model_len}, so without chunked prefill the longest prompts "
+                "would never run; raise it or set enable_chunked_prefill=True",
+                parameter="max_num_batched_tokens",
+                value=max_num_batched_tokens,
+            )
+        # A request that has the pool to itself always fits. This is why nothing can deadlock.
+        assert kv.pool.num_blocks * kv.block_size >= max_model_len, (
+            f"{kv.pool.num_blocks} blocks of {kv.block_size} tokens do not hold one request of "
+            f"max_model_len={max_model_len}"
+        )
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._kv = kv
+        self._policy = policy
+        self._limits = make_limits(
+            enable_chunked_prefill=enable_chunked_prefill,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+        )
+        self._check_invariants = check_invariants
+        self.stats = stats if stats is not None else EngineStats()
+        self.stats.num_blocks = kv.pool.num_blocks
+
+        self._requests: dict[str, Request] = {}  # all unfinished ones
+        self._running: list[Request] = []  # in policy order
+        self._waiting = WaitingQueue()
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))  # taken from the end
+        self._dispatched: deque[_Dispatched] = deque()
+        self._num_arrivals = 0
+        self._num_steps = 0
+
+    # ---- requests come and go
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self._running)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def add_request(self, message: EngineRequest) -> None:
+        """Take a validated request in."""
+        if message.request_id in self._requests:
+            raise ValidationError(
+                f"request_id={message.request_id!r} belongs to a request that has not finished; "
+                "use another id or wait for that one to end",
+                parameter="request_id",
+                value=message.request_id,
+            )
+        request = Request(message, hash_root=self._kv.hash_root(message.cache_salt))
+        assert 0 < request.num_prompt_tokens, f"{request}: empty prompt"
+        assert 0 < message.max_tokens, f"{request}: max_tokens={message.max_tokens}"
+        assert request.max_num_tokens <= self._max_model_len, (
+            f"{request}: {request.max_num_tokens} tokens exceed {self._max_model_len}"
+        )
+        request.order = (*self._policy.key(request), self._num_arrivals)
+        self._num_arrivals += 1
+        request.stats.queued_ts = time.monotonic()
+        leader = self._requests.get(message.prefix_leader_id or "")
+        self._requests[request.request_id] = request
+        if leader is not None:
+            self._kv.group(leader, request)
+        if leader is not None and leader.num_computed_tokens < leader.num_prompt_tokens:
+            request.status = RequestStatus.PARKED
+            leader.followers.append(request)
+        else:
+            self._waiting.push(request)
+        self._settle()
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        """End requests now. Ids that are unknown, or finished already, are ignored."""
+        now = time.monotonic()
+        outputs = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                outputs.append(self._end(request, FinishReason.ABORT, now))
+        if outputs:
+            self._drop_finished()
+        return outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while a request holds blocks."""
+        return self._kv.pool.reset()
+
+    # ---- planning a step
+
+    def schedule(self) -> Schedule | None:
+        """Plan the next step, or return None if no request can compute a token now."""
+        draft = StepDraft()
+        budget, preempted = self._schedule_running(draft, self._max_num_batched_tokens)
+        # What was just freed goes to those who were short of it, not to newcomers.
+        if not preempted:
+            budget = self._schedule_waiting(draft, budget)
+        rows = draft.rows
+        if not rows:
+            assert self._dispatched or not self._requests, (
+                f"{len(self._requests)} unfinished requests, and none of them can ever run"
+            )
+            self._settle()
+            return None
+        schedule, spans = draft.build(self._num_steps, rows)
+        self._num_steps += 1
+        self._dispatched.append(_Dispatched(schedule, rows, spans))
+        self._advance(rows)
+        self.stats.num_scheduled_tokens += schedule.total_tokens
+        self._settle()
+        return schedule
+
+    def _schedule_running(self, draft: StepDraft, budget: int) -> tuple[int, bool]:
+        """Serve running requests. Return the budget left, and whether one was preempted."""
+        running, block_size = self._running, self._kv.block_size
+        num_running = len(running)
+        add_decode = draft.decodes.append
+        index = 0
+        while index < len(running) and budget:
+            request = running[index]
+            index += 1
+            num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
+            if num_tokens == request.max_num_tokens:
+                continue  # its last token is in flight
+            n = num_tokens - num_computed
+            if n > 1:
+                n = self._limit(request, n, budget)
+                if n == 0:
+                    continue
+            if num_computed + n > len(request.block_ids) * block_size:
+                if not self._make_room(request):
+                    break
+                draft.add_blocks(request, len(request.block_ids) - 1)
+            request.num_computed_tokens = num_computed + n
+            budget -= n
+            if n == 1:
+                add_decode(request)
+            else:
+                draft.add_row(request, n)
+            if num_computed < request.num_prompt_tokens:
+                self._count_prompt_tokens(request, n)
+        return budget, len(running) < num_running
+
+    def _make_room(self, request: Request) -> bool:
+        """Give a running request one more block, if need be by preempting those served last.
+
+        Running requests are served in order, so no victim is in this step already. False if the
+        request itself was the last one and had to go.
+        """
+        # Blocks for all tokens known at admission were allocated then.
+        assert request.num_tokens <= len(request.block_ids) * self._kv.block_size + 1, request
+        while not self._kv.grow(request):
+            victim = self._running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Send a running request back to wait. It computes its tokens anew, except for those
+        whose blocks are still cached when it returns."""
+        self._give_back(request)
+        request.num_computed_tokens = 0
+        request.stats.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        if request.num_in_flight:
+            request.status = RequestStatus.PARKED  # until `update` brings the token
+        else:
+            request.status = RequestStatus.WAITING
+            self._waiting.push(request)
+
+    def _schedule_waiting(self, draft: StepDraft, budget: int) -> int:
+        """Admit waiting requests in policy order, as far as budget, slots and blocks go.
+
+        The first that does not fit ends the round: nobody overtakes it, so it cannot starve.
+        """
+        while budget and self._free_slots:
+            request = self._waiting.peek()
+            if request is None:
+                break
+            prefix = self._kv.find_prefix(request)
+            num_cached = len(prefix) * self._kv.block_size
+            n = self._limit(request, request.num_tokens - num_cached, budget)
+            # One block in reserve for each running request, or else the newcomer would soon be
+            # preempted by one that grows.
+            if n == 0 or not self._kv.admit(request, prefix, reserve=len(self._running)):
+                break
+            self._waiting.pop()
+            request.status = RequestStatus.RUNNING
+            request.slot = self._free_slots.pop()
+            bisect.insort(self._running, request, key=_order)
+            if not request.stats.scheduled_ts:
+                request.stats.scheduled_ts = time.monotonic()
+                request.num_cached_tokens = num_cached
+                self.stats.prefix_cache_hits += num_cached
+                if self._kv.may_read(request):
+                    self.stats.prefix_cache_queries += request.num_tokens
+            request.num_computed_tokens = num_cached + n
+            budget -= n
+            draft.admit(request)
+            draft.add_row(request, n)
+            self._count_prompt_tokens(request, n)
+        return budget
+
+    def _limit(self, request: Request, n: int, budget: int) -> int:
+        for limit in self._limits:
+            n = limit(request, n, budget)
+        return n
+
+    def _count_prompt_tokens(self, request: Request, n: int) -> None:
+        end, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
+        self.stats.num_prompt_tokens += min(end, num_prompt) - min(end - n, num_prompt)
+
+    def _advance(self, rows: list[Request]) -> None:
+        """Count what the step samples, and let others share what it computes."""
+        for request in rows:
+            num_computed = request.num_computed_tokens
+            if num_computed == request.num_tokens:
+                request.num_tokens += 1
+            if num_computed >= request.next_full_at:
+                self._kv.register(request)
+            if request.followers and num_computed >= request.num_prompt_tokens:
+                self._release_followers(request)
+
+    # ---- taking results in
+
+    def update(self, schedule: Schedule, result: StepResult) -> list[EngineOutput]:
+        """Take in what the oldest dispatched step brought; return what is new for whom."""
+        step = self._dispatched.popleft()
+        assert step.schedule is schedule, (
+            f"step {schedule.step} came back, step {step.schedule.step} is the oldest"
+        )
+        now = time.monotonic()
+        prompt_parts = prompt_logprobs(result, step.rows, step.prompt_spans)
+        num_new_tokens = 0
+        any_finished = False
+        outputs: list[EngineOutput] = []
+        token_ids = result.token_ids[: len(step.rows)].tolist()
+        for row, (request, samples, token) in enumerate(
+            zip(step.rows, schedule.samples.tolist(), token_ids, strict=True)
+        ):
+            if request.status is RequestStatus.FINISHED:
+                continue  # it ended after this row had been dispatched
+            if not samples:
+                if row in prompt_parts:
+                    outputs.append(
+                        EngineOutput(
+                            request_id=request.request_id, new_prompt_logprobs=prompt_parts[row]
+                        )
+                    )
+                continue
+            request.output_token_ids.append(token)
+            num_new_tokens += 1
+            stats = request.stats
+            stats.last_token_ts = now
+            output = EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=[token],
+                num_cached_tokens=request.num_cached_tokens,
+            )
+            outputs.append(output)
+            if not stats.first_token_ts:
+                stats.first_token_ts = now
+                output.stats = stats
+            if schedule.wants_logprobs and request.sampling_params.logprobs is not None:
+                assert result.logprobs is not None, f"step {schedule.step} brought no logprobs"
+                output.new_logprobs = [
+                    row_logprobs(result.logprobs, row, request.sampling_params.logprobs)
+                ]
+            if prompt_parts:
+                output.new_prompt_logprobs = prompt_parts.get(row)
+            finish = request.finish_after(token)
+            if finish is not None:
+                output.finish_reason, output.stop_reason = finish
+                output.stats = stats
+                self._finish(request)
+                any_finished = True
+            elif request.status is RequestStatus.PARKED and not request.num_in_flight:
+                request.status = RequestStatus.WAITING
+                self._waiting.push(request)
+        self.stats.num_generation_tokens += num_new_tokens
+        if any_finished:
+            self._drop_finished()
+        else:
+            self._settle()
+        return outputs
+
+    def fail(self, schedule: Schedule, message: str) -> list[EngineOutput]:
+        """End the requests of the oldest dispatched step, which did not run.
+
+        Steps dispatched after it read the KV and the tokens that it should have written, so their
+        requests end too. Nothing that any of them may have filled can be found again.
+        """
+        step = self._dispatched.popleft()
+        assert step.schedule is schedule, (
+            f"step {schedule.step} failed, step {step.schedule.step} is the oldest"
+        )
+        now = time.monotonic()
+        outputs = []
+        touched = [request for later in (step, *self._dispatched) for request in later.rows]
+        for request in touched:
+            if not request.is_finished:
+                outputs.append(self._end(request, FinishReason.ERROR, now, error=message))
+            self._kv.forget(request)
+        self._drop_finished()
+        return outputs
+
+    # ---- ends
+
+    def _end(
+        self, request: Request, reason: FinishReason, now: float, error: str | None = None
+    ) -> EngineOutput:
+        """Finish a request from outside, not because of a token."""
+        self._finish(request)
+        return EngineOutput(
+            request_id=request.request_id,
+            finish_reason=reason,
+            num_cached_tokens=request.num_cached_tokens,
+            stats=request.stats,
+            error=error,
+        )
+
+    def _finish(self, request: Request) -> None:
+        """Let go of a request; `_drop_finished` must follow."""
+        status = request.status
+        request.status = RequestStatus.FINISHED
+        del self._requests[request.request_id]
+        if status is RequestStatus.RUNNING:
+            self._give_back(request)
+        elif status is RequestStatus.WAITING:
+            self._waiting.forget_finished()
+        if request.followers:
+            self._release_followers(request)
+        self.stats.num_requests_finished += 1
+
+    def _drop_finished(self) -> None:
+        self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
+        self._settle()
+
+    def _give_back(self, request: Request) -> None:
+        """Take slot and blocks from a request that ran."""
+        self._kv.free(request)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
+    def _release_followers(self, leader: Request) -> None:
+        for follower in leader.followers:
+            if not follower.is_finished:
+                follower.status = RequestStatus.WAITING
+                self._waiting.push(follower)
+        leader.followers = []
+
+    # ---- bookkeeping
+
+    def _settle(self) -> None:
+        """Bring the gauges up to date, and check that all is well if that was asked for."""
+        stats = self.stats
+        stats.num_requests_running = self.num_running
+        stats.num_requests_waiting = self.num_waiting
+        stats.num_blocks_used = self._kv.pool.num_used
+        if self._check_invariants:
+            self.check()
+
+    def check(self) -> None:
+        """Assert that nothing is lost, doubled or over its limit. Looks at everything."""
+        running = self._running
+        self._kv.pool.check([request.block_ids for request in running])
+        slots = [request.slot for request in running]
+        assert sorted(slots + self._free_slots) == list(range(self._max_num_seqs)), "slots"
+        assert [r.order for r in running] == sorted(r.order for r in running), "policy order"
+
+        waiting = self._waiting.requests()
+        followers = [f for r in self._requests.values() for f in r.followers if not f.is_finished]
+        late = [
+            r
+            for r in self._requests.values()
+            if r.status is RequestStatus.PARKED and r.num_in_flight
+        ]
+        places = Counter(map(id, running + waiting + followers + late))
+        assert places == Counter(map(id, self._requests.values())), "a request is not in one place"
+        for status, requests in (
+            (RequestStatus.RUNNING, running),
+            (RequestStatus.WAITING, waiting),
+            (RequestStatus.PARKED, followers + late),
+        ):
+            assert all(request.status is status for request in requests), status
+        assert len(self._waiting) == len(waiting), "waiting count"
+
+        in_flight: Counter[int] = Counter()
+        for step in self._dispatched:
+            assert 0 < step.schedule.total_tokens <= self._max_num_batched_tokens, "budget"
+            assert step.schedule.num_rows <= self._max_num_seqs, "rows"
+            for request, samples in zip(step.rows, step.schedule.samples, strict=True):
+                in_flight[id(request)] += bool(samples)
+        size = self._kv.block_size
+        for r in self._requests.values():
+            assert r.num_in_flight == in_flight[id(r)], f"{r}: {in_flight[id(r)]} in flight"
+            assert r.num_known_tokens <= r.num_tokens <= r.max_num_tokens, r
+            assert r.num_computed_tokens <= len(r.block_ids) * size, r
+            assert r.status is RequestStatus.RUNNING or not r.block_ids and r.slot < 0, r
+
+
+def _order(request: Request) -> tuple:
+    return request.order

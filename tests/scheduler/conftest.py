@@ -1,0 +1,337 @@
+"""A device made of numpy and an engine loop around it, to run the scheduler for real.
+
+The fake device keeps, for every position of every block, a hash of the whole token history up to
+there, as real keys and values depend on it. Each step asserts that every position it attends to
+holds exactly the history of its own request, so a block that is shared, reused or freed wrongly
+is caught where it happens. The next token is a function of the history: whatever was preempted,
+cached, chunked or overlapped, the outputs must be those of an undisturbed run.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from jaxllm.messages import EngineOutput, EngineRequest, FinishReason, PositionLogprobs
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.policy import fcfs
+from jaxllm.scheduler.schedule import CARRIED_TOKEN, LogprobArrays, Schedule, StepResult
+from jaxllm.scheduler.scheduler import Scheduler
+
+VOCAB_SIZE = 50
+NUM_LOGPROBS = 3
+POISON = -2
+
+
+def extend_history(history: int, token: int) -> int:
+    return (history * 1_000_003 + token + 1) % (2**61 - 1)
+
+
+def histories(tokens: list[int]) -> list[int]:
+    result, history = [], 1
+    for token in tokens:
+        history = extend_history(history, token)
+        result.append(history)
+    return result
+
+
+def sample(history: int) -> int:
+    return (history >> 11) % VOCAB_SIZE
+
+
+def logprob(history: int, token: int) -> float:
+    return -float((history ^ token) % 1024)
+
+
+def expected_run(request: EngineRequest) -> tuple[list[int], FinishReason, int | None]:
+    """The output tokens of a request that nothing disturbs, and how it ends."""
+    history = histories(request.prompt_token_ids)[-1]
+    tokens: list[int] = []
+    while True:
+        token = sample(history)
+        tokens.append(token)
+        history = extend_history(history, token)
+        if len(tokens) >= request.sampling_params.min_tokens:
+            if token in request.eos_token_ids:
+                return tokens, FinishReason.STOP, None
+            if token in request.stop_token_ids:
+                return tokens, FinishReason.STOP, token
+        if len(tokens) == request.max_tokens:
+            return tokens, FinishReason.LENGTH, None
+
+
+class FakeDevice:
+    """Runs Schedules in order; knows nothing of requests beyond what a Schedule says."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
+        self.block_size = block_size
+        self.kv = np.full((num_blocks, block_size), -1, np.int64)
+        self.tables = np.full((max_num_seqs, num_blocks), -1, np.int32)
+        self.histories: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self.num_prompt_tokens = [0] * max_num_seqs
+        self.last_token = [-1] * max_num_seqs
+        self.is_broken = False
+
+    def run(self, schedule: Schedule) -> StepResult:
+        for admission in schedule.admissions:
+            known = admission.prompt_token_ids + admission.output_token_ids
+            self.histories[admission.slot] = histories(known)
+            self.num_prompt_tokens[admission.slot] = len(admission.prompt_token_ids)
+            self.tables[admission.slot] = -1
+        slots, indices, blocks = schedule.block_updates.T
+        self.tables[slots, indices] = blocks
+        assert len(set(schedule.slots.tolist())) == schedule.num_rows
+        assert schedule.num_tokens.sum() == schedule.total_tokens
+        assert (schedule.num_tokens[: schedule.num_decodes] == 1).all()
+        assert (schedule.num_tokens[schedule.num_decodes :] > 1).all()
+
+        ends = np.cumsum(schedule.num_tokens)
+        rows = [
+            (int(slot), int(context - n), int(context), schedule.token_ids[end - n : end].tolist())
+            for slot, context, n, end in zip(
+                schedule.slots, schedule.context_lens, schedule.num_tokens, ends, strict=True
+            )
+        ]
+        if self.is_broken:
+            for slot, start, end, _ in rows:
+                self.kv[self.address(slot, start, end)] = POISON
+            garbage = np.zeros(len(rows), np.int32)
+            return StepResult(garbage, self.no_logprobs(len(rows)), self.no_logprobs(ends[-1]))
+        # Every row reads before any row writes: a kernel promises no order within a step.
+        for slot, start, _, _ in rows:
+            attended = self.kv[self.address(slot, 0, start)]
+            np.testing.assert_array_equal(attended, self.histories[slot][:start], f"slot {slot}")
+        flat_histories: list[int] = []
+        for slot, start, end, tokens in rows:
+            if CARRIED_TOKEN in tokens:
+                assert tokens == [CARRIED_TOKEN]
+                tokens = [self.last_token[slot]]
+            computed = self.histories[slot][start - 1 : start] if start else []
+            history = computed[0] if computed else 1
+            row_histories = []
+            for token in tokens:
+                history = extend_history(history, token)
+                row_histories.append(history)
+            assert row_histories == self.histories[slot][start:end], f"slot {slot}: wrong tokens"
+            self.kv[self.address(slot, start, end)] = row_histories
+            flat_histories += row_histories
+        return self.outputs(schedule, rows, flat_histories)
+
+    def outputs(self, schedule: Schedule, rows: list, flat_histories: list[int]) -> StepResult:
+        sampled, row_logprobs = [], self.no_logprobs(len(rows))
+        for row, (slot, _, end, _) in enumerate(rows):
+            history = self.histories[slot]
+            assert bool(schedule.samples[row]) == (end == len(history))
+            assert schedule.output_index[row] == len(history) - self.num_prompt_tokens[slot]
+            token = 10**6  # meaningless where the row does not sample
+            if schedule.samples[row]:
+                token = sample(history[-1])
+                row_logprobs.token_ids[row, 0] = token
+                row_logprobs.logprobs[row] = logprob(history[-1], token)
+                history.append(extend_history(history[-1], token))
+                self.last_token[slot] = token
+            sampled.append(token)
+        prompt_logprobs = None
+        if schedule.prompt_targets is not None:
+            prompt_logprobs = self.no_logprobs(schedule.total_tokens)
+            for position, target in enumerate(schedule.prompt_targets.tolist()):
+                if target >= 0:
+                    prompt_logprobs.token_ids[position, 0] = target
+                    value = logprob(flat_histories[position], target)
+                    prompt_logprobs.logprobs[position] = value
+        return StepResult(
+            np.array(sampled + [7], np.int32),  # padding rows come back too
+            row_logprobs if schedule.wants_logprobs else None,
+            prompt_logprobs,
+        )
+
+    def address(self, slot: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.arange(start, end)
+        blocks = self.tables[slot, positions // self.block_size]
+        assert (blocks >= 0).all(), f"slot {slot} has no block for a position below {end}"
+        return blocks, positions % self.block_size
+
+    @staticmethod
+    def no_logprobs(positions: int) -> LogprobArrays:
+        shape = (positions, 1 + NUM_LOGPROBS)
+        return LogprobArrays(
+            np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.ones(positions, np.int32)
+        )
+
+
+@dataclass
+class Received:
+    """All that came back for one request."""
+
+    request: EngineRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    last: EngineOutput | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.last.finish_reason if self.last else None
+
+    def take(self, output: EngineOutput) -> None:
+        assert self.finish_reason is None, f"{output.request_id} goes on after its end"
+        self.token_ids += output.new_token_ids
+        self.logprobs += output.new_logprobs or []
+        self.prompt_logprobs += output.new_prompt_logprobs or []
+        self.last = output
+
+    def verify(self) -> None:
+        """Assert that this is what an undisturbed run would have brought, as far as it got."""
+        assert self.last is not None
+        tokens, finish_reason, stop_reason = expected_run(self.request)
+        if self.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            assert self.token_ids == tokens[: len(self.token_ids)]
+            return
+        assert self.token_ids == tokens, self.request.request_id
+        assert (self.finish_reason, self.last.stop_reason) == (finish_reason, stop_reason)
+        prompt = self.request.prompt_token_ids
+        chain = histories(prompt + tokens)
+        params = self.request.sampling_params
+        if params.logprobs is not None:
+            wanted = [logprob(chain[len(prompt) - 1 + i], t) for i, t in enumerate(tokens)]
+            assert [entry.logprobs[0] for entry in self.logprobs] == wanted
+        if params.prompt_logprobs is not None:
+            wanted = [logprob(chain[i], token) for i, token in enumerate(prompt[1:])]
+            assert [entry.token_ids[0] for entry in self.prompt_logprobs] == prompt[1:]
+            assert [entry.logprobs[0] for entry in self.prompt_logprobs] == wanted
+
+
+class FakeEngine:
+    """schedule, run, update; with `depth` steps dispatched ahead of the one taken in."""
+
+    def __init__(
+        self,
+        *,
+        depth: int = 1,
+        num_blocks: int = 16,
+        block_size: int = 4,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 16,
+        max_model_len: int = 64,
+        enable_prefix_caching: bool = True,
+        policy=fcfs,
+        **options,
+    ) -> None:
+        self.depth = depth
+        self.kv = KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            kv=self.kv,
+            policy=policy,
+            check_invariants=True,
+            **options,
+        )
+        self.stats = self.scheduler.stats
+        self.device = FakeDevice(
+            num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs
+        )
+        self.in_flight: deque[tuple[Schedule, StepResult, bool]] = deque()
+        self.received: dict[str, Received] = {}
+        self.done: list[Received] = []
+
+    def add(self, request: EngineRequest) -> Received:
+        self.scheduler.add_request(request)
+        received = Received(request)
+        self.received[request.request_id] = received
+        return received
+
+    def abort(self, *request_ids: str) -> None:
+        self._take(self.scheduler.abort_requests(list(request_ids)))
+
+    def dispatch(self, *, fails: bool = False) -> Schedule | None:
+        schedule = self.scheduler.schedule()
+        if schedule is not None:
+            # What is dispatched after a failed step, before that is known, is lost as well.
+            self.device.is_broken |= fails
+            self.in_flight.append((schedule, self.device.run(schedule), fails))
+        return schedule
+
+    def collect(self) -> None:
+        schedule, result, fails = self.in_flight.popleft()
+        if fails:
+            self._take(self.scheduler.fail(schedule, "the step failed"))
+            self.device.is_broken = any(failed for _, _, failed in self.in_flight)
+        else:
+            self._take(self.scheduler.update(schedule, result))
+
+    def step(self, *, fails: bool = False) -> Schedule | None:
+        schedule = self.dispatch(fails=fails)
+        if self.in_flight and (schedule is None or len(self.in_flight) > self.depth):
+            self.collect()
+        return schedule
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        """Run until nothing is left, and check that nothing stayed behind."""
+        for _ in range(max_steps):
+            if not (self.scheduler.has_unfinished_requests() or self.in_flight):
+                break
+            self.step()
+        assert not self.scheduler.has_unfinished_requests(), "not done in time"
+        assert not self.received, f"never ended: {list(self.received)}"
+        assert self.stats.num_blocks_used == 0
+        assert (self.stats.num_requests_running, self.stats.num_requests_waiting) == (0, 0)
+        assert self.stats.num_requests_finished == len(self.done)
+
+    def _take(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            received = self.received[output.request_id]
+            received.take(output)
+            if output.finish_reason is not None:
+                received.verify()
+                self.done.append(self.received.pop(output.request_id))
+
+
+def new_request(
+    request_id: str,
+    prompt: list[int] | int,
+    max_tokens: int = 4,
+    *,
+    min_tokens: int = 0,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    **fields,
+) -> EngineRequest:
+    """A request; a number as prompt stands for that many tokens, the same for the same id."""
+    if isinstance(prompt, int):
+        prompt = np.random.default_rng(list(request_id.encode())).integers(50, size=prompt).tolist()
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        ),
+        max_tokens=max_tokens,
+        seed=0,
+        **fields,
+    )
+
+
+@pytest.fixture(scope="session")
+def make_engine():
+    return FakeEngine
+
+
+@pytest.fixture(scope="session")
+def make_request():
+    return new_request
+
+
+@pytest.fixture(scope="session")
+def undisturbed():
+    return expected_run
