@@ -6,6 +6,7 @@ its command is used, so that `jaxllm --help` needs no jax.
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,12 +25,15 @@ class Command(NamedTuple):
 COMMANDS = {
     "generate": Command("jaxllm.cli.generate", "Generate text for prompts."),
     "chat": Command("jaxllm.cli.chat", "Talk to a model in the terminal."),
+    "make-tiny-model": Command(
+        "jaxllm.cli.make_tiny_model", "Write a small model with random weights, to try things out."
+    ),
     "collect-env": Command("jaxllm.cli.collect_env", "Print what a bug report needs to say."),
 }
 
 EXIT_ERROR = 2
-EXIT_INTERRUPTED = 128 + 2  # as if SIGINT had ended the program
-EXIT_BROKEN_PIPE = 128 + 13  # as if SIGPIPE had
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
+EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE, which not every platform has
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +77,7 @@ def run(argv: Sequence[str]) -> None:
 def overview() -> str:
     """The text of `jaxllm --help`."""
     lines = ["usage: jaxllm <command> [arguments]", "", "LLM inference on JAX.", "", "commands:"]
-    lines += [f"  {name:<12}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<15}  {command.summary}" for name, command in COMMANDS.items()]
     lines += ["", "`jaxllm <command> --help` lists a command's arguments."]
     lines += ["`jaxllm --version` prints the version."]
     return "\n".join(lines)

@@ -62,7 +62,8 @@ def test_help_names_groups_and_defaults():
 def test_flags_reach_their_part_of_the_config():
     config = engine_config_from(
         parse(
-            *"m --block-size 32 --no-enable-prefix-caching --max-num-seqs 8 --dtype float32".split(),
+            *["m", "--block-size", "32", "--no-enable-prefix-caching", "--max-num-seqs", "8"],
+            *["--dtype", "float32"],
             *["--hf-overrides", '{"rope_theta": 1e6}', "--enforce-eager"],
         )
     )
