@@ -2,8 +2,11 @@
 
 Positive floats are ordered like their bits. So a row's cut, the lowest p that is kept, is found by
 halving an interval of integers, each time with one pass over p that counts or adds up what is at or
-above the middle. 16 to 18 passes settle a row of 32k to 256k tokens in practice, 31 in the worst
-case, where sorting costs a hundred passes and more. A kind of cut that no row uses costs nothing.
+above its middle. A row is settled by 8 to 20 passes in practice, by 31 in the worst case. A kind of
+cut that no row uses costs nothing.
+
+On two CPU cores, 16 rows of 32000 tokens: 0.3 ms per pass, 5 ms for top-k and top-p, against 200 ms
+for a sort. Trying three cuts per pass, for half the passes, came out no faster there.
 """
 
 from collections.abc import Callable
