@@ -1,0 +1,286 @@
+"""Ids to text, token by token, for answers that are still growing.
+
+In nearly all language models a token *is* a string of bytes (byte-level BPE, or SentencePiece
+with byte fallback), and the text of an answer is the UTF-8 decoding of those bytes. So an
+answer's state is the few bytes of an unfinished character, and a token costs one table look-up
+and one decode of its own bytes, however long the answer is and whatever the model emits. The
+tables are derived from the tokenizer's own description of its decoder. Tokenizers whose decoder
+is something else, or Python code, are asked for the text of a short window of tokens instead.
+
+In both ways the texts that `append` returns add up to what `tokenizer.decode` makes of all ids,
+but for an unfinished character at the end, which is withheld until it is whole or known to be
+invalid. There is one deliberate difference. Where a run of byte-fallback tokens is not valid as a
+whole, `tokenizer.decode` spoils all of it, including characters that a stream has shown long ago;
+here only the invalid bytes become U+FFFD.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_INVALID = "\N{REPLACEMENT CHARACTER}"
+
+
+class IncrementalDetokenizer(Protocol):
+    """The text of one answer as it grows."""
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete, possibly ''."""
+        ...
+
+
+class Detokenizer:
+    """What one tokenizer knows about the text of its tokens; shared by all answers."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        self._hf = tokenizer
+        # The Rust tokenizer, where there is one; else the tokenizer is written in Python.
+        self._backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None  # pyright: ignore[reportAttributeAccessIssue]
+        self._added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        if self._backend is None:
+            special = tokenizer.all_special_ids
+        else:
+            added = self._backend.get_added_tokens_decoder()
+            special = [id for id, token in added.items() if token.special]
+        self._special = frozenset(special)
+        self._num_ids = len(tokenizer)
+        self._token_texts: dict[int, str] = {}
+
+        self._rules = None if self._backend is None else _parse_decoder(self._backend)
+        if self._rules is not None:
+            self._bytes = _TokenBytes(self._bytes_of)
+            self._visible_bytes = _TokenBytes(
+                lambda id: b"" if id in self._special else self._bytes[id]
+            )
+
+    def stream(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> IncrementalDetokenizer:
+        """Begin an answer. Its text continues the prompt's: a first token keeps its leading
+        space, and a character that the prompt left unfinished is finished."""
+        if self._rules is not None:
+            table = self._visible_bytes if skip_special_tokens else self._bytes
+            return _ByteStream(self._rules, table, prompt_token_ids)
+        hidden = self._special if skip_special_tokens else frozenset()
+        return _WindowStream(
+            self._decode,
+            lambda id: id not in hidden and id < self._num_ids,
+            frozenset() if spaces_between_special_tokens else frozenset(self._added),
+            prompt_token_ids,
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, special ones included, as logprobs show it."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            if self._rules is not None:
+                text = self._bytes[token_id].decode("utf-8", "replace")
+            else:
+                text = self._decode([token_id]) if token_id < self._num_ids else ""
+            self._token_texts[token_id] = text
+        return text
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        assert self._rules is not None
+        token = self._backend.id_to_token(token_id)
+        # The head of a model may have more rows than the tokenizer has tokens.
+        return b"" if token is None else self._rules.to_bytes(token)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        """The whole text of some tokens. No clean-up of spaces: it would change text that has
+        been shown already."""
+        if self._backend is not None:
+            return self._backend.decode(token_ids, skip_special_tokens=False)
+        text = self._hf.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str), type(text)
+        return text
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Token id -> its bytes, computed when first asked for."""
+
+    def __init__(self, compute: Callable[[int], bytes]):
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = data = self._compute(token_id)
+        return data
+
+
+class _ByteStream:
+    """An answer whose tokens are bytes."""
+
+    __slots__ = ("_bytes_of", "_errors", "_pending", "_strip")
+
+    def __init__(self, rules: "_Rules", bytes_of: _TokenBytes, prompt_token_ids: Sequence[int]):
+        self._bytes_of = bytes_of
+        self._errors = rules.utf8_errors
+        self._pending = b""  # of an unfinished character: at most 3
+        self._strip = ""
+        # A character has at most 4 bytes, so more of the prompt cannot matter.
+        self.append(prompt_token_ids[-4:])
+        if rules.strip and not any(bytes_of[token] for token in reversed(prompt_token_ids)):
+            self._strip = rules.strip  # to be removed once, from the head of the text
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        bytes_of = self._bytes_of
+        data = self._pending
+        for token in token_ids:
+            data += bytes_of[token]
+        text, num_decoded = codecs.utf_8_decode(data, self._errors, False)
+        self._pending = data[num_decoded:]
+        if self._strip and text:
+            text, self._strip = text.removeprefix(self._strip), ""
+        return text
+
+
+# Tokens that the window keeps, and that it may grow to. What a decoder makes of a token depends
+# on a few tokens before it at most, and an unfinished character is at most 4 tokens long.
+_WINDOW = 8
+_MAX_WINDOW = 16
+_HARD_MAX_WINDOW = 64
+
+
+class _WindowStream:
+    """An answer whose text is asked of the tokenizer, for the last few tokens at a time."""
+
+    __slots__ = ("_decode", "_is_shown", "_num_withheld", "_spaceless", "_text", "_window")
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        is_shown: Callable[[int], bool],
+        spaceless: frozenset[int],
+        prompt_token_ids: Sequence[int],
+    ):
+        self._decode = decode
+        self._is_shown = is_shown
+        self._spaceless = spaceless  # no space between two of these
+        self._window = [token for token in prompt_token_ids[-_MAX_WINDOW:] if is_shown(token)]
+        self._text = decode(self._window) if self._window else ""
+        self._num_withheld = _num_withheld(self._text)  # characters at the end of the text
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        tokens = [token for token in token_ids if self._is_shown(token)]
+        if self._spaceless:
+            return "".join(map(self._append_spaceless, tokens))
+        return self._append(tokens)
+
+    def _append_spaceless(self, token: int) -> str:
+        follows = bool(self._window) and self._window[-1] in self._spaceless
+        text = self._append([token])
+        return text.removeprefix(" ") if follows and token in self._spaceless else text
+
+    def _append(self, tokens: list[int]) -> str:
+        if not tokens:
+            return ""
+        self._window += tokens
+        text = self._decode(self._window)
+        start = len(self._text) - self._num_withheld
+        self._num_withheld = _num_withheld(text)
+        end = max(start, len(text) - self._num_withheld)
+        self._num_withheld = len(text) - end
+        self._text = text
+        if len(self._window) > _MAX_WINDOW:
+            self._shorten()
+        return text[start:end]
+
+    def _shorten(self) -> None:
+        window = self._window[-_WINDOW:]
+        text = self._decode(window)
+        # A window that begins in the midst of an answer may lose a space at its head, never more.
+        # One of nothing but spaces would lose them all: wait for something to hold on to.
+        is_tail = bool(text.strip()) and self._text.endswith(text)
+        if is_tail or len(self._window) > _HARD_MAX_WINDOW:
+            self._window, self._text = window, text
+
+
+def _num_withheld(text: str) -> int:
+    """How many characters at the end may still become another one. An unfinished character shows
+    as one U+FFFD or as one for each of its bytes, which are at most 3."""
+    tail = text[-3:]
+    return len(tail) - len(tail.rstrip(_INVALID))
+
+
+class _Rules(NamedTuple):
+    """How a tokenizer's decoder makes text of tokens, when it is a matter of bytes."""
+
+    to_bytes: Callable[[str], bytes]
+    utf8_errors: str
+    strip: str  # removed once from the head of the whole text
+
+
+def _parse_decoder(backend: Any) -> _Rules | None:
+    """Read the decoder's description; None if it is not a matter of bytes."""
+    if backend.decoder is None:
+        return None
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    types = [step["type"] for step in steps]
+    if types in (["ByteLevel"], ["ByteLevel", "Fuse"]):
+        return _Rules(_byte_level, "replace", "")
+
+    replacements = []
+    while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
+        step = steps.pop(0)
+        replacements.append((step["pattern"]["String"], step["content"]))
+    strip = ""
+    if [step["type"] for step in steps] == ["ByteFallback", "Fuse", "Strip"]:
+        step = steps.pop()
+        if step["start"] > 1 or step["stop"]:
+            return None
+        strip = step["content"] * step["start"]
+    if [step["type"] for step in steps] not in (["ByteFallback", "Fuse"], ["ByteFallback"]):
+        return None
+
+    def to_bytes(token: str) -> bytes:
+        for old, new in replacements:
+            token = token.replace(old, new)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.encode()
+
+    return _Rules(to_bytes, _EACH_BYTE, strip)
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_EACH_BYTE = "jaxllm.each_byte"
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError), error
+    return _INVALID * (error.end - error.start), error.end
+
+
+# Byte fallback shows each invalid byte; Python's "replace" would join those of one character.
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The characters that GPT-2 gave to the 256 bytes: printable ones stand for themselves, the
+    others follow from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
+    printable |= set(range(ord("®"), ord("ÿ") + 1))
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[char] for char in token)
+    except KeyError:  # an added token, which is written as it reads
+        return token.encode()

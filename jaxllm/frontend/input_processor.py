@@ -1,0 +1,316 @@
+"""The door: a prompt and SamplingParams become EngineRequests, or a ValidationError.
+
+This is the last place where a request can be refused. Behind it the engine core and the sampler
+rely on every bound that is checked here: ids exist, lists fit the device tables, prompt and
+output fit the context.
+"""
+
+import operator
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError
+from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.messages import EngineInfo, EngineRequest, PromptType
+from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
+from jaxllm.sampling_params import Limits, SamplingParams
+
+
+class ProcessedInput(NamedTuple):
+    """A request that was accepted. Nothing in it is shared with what the user handed in."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    requests: list[EngineRequest]  # one for each of n answers; they share the prompt's list
+
+
+class InputProcessor:
+    """Validates and tokenises for one engine."""
+
+    def __init__(self, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None):
+        self._info = info
+        self._tokenizer = tokenizer
+        self._policy = config.scheduler.scheduling_policy
+        self._seeds = random.Random(config.model.seed)  # for requests that bring none
+        self._logits_processors = load_logits_processors(config.model.logits_processors, config)
+        self._eos_token_ids = list(info.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos = tokenizer.eos_token_id
+            if eos < info.vocab_size and eos not in self._eos_token_ids:
+                self._eos_token_ids.append(eos)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> ProcessedInput:
+        """Turn a prompt into n engine requests; raises ValidationError."""
+        if not isinstance(request_id, str) or not request_id:
+            raise _refused("request_id", request_id, "it must be a non-empty string")
+        self._check_priority(priority)
+        text, token_ids, cache_salt = self._read_prompt(prompt)
+        token_ids = self._fit_prompt(token_ids, truncate_prompt_tokens)
+        params = self._resolve_params(params)
+        bad_word_ids = self._tokenize_bad_words(params.bad_words or [])
+
+        stop_token_ids = params.stop_token_ids or []
+        eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
+        num_stop = len({*eos_token_ids, *stop_token_ids})
+        if num_stop > Limits.MAX_STOP_TOKEN_IDS:
+            raise _refused(
+                "stop_token_ids",
+                len(stop_token_ids),
+                f"with the end-of-sequence ids there are {num_stop} stop ids; at most "
+                f"{Limits.MAX_STOP_TOKEN_IDS} are allowed",
+            )
+        room = self._info.max_model_len - len(token_ids)
+        seed = self._seeds.getrandbits(64) if params.seed is None else int(params.seed)
+        ids = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
+        requests = [
+            EngineRequest(
+                request_id=engine_id,
+                prompt_token_ids=token_ids,
+                sampling_params=params,
+                max_tokens=room if params.max_tokens is None else min(int(params.max_tokens), room),
+                seed=(seed + i) % 2**64,
+                eos_token_ids=eos_token_ids,
+                stop_token_ids=stop_token_ids,
+                bad_word_ids=bad_word_ids,
+                priority=priority,
+                arrival_time=time.time() if arrival_time is None else arrival_time,
+                cache_salt=cache_salt,
+                prefix_leader_id=ids[0] if i else None,
+            )
+            for i, engine_id in enumerate(ids)
+        ]
+        # A second copy: the user may do with the output's list what he likes.
+        return ProcessedInput(request_id, text, list(token_ids), params, requests)
+
+    def _check_priority(self, priority: int) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise _refused("priority", priority, "it must be an integer")
+        if not -(2**63) <= priority < 2**63:
+            raise _refused("priority", priority, "it must fit in 64 bits")
+        if priority and self._policy == "fcfs":
+            raise _refused(
+                "priority",
+                priority,
+                "the engine serves first come, first served; start it with "
+                "scheduling_policy='priority'",
+            )
+
+    # ---- the prompt
+
+    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str | None]:
+        """Return text, token ids and cache salt of any kind of prompt."""
+        salt: str | None = None
+        given: Any = prompt
+        text: Any = None
+        if isinstance(prompt, Mapping):
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
+            if unknown:
+                raise _refused(
+                    "prompt",
+                    sorted(map(str, unknown)),
+                    "these keys are not supported; use 'prompt' or 'prompt_token_ids', and "
+                    "'cache_salt'",
+                )
+            text = prompt.get("prompt")
+            given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else text
+            salt = prompt.get("cache_salt")
+            if salt is not None:
+                _check_salt(salt)
+        if isinstance(given, str):
+            if self._tokenizer is None:
+                raise _refused(
+                    "prompt",
+                    given,
+                    "there is no tokenizer (skip_tokenizer_init=True); pass prompt_token_ids",
+                )
+            text, token_ids = given, self._tokenizer.encode(given)
+        elif isinstance(given, list | tuple):
+            token_ids = _integers("prompt_token_ids", given)
+        else:
+            raise _refused(
+                "prompt",
+                given,
+                "it must be a string, a list of token ids, or a dict with 'prompt' or "
+                "'prompt_token_ids'",
+            )
+        if text is not None and not isinstance(text, str):
+            raise _refused("prompt", text, "it must be a string")
+        if not token_ids:
+            raise _refused("prompt", given, "it is empty; give at least one token")
+        self._check_in_vocabulary("prompt_token_ids", token_ids)
+        return text, token_ids, salt
+
+    def _fit_prompt(self, token_ids: list[int], truncate: int | None) -> list[int]:
+        """Cut the prompt to its last `truncate` tokens, if asked to; refuse one that is too long.
+
+        -1 cuts to the longest prompt that leaves room for one token of output.
+        """
+        max_model_len = self._info.max_model_len
+        if truncate is not None:
+            if isinstance(truncate, bool) or not isinstance(truncate, int):
+                raise _refused("truncate_prompt_tokens", truncate, "it must be an integer")
+            if truncate != -1 and not 1 <= truncate <= max_model_len:
+                raise _refused(
+                    "truncate_prompt_tokens",
+                    truncate,
+                    f"it must be -1 (as many as fit) or between 1 and max_model_len="
+                    f"{max_model_len}",
+                )
+            token_ids = token_ids[-(max_model_len - 1 if truncate == -1 else truncate) :]
+        if len(token_ids) >= max_model_len:
+            raise ValidationError(
+                f"the prompt has {len(token_ids)} tokens, but with max_model_len={max_model_len} "
+                f"it may have at most {max_model_len - 1}, so that one can be generated; shorten "
+                "it, pass truncate_prompt_tokens, or start with a greater max_model_len",
+                parameter="prompt",
+                value=len(token_ids),
+            )
+        return token_ids
+
+    # ---- sampling parameters
+
+    def _resolve_params(self, params: SamplingParams) -> SamplingParams:
+        """Return a validated copy in which what depends on the model is decided."""
+        if not isinstance(params, SamplingParams):
+            raise _refused("sampling_params", params, "it must be a SamplingParams")
+        params = params.clone()  # validates again: a field may have been assigned
+        if params.allowed_token_ids is not None:
+            params.allowed_token_ids = list(map(int, params.allowed_token_ids))
+        params.stop_token_ids = list(map(int, params.stop_token_ids or []))
+        vocab_size, max_logprobs = self._info.vocab_size, self._info.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted == -1:
+                setattr(params, name, wanted := vocab_size)
+            if wanted is not None and wanted > max_logprobs:
+                raise _refused(
+                    name,
+                    wanted,
+                    f"the engine gives at most max_logprobs={max_logprobs}; ask for fewer or "
+                    f"start it with max_logprobs={wanted if wanted < vocab_size else -1}",
+                )
+        self._check_in_vocabulary("stop_token_ids", params.stop_token_ids or ())
+        self._check_in_vocabulary("logit_bias", params.logit_bias or ())
+        self._check_in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        if params.stop and self._tokenizer is None:
+            raise _refused(
+                "stop",
+                params.stop,
+                "there is no tokenizer (skip_tokenizer_init=True) to find strings with; use "
+                "stop_token_ids",
+            )
+        self._check_extra_args(params)
+        return params
+
+    def _check_extra_args(self, params: SamplingParams) -> None:
+        """Replace `extra_args` by a deep copy, once the logits processors accept it."""
+        if params.extra_args is not None:
+            if not self._logits_processors:
+                raise _refused(
+                    "extra_args",
+                    params.extra_args,
+                    "the engine has no logits processor to read it; start it with "
+                    "logits_processors=(...)",
+                )
+            try:
+                packed = msgspec.msgpack.encode(params.extra_args)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise _refused(
+                    "extra_args", params.extra_args, f"it must hold plain data: {error}"
+                ) from error
+            params.extra_args = msgspec.msgpack.decode(packed)
+        try:
+            encode_request(self._logits_processors, params)
+        except ValueError as error:
+            raise _refused("extra_args", params.extra_args, str(error)) from error
+
+    def _tokenize_bad_words(self, words: list[str]) -> list[list[int]]:
+        """The token sequences of bad words, at the head of a text and after a space."""
+        if not words:
+            return []
+        if self._tokenizer is None:
+            raise _refused(
+                "bad_words",
+                words,
+                "there is no tokenizer (skip_tokenizer_init=True); use logit_bias",
+            )
+        sequences: list[list[int]] = []
+        for word in words:
+            bare = word.lstrip()
+            for variant in (bare, " " + bare) if bare else (word,):
+                ids = self._tokenizer.encode(variant, add_special_tokens=False)
+                if not ids or len(ids) > Limits.MAX_BAD_WORD_TOKENS:
+                    raise _refused(
+                        "bad_words",
+                        word,
+                        f"it is {len(ids)} tokens long; between 1 and "
+                        f"{Limits.MAX_BAD_WORD_TOKENS} are allowed",
+                    )
+                self._check_in_vocabulary("bad_words", ids)
+                if ids not in sequences:
+                    sequences.append(ids)
+        if len(sequences) > Limits.MAX_BAD_WORDS:
+            raise _refused(
+                "bad_words",
+                words,
+                f"they make {len(sequences)} token sequences; at most {Limits.MAX_BAD_WORDS} are "
+                "allowed",
+            )
+        return sequences
+
+    def _check_in_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
+        worst = max(token_ids, default=0)
+        if worst >= self._info.vocab_size:
+            raise _refused(
+                name,
+                worst,
+                f"no such token; ids of this model are below {self._info.vocab_size}",
+            )
+
+
+def _integers(name: str, values: Sequence[Any]) -> list[int]:
+    """Copy a list of ids; numpy's integers become Python's."""
+    if set(map(type, values)) <= {int}:  # the common case, at the speed of C
+        token_ids = list(values)
+    else:
+        try:
+            token_ids = [operator.index(value) for value in values]
+        except TypeError:
+            bad = next(value for value in values if not hasattr(value, "__index__"))
+            raise _refused(name, bad, "token ids must be integers") from None
+        if any(isinstance(value, bool) for value in values):
+            raise _refused(name, values, "token ids must be integers, not booleans")
+    if token_ids and min(token_ids) < 0:
+        raise _refused(name, min(token_ids), "token ids must not be negative")
+    return token_ids
+
+
+def _check_salt(salt: object) -> None:
+    if not isinstance(salt, str) or not salt:
+        raise _refused("cache_salt", salt, "it must be a non-empty string")
+    if len(salt) > Limits.MAX_SALT_CHARS:
+        raise _refused("cache_salt", salt, f"at most {Limits.MAX_SALT_CHARS} characters")
+    if any(char in salt for char in "@/\\\0"):
+        raise _refused("cache_salt", salt, "it must not contain '@', '/', '\\' or NUL")
+
+
+def _refused(name: str, value: object, why: str) -> ValidationError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return ValidationError(f"{name}={shown}: {why}", parameter=name, value=value)

@@ -1,0 +1,218 @@
+"""The tokenizer of a model: text to ids and back, chat templates, default sampling parameters.
+
+The first stop of a request that arrives as text. Hugging Face's tokenizer does the work; it is
+loaded only here, and importing this module does not load transformers.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ValidationError
+from jaxllm.frontend.detokenizer import Detokenizer
+from jaxllm.messages import TokensPrompt
+from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer (`hf`) and what the frontend needs of it."""
+
+    def __init__(self, hf: "PreTrainedTokenizerBase"):
+        self.hf = hf
+
+    @functools.cached_property
+    def detokenizer(self) -> Detokenizer:
+        """Ids to text, incrementally; shared by all requests."""
+        return Detokenizer(self.hf)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token = self.hf.eos_token_id
+        return token if isinstance(token, int) else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        # verbose=False: the engine has its own, right limit on the length.
+        encoded = self.hf(text, add_special_tokens=add_special_tokens, verbose=False)
+        return list(encoded["input_ids"])
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        stream = self.detokenizer.stream(skip_special_tokens=skip_special_tokens)
+        return stream.append(token_ids)
+
+
+def load_tokenizer(config: ModelConfig) -> Tokenizer:
+    """Load the tokenizer of a model from a local directory or the hub."""
+    from transformers import AutoTokenizer
+
+    source = config.tokenizer or config.model
+    try:
+        hf = AutoTokenizer.from_pretrained(
+            source,
+            revision=config.tokenizer_revision or config.revision,
+            cache_dir=config.download_dir,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except Exception as error:  # the Rust library raises nothing more special
+        reason = str(error).strip().partition("\n")[0]
+        remedy = "pass tokenizer=..., or skip_tokenizer_init=True and prompts as prompt_token_ids"
+        if "trust_remote_code" in str(error):
+            remedy = "pass trust_remote_code=True if you trust it"
+        raise ValidationError(
+            f"cannot load a tokenizer from {source!r}: {reason}; {remedy}",
+            parameter="tokenizer",
+            value=source,
+        ) from error
+    return Tokenizer(hf)
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> TokensPrompt:
+    """Turn a conversation into a prompt by the model's chat template."""
+    import jinja2
+
+    if chat_template is None and not tokenizer.hf.chat_template:
+        raise ValidationError(
+            "the tokenizer has no chat template; pass chat_template=..., or use generate() with "
+            "a prompt in the form the model expects",
+            parameter="chat_template",
+        )
+    if continue_final_message and add_generation_prompt:
+        raise ValidationError(
+            "continue_final_message=True and add_generation_prompt=True exclude each other; "
+            "set add_generation_prompt=False to continue the last message",
+            parameter="continue_final_message",
+        )
+    conversation = [_plain_message(message) for message in messages]
+    if not conversation:
+        raise ValidationError("messages is empty; give at least one", parameter="messages")
+    try:
+        text = tokenizer.hf.apply_chat_template(
+            conversation,
+            tools=tools,  # pyright: ignore[reportArgumentType]  (invariant list of a union)
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **(chat_template_kwargs or {}),
+        )
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        raise ValidationError(
+            f"the chat template refuses these messages: {error}",
+            parameter="messages",
+        ) from error
+    assert isinstance(text, str), type(text)
+    # The template has written the special tokens; the tokenizer must not add a second BOS.
+    return TokensPrompt(
+        prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)
+    )
+
+
+def default_sampling_params(config: ModelConfig, model_dir: str) -> SamplingParams:
+    """The defaults that the model recommends, as `config.generation_config` wants them."""
+    if config.generation_config == "vllm":
+        return SamplingParams()
+    source = model_dir if config.generation_config == "auto" else config.generation_config
+    values = read_generation_config(source)
+    if config.generation_config != "auto" and not values:
+        raise ValidationError(
+            f"generation_config={source!r} has no generation_config.json with sampling "
+            "parameters; give a directory that has one, 'auto' or 'vllm'",
+            parameter="generation_config",
+            value=source,
+        )
+    try:
+        return SamplingParams(**values)
+    except ValidationError as error:
+        raise ValidationError(
+            f"generation_config.json in {source}: {error}; "
+            "correct it, or start with generation_config='vllm'",
+            parameter="generation_config",
+            value=source,
+        ) from error
+
+
+# Field of generation_config.json -> field of SamplingParams.
+_GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def read_generation_config(model_dir: str) -> dict[str, Any]:
+    """Read the sampling parameters of a directory's generation_config.json, by our names.
+
+    End-of-sequence ids are not among them: the engine reads those and tells in `EngineInfo`.
+    """
+    path = Path(model_dir) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        given = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValidationError(f"{path} is not valid JSON: {error}") from error
+    return {
+        ours: given[theirs]
+        for theirs, ours in _GENERATION_FIELDS.items()
+        if given.get(theirs) is not None
+    }
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring a message, as the OpenAI API knows it, to the form that templates are written for."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValidationError(
+            f"a message must be a dict with 'role' and 'content', not {message!r:.80}",
+            parameter="messages",
+            value=message,
+        )
+    plain = dict(message)
+    if isinstance(plain.get("content"), list):
+        plain["content"] = "\n".join(map(_text_of_part, plain["content"]))
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_parsed_tool_call(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _text_of_part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        return str(part["text"])
+    raise ValidationError(
+        f"message content {part!r:.80} is not text; only parts of type 'text' are supported",
+        parameter="messages",
+        value=part,
+    )
+
+
+def _parsed_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments travel as a JSON string; templates want the object."""
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            raise ValidationError(
+                f"tool call arguments {function['arguments']!r:.80} are not JSON: {error}",
+                parameter="messages",
+                value=function["arguments"],
+            ) from error
+    return {**call, "function": function}
