@@ -1,0 +1,78 @@
+"""Runs a model directory without an engine: one row, its blocks scattered over a small cache."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, get_backend
+
+from jaxllm.layers.attention import AttentionContext
+from jaxllm.models.architecture import read_architecture
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.weights.checkpoint import read_json
+from jaxllm.weights.loader import load_weights
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 16
+
+
+class SingleRow:
+    """A loaded model that computes one sequence in chunks."""
+
+    def __init__(self, model_dir: Path, dtype: str = "float32"):
+        self.architecture = read_architecture(read_json(model_dir / "config.json"))
+        model_class = ModelRegistry.resolve([self.architecture.name])
+        self.dtype = jnp.dtype(dtype)
+        self.abstract_model = model_class.abstract(self.architecture, self.dtype)
+        self.weights = load_weights(model_dir, self.abstract_model)
+        self._graphdef, _ = nnx.split(self.abstract_model)
+        self._backend = get_backend("reference")
+        self._step = jax.jit(self.step)
+
+    def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> np.ndarray:
+        """Logits [T, V] of a sequence computed in chunks of these sizes; None: as a whole."""
+        caches = tuple(
+            jnp.zeros(shape.shape, shape.dtype)
+            for shape in (
+                self._backend.cache_shape(
+                    config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=self.dtype
+                )
+                for config in self.abstract_model.attention_configs
+            )
+        )
+        parts, start = [], 0
+        for size in chunks or [len(token_ids)]:
+            chunk = jnp.array(token_ids[start : start + size])
+            logits, caches = self._step(self.weights, chunk, jnp.int32(start), caches)
+            parts.append(np.asarray(logits))
+            start += size
+        assert start == len(token_ids)
+        return np.concatenate(parts)
+
+    def step(self, weights, token_ids, start, caches):
+        model = nnx.merge(self._graphdef, weights)
+        num_tokens = len(token_ids)
+        batch = RaggedBatch(
+            query_starts=jnp.array([0, num_tokens]),
+            context_lens=(start + num_tokens)[None],
+            block_tables=jnp.arange(NUM_BLOCKS)[None, ::-1],
+            num_decodes=jnp.int32(0),
+            block_size=BLOCK_SIZE,
+            decode_only=False,
+        )
+        context = AttentionContext(
+            batch=batch,
+            prepared=self._backend.prepare(batch, model.attention_configs, num_tokens=num_tokens),
+            backend=self._backend,
+        )
+        positions = start + jnp.arange(num_tokens)
+        hidden, caches = model(token_ids, positions, caches, context)
+        return model.compute_logits(hidden), caches
+
+
+@pytest.fixture(scope="session")
+def single_row():
+    return SingleRow

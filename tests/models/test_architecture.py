@@ -1,0 +1,202 @@
+"""What is read from a config.json, and what is refused, by name."""
+
+import pytest
+
+from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
+from jaxllm.models.architecture import merge_overrides, read_architecture
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def read(name="Llama", **fields):
+    return read_architecture(LLAMA | {"architectures": [f"{name}ForCausalLM"]} | fields)
+
+
+def test_defaults_of_old_llama_configs():
+    arch = read()
+    assert (arch.num_kv_heads, arch.head_size, arch.rope.theta) == (4, 16, 10_000.0)
+    assert not (arch.qkv_bias or arch.o_bias or arch.mlp_bias or arch.tie_word_embeddings)
+    assert arch.layer_windows == (None, None, None)
+    assert (arch.dtype, arch.max_model_len, arch.eos_token_ids) == ("float32", 512, ())
+
+
+def test_architecture_is_hashable_and_equal_for_equal_configs():
+    assert hash(read()) == hash(read())
+    assert read() == read() != read(rms_norm_eps=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "float16"}, "float16")],
+)
+def test_dtype_under_its_new_and_old_name(fields, dtype):
+    assert read(**fields).dtype == dtype
+
+
+def test_eos_token_ids_may_be_one_or_many():
+    assert read(eos_token_id=2).eos_token_ids == (2,)
+    assert read(eos_token_id=[2, 7]).eos_token_ids == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "windows"),
+    [
+        ("Llama", {"sliding_window": 8}, (None, None, None)),
+        ("Mistral", {"sliding_window": 8}, (8, 8, 8)),
+        ("Mistral", {"sliding_window": None}, (None, None, None)),
+        ("Mistral", {}, (4096, 4096, 4096)),
+        ("Qwen2", {"sliding_window": 8}, (None, None, None)),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            (None, 8, 8),
+        ),
+        (
+            "Qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, None, 8),
+        ),
+        ("Qwen3", {"layer_types": ["full_attention"] * 3}, (None, None, None)),
+    ],
+)
+def test_windows_of_the_families(name, fields, windows):
+    assert read(name, **fields).layer_windows == windows
+
+
+def test_qwen3_has_qk_norm_and_its_own_head_size():
+    arch = read("Qwen3")
+    assert arch.qk_norm and arch.head_size == 128
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling", "max_model_len"),
+    [
+        ({"rope_type": "default"}, None, 512),
+        ({"rope_type": "linear", "factor": 4}, LinearScaling(factor=4.0), 2048),
+        ({"type": "linear", "factor": 4}, LinearScaling(factor=4.0), 2048),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            DynamicScaling(factor=2.0, original_max_len=512),
+            1024,
+        ),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 128,
+            },
+            Llama3Scaling(
+                factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=128
+            ),
+            512,
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 256},
+            YarnScaling(
+                factor=4.0,
+                original_max_len=256,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=True,
+                attention_factor=pytest.approx(1.1386294),
+            ),
+            1024,
+        ),
+    ],
+)
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_rope_scaling_in_the_old_and_new_notation(field, rope, scaling, max_model_len):
+    arch = read(**{field: rope, "rope_theta": 500.0})
+    assert arch.rope.scaling == scaling
+    assert arch.rope.theta == 500.0
+    assert arch.max_model_len == max_model_len
+
+
+def test_theta_inside_rope_parameters():
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 77.0}).rope.theta == 77.0
+
+
+def test_contradicting_thetas_are_refused():
+    with pytest.raises(CheckpointError, match=r"rope_theta=5\.0 contradicts"):
+        read(rope_theta=5.0, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+
+
+def test_yarn_without_factor_takes_the_ratio_of_lengths():
+    arch = read(rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 128})
+    assert isinstance(arch.rope.scaling, YarnScaling) and arch.rope.scaling.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM.*supported are LlamaForCausalLM"),
+        ({"architectures": None}, "names none.*LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "'gelu'.*supported is 'silu'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'.*default, linear, dynamic"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1.0}}, "alpha"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*unquantised"),
+        ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn.*supported are float32"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name_with_what_can(fields, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size='64' must be an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4.*num_key_value_heads=3"),
+        ({"hidden_size": 66}, "hidden_size=66.*num_attention_heads=4"),
+        ({"attention_bias": "yes"}, "attention_bias='yes'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+    ],
+)
+def test_broken_configs_say_which_field(fields, message):
+    with pytest.raises(CheckpointError, match=message):
+        read(**fields)
+
+
+def test_qwen_layer_types_must_fit_the_rest():
+    kinds = ["sliding_attention", "full_attention"]
+    with pytest.raises(CheckpointError, match="2 entries for num_hidden_layers=3"):
+        read("Qwen2", layer_types=kinds)
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        read("Qwen2", layer_types=[*kinds, "full_attention"])
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        read("Qwen2", layer_types=[*kinds, "chunked_attention"])
+
+
+def test_overrides_merge_objects_and_replace_the_rest():
+    config = {"a": 1, "rope": {"x": 1, "y": 2}}
+    assert merge_overrides(config, {"a": 2, "rope": {"y": 3}}) == {"a": 2, "rope": {"x": 1, "y": 3}}
+    assert config == {"a": 1, "rope": {"x": 1, "y": 2}}
+
+
+def test_overrides_reach_the_architecture():
+    overrides = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    config = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}}
+    arch = read_architecture(config, overrides=overrides)
+    assert arch.rope.scaling == LinearScaling(factor=2.0)
+    assert arch.rope.theta == 99.0

@@ -1,0 +1,114 @@
+"""All families against transformers: figures written down in golden.json, and, where torch is
+installed, transformers itself.
+
+The cases cover head counts (MHA, GQA, MQA), explicit head sizes, biases, every rope type, windows
+shorter than the prompt, and tied embeddings. write_golden.py makes the figures.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from jaxllm.testing import make_tiny_checkpoint
+
+CASES = json.loads(Path(__file__).with_name("golden.json").read_text())
+TOLERANCE = 2e-4
+
+
+class Case(NamedTuple):
+    prompt: list[int]
+    figures: dict[str, list[float]]
+    model_dir: Path
+    model: Any  # conftest.SingleRow
+
+
+@pytest.fixture(scope="module", params=CASES.keys())
+def case(request, tmp_path_factory, single_row):
+    figures = CASES[request.param]
+    model_dir = checkpoint(figures, tmp_path_factory.mktemp("model"))
+    return Case(figures["prompt"], figures, model_dir, single_row(model_dir))
+
+
+def checkpoint(case, path, **options):
+    return make_tiny_checkpoint(
+        path, case["family"], seed=case["seed"], **(case["config"] | options)
+    )
+
+
+def log_softmax(logits):
+    logits = logits.astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def oracle(model_dir):
+    pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype="float32", attn_implementation="eager"
+    )
+
+
+def test_logits_match_golden_figures(case):
+    logits = case.model.logits(case.prompt)
+    logprobs = log_softmax(logits)[np.arange(len(logits) - 1), case.prompt[1:]]
+    expected = case.figures["prompt_logprobs"], case.figures["last_logits"]
+    np.testing.assert_allclose(logprobs, expected[0], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(logits[-1, :12], expected[1], atol=TOLERANCE, rtol=0)
+
+
+def test_sequence_in_chunks_equals_sequence_as_a_whole(case):
+    # Two chunks of 13, which is no multiple of the block size, then token by token.
+    decoded = case.model.logits(case.prompt, chunks=[13, 13] + [1] * 14)
+    np.testing.assert_allclose(decoded, case.model.logits(case.prompt), atol=1e-5, rtol=0)
+
+
+@pytest.mark.oracle
+def test_full_logits_match_transformers(case):
+    reference = oracle(case.model_dir)
+    import torch
+
+    with torch.no_grad():
+        expected = reference(torch.tensor([case.prompt])).logits[0].numpy()
+    logits = case.model.logits(case.prompt)
+    np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["llama", "mistral-short-window", "qwen2", "qwen3"])
+def test_bfloat16_logprobs_stay_near_transformers(name, tmp_path, single_row):
+    case = CASES[name]
+    model_dir = checkpoint(case, tmp_path, dtype="bfloat16")
+    reference = oracle(model_dir)
+    import torch
+
+    with torch.no_grad():
+        expected = reference(torch.tensor([case["prompt"]])).logits[0].numpy()
+    logprobs = log_softmax(single_row(model_dir, "bfloat16").logits(case["prompt"]))
+    assert np.abs(logprobs - log_softmax(expected)).mean() < 0.02
+
+
+@pytest.mark.oracle
+def test_dynamic_rope_past_the_original_length_matches_transformers_token_by_token(
+    tmp_path, single_row
+):
+    prompt = CASES["llama"]["prompt"]
+    model_dir = make_tiny_checkpoint(
+        tmp_path,
+        max_position_embeddings=16,
+        rope_scaling={"rope_type": "dynamic", "factor": 4.0},
+    )
+    reference = oracle(model_dir)
+    import torch
+
+    expected, cache = [], None
+    with torch.no_grad():
+        for token in prompt:
+            out = reference(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            expected.append(out.logits[0, -1].numpy())
+            cache = out.past_key_values
+    logits = single_row(model_dir).logits(prompt)
+    np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)

@@ -1,0 +1,56 @@
+"""Lookup of model classes, and classes from outside the package."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxllm.errors import UnsupportedModelError
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.testing import make_tiny_checkpoint
+
+OUTSIDE = """
+from jaxllm.models.decoder import DecoderForCausalLM
+
+class HalfLogits(DecoderForCausalLM):
+    def compute_logits(self, hidden):
+        return super().compute_logits(hidden) / 2
+"""
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(ModelRegistry, "_classes", dict(ModelRegistry._classes))
+    return ModelRegistry
+
+
+def test_first_supported_architecture_wins():
+    assert ModelRegistry.resolve(["Unknown", "Qwen3ForCausalLM"]).__name__ == "Qwen3ForCausalLM"
+
+
+def test_unknown_architectures_are_listed_with_the_known_ones():
+    with pytest.raises(UnsupportedModelError, match="Foo, Bar.*MistralForCausalLM"):
+        ModelRegistry.resolve(["Foo", "Bar"])
+
+
+def test_registering_imports_neither_jax_nor_the_model():
+    code = (
+        "import sys; from jaxllm import ModelRegistry; "
+        "ModelRegistry.register_model('Own', 'not_there:Own'); "
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_malformed_class_path_is_refused(registry):
+    with pytest.raises(ValueError, match="module:Class"):
+        registry.register_model("Own", "module.Class")
+
+
+def test_class_from_outside_runs_its_architecture(registry, monkeypatch, tmp_path, single_row):
+    (tmp_path / "outside_model.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.register_model("HalfLogits", "outside_model:HalfLogits")
+    plain = single_row(make_tiny_checkpoint(tmp_path / "plain"))
+    own = single_row(make_tiny_checkpoint(tmp_path / "own", architectures=["HalfLogits"]))
+    assert (own.logits([5, 6, 7]) * 2 == plain.logits([5, 6, 7])).all()
