@@ -51,7 +51,6 @@ class EngineCore:
         # Steps that may be on the device when the next one is dispatched.
         self._max_in_flight = 1 if overlap else 0
         self._in_flight: deque[tuple[Schedule, PendingResult]] = deque()
-        self._outputs: list[EngineOutput] = []  # that no step brought: of aborted requests
         self._idle_since: float | None = None
 
     def add_request(self, request: EngineRequest) -> None:
@@ -59,8 +58,9 @@ class EngineCore:
         self._scheduler.add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """End requests at any moment; unknown and finished ones are ignored."""
-        self._outputs += self._scheduler.abort_requests(request_ids)
+        """End requests at any moment, without output: whoever aborts a request has let go of it.
+        Unknown and finished ones are ignored."""
+        self._scheduler.abort_requests(request_ids)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to hand out."""
@@ -69,7 +69,7 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Dispatch one step, if there is one to dispatch, and return what an earlier one
         brought."""
-        outputs, self._outputs = self._outputs, []
+        outputs: list[EngineOutput] = []
         start = time.perf_counter()
         schedule = self._scheduler.schedule()
         self._stats.schedule_s += time.perf_counter() - start
@@ -125,7 +125,7 @@ class EngineCore:
         logger.exception("a step failed; %d steps in flight are lost", len(lost), exc_info=error)
         message = f"{type(error).__name__}: {error}"[:500]
         outputs = [out for schedule in lost for out in self._scheduler.fail(schedule, message)]
-        self._scheduler.preempt_all()
         self._in_flight.clear()
+        self._scheduler.restart()
         self._executor.reset()
         return outputs

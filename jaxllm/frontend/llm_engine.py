@@ -113,7 +113,7 @@ class LLMEngine:
         return self._output_processor.has_unfinished() or self._client.has_work()
 
     def get_num_unfinished_requests(self) -> int:
-        return self._output_processor.num_unfinished()
+        return self._output_processor.num_unfinished
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer."""

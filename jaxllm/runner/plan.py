@@ -190,10 +190,18 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         if model.max_logprobs == -1
         else min(model.max_logprobs, vocab_size),
         logits_processors=load_logits_processors(model.logits_processors, config),
-        eos_token_ids=architecture.eos_token_ids,
+        eos_token_ids=_eos_token_ids(architecture, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
         compilation_cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
     )
+
+
+def _eos_token_ids(architecture: Architecture, model_dir: Path) -> tuple[int, ...]:
+    """Those of config.json, and those that generation_config.json adds (ends of turns)."""
+    path = model_dir / "generation_config.json"
+    value = read_json(path).get("eos_token_id") if path.exists() else None
+    more = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys([*architecture.eos_token_ids, *more]))
 
 
 def _choose_dtype(asked: str, architecture: Architecture, platform: str) -> Any:

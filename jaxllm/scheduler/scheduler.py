@@ -369,6 +369,16 @@ class Scheduler:
         self._drop_finished()
         return outputs
 
+    def restart(self) -> None:
+        """Let all running requests start over, and forget every prefix: the device's KV cache is
+        lost. No step may be on its way."""
+        assert not self._dispatched, f"{len(self._dispatched)} steps are on their way"
+        while self._running:
+            self._preempt(self._running.pop())
+        forgotten = self._kv.pool.reset()
+        assert forgotten, "blocks are in use, and no request runs"
+        self._settle()
+
     # ---- ends
 
     def _end(
