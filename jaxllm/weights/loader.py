@@ -38,11 +38,11 @@ def load_weights(
         }
     else:
         with Checkpoint(model_dir) as checkpoint:
-            _check_names(checkpoint, parameters, abstract_model.checkpoint_names)
+            names = abstract_model.checkpoint_names
+            _check_names(checkpoint, parameters, names)
+            _check_shapes(checkpoint, parameters, names)
             arrays = {
-                name: jax.device_put(
-                    _read(checkpoint, name, p, abstract_model.checkpoint_names.sources(name))
-                )
+                name: jax.device_put(_read(checkpoint, p, names.sources(name)))
                 for name, p in parameters.items()
             }
     state = nnx.state(abstract_model)
@@ -90,26 +90,37 @@ def _check_names(
             )
 
 
-def _read(
-    checkpoint: Checkpoint, name: str, parameter: jax.ShapeDtypeStruct, sources: tuple[str, ...]
-) -> np.ndarray:
-    shapes = [checkpoint.tensors[source].shape for source in sources]
-    rows = [shape[0] if shape else 0 for shape in shapes]
-    rest = {shape[1:] for shape in shapes}
-    if sum(rows) != parameter.shape[0] or rest != {parameter.shape[1:]}:
-        found = " + ".join(
-            f"{source} {shape}" for source, shape in zip(sources, shapes, strict=True)
-        )
+def _check_shapes(
+    checkpoint: Checkpoint,
+    parameters: dict[str, jax.ShapeDtypeStruct],
+    names: CheckpointNames,
+) -> None:
+    """Before any data is read: does what is concatenated make what config.json says?"""
+    wrong = []
+    for name, parameter in parameters.items():
+        sources = names.sources(name)
+        shapes = [checkpoint.tensors[source].shape for source in sources]
+        rows = sum(shape[0] if shape else 0 for shape in shapes)
+        if {(rows, *shape[1:]) for shape in shapes} != {parameter.shape}:
+            found = map("{} {}".format, sources, shapes)
+            wrong.append(f"{name} {parameter.shape}, where the checkpoint has {' + '.join(found)}")
+    if wrong:
         raise CheckpointError(
-            f"config and weights disagree: by config.json, {name} has shape {parameter.shape}; the "
-            f"checkpoint has {found}"
+            f"config and weights disagree in {len(wrong)} shapes; config.json asks for {wrong[0]}"
         )
+
+
+def _read(
+    checkpoint: Checkpoint, parameter: jax.ShapeDtypeStruct, sources: tuple[str, ...]
+) -> np.ndarray:
     array = np.empty(parameter.shape, parameter.dtype)
     start = 0
-    for source, size in zip(sources, rows, strict=True):
-        array[start : start + size] = checkpoint.read(source)
+    for source in sources:
+        tensor = checkpoint.read(source)
+        array[start : start + len(tensor)] = tensor
         checkpoint.release(source)
-        start += size
+        start += len(tensor)
+    assert start == len(array), (sources, start, len(array))
     return array
 
 

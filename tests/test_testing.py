@@ -1,0 +1,64 @@
+"""The tiny checkpoints themselves: light, repeatable, and readable by transformers."""
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxllm.testing import VOCAB_SIZE, make_tiny_checkpoint
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+def digests(path):
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(path.iterdir())}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_seed_writes_the_same_bytes(family, tmp_path):
+    first = digests(make_tiny_checkpoint(tmp_path / "1", family, seed=3))
+    assert digests(make_tiny_checkpoint(tmp_path / "2", family, seed=3)) == first
+    other = digests(make_tiny_checkpoint(tmp_path / "3", family, seed=4))
+    assert {name for name in first if other[name] != first[name]} == {"model.safetensors"}
+
+
+def test_making_a_checkpoint_loads_neither_jax_nor_torch(tmp_path):
+    code = (
+        "import sys; from jaxllm.testing import make_tiny_checkpoint; "
+        f"make_tiny_checkpoint({str(tmp_path)!r}); "
+        "sys.exit(any(name in sys.modules for name in ['jax', 'torch', 'transformers']))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_tokenizer_keeps_any_text(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_checkpoint(tmp_path))
+    text = "Hello, how are you?  Grüße, 日本語 😀\n\ttabs"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < len(text.encode()) and max(ids) < VOCAB_SIZE == len(tokenizer)
+    assert tokenizer.eos_token_id == 0
+
+
+def test_chat_template_marks_roles_and_opens_the_answer(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_checkpoint(tmp_path))
+    messages = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_finds_every_tensor(family, tmp_path):
+    pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    _, info = AutoModelForCausalLM.from_pretrained(
+        make_tiny_checkpoint(tmp_path, family), output_loading_info=True
+    )
+    assert not any(info.values()), info
