@@ -1,0 +1,212 @@
+"""The scheduler under random traffic: every step checks all invariants, the fake device checks
+the content of every block, and every request must bring what it would have brought alone."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxllm.messages import FinishReason
+from jaxllm.scheduler.policy import priority
+from jaxllm.scheduler.request import RequestStatus
+
+MAX_MODEL_LEN = 48
+BASE_PROMPT = list(range(40))
+
+
+class Traffic:
+    """Random requests: shared heads, all kinds of ends, groups of siblings."""
+
+    def __init__(self, make_request, rng):
+        self.make_request = make_request
+        self.rng = rng
+        self.ids = itertools.count()
+
+    def requests(self):
+        rng = self.rng
+        head = BASE_PROMPT[: rng.integers(0, 30)]
+        prompt = head + rng.integers(50, size=rng.integers(1, 12)).tolist()
+        max_tokens = int(rng.integers(1, MAX_MODEL_LEN - len(prompt) + 1))
+        fields = {
+            "min_tokens": int(rng.integers(0, max_tokens + 1)) if rng.random() < 0.2 else 0,
+            "eos_token_ids": rng.integers(50, size=1).tolist(),
+            "stop_token_ids": rng.integers(50, size=rng.integers(0, 4)).tolist(),
+            "priority": int(rng.integers(-2, 3)),
+            "arrival_time": float(rng.random()),
+            "cache_salt": rng.choice([None, None, "salt"]),
+            "logprobs": rng.choice([None, None, None, 1]),
+            "prompt_logprobs": rng.choice([None, None, None, 1]),
+        }
+        leader_id = None
+        for _ in range(1 if rng.random() < 0.8 else rng.integers(2, 6)):
+            request_id = str(next(self.ids))
+            yield self.make_request(
+                request_id, prompt, max_tokens, prefix_leader_id=leader_id, **fields
+            )
+            leader_id = leader_id or request_id
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+@pytest.mark.parametrize("depth", [0, 1], ids=["plain", "overlapped"])
+def test_thousands_of_requests_come_and_go(
+    make_engine, make_request, depth, chunked, caching, policy
+):
+    rng = np.random.default_rng([depth, chunked, caching, policy == "fcfs"])
+    options = {"policy": priority} if policy == "priority" else {}
+    engine = make_engine(
+        depth=depth,
+        num_blocks=20,
+        block_size=4,
+        max_num_seqs=5,
+        max_num_batched_tokens=13 if chunked else MAX_MODEL_LEN,
+        max_model_len=MAX_MODEL_LEN,
+        long_prefill_token_threshold=9,
+        enable_chunked_prefill=chunked,
+        enable_prefix_caching=caching,
+        **options,
+    )
+    traffic = Traffic(make_request, rng)
+    while len(engine.done) < 300:
+        if len(engine.received) < 30 and rng.random() < 0.5:
+            for request in traffic.requests():
+                engine.add(request)
+        if engine.received and rng.random() < 0.03:
+            engine.abort(*rng.choice(list(engine.received), size=2))
+        if rng.random() < 0.02:
+            engine.scheduler.reset_prefix_cache()
+        engine.step(fails=rng.random() < 0.01)
+    engine.drain()
+    ends = {received.finish_reason for received in engine.done}
+    assert ends == set(FinishReason)
+    assert engine.stats.num_preemptions > 0
+    assert engine.stats.num_requests_finished == next(traffic.ids)
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+def test_the_oldest_request_is_served_in_every_step(make_engine, make_request, depth, chunked):
+    """First come first served starves nobody: whoever is oldest gets on, until it is done."""
+    rng = np.random.default_rng(depth)
+    engine = make_engine(
+        depth=depth,
+        num_blocks=14,
+        block_size=4,
+        max_num_batched_tokens=9 if chunked else MAX_MODEL_LEN,
+        max_model_len=MAX_MODEL_LEN,
+        enable_chunked_prefill=chunked,
+    )
+    arrived = itertools.count()
+    while len(engine.done) < 200:
+        while len(engine.received) < 8:
+            length = int(rng.integers(1, 40))
+            max_tokens = int(rng.integers(1, MAX_MODEL_LEN - length + 1))
+            engine.add(make_request(f"{next(arrived)}", length, max_tokens))
+        oldest = next(iter(engine.scheduler._requests.values()))
+        progress = oldest.num_computed_tokens
+        schedule = engine.dispatch()
+        assert oldest.status is RequestStatus.RUNNING
+        assert oldest.num_computed_tokens > progress or oldest.num_tokens == oldest.max_num_tokens
+        if schedule is None or len(engine.in_flight) > depth:
+            engine.collect()
+    assert engine.stats.num_preemptions > 0
+    engine.drain()
+
+
+def test_any_sequence_of_calls_keeps_the_invariants(make_engine, make_request):
+    """Hypothesis chooses what happens, and how far the host runs ahead of the device."""
+
+    class AnySequence(RuleBasedStateMachine):
+        @initialize(
+            num_blocks=st.integers(12, 24),
+            budget=st.integers(1, 20),
+            max_num_seqs=st.integers(1, 4),
+            caching=st.booleans(),
+            by_priority=st.booleans(),
+        )
+        def start(self, num_blocks, budget, max_num_seqs, caching, by_priority):
+            self.engine = make_engine(
+                num_blocks=num_blocks,
+                block_size=4,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                max_model_len=MAX_MODEL_LEN,
+                enable_prefix_caching=caching,
+                **({"policy": priority} if by_priority else {}),
+            )
+            self.ids = itertools.count()
+
+        @rule(
+            head=st.integers(0, 25),
+            tail=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+            max_tokens=st.integers(1, 15),
+            level=st.integers(-1, 1),
+            stops=st.lists(st.integers(0, 49), max_size=10),
+            prompt_logprobs=st.booleans(),
+            siblings=st.integers(1, 3),
+        )
+        def add(self, head, tail, max_tokens, level, stops, prompt_logprobs, siblings):
+            leader_id = None
+            for _ in range(siblings):
+                request_id = str(next(self.ids))
+                self.engine.add(
+                    make_request(
+                        request_id,
+                        BASE_PROMPT[:head] + tail,
+                        max_tokens,
+                        priority=level,
+                        stop_token_ids=stops,
+                        prompt_logprobs=1 if prompt_logprobs else None,
+                        prefix_leader_id=leader_id,
+                    )
+                )
+                leader_id = leader_id or request_id
+
+        @precondition(lambda self: len(self.engine.in_flight) < 2)
+        @rule(fails=st.sampled_from([False] * 9 + [True]))
+        def dispatch(self, fails):
+            self.engine.dispatch(fails=fails)
+
+        @precondition(lambda self: self.engine.in_flight)
+        @rule()
+        def collect(self):
+            self.engine.collect()
+
+        @rule(count=st.integers(1, 20))
+        def run(self, count):
+            for _ in range(count):
+                self.engine.step()
+
+        @precondition(lambda self: self.engine.received)
+        @rule(data=st.data())
+        def abort(self, data):
+            self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.received))))
+
+        @rule()
+        def reset_prefix_cache(self):
+            self.engine.scheduler.reset_prefix_cache()
+
+        def teardown(self):
+            if hasattr(self, "engine"):
+                self.engine.drain()
+
+    run_state_machine_as_test(
+        AnySequence,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+        ),
+    )
