@@ -69,9 +69,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
-        self.bad_words = list(self.bad_words or [])
+        self.stop = [self.stop] if isinstance(self.stop, str) else _copied(self.stop or [])
+        self.stop_token_ids = _copied(self.stop_token_ids or [])
+        self.bad_words = _copied(self.bad_words or [])
+        self.allowed_token_ids = _copied(self.allowed_token_ids)
         if self.seed == -1:
             self.seed = None
         if self.logprobs is True:
@@ -149,6 +150,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise _refused("stop", stop, "stop strings need detokenize=True")
         for token in _list("stop_token_ids", self.stop_token_ids, Limits.MAX_STOP_TOKEN_IDS):
             _integer("stop_token_ids", token, 0, 2**31 - 1)
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
         for word in _list("bad_words", self.bad_words, Limits.MAX_BAD_WORDS):
             if not isinstance(word, str) or not word:
                 raise _refused("bad_words", word, "bad words must be non-empty strings")
@@ -213,6 +215,11 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
     if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
         above = "above" if low_open else "at least"
         raise _refused(name, value, f"it must be finite, {above} {low} and at most {high}")
+
+
+def _copied(value: Any) -> Any:
+    """A list of one's own; what is no list is left for `validate` to refuse."""
+    return list(value) if isinstance(value, list | tuple | set) else value
 
 
 def _list(name: str, value: object, most: int) -> list:

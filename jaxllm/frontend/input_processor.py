@@ -190,9 +190,6 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise _refused("sampling_params", params, "it must be a SamplingParams")
         params = params.clone()  # validates again: a field may have been assigned
-        if params.allowed_token_ids is not None:
-            params.allowed_token_ids = list(map(int, params.allowed_token_ids))
-        params.stop_token_ids = list(map(int, params.stop_token_ids or []))
         vocab_size, max_logprobs = self._info.vocab_size, self._info.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
@@ -220,7 +217,7 @@ class InputProcessor:
 
     def _check_extra_args(self, params: SamplingParams) -> None:
         """Replace `extra_args` by a deep copy, once the logits processors accept it."""
-        if params.extra_args is not None:
+        if params.extra_args:
             if not self._logits_processors:
                 raise _refused(
                     "extra_args",

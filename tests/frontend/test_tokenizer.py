@@ -1,0 +1,145 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ValidationError
+from jaxllm.frontend.tokenizer import (
+    default_sampling_params,
+    load_tokenizer,
+    read_generation_config,
+    render_chat,
+)
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_importing_does_not_load_transformers_or_jax():
+    code = "import sys, jaxllm.frontend.output_processor; print('transformers' in sys.modules, "
+    code += "'jax' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["False", "False"], result.stderr
+
+
+def test_saved_tokenizer_is_loaded_from_its_directory(byte_level, tmp_path):
+    byte_level.hf.save_pretrained(tmp_path)
+    loaded = load_tokenizer(ModelConfig(model="elsewhere", tokenizer=str(tmp_path)))
+    assert loaded.encode("hello world") == byte_level.encode("hello world")
+    assert loaded.eos_token_id == byte_level.eos_token_id
+
+
+@pytest.mark.parametrize("broken", ["empty directory", "damaged file"])
+def test_missing_tokenizer_is_refused_with_a_remedy(broken, tmp_path):
+    if broken == "damaged file":
+        (tmp_path / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(ValidationError, match="skip_tokenizer_init=True"):
+        load_tokenizer(ModelConfig(model=str(tmp_path)))
+
+
+def test_code_of_a_model_is_not_run_unless_allowed(tmp_path):
+    auto_map = {"auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own"} | auto_map))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(auto_map))
+    (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(ValidationError, match="trust_remote_code=True"):
+        load_tokenizer(ModelConfig(model=str(tmp_path)))
+
+
+def test_decode_gives_text_back(byte_level):
+    assert byte_level.decode(byte_level.encode("naïve 你好 😀")) == "naïve 你好 😀"
+
+
+def test_chat_template_is_rendered_with_one_bos(byte_level):
+    prompt = render_chat(byte_level, HELLO)
+    assert prompt["prompt"] == "<s>[user]hello</s>[assistant]"
+    bos = byte_level.hf.bos_token_id
+    assert prompt["prompt_token_ids"].count(bos) == 1
+    assert byte_level.decode(prompt["prompt_token_ids"]) == "[user]hello[assistant]"
+
+
+def test_final_message_can_be_continued(byte_level):
+    messages = [*HELLO, {"role": "assistant", "content": "hello y"}]
+    prompt = render_chat(
+        byte_level, messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert prompt["prompt"].endswith("[assistant]hello y")
+
+
+def test_a_template_of_the_caller_sees_tools_and_his_own_variables(byte_level):
+    prompt = render_chat(
+        byte_level,
+        HELLO,
+        chat_template="{{ tools[0].name }} {{ mood }}",
+        tools=[{"name": "clock"}],
+        chat_template_kwargs={"mood": "calm"},
+    )
+    assert prompt["prompt"] == "clock calm"
+
+
+def test_text_parts_and_tool_calls_reach_the_template_in_plain_form(byte_level):
+    template = "{% for m in messages %}{{ m.content }}"
+    template += "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}"
+    template += "{% endfor %}"
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 7}'}}],
+        },
+    ]
+    assert render_chat(byte_level, messages, chat_template=template)["prompt"] == "a\nb7"
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"x": 7}'
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ([], {}, "give at least one"),
+        (["hello"], {}, "'role'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "type 'text'"),
+        (HELLO, {"chat_template": "{% if %}"}, "chat template"),
+        (HELLO, {"chat_template": "{{ raise_exception('no') }}"}, "no"),
+        (HELLO, {"continue_final_message": True}, "add_generation_prompt=False"),
+    ],
+)
+def test_bad_conversations_are_refused(messages, options, message, byte_level):
+    with pytest.raises(ValidationError, match=message):
+        render_chat(byte_level, messages, **options)
+
+
+def test_chat_without_a_template_is_refused_with_a_remedy(byte_fallback):
+    with pytest.raises(ValidationError, match="chat_template="):
+        render_chat(byte_fallback, HELLO)
+
+
+def test_default_sampling_params_come_from_the_generation_config(tmp_path):
+    given = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": None,
+        "max_new_tokens": 99,
+        "eos_token_id": 1,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert read_generation_config(str(tmp_path)) == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "max_tokens": 99,
+    }
+    params = default_sampling_params(ModelConfig(model="m"), str(tmp_path))
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 1.0, 99)
+    plain = default_sampling_params(ModelConfig(model="m", generation_config="vllm"), str(tmp_path))
+    assert plain.temperature == 1.0
+
+
+def test_generation_config_that_is_missing_or_wrong_is_refused_only_if_asked_for(tmp_path):
+    model_dir = str(tmp_path)
+    assert default_sampling_params(ModelConfig(model="m"), model_dir).temperature == 1.0
+    with pytest.raises(ValidationError, match="generation_config"):
+        default_sampling_params(ModelConfig(model="m", generation_config=model_dir), model_dir)
+    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(ValidationError, match="generation_config='vllm'"):
+        default_sampling_params(ModelConfig(model="m"), model_dir)
