@@ -1,10 +1,10 @@
 """Changes to the logits before a token is chosen: biases, bans, users' processors, penalties.
 
-Each takes f32 [R, V] logits and leaves the rows without its flag as they are. Each is behind a
-conditional, so a step pays only for what its rows use.
+Each change is a function of all rows' logits, f32 [R, V]. It runs only if some row of the step uses
+it, and reaches only the rows that do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,80 +27,71 @@ def adjust_logits(
 ) -> jax.Array:
     """Apply everything that comes before temperature, in the sampler's order.
 
-    `flags`, i32 [R], are those of `params`, cleared where nothing is to be applied.
+    `flags` i32 [R] are those of `params`, cleared in the rows that sample nothing.
     """
-
-    def bias(x: jax.Array, rows: jax.Array) -> jax.Array:
-        return jnp.where(rows[:, None], x + _gather(state.logit_bias, slots), x)
-
-    def ban_words(x: jax.Array, rows: jax.Array) -> jax.Array:
-        return _ban_words(
-            x, rows, _gather(state.bad_words, slots), _gather(state.recent_tokens, slots)
-        )
-
-    def hold_back_stop_ids(x: jax.Array, rows: jax.Array) -> jax.Array:
-        return _mask_tokens(x, rows[:, None], _gather(state.stop_ids, slots))
-
-    def penalize(x: jax.Array, rows: jax.Array) -> jax.Array:
-        return _penalize(x, rows, _gather(state.token_counts, slots), params)
 
     def has(flag: int) -> jax.Array:
         return (flags & flag) != 0
 
     too_early = has(row_params.MIN_TOKENS) & (output_index < params.min_tokens)
-    logits = _if_any(has(row_params.LOGIT_BIAS), bias, logits)
-    logits = _if_any(has(row_params.BAD_WORDS), ban_words, logits)
-    logits = _if_any(too_early, hold_back_stop_ids, logits)
+    logits = _in_rows(has(row_params.LOGIT_BIAS), _add_bias, logits, state, slots)
+    logits = _in_rows(has(row_params.BAD_WORDS), _ban_words, logits, state, slots)
+    logits = _in_rows(too_early, _hold_back_stop_ids, logits, state, slots)
     for index, processor in enumerate(processors):
+        uses = has(row_params.processor_flag(index))
         values = params.processor_params[index]
-
-        def process(
-            x: jax.Array,
-            rows: jax.Array,
-            processor: LogitsProcessor = processor,
-            values: jax.Array = values,
-        ) -> jax.Array:
-            return jnp.where(rows[:, None], processor.apply(x, values, output_index), x)
-
-        logits = _if_any(has(row_params.processor_flag(index)), process, logits)
-    return _if_any(has(row_params.PENALTIES), penalize, logits)
+        logits = _in_rows(uses, processor.apply, logits, values, output_index)
+    return _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params)
 
 
-def _if_any(rows: jax.Array, function, logits: jax.Array) -> jax.Array:
-    return jax.lax.cond(jnp.any(rows), function, lambda x, _: x, logits, rows)
+def _in_rows(
+    rows: jax.Array, change: Callable[..., jax.Array], logits: jax.Array, *args: object
+) -> jax.Array:
+    """`change(logits, *args)` in the given rows, bool [R]; computes nothing if there are none."""
+    return jax.lax.cond(
+        jnp.any(rows),
+        lambda: jnp.where(rows[:, None], change(logits, *args), logits),
+        lambda: logits,
+    )
 
 
-def _gather(table: jax.Array, slots: jax.Array) -> jax.Array:
-    # Padding rows read some slot, and ignore it.
+def _of_rows(table: jax.Array, slots: jax.Array) -> jax.Array:
+    # Padding rows get those of the last slot, and do not use them.
     return table.at[slots].get(mode="clip")
 
 
-def _mask_tokens(logits: jax.Array, where: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Set to -inf the tokens of each row, i32 [R, n], where told and not NO_TOKEN."""
-    rows, vocab_size = logits.shape
-    dropped = jnp.where(where & (token_ids != NO_TOKEN), token_ids, vocab_size)
-    return logits.at[jnp.arange(rows)[:, None], dropped].set(-jnp.inf, mode="drop")
+def _add_bias(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
+    return logits + _of_rows(state.logit_bias, slots)
 
 
-def _ban_words(
-    logits: jax.Array, rows: jax.Array, words: jax.Array, recent: jax.Array
-) -> jax.Array:
-    """Mask the last token of each word, i32 [R, W, n], whose other tokens were just sampled."""
+def _ban_words(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
+    """Mask the last token of each word whose other tokens are the latest ones."""
+    words = _of_rows(state.bad_words, slots)
+    recent = _of_rows(state.recent_tokens, slots)[:, None, :]
     before = words[:, :, :-1]
-    matches = jnp.all((before == NO_TOKEN) | (before == recent[:, None, :]), axis=2)
-    return _mask_tokens(logits, rows[:, None] & matches, words[:, :, -1])
+    matches = jnp.all((before == NO_TOKEN) | (before == recent), axis=2)
+    return _mask_tokens(logits, jnp.where(matches, words[:, :, -1], NO_TOKEN))
+
+
+def _hold_back_stop_ids(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
+    return _mask_tokens(logits, _of_rows(state.stop_ids, slots))
+
+
+def _mask_tokens(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Set the tokens of each row, i32 [R, n] with NO_TOKEN to skip, to -inf."""
+    rows, vocab_size = logits.shape
+    # An index of -1 would mean the last token.
+    token_ids = jnp.where(token_ids == NO_TOKEN, vocab_size, token_ids)
+    return logits.at[jnp.arange(rows)[:, None], token_ids].set(-jnp.inf, mode="drop")
 
 
 def _penalize(
-    logits: jax.Array, rows: jax.Array, counts: jax.Array, params: RowParams
+    logits: jax.Array, state: SlotState, slots: jax.Array, params: RowParams
 ) -> jax.Array:
-    seen = rows[:, None] & (counts != 0)
+    counts = _of_rows(state.token_counts, slots)
+    num_output = counts & (PROMPT_BIT - 1)
     repetition = params.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(seen, repeated, logits)
-    num_output = jnp.where(rows[:, None], counts & (PROMPT_BIT - 1), 0)
-    return (
-        logits
-        - params.frequency[:, None] * num_output
-        - params.presence[:, None] * (num_output > 0)
-    )
+    logits = jnp.where(counts != 0, repeated, logits)
+    logits -= params.frequency[:, None] * num_output
+    return logits - params.presence[:, None] * (num_output > 0)

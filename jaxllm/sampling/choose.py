@@ -44,9 +44,14 @@ def draw(
 
 
 def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """Two numbers in [0, 1) that depend on nothing but the seed and the position."""
+    """Two numbers in [0, 1) that depend on nothing but the seed and the position.
+
+    Folding the position into the key is one evaluation of the generator, whose output is random
+    bits: making another key of them, to draw bits from that, would only be a second one.
+    """
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    return jax.random.uniform(jax.random.fold_in(key, position), (2,))
+    bits = jax.random.key_data(jax.random.fold_in(key, position))
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:

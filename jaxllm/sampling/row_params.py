@@ -138,7 +138,7 @@ def decode(packed: jax.Array, processors: Sequence[LogitsProcessor] = ()) -> Row
         presence=floats[:, _COLUMN["presence"]],
         frequency=floats[:, _COLUMN["frequency"]],
         repetition=jnp.where(repetition > 0, repetition, 1),
-        seed=words[:, [_COLUMN["seed_high"], _COLUMN["seed_low"]]],
+        seed=jnp.stack([words[:, _COLUMN["seed_high"]], words[:, _COLUMN["seed_low"]]], axis=1),
         min_tokens=packed[:, _COLUMN["min_tokens"]],
         flags=packed[:, _COLUMN["flags"]],
         processor_params=tuple(processor_params),

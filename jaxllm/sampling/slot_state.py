@@ -11,7 +11,7 @@ The runner owns a SlotState and donates it to each program, which returns its su
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,11 @@ class SlotState:
     @classmethod
     def abstract(cls, num_slots: int, vocab_size: int) -> "SlotState":
         """Shapes, for compiling and planning."""
-        return cls(
-            **{
-                name: jax.ShapeDtypeStruct((num_slots, *shape), dtype)
-                for name, (shape, dtype) in _tables(vocab_size).items()
-            }
-        )
+        tables: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct((num_slots, *shape), dtype)
+            for name, (shape, dtype) in _tables(vocab_size).items()
+        }
+        return cls(**tables)
 
     @classmethod
     def zeros(cls, num_slots: int, vocab_size: int) -> "SlotState":
@@ -73,8 +72,10 @@ class SlotRow:
     @classmethod
     def abstract(cls, vocab_size: int) -> "SlotRow":
         """Shapes, for compiling."""
-        tables = _tables(vocab_size)
-        return cls(**{name: jax.ShapeDtypeStruct(*table) for name, table in tables.items()})
+        entries: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct(*table) for name, table in _tables(vocab_size).items()
+        }
+        return cls(**entries)
 
 
 class AdmittedRequest(Protocol):

@@ -1,0 +1,121 @@
+"""Drives the sampler as the runner does, without the runner."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.sampling import row_params
+from jaxllm.sampling.sampler import SampleOutput, sample
+from jaxllm.sampling.slot_state import SlotState, slot_row, write_slot
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.schedule import Admission
+
+MAX_LOGPROBS = 4
+
+
+@functools.cache
+def _program(processors):
+    def step(logits, packed, slots, samples, output_index, positions, state):
+        return sample(
+            logits,
+            row_params.decode(packed, processors),
+            slots=slots,
+            samples=samples,
+            output_index=output_index,
+            positions=positions,
+            state=state,
+            max_logprobs=MAX_LOGPROBS,
+            processors=processors,
+        )
+
+    return jax.jit(step, donate_argnames="state")
+
+
+_write_slot = jax.jit(write_slot, donate_argnums=0)
+
+
+class SamplerDriver:
+    """Slots with requests in them. Tables start out full of garbage, as former owners leave them."""
+
+    def __init__(self, vocab_size: int, num_slots: int, processors: tuple = ()):
+        self.vocab_size, self.num_slots, self.processors = vocab_size, num_slots, processors
+        rng = np.random.default_rng(99)
+        self.state = jax.tree.map(
+            lambda leaf: jnp.asarray(rng.integers(0, 9, leaf.shape).astype(leaf.dtype)),
+            SlotState.abstract(num_slots, vocab_size),
+        )
+        columns = row_params.num_columns(processors)
+        self.columns = np.zeros((num_slots, columns), np.int32)
+        self.num_outputs = np.zeros(num_slots, np.int32)
+        self.lengths = np.zeros(num_slots, np.int32)
+
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        prompt: Sequence[int] = (0,),
+        output: Sequence[int] = (),
+        stop_ids: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        admission = Admission(
+            slot=slot,
+            sampling_params=params,
+            seed=seed,
+            stop_token_ids=list(stop_ids),
+            bad_word_ids=[list(word) for word in bad_words],
+            prompt_token_ids=list(prompt),
+            output_token_ids=list(output),
+        )
+        self.columns[slot] = row_params.encode(params, seed, self.processors)
+        self.num_outputs[slot] = len(output)
+        self.lengths[slot] = len(prompt) + len(output)
+        row = slot_row(admission, self.vocab_size)
+        if row is not None:
+            self.state = _write_slot(self.state, np.int32(slot), row)
+
+    def step(
+        self, logits, slots, *, num_rows: int | None = None, samples=None, positions=None
+    ) -> SampleOutput:
+        """Sample a token for each of the slots from logits, [n, V]; returns n rows of numpy."""
+        n = len(slots)
+        num_rows = num_rows or n
+        samples = np.ones(n, bool) if samples is None else np.asarray(samples)
+
+        def pad(x, fill=0):
+            x = np.asarray(x)
+            return np.concatenate([x, np.full((num_rows - n, *x.shape[1:]), fill, x.dtype)])
+
+        slots = np.asarray(slots, np.int32)
+        output = _program(self.processors)(
+            pad(np.asarray(logits, np.float32), np.nan),
+            pad(self.columns[slots]),
+            pad(slots, self.num_slots),
+            pad(samples),
+            pad(self.num_outputs[slots]),
+            pad(self.lengths[slots] if positions is None else positions),
+            self.state,
+        )
+        self.state = output.state
+        self.num_outputs[slots] += samples
+        self.lengths[slots] += samples
+        tokens, logprobs = jax.tree.map(
+            lambda x: np.asarray(x)[:n], (output.tokens, output.logprobs)
+        )
+        return SampleOutput(tokens, self.state, logprobs)
+
+
+@pytest.fixture
+def driver() -> type[SamplerDriver]:
+    return SamplerDriver
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)

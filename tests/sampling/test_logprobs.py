@@ -1,0 +1,31 @@
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.sampling.logprobs import token_logprobs
+
+
+@pytest.mark.parametrize("k", [0, 1, 5, 40])
+def test_logprobs_and_ranks(rng, k):
+    vocab_size = 40
+    logits = rng.normal(0, 4, (6, vocab_size)).astype(np.float32)
+    targets = rng.integers(0, vocab_size, 6).astype(np.int32)
+    targets[0], targets[1] = logits[0].argmax(), logits[1].argmin()
+    out = jax.jit(functools.partial(token_logprobs, k=k))(logits, targets)
+    exact = logits.astype(np.float64)
+    exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    best = np.argsort(-logits, axis=1)[:, :k]
+    ids = np.concatenate([targets[:, None], best], axis=1)
+    np.testing.assert_array_equal(out.token_ids, ids)
+    np.testing.assert_allclose(out.logprobs, np.take_along_axis(exact, ids, 1), atol=1e-5)
+    ranks = 1 + (logits > np.take_along_axis(logits, targets[:, None], 1)).sum(axis=1)
+    np.testing.assert_array_equal(out.ranks, ranks)
+    assert out.ranks[0] == 1 and out.ranks[1] == vocab_size
+
+
+def test_equally_likely_tokens_share_a_rank():
+    logits = np.asarray([[3, 1, 3, 0], [3, 1, 3, 0]], np.float32)
+    out = token_logprobs(logits, np.asarray([2, 1], np.int32), 2)
+    assert out.ranks.tolist() == [1, 3]

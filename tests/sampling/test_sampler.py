@@ -1,0 +1,279 @@
+"""The whole sampler against a plain model of one request, in float64."""
+
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.sampling_params import SamplingParams
+
+VOCAB = 50
+SLOTS = 8
+
+
+@dataclass
+class Request:
+    params: SamplingParams
+    seed: int = 0
+    prompt: list[int] = field(default_factory=lambda: [0])
+    output: list[int] = field(default_factory=list)
+    stop_ids: list[int] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
+
+    def admit(self, driver, slot):
+        driver.admit(
+            slot,
+            self.params,
+            seed=self.seed,
+            prompt=self.prompt,
+            output=self.output,
+            stop_ids=self.stop_ids,
+            bad_words=self.bad_words,
+        )
+
+    def adjusted(self, logits):
+        """Logits before temperature, as the documentation of the parameters has them."""
+        p, x = self.params, np.array(logits, np.float64)
+        for token, bias in (p.logit_bias or {}).items():
+            x[token] += bias
+        if p.allowed_token_ids is not None:
+            x[np.setdiff1d(np.arange(len(x)), p.allowed_token_ids)] = -np.inf
+        for word in self.bad_words:
+            if self.output[len(self.output) - len(word) + 1 :] == word[:-1]:
+                x[word[-1]] = -np.inf
+        if len(self.output) < p.min_tokens:
+            x[self.stop_ids] = -np.inf
+        for token in {*self.prompt, *self.output}:
+            r = p.repetition_penalty
+            x[token] = x[token] / r if x[token] > 0 else x[token] * r
+        for token in set(self.output):
+            x[token] -= p.frequency_penalty * self.output.count(token) + p.presence_penalty
+        return x
+
+    def probabilities(self, logits):
+        p = self.params
+        x = self.adjusted(logits) / p.temperature
+        probs = np.exp(x - x.max())
+        probs[probs < p.min_p] = 0
+        if p.top_k > 0:
+            probs[probs < np.sort(probs)[-p.top_k]] = 0
+        best_first = np.argsort(-probs)
+        before = np.cumsum(probs[best_first]) - probs[best_first]
+        probs[best_first[before >= p.top_p * probs.sum()]] = 0
+        return probs / probs.sum()
+
+
+def requests(rng, **fields):
+    """One request for each slot, each with other values for all that changes the logits."""
+    made = []
+    for slot in range(SLOTS):
+        ids = [int(i) for i in rng.permutation(VOCAB)]
+        output = [int(i) for i in rng.integers(0, VOCAB, 6)]
+        params = SamplingParams(
+            **fields,
+            max_tokens=100,
+            presence_penalty=rng.uniform(-2, 2),
+            frequency_penalty=rng.uniform(-2, 2),
+            repetition_penalty=rng.uniform(0.5, 2),
+            min_tokens=int(rng.integers(0, 12)),
+            logit_bias=dict(zip(ids[:5], rng.uniform(-5, 5, 5).tolist(), strict=True)),
+            allowed_token_ids=ids[3:40] if slot % 2 else None,
+            bad_words=["a"],
+        )
+        made.append(
+            Request(
+                params,
+                seed=slot,
+                prompt=[int(i) for i in rng.integers(0, VOCAB, 5)],
+                output=output,
+                stop_ids=ids[10:13],
+                bad_words=[[ids[14]], [output[-1], ids[15]], [output[-2], output[-1], ids[16]]],
+            )
+        )
+    return made
+
+
+def test_greedy_rows_take_the_best_of_the_adjusted_logits(driver, rng):
+    batch = requests(rng, temperature=0)
+    sampler = driver(VOCAB, SLOTS)
+    for slot, request in enumerate(batch):
+        request.admit(sampler, slot)
+    for _ in range(20):
+        logits = rng.normal(0, 3, (SLOTS, VOCAB))
+        tokens = sampler.step(logits, range(SLOTS)).tokens
+        wanted = [r.adjusted(row).argmax() for r, row in zip(batch, logits, strict=True)]
+        assert tokens.tolist() == wanted
+        for request, token in zip(batch, tokens, strict=True):
+            request.output.append(int(token))
+
+
+def test_random_rows_follow_the_distribution_of_the_model(driver, rng):
+    cuts = [
+        {"temperature": 0.8},
+        {"temperature": 1.5, "top_k": 7},
+        {"temperature": 1.2, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 2.0, "min_p": 0.02, "top_k": 20, "top_p": 0.9},
+    ]
+    sampler = driver(VOCAB, SLOTS)
+    batch = [requests(rng, **fields)[slot] for slot, fields in enumerate(cuts)]
+    logits = rng.normal(0, 2, (len(cuts), VOCAB))
+    for slot, request in enumerate(batch):
+        request.admit(sampler, slot)
+    slots = np.arange(5120) % len(cuts)
+    tokens = sampler.step(logits[slots], slots, positions=np.arange(5120, dtype=np.int32)).tokens
+    for slot, request in enumerate(batch):
+        probabilities = request.probabilities(logits[slot])
+        possible = probabilities > 0
+        counts = np.bincount(tokens[slots == slot], minlength=VOCAB)
+        assert counts[~possible].sum() == 0
+        expected = probabilities[possible] * counts.sum()
+        chi_square = ((counts[possible] - expected) ** 2 / expected).sum()
+        freedom = possible.sum() - 1
+        assert abs(chi_square - freedom) < 4 * np.sqrt(2 * freedom), cuts[slot]
+
+
+def test_a_row_alone_gets_what_it_gets_in_a_crowd(driver, rng):
+    batch = requests(rng, temperature=1.0, top_p=0.9)
+    for request in batch[::3]:
+        request.params = SamplingParams(temperature=0)
+    batch[1].params = SamplingParams(temperature=0.7, top_k=9)
+    logits = rng.normal(0, 3, (6, SLOTS, VOCAB))
+    crowd = driver(VOCAB, SLOTS)
+    for slot, request in enumerate(batch):
+        request.admit(crowd, slot)
+    together = np.stack([crowd.step(step, range(SLOTS)).tokens for step in logits])
+    for slot, request in enumerate(batch):
+        alone = driver(VOCAB, SLOTS)
+        request.admit(alone, 7 - slot)  # another slot, another row, a smaller bucket
+        tokens = [
+            alone.step(step[slot : slot + 1], [7 - slot], num_rows=2).tokens[0] for step in logits
+        ]
+        assert tokens == together[:, slot].tolist()
+
+
+def test_padding_rows_leave_all_state_alone(driver, rng):
+    batch = requests(rng, temperature=1.0)
+    sampler = driver(VOCAB, SLOTS)
+    for slot, request in enumerate(batch):
+        request.admit(sampler, slot)
+    before = jax.tree.map(np.asarray, jax.tree.leaves(sampler.state))
+    sampler.step(rng.normal(0, 3, (1, VOCAB)), [3], num_rows=SLOTS)
+    for old, new in zip(before, jax.tree.leaves(sampler.state), strict=True):
+        np.testing.assert_array_equal(np.delete(new, 3, axis=0), np.delete(old, 3, axis=0))
+
+
+def test_a_row_that_does_not_sample_counts_nothing(driver, rng):
+    (request, other, *_) = requests(rng, temperature=0)
+    sampler = driver(VOCAB, SLOTS)
+    request.admit(sampler, 0)
+    other.admit(sampler, 1)
+    before = np.asarray(sampler.state.token_counts), np.asarray(sampler.state.recent_tokens)
+    logits = rng.normal(0, 3, (SLOTS, VOCAB))
+    sampler.step(logits[:2], [0, 1], num_rows=SLOTS, samples=[False, True])
+    np.testing.assert_array_equal(sampler.state.token_counts[0], before[0][0])
+    np.testing.assert_array_equal(sampler.state.recent_tokens[0], before[1][0])
+    token = sampler.step(logits[:1], [0], num_rows=SLOTS).tokens[0]
+    assert token == request.adjusted(logits[0]).argmax()
+
+
+def test_a_plain_request_does_not_see_the_former_owner_of_its_slot(driver, rng):
+    batch = requests(rng, temperature=0)
+    sampler = driver(VOCAB, SLOTS)
+    for slot, request in enumerate(batch):
+        request.admit(sampler, slot)
+    sampler.step(rng.normal(0, 3, (SLOTS, VOCAB)), range(SLOTS))
+    sampler.admit(2, SamplingParams(temperature=0))
+    # One that uses only some of the state, beside others that use all of it.
+    sampler.admit(3, SamplingParams(temperature=0, logit_bias={1: 100.0}))
+    logits = rng.normal(0, 3, (SLOTS, VOCAB))
+    for _ in range(3):
+        tokens = sampler.step(logits, range(SLOTS)).tokens
+        assert tokens[2] == logits[2].argmax()
+        assert tokens[3] == 1
+
+
+def test_a_resumed_request_goes_on_as_if_it_had_stayed(driver, rng):
+    batch = requests(rng, temperature=1.0, top_k=20)
+    stayed, resumed = driver(VOCAB, SLOTS), driver(VOCAB, SLOTS)
+    for slot, request in enumerate(batch):
+        request.admit(stayed, slot)
+    logits = rng.normal(0, 3, (8, SLOTS, VOCAB))
+    tokens = np.stack([stayed.step(step, range(SLOTS)).tokens for step in logits])
+    for slot, request in enumerate(batch):
+        request.output += tokens[:4, slot].tolist()
+        request.admit(resumed, (slot + 3) % SLOTS)
+    order = (np.arange(SLOTS) + 3) % SLOTS
+    again = np.stack([resumed.step(step, order).tokens for step in logits[4:]])
+    np.testing.assert_array_equal(again, tokens[4:])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 15, 16])
+def test_a_bad_word_of_any_length_is_never_completed(driver, length):
+    word = list(range(10, 10 + length))
+    sampler = driver(VOCAB, SLOTS)
+    params = SamplingParams(temperature=0, bad_words=["word"], max_tokens=100)
+    # The prompt ends with the word's beginning: only output counts.
+    sampler.admit(0, params, prompt=word[:-1] or [0], bad_words=[word])
+    tokens = []
+    for step in range(2 * length):
+        logits = np.zeros((1, VOCAB))
+        logits[0, word[step % length]] = 2
+        logits[0, 5] = 1
+        tokens.append(int(sampler.step(logits, [0], num_rows=SLOTS).tokens[0]))
+    assert tokens == [*word[:-1], 5] * 2
+
+
+def test_min_tokens_hold_back_the_stop_ids_and_then_let_them_go(driver):
+    sampler = driver(VOCAB, SLOTS)
+    sampler.admit(0, SamplingParams(temperature=0, min_tokens=3), stop_ids=[7, 8])
+    logits = np.zeros((1, VOCAB))
+    logits[0, [7, 8, 9]] = 3, 2, 1
+    tokens = [int(sampler.step(logits, [0], num_rows=SLOTS).tokens[0]) for _ in range(5)]
+    assert tokens == [9, 9, 9, 7, 7]
+
+
+def test_a_row_with_every_token_masked_goes_on_without_masks(driver, rng):
+    sampler = driver(VOCAB, SLOTS)
+    for slot, temperature in enumerate((0.0, 1.0)):
+        params = SamplingParams(
+            temperature=temperature, top_k=1, allowed_token_ids=[4], min_tokens=2, max_tokens=9
+        )
+        sampler.admit(slot, params, stop_ids=[4])
+    logits = rng.normal(0, 3, (2, VOCAB))
+    tokens = [sampler.step(logits, [0, 1], num_rows=SLOTS).tokens.tolist() for _ in range(3)]
+    best = logits.argmax(axis=1).tolist()
+    assert tokens == [best, best, [4, 4]]
+
+
+def test_logprobs_are_those_of_the_logits_as_they_came(driver, rng):
+    sampler = driver(VOCAB, SLOTS)
+    for slot in range(SLOTS):
+        sampler.admit(
+            slot,
+            SamplingParams(
+                temperature=slot / 4, top_k=3, logit_bias={slot: 100.0}, logprobs=slot % 3
+            ),
+        )
+    logits = rng.normal(0, 3, (SLOTS, VOCAB)).astype(np.float32)
+    tokens, _, logprobs = sampler.step(logits, range(SLOTS))
+    assert tokens.tolist() == list(range(SLOTS))
+    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    np.testing.assert_array_equal(logprobs.token_ids[:, 0], tokens)
+    np.testing.assert_array_equal(logprobs.token_ids[:, 1], logits.argmax(axis=1))
+    np.testing.assert_allclose(
+        logprobs.logprobs, np.take_along_axis(exact, logprobs.token_ids, 1), atol=1e-5
+    )
+    np.testing.assert_array_equal(
+        logprobs.ranks, 1 + (logits > logits[range(SLOTS), tokens][:, None]).sum(axis=1)
+    )
+
+
+def test_logprobs_are_zeros_when_no_sampling_row_wants_them(driver, rng):
+    sampler = driver(VOCAB, SLOTS)
+    sampler.admit(0, SamplingParams(temperature=0, logprobs=2))
+    sampler.admit(1, SamplingParams(temperature=0))
+    logits = rng.normal(0, 3, (2, VOCAB))
+    logprobs = sampler.step(logits, [0, 1], num_rows=SLOTS, samples=[False, True]).logprobs
+    assert not any(np.any(part) for part in logprobs)
