@@ -1,0 +1,85 @@
+import numpy as np
+
+from jaxllm.scheduler.draft import PromptSpan, StepDraft
+from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.schedule import CARRIED_TOKEN
+
+
+def placed(message, *, slot, computed, outputs=(), in_flight=0):
+    request = Request(message)
+    request.output_token_ids = list(outputs)
+    request.num_tokens += len(outputs) + in_flight
+    request.slot, request.num_computed_tokens = slot, computed
+    return request
+
+
+def build(*rows):
+    draft = StepDraft()
+    for request, num_tokens in rows:
+        draft.add_row(request, num_tokens)
+    return draft.build(7, draft.rows)
+
+
+def test_single_tokens_come_first(make_request):
+    schedule, _ = build(
+        (placed(make_request("chunk", [1, 2, 3, 4, 5]), slot=0, computed=4), 3),
+        (placed(make_request("known", [1, 2]), slot=1, computed=3, outputs=[8]), 1),
+        (placed(make_request("carried", [1, 2]), slot=2, computed=3, in_flight=1), 1),
+        (placed(make_request("prompt", [1, 6, 3]), slot=3, computed=2), 1),
+    )
+    assert schedule.step == 7
+    assert schedule.num_decodes == 3
+    assert schedule.slots.tolist() == [1, 2, 3, 0]
+    assert schedule.token_ids.tolist() == [8, CARRIED_TOKEN, 6, 2, 3, 4]
+    assert schedule.context_lens.tolist() == [3, 3, 2, 4]
+    assert schedule.output_index.tolist() == [1, 1, 0, 0]
+    assert schedule.samples.tolist() == [True, True, False, False]
+    assert schedule.prompt_targets is None
+
+
+def test_arrays_have_the_types_that_the_runner_expects(make_request):
+    schedule, _ = build((placed(make_request("a", [1, 2]), slot=0, computed=2), 2))
+    for name in ("slots", "num_tokens", "context_lens", "output_index", "token_ids"):
+        assert getattr(schedule, name).dtype == np.int32, name
+    assert schedule.samples.dtype == np.bool_
+    assert schedule.block_updates.shape == (0, 3)
+    assert schedule.block_updates.dtype == np.int32
+
+
+def test_block_updates_name_slot_index_and_block(make_request):
+    draft = StepDraft()
+    request = placed(make_request("a", 6), slot=2, computed=6)
+    request.block_ids = [5, 9]
+    draft.admit(request)
+    grown = placed(make_request("b", 6), slot=1, computed=6)
+    grown.block_ids = [3, 4, 7]
+    draft.add_blocks(grown, 2)
+    draft.add_row(request, 6)
+    schedule, _ = draft.build(0, draft.rows)
+    assert schedule.block_updates.tolist() == [[2, 0, 5], [2, 1, 9], [1, 2, 7]]
+
+
+def test_logprobs_are_wanted_only_by_rows_that_sample(make_request):
+    message = make_request("a", 6, logprobs=1)
+    assert not build((placed(message, slot=0, computed=4), 4))[0].wants_logprobs
+    assert build((placed(message, slot=0, computed=6), 6))[0].wants_logprobs
+
+
+def test_prompt_targets_are_the_tokens_that_follow(make_request):
+    asking = placed(make_request("a", [10, 11, 12, 13, 14], prompt_logprobs=1), slot=0, computed=3)
+    other = placed(make_request("b", [1, 2]), slot=1, computed=2)
+    schedule, spans = build((other, 2), (asking, 3))
+    assert schedule.prompt_targets.tolist() == [-1, -1, 11, 12, 13]
+    assert spans == [PromptSpan(row=1, start=2, end=5)]
+    asking.num_computed_tokens = 5
+    schedule, spans = build((other, 2), (asking, 2))
+    assert schedule.prompt_targets.tolist() == [-1, -1, 14, -1]
+    assert spans == [PromptSpan(row=1, start=2, end=3)]
+    assert not asking.wants_prompt_logprobs
+
+
+def test_prompt_targets_are_not_repeated_when_computed_again(make_request):
+    asking = placed(make_request("a", [10, 11, 12, 13], prompt_logprobs=1), slot=0, computed=4)
+    asking.next_prompt_logprob = 3
+    schedule, _ = build((asking, 4))
+    assert schedule.prompt_targets.tolist() == [-1, -1, 13, -1]

@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+
+from jaxllm.scheduler.draft import PromptSpan
+from jaxllm.scheduler.logprobs import prompt_logprobs, row_logprobs
+from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.schedule import LogprobArrays, StepResult
+
+ARRAYS = LogprobArrays(
+    np.arange(12, dtype=np.int32).reshape(3, 4),
+    -np.arange(12, dtype=np.float32).reshape(3, 4),
+    np.array([5, 6, 7], np.int32),
+)
+
+
+@pytest.mark.parametrize(("count", "width"), [(0, 1), (2, 3), (3, 4), (-1, 4)])
+def test_a_row_gives_the_token_and_as_many_best_ones_as_asked(count, width):
+    entry = row_logprobs(ARRAYS, 1, count)
+    assert entry.token_ids == [4, 5, 6, 7][:width]
+    assert entry.logprobs == [-4.0, -5.0, -6.0, -7.0][:width]
+    assert entry.rank == 6
+
+
+def test_spans_go_to_their_rows(make_request):
+    rows = [Request(make_request("a", 4)), Request(make_request("b", 4, prompt_logprobs=0))]
+    result = StepResult(np.zeros(2, np.int32), None, ARRAYS)
+    parts = prompt_logprobs(result, rows, [PromptSpan(row=1, start=1, end=3)])
+    assert list(parts) == [1]
+    assert [entry.token_ids for entry in parts[1]] == [[4], [8]]
+
+
+def test_no_spans_need_no_arrays():
+    assert prompt_logprobs(StepResult(np.zeros(1, np.int32), None, None), [], []) == {}
