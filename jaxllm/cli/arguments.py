@@ -45,13 +45,13 @@ SAMPLING_HELP = {
     "detokenize": "Turn the answer's tokens into text.",
     "skip_special_tokens": "Leave special tokens out of the text.",
     "spaces_between_special_tokens": "Put spaces between special tokens in the text.",
-    "extra_args": "JSON object for logits processors of your own.",
 }
 
 # Fields of SamplingParams that have no flag of their own, and why.
 NOT_FLAGS = {
     "seed": "--seed is the engine's: it seeds every request that brings none",
     "output_kind": "each command sets the kind that it prints",
+    "extra_args": "it speaks to logits processors, classes that only Python code can hand over",
 }
 
 

@@ -135,7 +135,6 @@ def test_every_sampling_flag_sets_its_field():
         "ignore_eos": True, "max_tokens": 7, "min_tokens": 5, "logprobs": 6, "prompt_logprobs": 0,
         "logit_bias": {9: 1.0}, "allowed_token_ids": [9, 8], "bad_words": ["y"],
         "detokenize": True, "skip_special_tokens": False, "spaces_between_special_tokens": False,
-        "extra_args": {"a": 1},
     }  # fmt: skip
     assert values.keys() == SAMPLING_HELP.keys()
     argv = [word for name, value in values.items() for word in as_flag(name, value)]
