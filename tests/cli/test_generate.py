@@ -1,0 +1,139 @@
+"""`jaxllm generate` on a tiny model: what it reads, what it prints."""
+
+import io
+import json
+
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.cli.generate import read_prompts
+from jaxllm.cli.main import main
+from jaxllm.errors import ValidationError
+from jaxllm.testing import make_tiny_checkpoint
+
+# Few and small programs: these tests are about the command.
+OPTIONS = {
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 64,
+}
+ENGINE = ["--enforce-eager"] + [
+    f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if value is not True
+]
+GREEDY = ["--temperature", "0", "--ignore-eos", "--max-tokens", "5"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("cli") / "model"))
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[str]:
+    """Greedy answers of the library to the two prompts of these tests."""
+    llm = LLM(model, **OPTIONS)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=5)
+    outputs = llm.generate(["Hello, how", "One two"], params, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_text_comes_after_its_prompt(model, expected, capsys):
+    argv = ["generate", model, "--prompt", "Hello, how", "--prompt", "One two", *GREEDY, *ENGINE]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert out == f"Hello, how{expected[0]}\n\nOne two{expected[1]}\n"
+
+
+def test_json_has_one_line_per_answer_with_all_that_was_asked_for(
+    model, expected, tmp_path, capsys
+):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"Hello, how"\n\n{"prompt": "One two"}\n{"prompt_token_ids": [70, 71]}\n')
+    argv = ["generate", "--model", model, "--prompts-file", str(prompts), "--json"]
+    assert main([*argv, "--logprobs", "2", "--prompt-logprobs", "1", *GREEDY, *ENGINE]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["prompt"] for record in records] == ["Hello, how", "One two", None]
+    assert [record["text"] for record in records[:2]] == expected
+    assert records[2]["prompt_token_ids"] == [70, 71]
+    for record in records:
+        assert record["finish_reason"] == "length"
+        assert record["stop_reason"] is None
+        assert len(record["token_ids"]) == len(record["logprobs"]) == 5
+        assert record["prompt_logprobs"][0] is None
+        assert record["metrics"]["num_generation_tokens"] == 5
+        for token, entries in zip(record["token_ids"], record["logprobs"], strict=True):
+            assert entries[str(token)]["rank"] == 1
+
+
+def test_json_has_no_logprobs_that_nobody_asked_for(model, capsys):
+    argv = ["generate", model, "--prompt", "One two", "--json", "--n", "2", "--max-tokens", "2"]
+    assert main([*argv, *ENGINE]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["index"] for record in records] == [0, 1]
+    assert not records[0].keys() & {"logprobs", "cumulative_logprob", "prompt_logprobs"}
+
+
+def test_defaults_come_from_the_model_and_flags_override_them(tmp_path, capsys):
+    model = make_tiny_checkpoint(tmp_path)
+    recommended = {"eos_token_id": 0, "temperature": 0.0, "max_new_tokens": 3}
+    (model / "generation_config.json").write_text(json.dumps(recommended))
+    argv = ["generate", str(model), "--prompt", "One two", "--json", "--ignore-eos", *ENGINE]
+    assert main(argv) == 0
+    assert main([*argv, "--max-tokens", "6"]) == 0
+    short, long = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+    assert (len(short), len(long)) == (3, 6)
+    assert long[:3] == short
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", ""], "empty"),
+        (["--prompt", "word " * 200], "max_model_len"),
+        (["--prompt", "x", "--allowed-token-ids", "100000"], "allowed_token_ids"),
+        (["--prompt", "x", "--logprobs", "30"], "max_logprobs"),
+    ],
+)
+def test_a_bad_request_is_one_line_after_the_model_is_loaded(model, flags, message, capsys):
+    capsys.readouterr()
+    assert main(["generate", model, *flags, *ENGINE]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    errors = [line for line in captured.err.splitlines() if line.startswith("jaxllm: error: ")]
+    assert len(errors) == 1 and message in errors[0]
+    assert "Traceback" not in captured.err
+
+
+def test_a_model_that_does_not_exist_is_one_line(tmp_path, capsys):
+    assert main(["generate", str(tmp_path / "none"), "--prompt", "x"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("jaxllm: error: ") == 1
+    assert "none" in err and "Traceback" not in err
+
+
+def test_text_file_is_one_prompt_per_line_without_empty_ones(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("Grüße\n\n  \n[1, 2]\n", encoding="utf-8")
+    assert read_prompts(str(path)) == ["Grüße", "[1, 2]"]
+
+
+def test_dash_is_standard_input(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert read_prompts("-") == ["one", "two"]
+
+
+@pytest.mark.parametrize("line", ["{", "7", "[1, 2]", '{"text": "x"}', "null"])
+def test_a_bad_line_is_named(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'"fine"\n{line}\n')
+    with pytest.raises(ValidationError, match=r"prompts\.jsonl:2: "):
+        read_prompts(str(path))
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValidationError, match="not UTF-8"):
+        read_prompts(str(path))
