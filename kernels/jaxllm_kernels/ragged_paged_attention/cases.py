@@ -1,0 +1,269 @@
+"""Named batches that every backend must get right, and the truth about them.
+
+A case is run as an engine would: the history of its rows is computed first, in steps of the same
+shape, so that the cache is filled by the backend itself and no layout is assumed; then comes the
+step of the case. All that no token may look at is NaN or out of range from the start: pages that
+belong to no row, the rest of a row's last page, the unused end of block tables. The truth is
+computed in float64 from the unpaged keys and values.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionBackend,
+    AttentionConfig,
+    RaggedBatch,
+)
+
+# Relative error (of norms) that a backend may have.
+TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step: its rows as (tokens in this step, context length after it), decodes first."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    # Of the program: what rows do not fill is padding.
+    num_tokens: int = 64
+    num_rows: int = 8
+    max_blocks: int = 12
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 64
+    block_size: int = 16
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    decode_only: bool = False
+    # Rows given to the program as decodes; None for all that can be.
+    num_decodes: int | None = None
+    is_slow: bool = False
+
+    @property
+    def config(self) -> AttentionConfig:
+        return AttentionConfig(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            # Large enough that some weights are far from equal.
+            scale=2 * self.head_size**-0.5,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+        )
+
+
+_DECODES = ((1, 1), (1, 16), (1, 17), (1, 100), (1, 33))
+_PREFILLS = ((20, 20), (7, 40), (16, 32), (9, 9))
+_MIXED = ((1, 5), (1, 64), (1, 130), (30, 61), (17, 17), (3, 90))
+
+CASES = (
+    Case(name="mixed", rows=_MIXED),
+    Case(name="decodes", rows=_DECODES, num_tokens=8, decode_only=True),
+    Case(name="decodes_in_a_mixed_program", rows=_DECODES),
+    Case(name="prefills", rows=_PREFILLS),
+    Case(name="one_token", rows=((1, 1),)),
+    Case(name="all_padding", rows=()),
+    Case(name="all_padding_decodes", rows=(), num_tokens=8, decode_only=True),
+    Case(name="no_padding", rows=((1, 64), (1, 7), (62, 62)), num_rows=3),
+    Case(name="rows_without_tokens", rows=((1, 9), (10, 30), (0, 0), (12, 12), (0, 0), (5, 100))),
+    Case(name="ends_on_a_page_border", rows=((1, 16), (1, 48), (16, 16), (8, 64))),
+    Case(name="starts_on_a_page_border", rows=((1, 17), (1, 33), (16, 32), (5, 69))),
+    Case(name="chunk_longer_than_a_page", rows=((60, 60),), block_size=8),
+    Case(name="chunk_longer_than_a_page_over_history", rows=((50, 90),), block_size=8),
+    Case(name="more_rows_than_tokens", rows=((1, 20), (1, 3), (5, 12)), num_tokens=8, num_rows=16),
+    Case(name="mha", rows=_MIXED, num_kv_heads=4),
+    Case(name="mqa", rows=_MIXED, num_kv_heads=1),
+    Case(name="gqa_3", rows=_MIXED, num_heads=6),
+    Case(name="gqa_8", rows=_MIXED, num_heads=16),
+    Case(name="head_size_80", rows=_MIXED, head_size=80),
+    Case(name="head_size_96", rows=_MIXED, head_size=96),
+    Case(name="head_size_128", rows=_MIXED, head_size=128),
+    Case(name="head_size_256", rows=_MIXED, head_size=256),
+    Case(name="block_size_32", rows=_MIXED, block_size=32),
+    Case(name="block_size_64", rows=_MIXED, block_size=64),
+    Case(name="block_size_128", rows=_MIXED, block_size=128),
+    Case(name="soft_cap", rows=_MIXED, soft_cap=1.5),
+    Case(name="sinks", rows=_MIXED, has_sinks=True),
+    Case(name="window_of_one", rows=_MIXED, sliding_window=1),
+    Case(name="window_below_a_page", rows=_MIXED, sliding_window=5),
+    Case(name="window_of_pages", rows=_MIXED, sliding_window=48),
+    Case(name="window_decodes", rows=_DECODES, num_tokens=8, decode_only=True, sliding_window=20),
+    Case(name="everything", rows=_MIXED, sliding_window=21, soft_cap=3.0, has_sinks=True),
+    Case(
+        name="thousands_of_tokens_beside_tens",
+        rows=((1, 3000), *[(1, 10)] * 49, (10, 2500)),
+        num_tokens=512,
+        num_rows=64,
+        max_blocks=200,
+        num_heads=2,
+        num_kv_heads=1,
+    ),
+    Case(
+        name="thirty_thousand_tokens_beside_tens",
+        rows=((1, 30_000), *[(1, 10)] * 50),
+        num_tokens=2048,
+        num_rows=64,
+        max_blocks=1900,
+        num_heads=2,
+        num_kv_heads=1,
+        is_slow=True,
+    ),
+)
+
+
+class CaseResult(NamedTuple):
+    """What a backend made of a case's step."""
+
+    out: np.ndarray  # float64 [tokens of the step, N, H]
+    expected: np.ndarray  # float64 [tokens of the step, N, H]
+    all_finite: bool  # the outputs of padding, too
+
+    @property
+    def error(self) -> float:
+        """Relative error."""
+        norm = np.linalg.norm(self.expected)
+        return float(np.linalg.norm(self.out - self.expected) / norm) if norm else 0.0
+
+
+class _Row(NamedTuple):
+    """A request: its whole context, unpaged, and where a backend keeps it."""
+
+    q: np.ndarray  # [context, N, H]
+    k: np.ndarray  # [context, K, H]
+    v: np.ndarray  # [context, K, H]
+    blocks: np.ndarray  # int32 [blocks of the context]
+
+
+class _Span(NamedTuple):
+    """The tokens of a row that a step computes."""
+
+    row: _Row
+    start: int
+    end: int
+
+
+def run_case(
+    backend: AttentionBackend, case: Case, dtype: DTypeLike, *, seed: int = 0
+) -> CaseResult:
+    """Compute a case's history, then its step, with a backend."""
+    rng = np.random.default_rng(seed)
+    # Two blocks belong to nobody.
+    num_blocks = 2 + sum(cdiv(context, case.block_size) for _, context in case.rows)
+    free = rng.permutation(num_blocks).astype(np.int32)
+    history, step = [], []
+    for length, context in case.rows:
+        owned, free = np.split(free, [cdiv(context, case.block_size)])
+        heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
+        row = _Row(
+            *(rng.normal(size=(context, n, case.head_size)).astype(dtype) for n in heads), owned
+        )
+        history.append(_Span(row, 0, context - length))
+        step.append(_Span(row, context - length, context))
+    sinks = jnp.asarray(rng.normal(size=case.num_heads), jnp.float32) if case.has_sinks else None
+
+    spec = backend.cache_shape(
+        case.config, num_blocks=num_blocks, block_size=case.block_size, dtype=dtype
+    )
+    # All bits set is NaN in every floating type.
+    poison = np.full(spec.size * spec.dtype.itemsize, 0xFF, np.uint8)
+    cache = jnp.asarray(poison.view(spec.dtype).reshape(spec.shape))
+
+    run = functools.partial(_run, sinks=sinks, backend=backend, config=case.config)
+    before = dataclasses.replace(
+        case, num_tokens=max(case.num_tokens, 64), decode_only=False, num_decodes=0
+    )
+    for spans in _split(history, before):
+        _, cache = run(*_pack(spans, before, dtype, rng), cache)
+    out, _ = run(*_pack(step, case, dtype, rng), cache)
+
+    out = np.asarray(out).astype(np.float64)
+    expected = [_attend_float64(span, case, sinks) for span in step]
+    total = sum(map(len, expected))
+    return CaseResult(
+        out[:total],
+        np.concatenate([np.zeros((0, *out.shape[1:])), *expected]),
+        bool(np.isfinite(out).all()),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("backend", "config"), donate_argnames="cache")
+def _run(q, k, v, batch, cache, *, sinks, backend, config):
+    prepared = backend.prepare(batch, (config,), num_tokens=q.shape[0])
+    return backend.attend(q, k, v, cache, batch, prepared, config=config, sinks=sinks)
+
+
+def _split(spans: list[_Span], case: Case) -> list[list[_Span]]:
+    """Cut spans into steps that a program of the case's shape can take."""
+    steps, room = [[]], case.num_tokens
+    for span in spans:
+        start = span.start
+        while start < span.end:
+            if room == 0:
+                steps, room = [*steps, []], case.num_tokens
+            end = min(span.end, start + room)
+            steps[-1].append(span._replace(start=start, end=end))
+            start, room = end, room - (end - start)
+    return [step for step in steps if step]
+
+
+def _pack(spans: list[_Span], case: Case, dtype: DTypeLike, rng: np.random.Generator):
+    """The operands (q, k, v, batch) of a step."""
+    lengths = np.zeros(case.num_rows, np.int32)
+    contexts = np.zeros(case.num_rows, np.int32)
+    garbage = np.array([-1, -(2**31), 2**31 - 1, 10**6, 0, 1], np.int32)
+    tables = rng.choice(garbage, size=(case.num_rows, case.max_blocks))
+    for i, (row, start, end) in enumerate(spans):
+        lengths[i], contexts[i] = end - start, end
+        first = max(start - case.sliding_window + 1, 0) if case.sliding_window else 0
+        used = slice(first // case.block_size, cdiv(end, case.block_size))
+        tables[i, used] = row.blocks[used]
+
+    num_decodes = case.num_decodes
+    if num_decodes is None:
+        num_decodes = int((lengths == 1).cumprod().sum())
+    batch = RaggedBatch(
+        query_starts=jnp.asarray(np.concatenate([[0], lengths.cumsum()]), jnp.int32),
+        context_lens=jnp.asarray(contexts),
+        block_tables=jnp.asarray(tables),
+        num_decodes=jnp.asarray(num_decodes, jnp.int32),
+        block_size=case.block_size,
+        decode_only=case.decode_only,
+    )
+    operands = []
+    for name, heads in (("q", case.num_heads), ("k", case.num_kv_heads), ("v", case.num_kv_heads)):
+        tokens = [getattr(row, name)[start:end] for row, start, end in spans]
+        shape = (case.num_tokens - lengths.sum(), heads, case.head_size)
+        padding = rng.normal(size=shape).astype(dtype)
+        operands.append(jnp.asarray(np.concatenate([*tokens, padding]), dtype))
+    return *operands, batch
+
+
+def _attend_float64(span: _Span, case: Case, sinks: jax.Array | None) -> np.ndarray:
+    """The truth about the tokens of a row: [tokens, N, H]."""
+    config = case.config
+    group_size = case.num_heads // case.num_kv_heads
+    q = span.row.q[span.start : span.end].astype(np.float64)
+    k, v = (np.repeat(x.astype(np.float64), group_size, axis=1) for x in (span.row.k, span.row.v))
+    scores = config.scale * np.einsum("tnh,cnh->ntc", q, k)
+    if config.soft_cap is not None:
+        scores = config.soft_cap * np.tanh(scores / config.soft_cap)
+    distance = np.arange(span.start, span.end)[:, None] - np.arange(len(k))
+    seen = distance >= 0
+    if config.sliding_window is not None:
+        seen &= distance < config.sliding_window
+    weights = np.exp(np.where(seen, scores, -np.inf))
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(np.asarray(sinks, np.float64))[:, None, None]
+    return np.einsum("ntc,cnh->tnh", weights / total, v)
