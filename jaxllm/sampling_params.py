@@ -212,7 +212,8 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _refused(name, value, "it must be a number")
-    if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
+    number = float(value)
+    if not math.isfinite(number) or not low <= number <= high or (low_open and number == low):
         above = "above" if low_open else "at least"
         raise _refused(name, value, f"it must be finite, {above} {low} and at most {high}")
 

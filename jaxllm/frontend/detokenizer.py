@@ -41,7 +41,7 @@ class Detokenizer:
         self._hf = tokenizer
         # The Rust tokenizer, where there is one; else the tokenizer is written in Python.
         self._backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None  # pyright: ignore[reportAttributeAccessIssue]
-        self._added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        self._added = frozenset(tokenizer.added_tokens_decoder)
         if self._backend is None:
             special = tokenizer.all_special_ids
         else:
@@ -74,7 +74,7 @@ class Detokenizer:
         return _WindowStream(
             self._decode,
             lambda id: id not in hidden and id < self._num_ids,
-            frozenset() if spaces_between_special_tokens else frozenset(self._added),
+            frozenset() if spaces_between_special_tokens else self._added,
             prompt_token_ids,
         )
 
