@@ -81,13 +81,15 @@ class BlockPool:
         """Return the block with this content hash."""
         return self._block_of.get(content)
 
-    def register(self, block: int, content: bytes) -> None:
-        """Name the content of a block in use, unless another block has that content."""
-        assert self._ref_counts[block] > 0, f"block {block} is free and cannot be registered"
-        if content not in self._block_of:
-            assert self._hashes[block] is None, f"block {block} already has another content"
-            self._block_of[content] = block
-            self._hashes[block] = content
+    def register(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Name the contents of blocks in use, except those that another block has already."""
+        block_of, hashes, ref_counts = self._block_of, self._hashes, self._ref_counts
+        for block, content in zip(blocks, contents, strict=True):
+            assert ref_counts[block] > 0, f"block {block} is free and cannot be registered"
+            if content not in block_of:
+                assert hashes[block] is None, f"block {block} already has another content"
+                block_of[content] = block
+                hashes[block] = content
 
     def forget(self, content: bytes) -> None:
         """Make a content unfindable, because it is not what the hash promises."""

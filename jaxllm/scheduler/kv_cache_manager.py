@@ -10,8 +10,10 @@ all admissions of a step.
 import sys
 
 from jaxllm.scheduler.block_pool import BlockPool
-from jaxllm.scheduler.prefix_hash import block_hash, group_root_hash, root_hash
+from jaxllm.scheduler.prefix_hash import block_hashes, group_root_hash, root_hash
 from jaxllm.scheduler.request import Request
+
+_HASH_STRIDE = 64  # blocks that a look-up hashes at a time
 
 
 class KVCacheManager:
@@ -52,8 +54,12 @@ class KVCacheManager:
         blocks: list[int] = []
         if not self.may_read(request):
             return blocks
-        for index in range((request.num_known_tokens - 1) // self.block_size):
-            block = self.pool.find(self._hash(request, index))
+        num_blocks = (request.num_known_tokens - 1) // self.block_size
+        for index in range(num_blocks):
+            if index == len(request.block_hashes):
+                # Not all at once: after the first miss no more are needed for now.
+                self._hash_blocks(request, min(index + _HASH_STRIDE, num_blocks))
+            block = self.pool.find(request.block_hashes[index])
             if block is None:
                 break
             blocks.append(block)
@@ -87,11 +93,12 @@ class KVCacheManager:
         if request.hash_root is None:
             return
         num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
-        num_full = num_tokens // self.block_size
-        for index in range(request.num_registered_blocks, num_full):
-            self.pool.register(request.block_ids[index], self._hash(request, index))
-        request.num_registered_blocks = max(request.num_registered_blocks, num_full)
-        self._expect_next_block(request)
+        first, end = request.num_registered_blocks, num_tokens // self.block_size
+        if first < end:
+            self._hash_blocks(request, end)
+            self.pool.register(request.block_ids[first:end], request.block_hashes[first:end])
+            request.num_registered_blocks = end
+            self._expect_next_block(request)
 
     def free(self, request: Request) -> None:
         """Take the request's blocks back; those that are registered stay findable."""
@@ -106,15 +113,14 @@ class KVCacheManager:
         for content in request.block_hashes:
             self.pool.forget(content)
 
-    def _hash(self, request: Request, index: int) -> bytes:
-        """Return the hash of a full block of known tokens; each is computed once per request."""
-        hashes, size = request.block_hashes, self.block_size
-        assert request.hash_root is not None
-        while len(hashes) <= index:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else request.hash_root
-            hashes.append(block_hash(parent, request.known_tokens(start, start + size)))
-        return hashes[index]
+    def _hash_blocks(self, request: Request, num_blocks: int) -> None:
+        """Bring the request's hashes to so many blocks; each is computed once per request."""
+        hashes, root = request.block_hashes, request.hash_root
+        assert root is not None, request
+        start, end = len(hashes) * self.block_size, num_blocks * self.block_size
+        if start < end:
+            tokens = request.known_tokens(start, end)
+            hashes += block_hashes(hashes[-1] if hashes else root, tokens, self.block_size)
 
     def _expect_next_block(self, request: Request) -> None:
         if request.hash_root is not None:

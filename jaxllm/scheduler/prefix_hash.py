@@ -20,6 +20,13 @@ def group_root_hash(group: int) -> bytes:
     return sha256(b"group%d" % group).digest()
 
 
-def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """Return the hash of a full block that follows the block `parent`."""
-    return sha256(parent + array("i", token_ids).tobytes()).digest()
+def block_hashes(parent: bytes, token_ids: list[int], block_size: int) -> list[bytes]:
+    """Return the hashes of the full blocks of `token_ids`, which follow the block `parent`."""
+    assert len(token_ids) % block_size == 0, f"{len(token_ids)} tokens are not full blocks"
+    tokens = array("i", token_ids)
+    data, width = tokens.tobytes(), block_size * tokens.itemsize
+    hashes = []
+    for start in range(0, len(data), width):
+        parent = sha256(parent + data[start : start + width]).digest()
+        hashes.append(parent)
+    return hashes

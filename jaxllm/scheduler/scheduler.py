@@ -298,12 +298,14 @@ class Scheduler:
         prompt_parts = prompt_logprobs(result, step.rows, step.prompt_spans)
         num_new_tokens = 0
         any_finished = False
+        wants_logprobs = schedule.wants_logprobs
+        finished, parked = RequestStatus.FINISHED, RequestStatus.PARKED
         outputs: list[EngineOutput] = []
         token_ids = result.token_ids[: len(step.rows)].tolist()
         for row, (request, samples, token) in enumerate(
             zip(step.rows, schedule.samples.tolist(), token_ids, strict=True)
         ):
-            if request.status is RequestStatus.FINISHED:
+            if request.status is finished:
                 continue  # it ended after this row had been dispatched
             if not samples:
                 if row in prompt_parts:
@@ -326,7 +328,7 @@ class Scheduler:
             if not stats.first_token_ts:
                 stats.first_token_ts = now
                 output.stats = stats
-            if schedule.wants_logprobs and request.sampling_params.logprobs is not None:
+            if wants_logprobs and request.sampling_params.logprobs is not None:
                 assert result.logprobs is not None, f"step {schedule.step} brought no logprobs"
                 output.new_logprobs = [
                     row_logprobs(result.logprobs, row, request.sampling_params.logprobs)
@@ -339,7 +341,7 @@ class Scheduler:
                 output.stats = stats
                 self._finish(request)
                 any_finished = True
-            elif request.status is RequestStatus.PARKED and not request.num_in_flight:
+            elif request.status is parked and not request.num_in_flight:
                 request.status = RequestStatus.WAITING
                 self._waiting.push(request)
         self.stats.num_generation_tokens += num_new_tokens

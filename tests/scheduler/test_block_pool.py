@@ -11,8 +11,7 @@ def cached_pool(contents):
     """A pool of as many blocks, all free and cached, released in this order."""
     pool = BlockPool(len(contents))
     blocks = pool.take(len(contents))
-    for block, content in zip(blocks, contents, strict=True):
-        pool.register(block, content)
+    pool.register(blocks, contents)
     for block in blocks:
         pool.release([block])
     return pool, blocks
@@ -51,7 +50,7 @@ def test_shared_block_is_free_when_the_last_owner_lets_go():
 def test_blank_blocks_are_used_before_cached_ones():
     pool = BlockPool(3)
     first, second = pool.take(2)
-    pool.register(first, A)
+    pool.register([first], [A])
     pool.release([first, second])
     pool.take(2)
     assert pool.find(A) == first
@@ -68,8 +67,7 @@ def test_least_recently_used_content_goes_first():
 def test_the_tail_of_a_prefix_goes_before_its_head():
     pool = BlockPool(3)
     blocks = pool.take(3)
-    for block, content in zip(blocks, (A, B, C), strict=True):
-        pool.register(block, content)
+    pool.register(blocks, [A, B, C])
     pool.release(blocks)
     pool.take(2)
     assert [pool.find(content) is not None for content in (A, B, C)] == [True, False, False]
@@ -86,8 +84,8 @@ def test_cached_block_comes_back_with_its_content():
 def test_second_block_with_the_same_content_stays_private():
     pool = BlockPool(2)
     first, second = pool.take(2)
-    pool.register(first, A)
-    pool.register(second, A)
+    pool.register([first], [A])
+    pool.register([second], [A])
     assert pool.find(A) == first
     pool.release([first, second])
     assert pool.take(1) == [second]
@@ -142,7 +140,7 @@ def test_any_sequence_of_calls_keeps_the_invariants(calls):
         elif call == "register" and tables and tables[-1]:
             block = tables[-1][0]
             if pool._hashes[block] is None:
-                pool.register(block, bytes([number]))
+                pool.register([block], [bytes([number])])
         elif call == "forget":
             pool.forget(bytes([number]))
         pool.check(tables)
