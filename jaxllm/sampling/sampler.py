@@ -21,6 +21,8 @@ from jaxllm.sampling.slot_state import SlotState, record_tokens
 
 
 class SampleOutput(NamedTuple):
+    """What the sampler makes of a step's rows."""
+
     tokens: jax.Array  # i32 [R]; meaningful where the row samples
     state: SlotState
     logprobs: LogprobOutput  # [R, 1 + max_logprobs]; zeros when no row asked

@@ -39,7 +39,7 @@ _write_slot = jax.jit(write_slot, donate_argnums=0)
 
 
 class SamplerDriver:
-    """Slots with requests in them. Tables start out full of garbage, as former owners leave them."""
+    """Slots with requests in them. Tables start full of garbage, as former owners leave them."""
 
     def __init__(self, vocab_size: int, num_slots: int, processors: tuple = ()):
         self.vocab_size, self.num_slots, self.processors = vocab_size, num_slots, processors

@@ -107,6 +107,17 @@ def test_rounding_at_the_end_picks_the_last_that_has_weight():
     assert choose._pick(weights, jnp.asarray([0.5]))[0] == 1
 
 
+def test_rounding_inside_the_sums_does_not_pick_what_has_no_weight(rng):
+    # XLA adds up in an order of its own, so a sum may grow where nothing was added.
+    weights = rng.exponential(1, (2000, 300)).astype(np.float32)
+    weights[rng.random(weights.shape) < 0.6] = 0
+    sums = np.asarray(jnp.cumsum(jnp.asarray(weights), axis=1))
+    rows, grown = np.nonzero((np.diff(sums, axis=1) > 0) & (weights[:, 1:] == 0))
+    edges = sums[rows, grown] / sums[rows, -1]
+    picked = choose._pick(jnp.asarray(weights[rows]), jnp.asarray(edges))
+    assert (weights[rows, picked] > 0).all()
+
+
 def test_overflow_by_temperature_leaves_the_largest(rng):
     logits = rng.normal(0, 1, 12)
     logits[3] = 3e38
