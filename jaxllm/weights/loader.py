@@ -4,7 +4,6 @@ Parameters are made one after the other, so that beside what is kept there is at
 in memory.
 """
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from jaxllm.models.decoder import DecoderForCausalLM
 from jaxllm.weights.checkpoint import Checkpoint, some_of
 
 _COMPARED_AT_ONCE = 1 << 22  # elements
+_DUMMY_PERIOD = 1_000_003  # a prime: no two rows of a matrix are equal
 
 
 def load_weights(
@@ -31,9 +31,8 @@ def load_weights(
     """The arrays for an abstract model, from its directory, or random ones ("dummy")."""
     parameters = _parameters(abstract_model)
     if load_format == "dummy":
-        key = jax.random.key(seed)
         arrays = {
-            name: _random(jax.random.fold_in(key, index), shape=p.shape, dtype=p.dtype)
+            name: jax.device_put(_random((seed, index), p))
             for index, (name, p) in enumerate(parameters.items())
         }
     else:
@@ -136,7 +135,9 @@ def _row_slices(array: np.ndarray) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(array), step))
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _random(key: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # Small, so that activations of a deep model stay finite in every type.
-    return jax.random.uniform(key, shape, dtype, minval=-0.05, maxval=0.05)
+def _random(seed: tuple[int, int], parameter: jax.ShapeDtypeStruct) -> np.ndarray:
+    # Random bits for a whole model would take longer than reading it, so they repeat. And small,
+    # so that activations of a deep model stay finite in every type.
+    count = min(parameter.size, _DUMMY_PERIOD)
+    values = 0.1 * (np.random.default_rng(seed).random(count, np.float32) - 0.5)
+    return np.resize(values.astype(parameter.dtype), parameter.shape)

@@ -60,10 +60,18 @@ def test_logits_match_golden_figures(case):
     np.testing.assert_allclose(logits[-1, :12], expected[1], atol=TOLERANCE, rtol=0)
 
 
-def test_sequence_in_chunks_equals_sequence_as_a_whole(case):
-    # Two chunks of 13, which is no multiple of the block size, then token by token.
-    decoded = case.model.logits(case.prompt, chunks=[13, 13] + [1] * 14)
+def test_decoding_token_by_token_equals_the_whole_sequence(case):
+    decoded = case.model.logits(case.prompt, chunks=[1] * len(case.prompt))
     np.testing.assert_allclose(decoded, case.model.logits(case.prompt), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-short-window"])
+def test_uneven_chunks_equal_the_whole_sequence(name, tmp_path, single_row):
+    model = single_row(checkpoint(CASES[name], tmp_path))
+    prompt = CASES[name]["prompt"]
+    # Neither multiples of the block size nor of the window.
+    chunked = model.logits(prompt, chunks=[13, 13, 1, 13])
+    np.testing.assert_allclose(chunked, model.logits(prompt), atol=1e-5, rtol=0)
 
 
 @pytest.mark.oracle
