@@ -32,7 +32,7 @@ def load_weights(
     parameters = _parameters(abstract_model)
     if load_format == "dummy":
         arrays = {
-            name: jax.device_put(_random((seed, index), p))
+            name: jax.device_put(_random((seed % 2**32, index), p))
             for index, (name, p) in enumerate(parameters.items())
         }
     else:

@@ -55,6 +55,14 @@ def test_parameters_hold_all_of_the_checkpoint(family, tmp_path):
     np.testing.assert_array_equal(model.compute_logits(identity).T, tensors[f"{head}.weight"])
 
 
+def test_each_of_many_layers_gets_its_own_tensors(tmp_path):
+    model_dir = make_tiny_checkpoint(tmp_path, num_hidden_layers=12)
+    tensors = load_file(model_dir / "model.safetensors")
+    for i, layer in enumerate(load(model_dir).model.layers):
+        expected = tensors[f"model.layers.{i}.input_layernorm.weight"]
+        np.testing.assert_array_equal(layer.input_layernorm.weight[...], expected)
+
+
 def test_sharded_checkpoint_loads_as_the_whole(tmp_path):
     whole = make_tiny_checkpoint(tmp_path / "whole")
     sharded = make_tiny_checkpoint(tmp_path / "sharded")
