@@ -217,9 +217,11 @@ class FakeEngine:
         max_model_len: int = 64,
         enable_prefix_caching: bool = True,
         policy=fcfs,
+        failure_loses_cache: bool = False,
         **options,
     ) -> None:
         self.depth = depth
+        self.failure_loses_cache = failure_loses_cache
         self.kv = KVCacheManager(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -264,6 +266,13 @@ class FakeEngine:
         if fails:
             self._take(self.scheduler.fail(schedule, "the step failed"))
             self.device.is_broken = any(failed for _, _, failed in self.in_flight)
+            if self.failure_loses_cache:
+                for later, _, _ in self.in_flight:
+                    self._take(self.scheduler.fail(later, "a step before failed"))
+                self.in_flight.clear()
+                self.device.kv[:] = POISON
+                self.device.is_broken = False
+                self.scheduler.restart()
         else:
             self._take(self.scheduler.update(schedule, result))
 

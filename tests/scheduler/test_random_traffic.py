@@ -74,6 +74,7 @@ def test_thousands_of_requests_come_and_go(
         long_prefill_token_threshold=9,
         enable_chunked_prefill=chunked,
         enable_prefix_caching=caching,
+        failure_loses_cache=policy == "priority",
         **options,
     )
     traffic = Traffic(make_request, rng)

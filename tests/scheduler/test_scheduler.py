@@ -425,6 +425,22 @@ def test_failure_reaches_who_took_over_blocks_of_the_failed_step(make_engine, ma
     engine.drain()
 
 
+def test_requests_outside_a_failed_step_survive_the_loss_of_the_cache(make_engine, make_request):
+    engine = make_engine(
+        depth=0, policy=priority, max_num_batched_tokens=4, failure_loses_cache=True
+    )
+    survivor = engine.add(make_request("low", 3, max_tokens=10, priority=1))
+    engine.step()
+    victim = engine.add(make_request("high", 20, priority=0))
+    engine.step()
+    engine.step(fails=True)  # the prompt of the other took the whole budget
+    assert victim.finish_reason is FinishReason.ERROR
+    assert len(survivor.token_ids) == 2
+    engine.drain()
+    assert survivor.finish_reason is FinishReason.LENGTH
+    assert survivor.last.stats.num_preemptions == 1
+
+
 def test_prefix_cache_is_reset_only_when_idle(make_engine, make_request):
     engine = make_engine()
     prompt = list(range(14))
