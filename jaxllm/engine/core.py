@@ -15,7 +15,7 @@ from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.policy import get_scheduling_policy
-from jaxllm.scheduler.schedule import Schedule
+from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.scheduler import Scheduler
 
 logger = init_logger(__name__)
@@ -63,19 +63,18 @@ class EngineCore:
         self._scheduler.abort_requests(request_ids)
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to hand out."""
-        return bool(self._in_flight or self._outputs or self._scheduler.has_unfinished_requests())
+        """Whether `step` has anything to do."""
+        return bool(self._in_flight) or self._scheduler.has_unfinished_requests()
 
     def step(self) -> list[EngineOutput]:
         """Dispatch one step, if there is one to dispatch, and return what an earlier one
         brought."""
-        outputs: list[EngineOutput] = []
         start = time.perf_counter()
         schedule = self._scheduler.schedule()
         self._stats.schedule_s += time.perf_counter() - start
-        if schedule is not None:
-            outputs += self._dispatch(schedule)
-        if self._in_flight and (schedule is None or len(self._in_flight) > self._max_in_flight):
+        going_on = schedule is not None and self._dispatch(schedule)
+        outputs: list[EngineOutput] = []
+        while len(self._in_flight) > (self._max_in_flight if going_on else 0):
             outputs += self._collect()
         return outputs
 
@@ -94,24 +93,29 @@ class EngineCore:
         self._in_flight.clear()
         self._executor.shutdown()
 
-    def _dispatch(self, schedule: Schedule) -> list[EngineOutput]:
+    def _dispatch(self, schedule: Schedule) -> bool:
+        """Send a step on its way. False if that failed, which is told when its turn comes: the
+        steps before it are not affected."""
         if not self._in_flight and self._idle_since is not None:
             self._stats.device_idle_s += time.perf_counter() - self._idle_since
         try:
             pending = self._executor.execute(schedule)
         except Exception as error:
-            return self._recover([*(old for old, _ in self._in_flight), schedule], error)
+            self._in_flight.append((schedule, _NotDispatched(error)))
+            return False
         self._stats.num_steps += 1
         self._in_flight.append((schedule, pending))
-        return []
+        return True
 
     def _collect(self) -> list[EngineOutput]:
-        schedule, pending = self._in_flight.popleft()
+        schedule, pending = self._in_flight[0]
         start = time.perf_counter()
         try:
+            # Ctrl-C most likely comes here; the step is then still the first to be collected.
             result = pending.result()
         except Exception as error:
-            return self._recover([schedule, *(newer for newer, _ in self._in_flight)], error)
+            return self._recover(error)
+        self._in_flight.popleft()
         ready = time.perf_counter()
         outputs = self._scheduler.update(schedule, result)
         self._stats.device_wait_s += ready - start
@@ -119,9 +123,10 @@ class EngineCore:
         self._idle_since = ready if self._scheduler.has_unfinished_requests() else None
         return outputs
 
-    def _recover(self, lost: list[Schedule], error: Exception) -> list[EngineOutput]:
-        """A step failed on the device. The requests in it, and in those dispatched after it, end
-        with an error; the KV cache is gone, so all others start over; the engine lives on."""
+    def _recover(self, error: Exception) -> list[EngineOutput]:
+        """The oldest step failed. The requests in it, and in those dispatched after it, end with an
+        error; the KV cache is gone, so all others start over; the engine lives on."""
+        lost = [schedule for schedule, _ in self._in_flight]
         logger.exception("a step failed; %d steps in flight are lost", len(lost), exc_info=error)
         message = f"{type(error).__name__}: {error}"[:500]
         outputs = [out for schedule in lost for out in self._scheduler.fail(schedule, message)]
@@ -129,3 +134,13 @@ class EngineCore:
         self._scheduler.restart()
         self._executor.reset()
         return outputs
+
+
+class _NotDispatched:
+    """A step that the executor refused."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error

@@ -50,7 +50,8 @@ class InputLayout:
             "context_lens": (rows,),
             "output_index": (rows,),
             "samples": (rows,),
-            "row_params": (rows, num_param_columns),
+            # Column by column, so that the step takes each as one slice.
+            "row_params": (num_param_columns, rows),
             "block_updates": (bucket.max_block_updates, 3),
         }
         if not bucket.decode_only:
@@ -88,7 +89,7 @@ class InputLayout:
         view["context_lens"][:rows] = schedule.context_lens
         view["output_index"][:rows] = schedule.output_index
         view["samples"][:rows] = schedule.samples
-        view["row_params"][:rows] = slot_params[schedule.slots]
+        view["row_params"][:, :rows] = slot_params[schedule.slots].T
         updates = schedule.block_updates[: self.bucket.max_block_updates]
         view["block_updates"][: len(updates)] = updates
         view["block_updates"][len(updates) :, 0] = self._num_slots
@@ -113,6 +114,7 @@ class InputLayout:
         """Cut the buffer into fields; traced."""
         field = {name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()}
         field["samples"] = field["samples"] != 0
+        field["row_params"] = field["row_params"].T
         if self.bucket.decode_only:
             # Token t is row t; rows past the last real one have no tokens.
             rows = jax.numpy.arange(self.bucket.num_rows + 1, dtype=np.int32)
