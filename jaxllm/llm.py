@@ -9,6 +9,7 @@ from tqdm import tqdm
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.beam_search import beam_search
+from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.frontend.tokenizer import default_sampling_params, render_chat
 from jaxllm.messages import BeamSearchOutput, PromptType, RequestOutput, TokensPrompt
@@ -190,16 +191,22 @@ class LLM:
         missing = set(ids) - self._finished.keys()
         progress = _Progress(len(ids), len(ids) - len(missing), use_tqdm)
         try:
-            while missing:
-                for output in self.llm_engine.step():
-                    if output.finished:
-                        self._finished[output.request_id] = output
+            with InterruptsBetweenSteps() as interrupts:
+                while missing:
+                    assert self.llm_engine.has_unfinished_requests(), f"nobody answers {missing}"
+                    finished = [output for output in self.llm_engine.step() if output.finished]
+                    # All of them first: the bar is foreign code, and may raise.
+                    self._finished.update((output.request_id, output) for output in finished)
+                    for output in finished:
                         if output.request_id in missing:
                             missing.remove(output.request_id)
                             progress.update(output)
+                    interrupts.check()
         except BaseException:
             # Ctrl-C among others: the engine stays usable, with nothing left behind.
             self.llm_engine.abort_request(list(missing))
+            for request_id in ids:
+                self._finished.pop(request_id, None)
             raise
         finally:
             progress.close()

@@ -127,6 +127,7 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
+        del self._state  # first: there may be no room for two caches
         self._state = DeviceState.zeros(self._plan)
 
     def _write_block_tables(self, updates: np.ndarray) -> None:

@@ -1,0 +1,345 @@
+"""What goes wrong while requests run stays with those it touches: failed steps, aborts, Ctrl-C."""
+
+import random
+import signal
+from typing import NamedTuple
+
+import pytest
+
+from jaxllm import LLM, LogitsProcessor, SamplingParams
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.executor.uniproc import UniProcExecutor
+from jaxllm.messages import EngineRequest, FinishReason
+from jaxllm.testing import make_tiny_checkpoint
+
+
+class PressesCtrlC(LogitsProcessor):
+    """Changes nothing, and interrupts this process when asked for parameters that often."""
+
+    calls = 0
+
+    def encode(self, params):
+        if params.extra_args:
+            PressesCtrlC.calls += 1
+            if PressesCtrlC.calls == params.extra_args["interrupt_at_call"]:
+                signal.raise_signal(signal.SIGINT)
+        return None
+
+    def apply(self, logits, params, output_index):
+        return logits
+
+
+class Fault(NamedTuple):
+    """What the device does wrong."""
+
+    step: int
+    where: str  # "execute" or "result"
+    error: BaseException
+
+
+class FaultyExecutor:
+    """An executor whose device fails in a chosen step. Notes whose prompts that step and those
+    dispatched after it computed."""
+
+    def __init__(self, executor, fault):
+        self._executor = executor
+        self._fault = fault
+        self._num_steps = 0
+        self._prompts = {}  # by slot
+        self.lost = set()
+        self.has_failed = False
+
+    def __getattr__(self, name):
+        return getattr(self._executor, name)
+
+    def execute(self, schedule):
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        for admission in schedule.admissions:
+            self._prompts[admission.slot] = tuple(admission.prompt_token_ids)
+        if step >= self._fault.step and not self.has_failed:
+            self.lost |= {self._prompts[slot] for slot in schedule.slots.tolist()}
+        if step == self._fault.step and self._fault.where == "execute":
+            self.has_failed = True
+            raise self._fault.error
+        pending = self._executor.execute(schedule)
+        return FaultyResult(self, pending, self._fault if step == self._fault.step else None)
+
+
+class FaultyResult:
+    """A step that is on the device, and fails there once."""
+
+    def __init__(self, executor, pending, fault):
+        self._executor = executor
+        self._pending = pending
+        self._fault = fault
+
+    def result(self):
+        if self._fault is not None and not self._executor.has_failed:
+            self._executor.has_failed = True
+            raise self._fault.error
+        return self._pending.result()
+
+
+NO_FAULT = Fault(-1, "", RuntimeError())
+PROMPTS = [
+    [3 + (i * 131 + j * j * 7 + j) % 380 for j in range(n)] for i, n in enumerate((5, 40, 9))
+]
+# Shares two blocks with another.
+PROMPTS.append(PROMPTS[1][:36] + [7])
+# The last token of some is on its way while others go on.
+MAX_TOKENS = [4, 12, 9, 6]
+OPTIONS = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "num_gpu_blocks_override": 10,
+    "check_invariants": True,
+    "enforce_eager": True,
+    "logits_processors": (PressesCtrlC,),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    return OPTIONS | {"compilation_cache_dir": str(tmp_path_factory.mktemp("compiled"))}
+
+
+@pytest.fixture(scope="module")
+def device(model, options):
+    return UniProcExecutor(EngineConfig.create(model, **options))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "plain"])
+def overlap(request):
+    return request.param
+
+
+@pytest.fixture
+def make_core(model, options, device, overlap):
+    """A new engine core, with an empty cache, on a device that has compiled its programs."""
+
+    def make(fault):
+        device.reset()
+        config = EngineConfig.create(model, **options, async_scheduling=overlap)
+        return EngineCore(config, executor=FaultyExecutor(device, fault))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(model, options, device):
+    """The undisturbed answers by prompt."""
+    device.reset()
+    core = EngineCore(
+        EngineConfig.create(model, **options), executor=FaultyExecutor(device, NO_FAULT)
+    )
+    return {prompt: outcome.token_ids for prompt, outcome in run(core).items()}
+
+
+class Outcome:
+    """What came of a request."""
+
+    def __init__(self):
+        self.token_ids = []
+        self.ends = []
+
+    @property
+    def failed(self):
+        [end] = self.ends
+        return end.finish_reason is FinishReason.ERROR
+
+
+def run(core, step=EngineCore.step):
+    """Let an engine answer all prompts; outcomes by prompt."""
+    outcomes = {str(i): Outcome() for i in range(len(PROMPTS))}
+    for i, (prompt, max_tokens) in enumerate(zip(PROMPTS, MAX_TOKENS, strict=True)):
+        core.add_request(
+            EngineRequest(
+                request_id=str(i),
+                prompt_token_ids=prompt,
+                sampling_params=SamplingParams(),
+                max_tokens=max_tokens,
+                seed=i,
+            )
+        )
+    while core.has_work():
+        for out in step(core):
+            outcomes[out.request_id].token_ids += out.new_token_ids
+            if out.finish_reason is not None:
+                outcomes[out.request_id].ends.append(out)
+    return {tuple(prompt): outcomes[str(i)] for i, prompt in enumerate(PROMPTS)}
+
+
+@pytest.mark.parametrize("where", ["execute", "result"])
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 5, 6, 8, 11, 14])
+def test_failed_step_ends_its_own_requests_and_no_others(make_core, expected, step, where):
+    core = make_core(Fault(step, where, RuntimeError("out of luck")))
+    executor = core._executor
+    outcomes = run(core)
+    assert executor.has_failed and executor.lost
+    assert {prompt for prompt, outcome in outcomes.items() if outcome.failed} == executor.lost
+    for prompt, outcome in outcomes.items():
+        if prompt in executor.lost:
+            assert outcome.ends[0].error == "RuntimeError: out of luck"
+            assert outcome.token_ids == expected[prompt][: len(outcome.token_ids)]
+        else:
+            assert outcome.ends[0].error is None
+            assert outcome.token_ids == expected[prompt]
+    assert core.stats().num_blocks_used == 0
+
+
+@pytest.mark.parametrize("where", ["execute", "result"])
+@pytest.mark.parametrize("step", [0, 3, 8])
+def test_engine_works_after_a_failure_as_if_there_had_been_none(make_core, expected, step, where):
+    core = make_core(Fault(step, where, RuntimeError()))
+    run(core)
+    # What the failed step should have written is not found in the prefix cache.
+    again = run(core)
+    assert {prompt: outcome.token_ids for prompt, outcome in again.items()} == expected
+    assert core.stats().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("step", [0, 3, 8])
+def test_interrupt_while_waiting_for_the_device_loses_nothing(make_core, expected, step):
+    def step_on(core):
+        try:
+            return core.step()
+        except KeyboardInterrupt:
+            return []
+
+    core = make_core(Fault(step, "result", KeyboardInterrupt()))
+    outcomes = run(core, step_on)
+    assert core._executor.has_failed
+    assert {prompt: outcome.token_ids for prompt, outcome in outcomes.items()} == expected
+
+
+# ---- the same from outside
+
+
+@pytest.fixture(scope="module")
+def llm(model, options):
+    return LLM(model, **options)
+
+
+PARAMS = [SamplingParams(max_tokens=n, seed=i, ignore_eos=True) for i, n in enumerate(MAX_TOKENS)]
+
+
+def answers(llm, **kwargs):
+    outputs = llm.generate(PROMPTS, PARAMS, **{"use_tqdm": False, **kwargs})
+    return {tuple(out.prompt_token_ids): out.outputs[0].token_ids for out in outputs}
+
+
+def assert_idle(llm):
+    engine = llm.llm_engine
+    assert not engine.has_unfinished_requests()
+    assert engine.get_num_unfinished_requests() == 0
+    stats = engine.stats()
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
+    assert stats.num_blocks_used == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_aborts_at_any_moment_disturb_nobody_else(llm, expected, seed):
+    rng = random.Random(seed)
+    engine = llm.llm_engine
+    for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(f"{i}", prompt, params)
+        # Two at once, so that blocks change hands.
+        engine.add_request(f"again {i}", prompt, params)
+    finished, aborted = {}, set()
+    while engine.has_unfinished_requests():
+        if rng.random() < 0.2:
+            victims = rng.sample(["0", "1", "2", "3"], 2)
+            engine.abort_request(victims)
+            engine.abort_request(victims[0])
+            aborted |= set(victims) - finished.keys()
+        engine.abort_request("unknown")
+        for output in engine.step():
+            assert output.request_id not in aborted
+            if output.finished:
+                assert output.request_id not in finished
+                finished[output.request_id] = output
+    assert aborted and aborted | finished.keys() == {
+        name for i in range(4) for name in (f"{i}", f"again {i}")
+    }
+    for output in finished.values():
+        assert output.outputs[0].finish_reason == "length"
+        assert output.outputs[0].token_ids == expected[tuple(output.prompt_token_ids)]
+    assert_idle(llm)
+
+
+def test_id_of_an_aborted_request_is_free_at_once(llm, expected):
+    engine = llm.llm_engine
+    engine.add_request("same", PROMPTS[0], PARAMS[0])
+    engine.step()
+    engine.step()
+    engine.abort_request("same")
+    engine.add_request("same", PROMPTS[1], PARAMS[1])
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].token_ids == expected[tuple(PROMPTS[1])]
+    assert sum(output.finished for output in outputs) == 1
+
+
+def test_all_n_answers_are_aborted_together(llm):
+    engine = llm.llm_engine
+    engine.add_request("many", PROMPTS[0], SamplingParams(n=4, max_tokens=50, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    engine.abort_request("many")
+    while engine.has_unfinished_requests():
+        assert engine.step() == []
+    assert_idle(llm)
+
+
+class InterruptedBar:
+    """A progress bar at whose first movement Ctrl-C is pressed."""
+
+    format_dict = {"elapsed": 1.0}
+
+    def __init__(self, **_):
+        self.is_closed = False
+
+    def set_postfix_str(self, text, refresh):
+        pass
+
+    def update(self, count):
+        raise KeyboardInterrupt
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_interrupt_leaves_the_engine_usable(llm, expected):
+    bar = InterruptedBar()
+    waiting = llm.enqueue(PROMPTS[:1], PARAMS[0])
+    with pytest.raises(KeyboardInterrupt):
+        answers(llm, use_tqdm=lambda **_: bar)
+    assert bar.is_closed
+    # Only what was interrupted is gone.
+    [output] = llm.wait_for_completion(use_tqdm=False)
+    assert output.request_id == waiting[0]
+    assert output.outputs[0].token_ids == expected[tuple(PROMPTS[0])]
+    assert answers(llm) == expected
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("call", [1, 2], ids=["at the door", "within a step"])
+def test_ctrl_c_within_a_step_leaves_the_engine_usable(llm, expected, call):
+    PressesCtrlC.calls = 0
+    handler = signal.getsignal(signal.SIGINT)
+    params = SamplingParams(max_tokens=50, extra_args={"interrupt_at_call": call})
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPTS[2]], params, use_tqdm=False)
+    assert PressesCtrlC.calls == call
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert answers(llm) == expected
+    assert_idle(llm)
