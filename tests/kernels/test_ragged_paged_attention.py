@@ -8,8 +8,8 @@ from jaxllm_kernels.ragged_paged_attention.cases import CASES, TOLERANCES, Case,
 from jaxllm_kernels.ragged_paged_attention.xla import XlaBackend
 
 BACKENDS = ["reference", "xla"]
-# Small tiles and chunks: rows cross more of their borders.
-SMALL = XlaBackend(tile_size=4, decode_chunk=16, prefill_chunk=32)
+# Small tiles: rows have more of them.
+SMALL = XlaBackend(name="xla_small", tile_size=4)
 
 
 def assert_correct(backend, case: Case, dtype: str, seed: int = 0) -> None:
@@ -39,3 +39,138 @@ def test_reference_is_right(case):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_sixteen_bit_types_are_right(name, dtype, case):
     assert_correct(get_backend(name), case, dtype)
+
+
+@st.composite
+def ragged_rows(draw) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """A number of decodes and the rows of a step of at most 32 tokens, 6 rows, 48 of context."""
+    num_decodes = draw(st.integers(0, 3))
+    lengths, room = [1] * num_decodes, 32 - num_decodes
+    for _ in range(draw(st.integers(0, 3))):
+        lengths.append(draw(st.integers(0, room)))
+        room -= lengths[-1]
+    contexts = [n + draw(st.integers(0, 48 - n)) if n else 0 for n in lengths]
+    return num_decodes, tuple(zip(lengths, contexts, strict=True))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 7])
+@pytest.mark.parametrize("backend", [get_backend("reference"), SMALL], ids=lambda b: b.name)
+@settings(max_examples=25, deadline=None)
+@given(drawn=ragged_rows(), seed=st.integers(0, 1000))
+def test_drawn_batches_are_right(backend, sliding_window, drawn, seed):
+    num_decodes, rows = drawn
+    case = Case(
+        name="drawn",
+        rows=rows,
+        num_decodes=num_decodes,
+        # The shape of the program that computes a case's history, so that one is compiled.
+        num_tokens=64,
+        max_blocks=6,
+        head_size=16,
+        block_size=8,
+        sliding_window=sliding_window,
+    )
+    assert_correct(backend, case, "float32", seed)
+
+
+def test_a_decode_may_be_given_as_a_prefill_of_one_token():
+    case = next(c for c in CASES if c.name == "decodes_in_a_mixed_program")
+    assert_correct(get_backend("xla"), dataclasses.replace(case, num_decodes=0), "float32")
+
+
+def small_batch(decode_only: bool = False) -> RaggedBatch:
+    """Rows of 1, 5 and no tokens in blocks of 4; with decode_only of 1, none and none."""
+    return RaggedBatch(
+        query_starts=jnp.array([0, 1, 1, 1] if decode_only else [0, 1, 6, 6], jnp.int32),
+        context_lens=jnp.array([3, 0, 0] if decode_only else [3, 7, 0], jnp.int32),
+        block_tables=jnp.array([[1, 99], [3, 2], [77, -9]], jnp.int32),
+        num_decodes=jnp.array(1, jnp.int32),
+        block_size=4,
+        decode_only=decode_only,
+    )
+
+
+CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+
+
+def test_tokens_are_located_in_their_rows():
+    places = locate_tokens(small_batch(), 8)
+    assert places.rows[:6].tolist() == [0, 1, 1, 1, 1, 1]
+    assert places.positions.tolist() == [2, 2, 3, 4, 5, 6, -1, -1]
+    assert locate_tokens(small_batch(decode_only=True), 3).positions.tolist() == [2, -1, -1]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_only_the_tokens_of_the_step_are_written(name):
+    backend, batch = get_backend(name), small_batch()
+    spec = backend.cache_shape(CONFIG, num_blocks=6, block_size=4, dtype=jnp.float32)
+    before = np.random.default_rng(0).normal(size=spec.shape).astype(spec.dtype)
+    q, k, v = (jnp.ones((8, heads, 16)) for heads in (4, 2, 2))
+    prepared = backend.prepare(batch, (CONFIG,), num_tokens=8)
+    _, after = backend.attend(q, k, v, jnp.asarray(before), batch, prepared, config=CONFIG)
+    changed = (np.asarray(after) != before).any(axis=(1, 2, 4))  # [blocks, tokens]
+    written = np.zeros((6, 4), bool)
+    written[1, 2] = True  # position 2 of row 0
+    written[3, 2:] = written[2, :3] = True  # positions 2 to 6 of row 1
+    np.testing.assert_array_equal(changed, written)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_donated_caches_are_updated_in_place_through_a_nested_jit(decode_only, dtype):
+    backend, batch = get_backend("xla"), small_batch(decode_only)
+    num_tokens, num_layers = (3 if decode_only else 8), 2
+    cache = backend.cache_shape(CONFIG, num_blocks=4096, block_size=4, dtype=dtype)
+    q, k = (jax.ShapeDtypeStruct((num_tokens, heads, 16), dtype) for heads in (4, 2))
+
+    @jax.jit
+    def layer(q, k, cache, batch, prepared):
+        return backend.attend(q, k, k, cache, batch, prepared, config=CONFIG)
+
+    def step(q, k, caches, batch):
+        prepared = backend.prepare(batch, (CONFIG,), num_tokens=num_tokens)
+        new = []
+        for cache in caches:
+            q, cache = layer(q, k, cache, batch, prepared)
+            new.append(cache)
+        return q, new
+
+    compiled = jax.jit(step, donate_argnums=2).lower(q, k, [cache] * num_layers, batch).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    cache_bytes = cache.size * cache.dtype.itemsize
+    assert memory.alias_size_in_bytes == num_layers * cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes / 10
+
+
+def test_a_backend_is_found_by_the_name_it_was_registered_under():
+    register_backend(SMALL)
+    assert get_backend("xla_small") is SMALL
+    with pytest.raises(ValueError, match="registered already"):
+        register_backend(SMALL)
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="attention_backend to one of reference, xla"):
+        get_backend("flash")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_every_platform_has_a_default_backend(platform):
+    backend = default_backend(platform)
+    backend.check(CONFIG, block_size=16, dtype=jnp.bfloat16, platform=platform)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "dtype", "message"),
+    [
+        ({"num_heads": 3}, jnp.float32, "3 query heads cannot share 2 kv heads"),
+        ({"sliding_window": 0}, jnp.float32, "sliding_window=0"),
+        ({}, jnp.float8_e4m3fn, "set --dtype"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(name, change, dtype, message):
+    config = dataclasses.replace(CONFIG, **change)
+    with pytest.raises(ValueError, match=message):
+        get_backend(name).check(config, block_size=16, dtype=dtype, platform="cpu")

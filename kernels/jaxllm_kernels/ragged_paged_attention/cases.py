@@ -164,10 +164,11 @@ def run_case(
     history, step = [], []
     for length, context in case.rows:
         owned, free = np.split(free, [cdiv(context, case.block_size)])
-        heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
-        row = _Row(
-            *(rng.normal(size=(context, n, case.head_size)).astype(dtype) for n in heads), owned
+        q, k, v = (
+            rng.normal(size=(context, heads, case.head_size)).astype(dtype)
+            for heads in (case.num_heads, case.num_kv_heads, case.num_kv_heads)
         )
+        row = _Row(q, k, v, owned)
         history.append(_Span(row, 0, context - length))
         step.append(_Span(row, context - length, context))
     sinks = jnp.asarray(rng.normal(size=case.num_heads), jnp.float32) if case.has_sinks else None
