@@ -1,6 +1,7 @@
 """LLM: offline batch inference. A loop around `LLMEngine`, nothing else."""
 
 import itertools
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -177,7 +178,7 @@ class LLM:
             self.llm_engine.process_input(
                 str(next(self._counter)),
                 prompt,
-                params.clone(output_kind=RequestOutputKind.FINAL_ONLY),
+                _final_only(params),
                 priority=each_priority,
                 tokenization_kwargs=tokenization_kwargs,
             )
@@ -249,9 +250,16 @@ def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptTy
             "a dict or a list of these",
             parameter="prompts",
         )
-    if prompts and isinstance(prompts[0], int):
+    if prompts and isinstance(prompts[0], numbers.Integral):  # numpy's, too
         return [cast(TokensPrompt, {"prompt_token_ids": prompts})]
     return cast(Sequence[PromptType], prompts)
+
+
+def _final_only(params: Any) -> Any:
+    """The parameters for one output at the end; what are none is left for the door to refuse."""
+    if not isinstance(params, SamplingParams):
+        return params
+    return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def _for_each(name: str, value: Any, count: int) -> Sequence[Any]:

@@ -30,6 +30,13 @@ class EngineClient(Protocol):
     def shutdown(self) -> None: ...
 
 
+def check_model(config: EngineConfig) -> None:
+    """Raise what keeps an engine from starting, if anything does, without loading a weight."""
+    from jaxllm.runner.plan import make_plan
+
+    make_plan(config)
+
+
 class InProcessClient:
     """An engine core in this process, which steps when its outputs are asked for."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
-from jaxllm.frontend.client import EngineClient, InProcessClient
+from jaxllm.frontend.client import EngineClient, InProcessClient, check_model
 from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput
 from jaxllm.frontend.output_processor import OutputProcessor
 from jaxllm.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -26,9 +26,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig):
         self.config = config
         # The tokenizer first: a missing one is said before gigabytes are read.
-        self.tokenizer: Tokenizer | None = (
-            None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
-        )
+        self.tokenizer: Tokenizer | None = _load_tokenizer(config)
         self._client: EngineClient = InProcessClient(config)
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self._output_processor = OutputProcessor(self.tokenizer)
@@ -130,6 +128,17 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         self._client.shutdown()
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    if config.model.skip_tokenizer_init:
+        return None
+    try:
+        return load_tokenizer(config.model)
+    except ValidationError:
+        # Often it is the model that is missing or broken, and then that is the better answer.
+        check_model(config)
+        raise
 
 
 def _tokenization(options: Mapping[str, Any] | None) -> dict[str, Any]:
