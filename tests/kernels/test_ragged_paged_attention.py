@@ -1,8 +1,20 @@
 """Every backend computes every case; hypothesis draws more of them."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionConfig,
+    RaggedBatch,
+    default_backend,
     get_backend,
+    locate_tokens,
+    register_backend,
 )
 from jaxllm_kernels.ragged_paged_attention.cases import CASES, TOLERANCES, Case, run_case
 from jaxllm_kernels.ragged_paged_attention.xla import XlaBackend
@@ -34,7 +46,7 @@ def test_reference_is_right(case):
     assert_correct(get_backend("reference"), case, "float32")
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("mixed", "decodes", "everything")])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("mixed", "everything")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_sixteen_bit_types_are_right(name, dtype, case):
@@ -146,8 +158,11 @@ def test_donated_caches_are_updated_in_place_through_a_nested_jit(decode_only, d
 def test_a_backend_is_found_by_the_name_it_was_registered_under():
     register_backend(SMALL)
     assert get_backend("xla_small") is SMALL
+
+
+def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="registered already"):
-        register_backend(SMALL)
+        register_backend(XlaBackend(tile_size=8))
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
