@@ -128,8 +128,12 @@ class Terminal:
     """A process that believes it has a terminal; what it shows is in `shown`."""
 
     def __init__(self, *argv: str):
-        # pty.spawn passes our bytes on through a terminal, which makes a signal of Ctrl-C.
-        code = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+        # pty.spawn passes our bytes on through a terminal, which makes a signal of Ctrl-C. That
+        # signal is ignored in what a shell runs in the background, as these tests may be.
+        code = (
+            "import os, pty, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+            "sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+        )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -148,24 +152,28 @@ class Terminal:
             assert data, f"ended after {self.shown!r}"
             self.shown += data.decode(errors="replace")
 
-    def exit_status(self) -> int:
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Its terminal closes with it, which ends the command, too.
+        self.process.kill()
         self.process.communicate()
-        return self.process.returncode
 
 
 @pytest.mark.slow
 def test_interrupt_stops_the_answer_and_not_the_program(model):
     flags = "--ignore-eos --enforce-eager --max-model-len 2K --num-gpu-blocks-override 256".split()
-    terminal = Terminal(sys.executable, "-m", "jaxllm.cli.main", "chat", model, *flags)
-    terminal.wait_for(">>> ")
-    for _ in range(2):
-        terminal.type("Hello\n")
-        terminal.wait_for("Hello\r\n", more=10)
-        terminal.type("\x03")
+    with Terminal(sys.executable, "-m", "jaxllm.cli.main", "chat", model, *flags) as terminal:
         terminal.wait_for(">>> ")
-        assert "longest length" not in terminal.shown
-    terminal.type("\x03")
-    terminal.wait_for("/exit leaves")
-    terminal.wait_for(">>> ")
-    terminal.type("\x04")
-    assert terminal.exit_status() == 0
+        for _ in range(2):
+            terminal.type("Hello\n")
+            terminal.wait_for("Hello\r\n", more=10)
+            terminal.type("\x03")
+            terminal.wait_for(">>> ")
+            assert "longest length" not in terminal.shown
+        terminal.type("\x03")
+        terminal.wait_for("/exit leaves")
+        terminal.wait_for(">>> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=300) == 0

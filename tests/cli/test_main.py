@@ -10,10 +10,16 @@ import pytest
 import jaxllm
 from jaxllm.cli.main import COMMANDS, main
 
+# A background job of a shell inherits ignored interrupts; a command at a terminal does not.
+AT_A_TERMINAL = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from jaxllm.cli.main import main; sys.exit(main())"
+)
+
 
 def jaxllm_process(*argv: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxllm.cli.main", *argv],
+        [sys.executable, "-c", AT_A_TERMINAL, *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -88,7 +94,7 @@ def test_interrupt_ends_quietly_with_status_130(tmp_path):
     process = jaxllm_process("generate", "m", "--prompts-file", str(fifo))
     with open(fifo, "w"):  # returns when the command has opened the other end
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate()
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (130, "", "")
 
 
