@@ -1,12 +1,12 @@
 """Offline throughput: the same prompts through jaxllm and a peer, side by side in one run.
 
-    python benchmarks/offline.py --peers transformers                 # a 0.35-billion-parameter Llama
+    python benchmarks/offline.py
     python benchmarks/offline.py --model DIR --scenarios s1,s16 --dtype float32
 
 Each engine lives in a process of its own and they take turns, repetition by repetition, while the
 other one is idle; the figures to read are the ratios. Prompts are random token ids, new ones in
 each repetition (nothing is found in a cache); decoding is greedy and runs past the end of sequence.
-Without --model, a checkpoint of random weights is made in a temporary folder.
+Without --model, a Llama of 0.35 billion random parameters is made in a temporary folder.
 """
 
 import argparse

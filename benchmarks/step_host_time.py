@@ -21,6 +21,8 @@ import numpy as np
 
 from jaxllm.messages import EngineRequest
 from jaxllm.metrics.stats import EngineStats
+from jaxllm.runner.buckets import make_ladder
+from jaxllm.runner.packer import StepPacker
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.schedule import Schedule, StepResult
@@ -35,7 +37,9 @@ class Steps:
 
     rows: list[int] = field(default_factory=list)
     only_decodes: list[bool] = field(default_factory=list)
-    parts: dict[str, list[int]] = field(default_factory=lambda: {"schedule": [], "update": []})
+    parts: dict[str, list[int]] = field(
+        default_factory=lambda: {"schedule": [], "pack": [], "update": []}
+    )
 
     def summary(self, num_running: int) -> list[dict]:
         rows, decodes = np.array(self.rows), np.array(self.only_decodes)
@@ -115,7 +119,17 @@ def measure(args: argparse.Namespace, num_waiting: int) -> dict:
     remaining = args.requests
     started = time.perf_counter()
     steps = Steps()
-    schedule_ns, update_ns = steps.parts["schedule"], steps.parts["update"]
+    schedule_ns, pack_ns, update_ns = steps.parts.values()
+    packer = StepPacker(
+        make_ladder(
+            max_num_seqs=args.running,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            block_size=args.block_size,
+            min_rows=1,
+        ),
+        num_slots=args.running,
+        processors=(),
+    )
     clock = time.thread_time_ns if args.cpu_time else time.perf_counter_ns
     in_flight: deque[tuple[Schedule, StepResult]] = deque()
     while True:
@@ -130,13 +144,18 @@ def measure(args: argparse.Namespace, num_waiting: int) -> dict:
             steps.rows.append(schedule.num_rows)
             steps.only_decodes.append(schedule.num_decodes == schedule.num_rows)
             schedule_ns.append(planned - begin)
+            begin = clock()
+            for admission in schedule.admissions:
+                packer.admit(admission)
+            packer.pack(schedule)
+            pack_ns.append(clock() - begin)
         elif not in_flight:
             break
         if len(in_flight) > 1 or schedule is None:
             begin = clock()
             scheduler.update(*in_flight.popleft())
             update_ns.append(clock() - begin)
-    assert len(schedule_ns) == len(update_ns)
+    assert len(schedule_ns) == len(pack_ns) == len(update_ns)
     return {
         "waiting": num_waiting,
         "requests": stats.num_requests_finished,

@@ -13,13 +13,11 @@ import jax
 import numpy as np
 
 from jaxllm.logging import init_logger
-from jaxllm.runner.buckets import BucketTable
 from jaxllm.runner.compile import Program, Programs, compilation_counter, use_compilation_cache
-from jaxllm.runner.inputs import InputLayout
+from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.state import DeviceState
 from jaxllm.runner.step import ModelSpec, StepOutputs, make_step, update_block_tables
-from jaxllm.sampling import row_params
 from jaxllm.sampling.slot_state import SlotRow, slot_row, write_slot
 from jaxllm.scheduler.schedule import LogprobArrays, Schedule, StepResult
 from jaxllm.weights.loader import load_weights
@@ -68,15 +66,9 @@ class ModelRunner:
         use_compilation_cache(plan.compilation_cache_dir)
         abstract = plan.model_class.abstract(plan.architecture, plan.dtype)
         self._spec, abstract_weights = ModelSpec.of(abstract)
-        self._layouts = {
-            bucket: InputLayout(
-                bucket,
-                num_slots=plan.max_num_seqs,
-                num_param_columns=row_params.num_columns(plan.logits_processors),
-            )
-            for bucket in plan.buckets
-        }
-        self._buckets = BucketTable(plan.buckets)
+        self._packer = StepPacker(
+            plan.buckets, num_slots=plan.max_num_seqs, processors=plan.logits_processors
+        )
         self._programs = Programs(self._declare_programs(abstract_weights))
         start = time.perf_counter()
         self._weights = jax.tree.leaves(
@@ -86,10 +78,6 @@ class ModelRunner:
         if plan.compile_at_start:
             logger.info("compiled %s", self._programs.compile_all())
         self._state = DeviceState.zeros(plan)
-        # Encoded sampling parameters of the request in each slot.
-        self._slot_params = np.zeros(
-            (plan.max_num_seqs, row_params.num_columns(plan.logits_processors)), np.int32
-        )
         self._compiles_at_start = compilation_counter.compiles
         self.num_padded_tokens = 0
         self.pack_s = 0.0
@@ -102,27 +90,18 @@ class ModelRunner:
         """Dispatch one step and return without waiting for it."""
         start = time.perf_counter()
         for admission in schedule.admissions:
-            self._slot_params[admission.slot] = row_params.encode(
-                admission.sampling_params, admission.seed, self._plan.logits_processors
-            )
+            self._packer.admit(admission)
             row = slot_row(admission, self._plan.architecture.vocab_size)
             if row is not None:
                 self._state = self._programs[_WRITE_SLOT](
                     self._state, np.int32(admission.slot), row
                 )
-        bucket = self._buckets.find(
-            num_tokens=schedule.total_tokens,
-            num_rows=schedule.num_rows,
-            decode_only=(
-                schedule.num_decodes == schedule.num_rows and schedule.prompt_targets is None
-            ),
-        )
-        layout = self._layouts[bucket]
-        packed = layout.pack(schedule, self._slot_params)
-        self._write_block_tables(layout.overflow(schedule))
+        packed = self._packer.pack(schedule)
+        self._write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start
-        self.num_padded_tokens += bucket.num_tokens
-        self._state, outputs = self._programs[bucket](self._weights, self._state, packed)
+        self.num_padded_tokens += packed.bucket.num_tokens
+        program = self._programs[packed.bucket]
+        self._state, outputs = program(self._weights, self._state, packed.buffer)
         return PendingStep(schedule, outputs)
 
     def reset(self) -> None:
@@ -143,11 +122,11 @@ class ModelRunner:
         programs: dict[Hashable, Program] = {
             bucket: Program(
                 name=f"step_{bucket}".replace(" ", "_"),
-                function=make_step(plan, self._spec, self._layouts[bucket]),
-                arguments=(weights, state, self._layouts[bucket].abstract()),
+                function=make_step(plan, self._spec, layout),
+                arguments=(weights, state, layout.abstract()),
                 donate=(1,),
             )
-            for bucket in reversed(plan.buckets)
+            for bucket, layout in reversed(self._packer.layouts.items())
         }
         programs[_WRITE_TABLES] = Program(
             name=_WRITE_TABLES,

@@ -60,7 +60,10 @@ PROMPTS = [prompt(i, length) for i, length in enumerate([1, 5, 16, 17, 33, 48, 7
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20, logprobs=LOGPROBS, ignore_eos=True),
     SamplingParams(temperature=1, seed=1, max_tokens=24, logprobs=LOGPROBS, ignore_eos=True),
-    SamplingParams(temperature=0.7, top_k=20, seed=2, max_tokens=9, logprobs=LOGPROBS),
+    SamplingParams(
+        temperature=0.7, top_k=20, seed=2, stop_token_ids=list(range(100, 150)), max_tokens=40,
+        logprobs=LOGPROBS,
+    ),
     SamplingParams(temperature=1, top_p=0.8, min_p=0.01, seed=3, max_tokens=30, logprobs=LOGPROBS),
     SamplingParams(
         temperature=0, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=25,
@@ -152,9 +155,7 @@ def test_cached_is_cold(base, expected):
     hits = stats(base).prefix_cache_hits
     again = base.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert stats(base).prefix_cache_hits > hits
-    assert [out.num_cached_tokens for out in again] == [
-        (len(p) - 1) // 16 * 16 for p in PROMPTS
-    ]
+    assert [out.num_cached_tokens for out in again] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
     assert_same(again, expected)
 
 
