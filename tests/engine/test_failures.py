@@ -332,14 +332,22 @@ def test_interrupt_leaves_the_engine_usable(llm, expected):
     assert_idle(llm)
 
 
+@pytest.fixture
+def python_handler():
+    """Python's own handler of Ctrl-C, also where the tests were started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handler")
 @pytest.mark.parametrize("call", [1, 2], ids=["at the door", "within a step"])
 def test_ctrl_c_within_a_step_leaves_the_engine_usable(llm, expected, call):
     PressesCtrlC.calls = 0
-    handler = signal.getsignal(signal.SIGINT)
     params = SamplingParams(max_tokens=50, extra_args={"interrupt_at_call": call})
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPTS[2]], params, use_tqdm=False)
     assert PressesCtrlC.calls == call
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert answers(llm) == expected
     assert_idle(llm)

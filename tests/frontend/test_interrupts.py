@@ -6,6 +6,14 @@ import pytest
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 
 
+@pytest.fixture(autouse=True)
+def python_handler():
+    """Python's own handler, also where the tests were started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def press_ctrl_c():
     signal.raise_signal(signal.SIGINT)
 
