@@ -76,7 +76,8 @@ def locate_tokens(batch: RaggedBatch, num_tokens: int) -> TokenPlaces:
         rows = tokens
         is_real = tokens < batch.num_decodes
     else:
-        rows = jnp.searchsorted(batch.query_starts[1:], tokens, side="right").astype(jnp.int32)
+        ends = batch.query_starts[1:]
+        rows = jnp.searchsorted(ends, tokens, side="right", method="compare_all").astype(jnp.int32)
         rows = jnp.minimum(rows, num_rows - 1)
         is_real = tokens < batch.query_starts[-1]
     positions = batch.context_lens[rows] - (batch.query_starts[rows + 1] - tokens)
