@@ -35,8 +35,8 @@ _DERIVED = ("kv_cache_usage", "prefix_cache_hit_rate", "padding_waste", "host_us
 
 def read_metrics(stats: EngineStats) -> list[Metric]:
     """Every field of the statistics as a Counter or Gauge, then the ratios made of them."""
-    fields = [f.name for f in dataclasses.fields(stats)]
-    return [
-        (Gauge if name in _GAUGES else Counter)(_PREFIX + name, float(getattr(stats, name)))
-        for name in fields
-    ] + [Gauge(_PREFIX + name, getattr(stats, name)) for name in _DERIVED]
+    metrics: list[Metric] = []
+    for field in dataclasses.fields(stats):
+        kind = Gauge if field.name in _GAUGES else Counter
+        metrics.append(kind(_PREFIX + field.name, float(getattr(stats, field.name))))
+    return metrics + [Gauge(_PREFIX + name, getattr(stats, name)) for name in _DERIVED]

@@ -97,7 +97,7 @@ class CompilationCounter:
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_duration(self, event: str, duration: float, **_: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == self._COMPILE:
             with self._lock:
                 self.compiles += 1

@@ -6,7 +6,7 @@ and printed; nothing downstream chooses again. The runner takes the plan as it i
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class EnginePlan:
     model_class: type
     platform: str
     dtype: Any
-    load_format: str
+    load_format: Literal["auto", "safetensors", "dummy"]
     seed: int
     max_model_len: int
     max_num_seqs: int

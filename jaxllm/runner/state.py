@@ -1,6 +1,7 @@
 """What stays on the device from step to step. Donated to each step and replaced by its result."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,14 @@ class DeviceState:
     @classmethod
     def abstract(cls, plan: EnginePlan) -> "DeviceState":
         """Shapes, for compiling and planning."""
-        return cls(
-            caches=plan.cache_shapes,
-            tokens=jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32),
-            block_tables=jax.ShapeDtypeStruct((plan.max_num_seqs, plan.blocks_per_seq), jnp.int32),
-            slots=SlotState.abstract(plan.max_num_seqs, plan.architecture.vocab_size),
-        )
+        slots = plan.max_num_seqs
+        shapes: dict[str, Any] = {
+            "caches": plan.cache_shapes,
+            "tokens": jax.ShapeDtypeStruct((slots,), jnp.int32),
+            "block_tables": jax.ShapeDtypeStruct((slots, plan.blocks_per_seq), jnp.int32),
+            "slots": SlotState.abstract(slots, plan.architecture.vocab_size),
+        }
+        return cls(**shapes)
 
     @classmethod
     def zeros(cls, plan: EnginePlan) -> "DeviceState":
