@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxllm.logging import init_logger
 from jaxllm.runner.memory import format_bytes
@@ -113,7 +114,10 @@ compilation_counter = CompilationCounter()
 
 
 def use_compilation_cache(directory: Path | None) -> None:
-    """Keep every compiled program on disk, however small, so that the next start is fast."""
+    """Keep every compiled program on disk, however small, so that the next start is fast.
+
+    The setting is the process's: None leaves it as it is.
+    """
     if directory is None:
         return
     try:
@@ -121,7 +125,10 @@ def use_compilation_cache(directory: Path | None) -> None:
     except OSError as error:
         logger.warning("no compilation cache: cannot write %s (%s)", directory, error.strerror)
         return
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+    if jax.config.jax_compilation_cache_dir != str(directory):
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        # JAX opens the directory once; this makes it open the new one.
+        compilation_cache.reset_cache()
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # Otherwise the path of the cache becomes part of every key.

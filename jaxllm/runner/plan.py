@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
     AttentionConfig,
@@ -38,16 +39,12 @@ class _Defaults(NamedTuple):
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    block_size: int
-    # Fewest rows of a decode step. XLA:CPU multiplies a single bfloat16 row some ten times slower
-    # than two (no fast path for vectors).
-    min_rows: int
 
 
 _DEFAULTS = {
-    "cpu": _Defaults(max_num_seqs=64, max_num_batched_tokens=2048, block_size=16, min_rows=2),
-    "gpu": _Defaults(max_num_seqs=256, max_num_batched_tokens=8192, block_size=64, min_rows=1),
-    "tpu": _Defaults(max_num_seqs=256, max_num_batched_tokens=2048, block_size=64, min_rows=8),
+    "cpu": _Defaults(max_num_seqs=64, max_num_batched_tokens=2048),
+    "gpu": _Defaults(max_num_seqs=256, max_num_batched_tokens=8192),
+    "tpu": _Defaults(max_num_seqs=256, max_num_batched_tokens=2048),
 }
 
 
@@ -133,7 +130,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     max_num_batched_tokens = _choose_max_num_batched_tokens(
         config, defaults.max_num_batched_tokens, max_num_seqs, max_model_len
     )
-    block_size = config.cache.block_size or defaults.block_size
+    block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
 
     abstract_model = model_class.abstract(architecture, dtype)
     attention_configs = abstract_model.attention_configs
@@ -184,7 +181,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
-            min_rows=defaults.min_rows,
+            min_rows=MIN_DOT_ROWS[platform],
         ),
         max_logprobs=vocab_size
         if model.max_logprobs == -1

@@ -1,0 +1,76 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.runner.compile import Program, Programs, compilation_counter, use_compilation_cache
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A compilation cache of the test's own; afterwards the process has its former one."""
+    before = jax.config.jax_compilation_cache_dir
+    use_compilation_cache(tmp_path)
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def programs(offset: float) -> Programs:
+    """Two programs; another offset makes them others."""
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def program(name, scale):
+        def function(x):
+            return x * scale + offset
+
+        return Program(name=name, function=function, arguments=(shape,), donate=())
+
+    return Programs({"double": program("double", 2), "triple": program("triple", 3)})
+
+
+def test_everything_is_compiled_at_start_and_nothing_when_it_runs(cache):
+    compiled = programs(offset=0.25)
+    report = compiled.compile_all()
+    assert report.num_programs == 2
+    after = compilation_counter.compiles
+    assert compiled["double"](np.ones(4, np.float32)).tolist() == [2.25] * 4
+    assert compiled["triple"](np.ones(4, np.float32)).tolist() == [3.25] * 4
+    assert compilation_counter.compiles == after
+
+
+def test_second_start_finds_all_programs_in_the_cache(cache):
+    assert programs(offset=0.5).compile_all().cache_hits == 0
+    assert programs(offset=0.5).compile_all().cache_hits == 2
+
+
+def test_program_is_compiled_when_first_needed_if_not_at_start(cache):
+    compiled = programs(offset=0.75)
+    before = compilation_counter.compiles
+    compiled["double"](np.ones(4, np.float32))
+    assert compilation_counter.compiles == before + 1
+    compiled["double"](np.ones(4, np.float32))
+    assert compilation_counter.compiles == before + 1
+
+
+def test_wrong_shape_is_an_error_and_no_compilation(cache):
+    compiled = programs(offset=1.0)
+    compiled.compile_all()
+    before = compilation_counter.compiles
+    with pytest.raises(TypeError):
+        compiled["double"](np.ones(5, np.float32))
+    assert compilation_counter.compiles == before
+
+
+def test_engines_with_different_caches_each_use_their_own(tmp_path, cache):
+    programs(offset=1.25).compile_all()
+    other = tmp_path / "other"
+    use_compilation_cache(other)
+    assert programs(offset=1.25).compile_all().cache_hits == 0
+    assert list(other.iterdir())
+
+
+def test_unwritable_cache_is_no_reason_not_to_start(tmp_path, caplog, cache):
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    use_compilation_cache(file / "cache")
+    assert programs(offset=1.5).compile_all().num_programs == 2
