@@ -6,6 +6,7 @@ loaded only here, and importing this module does not load transformers.
 
 import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,8 @@ class Tokenizer:
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
     """Load the tokenizer of a model from a local directory or the hub."""
+    # It would warn that there is no PyTorch, which we do not want of it.
+    logging.getLogger("transformers").addFilter(_is_not_about_torch)
     from transformers import AutoTokenizer
 
     source = config.tokenizer or config.model
@@ -69,6 +72,10 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
             value=source,
         ) from error
     return Tokenizer(hf)
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("PyTorch was not found")
 
 
 def render_chat(

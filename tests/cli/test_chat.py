@@ -146,11 +146,26 @@ class Terminal:
     def wait_for(self, text: str, *, more: int = 0) -> None:
         """Read until `text` and `more` characters after it have been shown."""
         while text not in self.shown or len(self.shown.split(text, 1)[1]) < more:
-            ready, _, _ = select.select([self.process.stdout], [], [], 300)
-            assert ready, f"nothing more came after {self.shown!r}"
+            assert self._read(timeout=300), f"nothing more came after {self.shown!r}"
+
+    def press_until(self, key: str, text: str) -> None:
+        """Press a key until `text` is shown: Python loses a Ctrl-C that comes in the moment between
+        the prompt and the waiting for input."""
+        for _ in range(20):
+            self.type(key)
+            while text not in self.shown and self._read(timeout=5):
+                pass
+            if text in self.shown:
+                return
+        raise AssertionError(f"{text!r} was not shown, only {self.shown!r}")
+
+    def _read(self, timeout: float) -> bool:
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout)
+        if ready:
             data = os.read(self.process.stdout.fileno(), 4096)
             assert data, f"ended after {self.shown!r}"
             self.shown += data.decode(errors="replace")
+        return bool(ready)
 
     def __enter__(self) -> "Terminal":
         return self
@@ -172,8 +187,7 @@ def test_interrupt_stops_the_answer_and_not_the_program(model):
             terminal.type("\x03")
             terminal.wait_for(">>> ")
             assert "longest length" not in terminal.shown
-        terminal.type("\x03")
-        terminal.wait_for("/exit leaves")
+        terminal.press_until("\x03", "/exit leaves")
         terminal.wait_for(">>> ")
         terminal.type("\x04")
         assert terminal.process.wait(timeout=300) == 0
