@@ -42,7 +42,7 @@ class ShortestPromptFirst:
         return (request.num_prompt_tokens,)
 
 
-register_scheduling_policy("shortest_prompt", ShortestPromptFirst())
+register_scheduling_policy("fewest_tokens", ShortestPromptFirst())
 
 OPTIONS = {
     "max_model_len": 128,
@@ -192,7 +192,7 @@ def test_lower_priorities_are_served_first(llm):
 
 
 def test_policy_from_outside_decides_the_order(make_llm):
-    llm = make_llm(scheduling_policy="shortest_prompt", enforce_eager=True)
+    llm = make_llm(scheduling_policy="fewest_tokens", enforce_eager=True)
     outputs = generate(llm, [ids(i, n) for i, n in enumerate([20, 9, 15, 2])], greedy(3))
     assert served_order(outputs) == [3, 1, 2, 0]
 
