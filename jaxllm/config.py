@@ -101,7 +101,8 @@ class CompilationConfig:
 
     enforce_eager: bool = option(False, "Compile each program when it is first needed, not before.")
     compilation_cache_dir: str | None = option(
-        "~/.cache/jaxllm/xla", "Where compiled programs are kept between starts; '' leaves it to JAX's setting."
+        "~/.cache/jaxllm/xla",
+        "Where compiled programs are kept between starts; '' leaves it to JAX's setting.",
     )
     attention_backend: str = option(
         "auto", "Attention implementation: 'auto' (by platform) or the name of a registered one."

@@ -103,12 +103,14 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The `beam_width` likeliest answers to each prompt, best first."""
         engine = self.llm_engine
-        token_ids = [
-            engine.process_input("beam_search", prompt, SamplingParams()).prompt_token_ids
+        processed = [
+            engine.process_input("beam_search", prompt, SamplingParams())
             for prompt in _as_prompts(prompts)
         ]
+        token_ids = [one.prompt_token_ids for one in processed]
         outputs = beam_search(
             token_ids,
+            [one.requests[0].cache_salt for one in processed],
             params,
             engine.info,
             lambda step_prompts, step_params: self.generate(
@@ -184,14 +186,20 @@ class LLM:
             )
             for prompt, params, each_priority in zip(prompts, all_params, priorities, strict=True)
         ]
-        for one in processed:
-            self.llm_engine.submit(one)
-        return [one.request_id for one in processed]
+        ids = [one.request_id for one in processed]
+        try:
+            for one in processed:
+                self.llm_engine.submit(one)
+        except BaseException:
+            self.llm_engine.abort_request(ids)
+            raise
+        return ids
 
     def _wait(self, ids: list[str], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
         missing = set(ids) - self._finished.keys()
-        progress = _Progress(len(ids), len(ids) - len(missing), use_tqdm)
+        progress = None
         try:
+            progress = _Progress(len(ids), len(ids) - len(missing), use_tqdm)
             with InterruptsBetweenSteps() as interrupts:
                 while missing:
                     assert self.llm_engine.has_unfinished_requests(), f"nobody answers {missing}"
@@ -210,7 +218,8 @@ class LLM:
                 self._finished.pop(request_id, None)
             raise
         finally:
-            progress.close()
+            if progress is not None:
+                progress.close()
         return [self._finished.pop(request_id) for request_id in ids]
 
 

@@ -7,6 +7,7 @@ tables of the sampler are sized by them, so that nothing can overflow inside a s
 import enum
 import math
 import numbers
+import operator
 from typing import Any
 
 import msgspec
@@ -169,7 +170,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 )
             # JSON objects have string keys.
             try:
-                self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
+                self.logit_bias = {
+                    int(token) if isinstance(token, str) else operator.index(token): bias
+                    for token, bias in self.logit_bias.items()
+                }
             except (TypeError, ValueError):
                 raise _refused(
                     "logit_bias", self.logit_bias, "its keys must be token ids"

@@ -42,7 +42,13 @@ class ShortestPromptFirst:
         return (request.num_prompt_tokens,)
 
 
+class NotComparable:
+    def key(self, request):
+        return (None,)
+
+
 register_scheduling_policy("fewest_tokens", ShortestPromptFirst())
+register_scheduling_policy("not_comparable", NotComparable())
 
 OPTIONS = {
     "max_model_len": 128,
@@ -197,6 +203,46 @@ def test_policy_from_outside_decides_the_order(make_llm):
     assert served_order(outputs) == [3, 1, 2, 0]
 
 
+def test_requests_that_a_policy_cannot_order_are_refused_and_forgotten(make_llm):
+    llm = make_llm(scheduling_policy="not_comparable", enforce_eager=True)
+    with pytest.raises(ValidationError, match="tuple of numbers"):
+        generate(llm, [ids(0, 3), ids(1, 3)], greedy())
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_bar_that_cannot_be_made_leaves_nothing_behind(llm):
+    def broken(**_):
+        raise RuntimeError("no bar")
+
+    with pytest.raises(RuntimeError, match="no bar"):
+        llm.generate([ids(0, 3)], greedy(), use_tqdm=broken)
+    assert llm.llm_engine.get_num_unfinished_requests() == 0
+
+
+def test_shut_down_engine_says_so(make_llm):
+    llm = make_llm(enforce_eager=True)
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(ValidationError, match="shut down"):
+        generate(llm, [ids(0, 3)], greedy())
+
+
+def test_beam_search_keeps_to_its_salt(llm):
+    prompt = ids(40, 24)
+    params = BeamSearchParams(beam_width=2, max_tokens=2)
+    llm.beam_search([{"prompt_token_ids": prompt, "cache_salt": "mine"}], params)
+    [unsalted] = generate(llm, [prompt], greedy())
+    assert unsalted.num_cached_tokens == 0
+
+
+def test_only_the_first_of_n_answers_computes_prompt_logprobs(llm):
+    params = SamplingParams(n=3, seed=1, max_tokens=2, prompt_logprobs=1)
+    before = llm.llm_engine.stats().num_prompt_tokens
+    [output] = generate(llm, [ids(41, 24)], params)
+    assert len(output.prompt_logprobs) == 24
+    assert llm.llm_engine.stats().num_prompt_tokens - before < 48
+
+
 def test_times_of_a_request_come_in_order(llm):
     outputs = generate(llm, [ids(i, 20) for i in range(3)], greedy(4))
     for output in outputs:
@@ -286,8 +332,9 @@ def test_custom_logits_processor_changes_its_own_requests_only(llm):
     expected = tokens_of(generate(llm, prompts, greedy()))
     outputs = generate(llm, prompts, [greedy(extra_args={"only": 77}), greedy()])
     assert tokens_of(outputs) == [[77] * 6, expected[1]]
-    with pytest.raises(ValidationError, match="extra_args"):
-        generate(llm, prompts[0], greedy(extra_args={"only": print}))
+    for unfit in (print, "abc", float("nan"), 1e39):
+        with pytest.raises(ValidationError, match="extra_args"):
+            generate(llm, prompts[0], greedy(extra_args={"only": unfit}))
 
 
 @pytest.fixture(scope="module")

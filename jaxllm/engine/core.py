@@ -8,6 +8,7 @@ import time
 from collections import deque
 
 from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError
 from jaxllm.executor.base import Executor, PendingResult
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.logging import init_logger
@@ -52,9 +53,12 @@ class EngineCore:
         self._max_in_flight = 1 if overlap else 0
         self._in_flight: deque[tuple[Schedule, PendingResult]] = deque()
         self._idle_since: float | None = None
+        self._is_shut_down = False
 
     def add_request(self, request: EngineRequest) -> None:
         """Take over a validated request; a duplicate id is refused."""
+        if self._is_shut_down:
+            raise ValidationError("the engine has been shut down; make a new one")
         self._scheduler.add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -90,6 +94,7 @@ class EngineCore:
         return self._stats
 
     def shutdown(self) -> None:
+        self._is_shut_down = True
         self._in_flight.clear()
         self._executor.shutdown()
 
@@ -103,6 +108,10 @@ class EngineCore:
         except Exception as error:
             self._in_flight.append((schedule, _NotDispatched(error)))
             return False
+        except BaseException:
+            # Ctrl-C: the scheduler counts on hearing of every step, also of this one.
+            self._in_flight.append((schedule, _NotDispatched(RuntimeError("interrupted"))))
+            raise
         self._stats.num_steps += 1
         self._in_flight.append((schedule, pending))
         return True

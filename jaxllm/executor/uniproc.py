@@ -38,5 +38,4 @@ class UniProcExecutor:
         self._runner.reset()
 
     def shutdown(self) -> None:
-        # Device memory is freed with the last reference to it.
-        del self._runner
+        self._runner.free()

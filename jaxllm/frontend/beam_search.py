@@ -4,7 +4,7 @@ tokens. The prefix cache makes that cheap: a beam's KV is found again, not compu
 import itertools
 from collections.abc import Callable
 
-from jaxllm.errors import ValidationError
+from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.messages import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -18,9 +18,16 @@ Generate = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
 
 
 def beam_search(
-    prompts: list[list[int]], params: BeamSearchParams, info: EngineInfo, generate: Generate
+    prompts: list[list[int]],
+    salts: list[str | None],
+    params: BeamSearchParams,
+    info: EngineInfo,
+    generate: Generate,
 ) -> list[BeamSearchOutput]:
-    """Search all prompts side by side; the best `beam_width` sequences of each, best first."""
+    """Search all prompts side by side; the best `beam_width` sequences of each, best first.
+
+    `salts` are the prompts' cache salts.
+    """
     if 2 * params.beam_width > info.max_logprobs:
         raise ValidationError(
             f"beam_width={params.beam_width} needs {2 * params.beam_width} logprobs per step, but "
@@ -44,12 +51,15 @@ def beam_search(
         ignore_eos=True,  # an end of sequence is one candidate among the others
         detokenize=False,
     )
-    searches = [_Search(prompt, params, info.eos_token_ids) for prompt in prompts]
+    searches = [
+        _Search(prompt, salt, params, info.eos_token_ids)
+        for prompt, salt in zip(prompts, salts, strict=True)
+    ]
     for _ in range(params.max_tokens):
         beams = [(search, beam) for search in searches for beam in search.beams]
         if not beams:
             break
-        outputs = generate([TokensPrompt(prompt_token_ids=b.tokens) for _, b in beams], step_params)
+        outputs = generate([search.prompt_of(beam) for search, beam in beams], step_params)
         answers = iter(outputs)
         for search in searches:
             search.advance(list(itertools.islice(answers, len(search.beams))))
@@ -59,18 +69,34 @@ def beam_search(
 class _Search:
     """The beams of one prompt."""
 
-    def __init__(self, prompt: list[int], params: BeamSearchParams, eos_token_ids: list[int]):
+    def __init__(
+        self,
+        prompt: list[int],
+        salt: str | None,
+        params: BeamSearchParams,
+        eos_token_ids: list[int],
+    ):
+        self._salt = salt
         self._params = params
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.beams = [BeamSearchSequence(tokens=prompt, logprobs=[])]
         self._ended: list[BeamSearchSequence] = []
 
+    def prompt_of(self, beam: BeamSearchSequence) -> TokensPrompt:
+        prompt = TokensPrompt(prompt_token_ids=beam.tokens)
+        if self._salt is not None:
+            prompt["cache_salt"] = self._salt
+        return prompt
+
     def advance(self, outputs: list[RequestOutput]) -> None:
         """Replace the beams by the best of their continuations."""
         continued = []
         for beam, output in zip(self.beams, outputs, strict=True):
-            logprobs = output.outputs[0].logprobs
-            assert logprobs is not None, output
+            answer = output.outputs[0]
+            if answer.finish_reason == "error":
+                raise JaxLLMError(f"beam search cannot go on: {answer.stop_reason}")
+            logprobs = answer.logprobs
+            assert logprobs, output
             for token, logprob in logprobs[0].items():
                 ends = token in self._eos
                 shown = not ends or self._params.include_stop_str_in_output

@@ -5,6 +5,8 @@ rely on every bound that is checked here: ids exist, lists fit the device tables
 output fit the context.
 """
 
+import math
+import numbers
 import operator
 import random
 import time
@@ -60,6 +62,10 @@ class InputProcessor:
         if not isinstance(request_id, str) or not request_id:
             raise _refused("request_id", request_id, "it must be a non-empty string")
         self._check_priority(priority)
+        if arrival_time is None:
+            arrival_time = time.time()
+        elif not isinstance(arrival_time, numbers.Real) or not math.isfinite(arrival_time):
+            raise _refused("arrival_time", arrival_time, "it must be a number, as of time.time()")
         text, token_ids, cache_salt = self._read_prompt(prompt)
         token_ids = self._fit_prompt(token_ids, truncate_prompt_tokens)
         params = self._resolve_params(params)
@@ -82,14 +88,15 @@ class InputProcessor:
             EngineRequest(
                 request_id=engine_id,
                 prompt_token_ids=token_ids,
-                sampling_params=params,
+                # The prompt is the same for all: the first one tells about it.
+                sampling_params=params.clone(prompt_logprobs=None) if i else params,
                 max_tokens=room if params.max_tokens is None else min(int(params.max_tokens), room),
                 seed=(seed + i) % 2**64,
                 eos_token_ids=eos_token_ids,
                 stop_token_ids=stop_token_ids,
                 bad_word_ids=bad_word_ids,
                 priority=priority,
-                arrival_time=time.time() if arrival_time is None else arrival_time,
+                arrival_time=float(arrival_time),
                 cache_salt=cache_salt,
                 prefix_leader_id=ids[0] if i else None,
             )
@@ -139,6 +146,8 @@ class InputProcessor:
                     given,
                     "there is no tokenizer (skip_tokenizer_init=True); pass prompt_token_ids",
                 )
+            if not _is_unicode(given):
+                raise _refused("prompt", given, "it holds half a surrogate pair, which is no text")
             text, token_ids = given, self._tokenizer.encode(given)
         elif isinstance(given, list | tuple):
             token_ids = _integers("prompt_token_ids", given)
@@ -296,6 +305,14 @@ def _integers(name: str, values: Sequence[Any]) -> list[int]:
     if token_ids and min(token_ids) < 0:
         raise _refused(name, min(token_ids), "token ids must not be negative")
     return token_ids
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_salt(salt: object) -> None:

@@ -68,8 +68,12 @@ class LLMEngine:
     def submit(self, processed: ProcessedInput) -> None:
         """Queue what `process_input` made."""
         self._output_processor.add_request(processed)
-        for request in processed.requests:
-            self._client.add_request(request)
+        try:
+            for request in processed.requests:
+                self._client.add_request(request)
+        except BaseException:
+            self.abort_request(processed.request_id)
+            raise
 
     def add_request(
         self,

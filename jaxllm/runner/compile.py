@@ -125,10 +125,9 @@ def use_compilation_cache(directory: Path | None) -> None:
     except OSError as error:
         logger.warning("no compilation cache: cannot write %s (%s)", directory, error.strerror)
         return
-    if jax.config.jax_compilation_cache_dir != str(directory):
-        jax.config.update("jax_compilation_cache_dir", str(directory))
-        # JAX opens the directory once; this makes it open the new one.
-        compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    # JAX opens a directory once in a process; this makes it open the new one.
+    compilation_cache.reset_cache()
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # Otherwise the path of the cache becomes part of every key.

@@ -18,6 +18,7 @@ def size_kv_cache(
     config: CacheConfig,
     *,
     weights_bytes: int,
+    other_bytes: int,
     block_bytes: int,
     blocks_per_seq: int,
     max_num_seqs: int,
@@ -29,22 +30,24 @@ def size_kv_cache(
     """
     useful = blocks_per_seq * max_num_seqs
     free = _free_bytes(config)
-    needed = weights_bytes + blocks_per_seq * block_bytes
+    fixed = weights_bytes + other_bytes
+    needed = fixed + blocks_per_seq * block_bytes
     if config.num_gpu_blocks_override is not None:
         num_blocks, source = config.num_gpu_blocks_override, "num_gpu_blocks_override"
-        needed = weights_bytes + num_blocks * block_bytes
+        needed = fixed + num_blocks * block_bytes
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = min(config.kv_cache_memory_bytes // block_bytes, useful)
         source = "kv_cache_memory_bytes"
-        needed = weights_bytes + num_blocks * block_bytes
+        needed = fixed + num_blocks * block_bytes
     else:
         share = _CPU_SHARE if jax.default_backend() == "cpu" else 1 - _PROGRAM_SHARE
-        num_blocks = min(int(max(0, free - weights_bytes) * share) // block_bytes, useful)
+        num_blocks = min(int(max(0, free - fixed) * share) // block_bytes, useful)
         source = "the free memory"
     if needed > free:
         raise OutOfMemoryError(
-            f"weights {format_bytes(weights_bytes)} and a KV cache of at least "
-            f"{format_bytes(needed - weights_bytes)} need {format_bytes(needed)}, but only "
+            f"weights {format_bytes(weights_bytes)}, a KV cache of at least "
+            f"{format_bytes(needed - fixed)} and {format_bytes(other_bytes)} of sampler state and "
+            f"outputs need {format_bytes(needed)}, but only "
             f"{format_bytes(free)} are free; use a smaller model or dtype, or lower max_model_len "
             "or kv_cache_memory_bytes"
         )

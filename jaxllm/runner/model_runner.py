@@ -77,7 +77,7 @@ class ModelRunner:
         logger.info("weights loaded in %.1f s", time.perf_counter() - start)
         if plan.compile_at_start:
             logger.info("compiled %s", self._programs.compile_all())
-        self._state = DeviceState.zeros(plan)
+        self._state: DeviceState | None = DeviceState.zeros(plan)
         self._compiles_at_start = compilation_counter.compiles
         self.num_padded_tokens = 0
         self.pack_s = 0.0
@@ -89,6 +89,8 @@ class ModelRunner:
     def execute(self, schedule: Schedule) -> PendingStep:
         """Dispatch one step and return without waiting for it."""
         start = time.perf_counter()
+        if self._state is None:
+            self._state = DeviceState.zeros(self._plan)
         for admission in schedule.admissions:
             self._packer.admit(admission)
             row = slot_row(admission, self._plan.architecture.vocab_size)
@@ -106,8 +108,11 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
-        del self._state  # first: there may be no room for two caches
-        self._state = DeviceState.zeros(self._plan)
+        self._state = None  # made anew by the next step: there may be no room for two caches
+
+    def free(self) -> None:
+        """Give the devices' memory back; nothing can run any more."""
+        self._weights, self._state = [], None
 
     def _write_block_tables(self, updates: np.ndarray) -> None:
         for first in range(0, len(updates), _TABLE_WRITES):

@@ -28,6 +28,7 @@ from jaxllm.models.registry import ModelRegistry
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.memory import format_bytes, size_kv_cache
 from jaxllm.sampling.logits_processor import load_logits_processors
+from jaxllm.sampling.slot_state import SlotState
 from jaxllm.weights.checkpoint import read_json, resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
 
@@ -150,15 +151,21 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             for c in attention_configs
         )
 
+    vocab_size = architecture.vocab_size
+    max_logprobs = model.max_logprobs
+    max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+    slots = SlotState.abstract(max_num_seqs, vocab_size)
     num_blocks = size_kv_cache(
         config.cache,
         weights_bytes=weights_bytes(abstract_model),
+        # Sampler state; and logprobs, an id and a value each, of the step running and the next.
+        other_bytes=sum(map(_nbytes, jax.tree.leaves(slots)))
+        + 2 * max_num_batched_tokens * (1 + max_logprobs) * 8,
         block_bytes=sum(_nbytes(shape) for shape in cache_shapes(1)),
         blocks_per_seq=cdiv(max_model_len, block_size),
         max_num_seqs=max_num_seqs,
     )
     cache_dir = config.compilation.compilation_cache_dir
-    vocab_size = architecture.vocab_size
     return EnginePlan(
         model_name=model.model,
         model_dir=model_dir,
@@ -183,9 +190,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             block_size=block_size,
             min_rows=MIN_DOT_ROWS[platform],
         ),
-        max_logprobs=vocab_size
-        if model.max_logprobs == -1
-        else min(model.max_logprobs, vocab_size),
+        max_logprobs=max_logprobs,
         logits_processors=load_logits_processors(model.logits_processors, config),
         eos_token_ids=_eos_token_ids(architecture, model_dir),
         compile_at_start=not config.compilation.enforce_eager,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Each has a bit among the flags of a row (jaxllm.sampling.row_params).
 MAX_LOGITS_PROCESSORS = 8
+_LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 class LogitsProcessor:
@@ -72,7 +73,18 @@ def encode_request(
                 f"{type(processor).__name__}.encode returned {len(values)} numbers for "
                 f"extra_args={params.extra_args!r}; its num_params is {processor.num_params}"
             )
-        encoded.append(None if values is None else tuple(values))
+        encoded.append(None if values is None else _finite_numbers(processor, values))
+    return encoded
+
+
+def _finite_numbers(processor: LogitsProcessor, values: Sequence[float]) -> tuple[float, ...]:
+    name = type(processor).__name__
+    try:
+        encoded = tuple(map(float, values))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}.encode must return numbers: {error}") from error
+    if not all(abs(number) <= _LARGEST_FLOAT32 for number in encoded):  # nor is NaN
+        raise ValueError(f"{name}.encode returned {encoded}; float32 numbers must be finite")
     return encoded
 
 

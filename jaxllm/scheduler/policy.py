@@ -14,6 +14,7 @@ computed once, so it may only depend on what is fixed from then on.
 A policy that always prefers some requests can starve the others; fcfs cannot.
 """
 
+import math
 from typing import Protocol
 
 from jaxllm.errors import ValidationError
@@ -24,8 +25,26 @@ class SchedulingPolicy(Protocol):
     """Orders requests."""
 
     def key(self, request: Request) -> tuple:
-        """Return the sort key of a request that has just arrived; lower is served first."""
+        """Return the sort key of a request that has just arrived; lower is served first.
+
+        It is a tuple of numbers, of the same length for all requests.
+        """
         ...
+
+
+def checked_key(policy: SchedulingPolicy, request: Request) -> tuple:
+    """The policy's key of a request, once it is known to be comparable with others."""
+    key = policy.key(request)
+    if not isinstance(key, tuple) or not all(
+        isinstance(part, int | float) and not math.isnan(part) for part in key
+    ):
+        raise ValidationError(
+            f"the scheduling policy {type(policy).__name__} gave the key {key!r}; it must be a "
+            "tuple of numbers",
+            parameter="scheduling_policy",
+            value=key,
+        )
+    return key
 
 
 class FirstComeFirstServed:

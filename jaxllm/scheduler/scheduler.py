@@ -27,7 +27,7 @@ from jaxllm.scheduler.draft import PromptSpan, StepDraft
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.limits import make_limits
 from jaxllm.scheduler.logprobs import prompt_logprobs, row_logprobs
-from jaxllm.scheduler.policy import SchedulingPolicy, fcfs
+from jaxllm.scheduler.policy import SchedulingPolicy, checked_key, fcfs
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.waiting_queue import WaitingQueue
@@ -120,7 +120,7 @@ class Scheduler:
         assert request.max_num_tokens <= self._max_model_len, (
             f"{request}: {request.max_num_tokens} tokens exceed {self._max_model_len}"
         )
-        request.order = (*self._policy.key(request), self._num_arrivals)
+        request.order = (*checked_key(self._policy, request), self._num_arrivals)
         self._num_arrivals += 1
         request.stats.queued_ts = time.monotonic()
         leader = self._requests.get(message.prefix_leader_id or "")

@@ -22,6 +22,7 @@ OPTIONS = {
     "max_model_len": 64,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
+    "block_size": 16,
     "kv_cache_memory_bytes": 4 << 20,
     "max_logprobs": 5,
 }

@@ -219,6 +219,26 @@ def test_interrupt_while_waiting_for_the_device_loses_nothing(make_core, expecte
     assert {prompt: outcome.token_ids for prompt, outcome in outcomes.items()} == expected
 
 
+@pytest.mark.parametrize("step", [0, 3, 8])
+def test_interrupt_while_a_step_is_dispatched_costs_no_more_than_that_step(
+    make_core, expected, step
+):
+    def step_on(core):
+        try:
+            return core.step()
+        except KeyboardInterrupt:
+            return []
+
+    core = make_core(Fault(step, "execute", KeyboardInterrupt()))
+    outcomes = run(core, step_on)
+    assert core._executor.has_failed
+    for prompt, outcome in outcomes.items():
+        if not outcome.failed:
+            assert outcome.token_ids == expected[prompt]
+    again = run(core)
+    assert {prompt: outcome.token_ids for prompt, outcome in again.items()} == expected
+
+
 # ---- the same from outside
 
 

@@ -59,7 +59,8 @@ class Toy:
 
 
 def search(toy, **params):
-    return beam_search(PROMPTS, BeamSearchParams(**params), info(), toy.generate)
+    salts = [None] * len(PROMPTS)
+    return beam_search(PROMPTS, salts, BeamSearchParams(**params), info(), toy.generate)
 
 
 @pytest.mark.parametrize("ignore_eos", [True, False])
@@ -129,6 +130,7 @@ def test_what_the_engine_cannot_give_is_refused():
     with pytest.raises(ValidationError, match="beam_width=3 needs 6.*max_logprobs=5"):
         beam_search(
             PROMPTS,
+            [None] * len(PROMPTS),
             BeamSearchParams(beam_width=3, max_tokens=2),
             info(max_logprobs=5),
             toy.generate,

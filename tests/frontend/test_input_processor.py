@@ -62,6 +62,7 @@ def test_request_crosses_the_process_boundary_unchanged(processor):
         ([1, 400], "below 400"),
         ([1, 2**70], "below 400"),
         ([1] * 64, "at most 63"),
+        ("a\ud800b", "surrogate"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
         ({"prompt": "a", "cache_salt": 3}, "cache_salt"),
         ({"prompt": "a", "cache_salt": "x" * 129}, "128"),
@@ -228,3 +229,9 @@ def test_wrong_kinds_of_id_and_params_are_refused(processor):
         processor.process("", "hello", SamplingParams())
     with pytest.raises(ValidationError, match="SamplingParams"):
         processor.process("r", "hello", {"n": 1})
+
+
+@pytest.mark.parametrize("arrival_time", ["now", float("nan"), float("inf")])
+def test_arrival_time_must_be_a_number(processor, arrival_time):
+    with pytest.raises(ValidationError, match="arrival_time"):
+        process(processor, arrival_time=arrival_time)
