@@ -81,6 +81,14 @@ class InputProcessor:
                 f"with the end-of-sequence ids there are {num_stop} stop ids; at most "
                 f"{Limits.MAX_STOP_TOKEN_IDS} are allowed",
             )
+        allowed = params.allowed_token_ids
+        if params.min_tokens and allowed and {*eos_token_ids, *stop_token_ids}.issuperset(allowed):
+            raise _refused(
+                "allowed_token_ids",
+                allowed,
+                f"each of them ends the output, which min_tokens={params.min_tokens} puts off; "
+                "allow others, or set min_tokens=0",
+            )
         room = self._info.max_model_len - len(token_ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else int(params.seed)
         ids = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]

@@ -235,3 +235,11 @@ def test_wrong_kinds_of_id_and_params_are_refused(processor):
 def test_arrival_time_must_be_a_number(processor, arrival_time):
     with pytest.raises(ValidationError, match="arrival_time"):
         process(processor, arrival_time=arrival_time)
+
+
+def test_allowed_tokens_must_leave_one_that_does_not_end_the_output(processor):
+    params = SamplingParams(allowed_token_ids=[5, 6], stop_token_ids=[5, 6], min_tokens=2)
+    with pytest.raises(ValidationError, match="allowed_token_ids.*min_tokens=2"):
+        process(processor, params=params)
+    assert process(processor, params=params.clone(min_tokens=0)).requests
+    assert process(processor, params=params.clone(stop_token_ids=[5])).requests
