@@ -18,6 +18,7 @@ from jaxllm import (
     register_scheduling_policy,
 )
 from jaxllm.metrics.reader import Counter, Gauge
+from jaxllm.scheduler import policy
 from jaxllm.testing import VOCAB_SIZE, make_tiny_checkpoint
 
 EOS = 0
@@ -47,8 +48,15 @@ class NotComparable:
         return (None,)
 
 
-register_scheduling_policy("fewest_tokens", ShortestPromptFirst())
-register_scheduling_policy("not_comparable", NotComparable())
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    """Policies from outside; other tests do not see them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "_policies", dict(policy._policies))
+        register_scheduling_policy("fewest_tokens", ShortestPromptFirst())
+        register_scheduling_policy("not_comparable", NotComparable())
+        yield
+
 
 OPTIONS = {
     "max_model_len": 128,

@@ -209,7 +209,7 @@ def test_wrong_number_of_parameters_is_refused(llm):
         ({"max_num_seqs": 64}, ["max_num_batched_tokens=32", "max_num_seqs=64"]),
         ({"max_model_len": 4096}, ["max_model_len=4096", "2048", "hf_overrides"]),
         ({"attention_backend": "magic"}, ["attention_backend='magic'", "xla"]),
-        ({"scheduling_policy": "lifo"}, ["scheduling_policy='lifo'", "fcfs", "priority"]),
+        ({"scheduling_policy": "lifo"}, ["scheduling_policy='lifo'", "fcfs, priority"]),
         ({"logits_processors": ("nowhere:Nothing",)}, ["nowhere:Nothing", "imported"]),
         (
             {"enable_chunked_prefill": False},
