@@ -11,10 +11,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxllm_kernels.common import cdiv
-from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS
+from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
     AttentionConfig,
+    BatchLimits,
     default_backend,
     get_backend,
 )
@@ -57,7 +58,7 @@ class EnginePlan:
     model_dir: Path
     architecture: Architecture
     model_class: type
-    platform: str
+    chip: Chip
     dtype: Any
     load_format: Literal["auto", "safetensors", "dummy"]
     seed: int
@@ -106,7 +107,7 @@ class EnginePlan:
         tokens = self.num_blocks * self.block_size
         return (
             f"{arch.name}, {arch.num_layers} layers, {jnp.dtype(self.dtype).name} on "
-            f"{self.platform}; weights {format_bytes(self.weights_bytes)}; attention "
+            f"{self.chip.name}; weights {format_bytes(self.weights_bytes)}; attention "
             f"{self.attention.name!r}\n"
             f"KV cache {format_bytes(self.kv_cache_bytes)}: {self.num_blocks} blocks of "
             f"{self.block_size} = {tokens} tokens, room for {tokens // self.max_model_len} "
@@ -123,7 +124,8 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     hf_config = read_json(model_dir / "config.json")
     architecture = read_architecture(hf_config, overrides=model.hf_overrides)
     model_class = ModelRegistry.resolve([architecture.name])
-    platform = jax.default_backend()
+    chip = chip_of(jax.devices()[0])
+    platform = chip.platform
     defaults = _DEFAULTS[platform]
     dtype = _choose_dtype(model.dtype, architecture, platform)
     max_model_len = _choose_max_model_len(model.max_model_len, architecture)
@@ -136,10 +138,16 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     abstract_model = model_class.abstract(architecture, dtype)
     attention_configs = abstract_model.attention_configs
     name = config.compilation.attention_backend
-    attention = default_backend(platform) if name == "auto" else _named_backend(name)
+    attention = default_backend(chip) if name == "auto" else _named_backend(name)
+    limits = BatchLimits(
+        num_tokens=max_num_batched_tokens,
+        num_rows=max_num_seqs,
+        max_blocks=cdiv(max_model_len, block_size),
+        block_size=block_size,
+    )
     for attention_config in set(attention_configs):
         try:
-            attention.check(attention_config, block_size=block_size, dtype=dtype, platform=platform)
+            attention.check(attention_config, limits, dtype=dtype, chip=chip)
         except ValueError as error:
             raise ValidationError(str(error)) from error
 
@@ -171,7 +179,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         model_dir=model_dir,
         architecture=architecture,
         model_class=model_class,
-        platform=platform,
+        chip=chip,
         dtype=dtype,
         load_format=model.load_format,
         seed=model.seed,

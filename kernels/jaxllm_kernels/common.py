@@ -18,11 +18,13 @@ def round_up(a: int, multiple: int) -> int:
 def storage_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The type in which an array that is updated in place keeps values of a floating type.
 
-    XLA:CPU has no 16-bit floating scatter: it converts the whole operand to float32 and back, for
-    every update. So 16-bit floats are kept as their bits.
+    XLA:CPU has no scatter of floats below 32 bits: it converts the whole operand to float32 and
+    back, for every update. So they are kept as their bits.
     """
     dtype = jnp.dtype(dtype)
-    return jnp.dtype(jnp.uint16) if dtype.itemsize == 2 else dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    return jnp.dtype({1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, dtype))
 
 
 def to_storage(x: jax.Array) -> jax.Array:

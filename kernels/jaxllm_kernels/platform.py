@@ -1,14 +1,139 @@
-"""Facts about platforms that a plan or an implementation chooses by.
+"""Facts about chips that a plan or an implementation chooses by.
 
-A platform is what `jax.Device.platform` says: "cpu", "gpu" or "tpu".
+A platform is what `jax.Device.platform` says: "cpu", "gpu" or "tpu". A chip is what one JAX device
+is: a whole TPU chip, except where a chip shows each of its cores as a device (v7x).
 """
+
+from dataclasses import dataclass
+
+import jax
 
 # Tokens per KV block where nobody asks for a number. On a CPU the XLA attention backend takes one
 # block per iteration: in processor time of a decode (benchmarks/attention_xla.py, two cores),
 # blocks of 16 cost 1.7 to 1.9 times those of 64, and blocks of 32 cost 1.0 to 1.2 times; smaller
 # blocks are shared more often between prompts.
-DEFAULT_BLOCK_SIZES = {"cpu": 32, "gpu": 32, "tpu": 64}
+DEFAULT_BLOCK_SIZES = {"cpu": 32, "gpu": 64, "tpu": 64}
 
 # Rows that a matrix product needs before it leaves a slow path. XLA:CPU multiplies one row of
 # 16-bit weights ten times slower than two.
 MIN_DOT_ROWS = {"cpu": 2, "gpu": 1, "tpu": 1}
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What a JAX device is made of; zero where a fact does not exist or nobody needs it."""
+
+    name: str
+    platform: str
+    # Peak rates, from the makers' data sheets.
+    hbm_bytes_per_second: float = 0
+    bf16_flops_per_second: float = 0
+    # TensorCores of a TPU, streaming multiprocessors of a GPU.
+    num_cores: int = 1
+    # Memory of a core that a kernel manages by hand: VMEM of a TPU, shared memory of a GPU.
+    vmem_bytes: int = 0
+    # Scalar memory of a TPU core.
+    smem_bytes: int = 0
+    # Of an NVIDIA GPU: (9, 0) is Hopper.
+    compute_capability: tuple[int, int] | None = None
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(name="cpu", platform="cpu"),
+        Chip(
+            name="v4",
+            platform="tpu",
+            hbm_bytes_per_second=1.23e12,
+            bf16_flops_per_second=275e12,
+            num_cores=2,
+            vmem_bytes=16 * _MIB,
+            smem_bytes=_MIB,
+        ),
+        Chip(
+            name="v5e",
+            platform="tpu",
+            hbm_bytes_per_second=0.82e12,
+            bf16_flops_per_second=197e12,
+            vmem_bytes=128 * _MIB,
+            smem_bytes=_MIB,
+        ),
+        Chip(
+            name="v5p",
+            platform="tpu",
+            hbm_bytes_per_second=2.765e12,
+            bf16_flops_per_second=459e12,
+            num_cores=2,
+            vmem_bytes=64 * _MIB,
+            smem_bytes=_MIB,
+        ),
+        Chip(
+            name="v6e",
+            platform="tpu",
+            hbm_bytes_per_second=1.64e12,
+            bf16_flops_per_second=920e12,
+            vmem_bytes=128 * _MIB,
+            smem_bytes=_MIB,
+        ),
+        Chip(
+            name="v7x",
+            platform="tpu",
+            hbm_bytes_per_second=3.69e12,
+            bf16_flops_per_second=1155e12,
+            vmem_bytes=64 * _MIB,
+            smem_bytes=_MIB,
+        ),
+        Chip(
+            name="h200",
+            platform="gpu",
+            hbm_bytes_per_second=4.8e12,
+            bf16_flops_per_second=989e12,
+            num_cores=132,
+            vmem_bytes=227 * 1024,
+            compute_capability=(9, 0),
+        ),
+        Chip(
+            name="h100",
+            platform="gpu",
+            hbm_bytes_per_second=3.35e12,
+            bf16_flops_per_second=989e12,
+            num_cores=132,
+            vmem_bytes=227 * 1024,
+            compute_capability=(9, 0),
+        ),
+    )
+}
+
+_DEVICE_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "v7x",
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 80GB HBM3": "h100",
+}
+
+
+def chip_of(device: jax.Device) -> Chip:
+    """The chip that a device, real or of a compile-only topology, is.
+
+    One that the table lacks gets its name and what the device itself tells.
+    """
+    if device.platform == "cpu":
+        return CHIPS["cpu"]
+    if name := _DEVICE_KINDS.get(device.device_kind):
+        return CHIPS[name]
+    capability = getattr(device, "compute_capability", None)
+    return Chip(
+        name=device.device_kind,
+        platform=device.platform,
+        num_cores=getattr(device, "core_count", 1),
+        compute_capability=tuple(map(int, str(capability).split("."))) if capability else None,
+    )

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
+    BatchLimits,
     RaggedBatch,
     default_backend,
     get_backend,
@@ -170,10 +172,12 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
         get_backend("flash")
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_every_platform_has_a_default_backend(platform):
-    backend = default_backend(platform)
-    backend.check(CONFIG, block_size=16, dtype=jnp.bfloat16, platform=platform)
+LIMITS = BatchLimits(num_tokens=2048, num_rows=64, max_blocks=128, block_size=64)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_every_chip_has_a_default_backend(chip):
+    default_backend(chip).check(CONFIG, LIMITS, dtype=jnp.bfloat16, chip=chip)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -188,4 +192,4 @@ def test_every_platform_has_a_default_backend(platform):
 def test_what_cannot_be_run_is_refused(name, change, dtype, message):
     config = dataclasses.replace(CONFIG, **change)
     with pytest.raises(ValueError, match=message):
-        get_backend(name).check(config, block_size=16, dtype=dtype, platform="cpu")
+        get_backend(name).check(config, LIMITS, dtype=dtype, chip=CHIPS["cpu"])

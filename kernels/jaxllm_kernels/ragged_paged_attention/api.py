@@ -10,11 +10,13 @@ P blocks per row.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from jaxllm_kernels.platform import Chip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,25 @@ class AttentionConfig:
     sliding_window: int | None = None
     # Scores become soft_cap * tanh(scores / soft_cap).
     soft_cap: float | None = None
+    # The cache keeps keys and values in this type, scaled per kv head; None: in their own.
+    kv_dtype: Literal["int8", "float8_e4m3fn"] | None = None
+
+
+class KVScales(NamedTuple):
+    """What a cache of a `kv_dtype` is multiplied by to become keys and values."""
+
+    k: jax.Array  # float32 [K]
+    v: jax.Array  # float32 [K]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """The largest batch that a plan will ever make: what memory outside the cache depends on."""
+
+    num_tokens: int
+    num_rows: int
+    max_blocks: int  # of a row
+    block_size: int
 
 
 @jax.tree_util.register_dataclass
@@ -97,9 +118,9 @@ class AttentionBackend(Protocol):
         ...
 
     def check(
-        self, config: AttentionConfig, *, block_size: int, dtype: DTypeLike, platform: str
+        self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
-        """Raise ValueError, naming the flag to change, if this cannot be run there."""
+        """Raise ValueError, naming the flag to change, if this cannot be run on that chip."""
         ...
 
     def cache_shape(
@@ -107,8 +128,8 @@ class AttentionBackend(Protocol):
     ) -> jax.ShapeDtypeStruct:
         """Shape and type of one layer's cache for keys and values of type dtype.
 
-        Caches are born as zeros. The type may differ from dtype, where a platform updates another
-        type of the same size faster.
+        Caches are born as zeros. The type may differ from dtype (or the config's kv_dtype), where a
+        platform updates another type of the same size faster.
         """
         ...
 
@@ -132,6 +153,7 @@ class AttentionBackend(Protocol):
         *,
         config: AttentionConfig,
         sinks: jax.Array | None = None,
+        kv_scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Write this step's keys and values into the cache, then attend.
 
@@ -141,6 +163,7 @@ class AttentionBackend(Protocol):
           k, v: [T, K, H], of the dtype that `cache_shape` was asked for.
           cache: as described by `cache_shape`; donate it, it is updated in place.
           sinks: [N], logits of a key that every token sees and whose value is zero.
+          kv_scales: given if and only if the config has a kv_dtype.
 
         Returns:
           The output [T, N, H], of q's dtype, and the updated cache.
@@ -168,14 +191,14 @@ def get_backend(name: str) -> AttentionBackend:
     return _backends[name]
 
 
-def default_backend(platform: str) -> AttentionBackend:
-    """The backend for a platform whose user asked for none: the same, "xla", on all of them."""
-    if platform not in ("cpu", "gpu", "tpu"):
-        raise ValueError(f"platform {platform!r} is not one of cpu, gpu, tpu")
+def default_backend(chip: Chip) -> AttentionBackend:
+    """The backend for a chip whose user asked for none: the same, "xla", on all of them."""
+    if chip.platform not in ("cpu", "gpu", "tpu"):
+        raise ValueError(f"platform {chip.platform!r} is not one of cpu, gpu, tpu")
     return get_backend("xla")
 
 
-def check_common(config: AttentionConfig, *, block_size: int, dtype: DTypeLike) -> None:
+def check_common(config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike) -> None:
     """Refuse what no backend can run."""
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
@@ -183,8 +206,8 @@ def check_common(config: AttentionConfig, *, block_size: int, dtype: DTypeLike) 
         )
     if config.sliding_window is not None and config.sliding_window < 1:
         raise ValueError(f"sliding_window={config.sliding_window} must be at least 1")
-    if block_size < 1:
-        raise ValueError(f"block_size={block_size} must be at least 1; set --block-size")
+    if limits.block_size < 1:
+        raise ValueError(f"block_size={limits.block_size} must be at least 1; set --block-size")
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"attention in {jnp.dtype(dtype).name} is not supported; "

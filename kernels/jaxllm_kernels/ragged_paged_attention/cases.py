@@ -10,10 +10,11 @@ computed in float64 from the unpaged keys and values.
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -21,6 +22,7 @@ from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
     AttentionConfig,
+    KVScales,
     RaggedBatch,
 )
 
@@ -45,6 +47,7 @@ class Case:
     sliding_window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    kv_dtype: Literal["int8", "float8_e4m3fn"] | None = None
     decode_only: bool = False
     # Rows given to the program as decodes; None for all that can be.
     num_decodes: int | None = None
@@ -60,6 +63,7 @@ class Case:
             scale=2 * self.head_size**-0.5,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
+            kv_dtype=self.kv_dtype,
         )
 
 
@@ -100,6 +104,25 @@ CASES = (
     Case(name="window_of_pages", rows=_MIXED, sliding_window=48),
     Case(name="window_decodes", rows=_DECODES, num_tokens=8, decode_only=True, sliding_window=20),
     Case(name="everything", rows=_MIXED, sliding_window=21, soft_cap=3.0, has_sinks=True),
+    Case(name="int8_kv", rows=_MIXED, block_size=32, kv_dtype="int8"),
+    Case(name="fp8_kv", rows=_MIXED, block_size=32, kv_dtype="float8_e4m3fn"),
+    Case(
+        name="int8_kv_decodes",
+        rows=_DECODES,
+        num_tokens=8,
+        decode_only=True,
+        block_size=32,
+        kv_dtype="int8",
+    ),
+    Case(
+        name="everything_with_fp8_kv",
+        rows=_MIXED,
+        block_size=32,
+        sliding_window=21,
+        soft_cap=3.0,
+        has_sinks=True,
+        kv_dtype="float8_e4m3fn",
+    ),
     Case(
         name="thousands_of_tokens_beside_tens",
         rows=((1, 3000), *[(1, 10)] * 49, (10, 2500)),
@@ -180,7 +203,10 @@ def run_case(
     poison = np.full(spec.size * spec.dtype.itemsize, 0xFF, np.uint8)
     cache = jnp.asarray(poison.view(spec.dtype).reshape(spec.shape))
 
-    run = functools.partial(_run, sinks=sinks, backend=backend, config=case.config)
+    scales = _draw_scales(case, rng)
+    run = functools.partial(
+        _run, sinks=sinks, kv_scales=scales, backend=backend, config=case.config
+    )
     before = dataclasses.replace(
         case, num_tokens=max(case.num_tokens, 64), decode_only=False, num_decodes=0
     )
@@ -189,7 +215,7 @@ def run_case(
     out, _ = run(*_pack(step, case, dtype, rng), cache)
 
     out = np.asarray(out).astype(np.float64)
-    expected = [_attend_float64(span, case, sinks) for span in step]
+    expected = [_attend_float64(span, case, sinks, scales) for span in step]
     total = sum(map(len, expected))
     return CaseResult(
         out[:total],
@@ -199,9 +225,31 @@ def run_case(
 
 
 @functools.partial(jax.jit, static_argnames=("backend", "config"), donate_argnames="cache")
-def _run(q, k, v, batch, cache, *, sinks, backend, config):
+def _run(q, k, v, batch, cache, *, sinks, kv_scales, backend, config):
     prepared = backend.prepare(batch, (config,), num_tokens=q.shape[0])
-    return backend.attend(q, k, v, cache, batch, prepared, config=config, sinks=sinks)
+    return backend.attend(
+        q, k, v, cache, batch, prepared, config=config, sinks=sinks, kv_scales=kv_scales
+    )
+
+
+def _draw_scales(case: Case, rng: np.random.Generator) -> KVScales | None:
+    """Scales with which normal variables fill their type; int8 cuts off a few."""
+    if case.kv_dtype is None:
+        return None
+    unit = 0.03 if case.kv_dtype == "int8" else 1.0
+    k, v = unit * rng.uniform(0.7, 1.4, size=(2, case.num_kv_heads)).astype(np.float32)
+    return KVScales(jnp.asarray(k), jnp.asarray(v))
+
+
+def _as_cached(x: np.ndarray, scale: jax.Array, case: Case) -> np.ndarray:
+    """The values [T, K, H] that a cache of an 8-bit type keeps of x, float64."""
+    scales = np.asarray(scale)[:, None]
+    x = x.astype(np.float32) / scales
+    if case.kv_dtype == "int8":
+        x = np.rint(x).clip(-127, 127)
+    else:
+        x = x.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return x.astype(np.float64) * scales
 
 
 def _split(spans: list[_Span], case: Case) -> list[list[_Span]]:
@@ -250,12 +298,17 @@ def _pack(spans: list[_Span], case: Case, dtype: DTypeLike, rng: np.random.Gener
     return *operands, batch
 
 
-def _attend_float64(span: _Span, case: Case, sinks: jax.Array | None) -> np.ndarray:
+def _attend_float64(
+    span: _Span, case: Case, sinks: jax.Array | None, kv_scales: KVScales | None
+) -> np.ndarray:
     """The truth about the tokens of a row: [tokens, N, H]."""
     config = case.config
     group_size = case.num_heads // case.num_kv_heads
     q = span.row.q[span.start : span.end].astype(np.float64)
-    k, v = (np.repeat(x.astype(np.float64), group_size, axis=1) for x in (span.row.k, span.row.v))
+    k, v = span.row.k.astype(np.float64), span.row.v.astype(np.float64)
+    if kv_scales is not None:
+        k, v = _as_cached(k, kv_scales.k, case), _as_cached(v, kv_scales.v, case)
+    k, v = (np.repeat(x, group_size, axis=1) for x in (k, v))
     scores = config.scale * np.einsum("tnh,cnh->ntc", q, k)
     if config.soft_cap is not None:
         scores = config.soft_cap * np.tanh(scores / config.soft_cap)

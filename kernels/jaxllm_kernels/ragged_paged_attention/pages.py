@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.common import storage_dtype, to_storage
-from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch, TokenPlaces
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionConfig,
+    KVScales,
+    RaggedBatch,
+    TokenPlaces,
+)
 
 # An index past the end of every array: a scatter drops it.
 OUT_OF_RANGE = jnp.iinfo(jnp.int32).max
@@ -21,7 +26,8 @@ def pages_shape(
 ) -> jax.ShapeDtypeStruct:
     """Shape and type of one layer's cache."""
     return jax.ShapeDtypeStruct(
-        (num_blocks, 2, config.num_kv_heads, block_size, config.head_size), storage_dtype(dtype)
+        (num_blocks, 2, config.num_kv_heads, block_size, config.head_size),
+        storage_dtype(config.kv_dtype or dtype),
     )
 
 
@@ -34,8 +40,30 @@ def write_blocks(batch: RaggedBatch, places: TokenPlaces) -> jax.Array:
 def write_pages(
     cache: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Write keys and values, both [T, K, H], of tokens with these blocks and positions."""
+    """Write keys and values, both [T, K, H] and as cached, of tokens with these places."""
     assert cache.dtype == storage_dtype(k.dtype), (cache.dtype, k.dtype)
     block_size = cache.shape[3]
     kv = to_storage(jnp.stack([k, v], axis=1))
     return cache.at[blocks, :, :, positions % block_size].set(kv, mode="drop")
+
+
+def to_cached(
+    k: jax.Array, v: jax.Array, config: AttentionConfig, scales: KVScales | None
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values, both [T, K, H], in the type in which the cache keeps them."""
+    if config.kv_dtype is None:
+        return k, v
+    assert scales is not None, config
+    return quantize(k, scales.k, config.kv_dtype), quantize(v, scales.v, config.kv_dtype)
+
+
+def quantize(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """x [T, K, H] over the scale [K] of its head, as the nearest value of an 8-bit type.
+
+    What lies beyond the type's range becomes the end of it.
+    """
+    x = x.astype(jnp.float32) / scale[:, None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.clip(jnp.round(x), -127, 127).astype(dtype)
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -limit, limit).astype(dtype)

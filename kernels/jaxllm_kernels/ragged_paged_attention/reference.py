@@ -11,13 +11,21 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.common import from_storage
+from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
+    BatchLimits,
+    KVScales,
     RaggedBatch,
     check_common,
     locate_tokens,
 )
-from jaxllm_kernels.ragged_paged_attention.pages import pages_shape, write_blocks, write_pages
+from jaxllm_kernels.ragged_paged_attention.pages import (
+    pages_shape,
+    to_cached,
+    write_blocks,
+    write_pages,
+)
 
 
 @dataclass(frozen=True)
@@ -27,10 +35,10 @@ class ReferenceBackend:
     name: str = "reference"
 
     def check(
-        self, config: AttentionConfig, *, block_size: int, dtype: DTypeLike, platform: str
+        self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
-        del platform
-        check_common(config, block_size=block_size, dtype=dtype)
+        del chip
+        check_common(config, limits, dtype=dtype)
 
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
@@ -53,14 +61,19 @@ class ReferenceBackend:
         *,
         config: AttentionConfig,
         sinks: jax.Array | None = None,
+        kv_scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         del prepared
         places = locate_tokens(batch, q.shape[0])
+        k, v = to_cached(k, v, config, kv_scales)
         cache = write_pages(cache, k, v, write_blocks(batch, places), places.positions)
 
         def attend_one(token):
             q, row, position = token
             pages = from_storage(cache[batch.block_tables[row]], k.dtype)  # [P, 2, K, block, H]
+            pages = pages.astype(jnp.float32)
+            if kv_scales is not None:
+                pages *= jnp.stack(kv_scales)[:, :, None, None]
             return _attend_one(q, pages, position, sinks, config)
 
         return jax.lax.map(attend_one, (q, places.rows, places.positions)), cache
@@ -81,7 +94,7 @@ def _attend_one(
     if config.sliding_window is not None:
         visible &= kv_positions > position - config.sliding_window
     # What is not visible may hold anything, also NaN, which a weight of zero would not silence.
-    keys, values = jnp.where(visible[:, None], kv.astype(jnp.float32), 0)
+    keys, values = jnp.where(visible[:, None], kv, 0)
 
     grouped = q.reshape(num_kv_heads, -1, head_size).astype(jnp.float32)
     scores = config.scale * jnp.einsum("kgh,kth->kgt", grouped, keys, precision="highest")

@@ -21,13 +21,21 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.common import from_storage
+from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
+    BatchLimits,
+    KVScales,
     RaggedBatch,
     check_common,
     locate_tokens,
 )
-from jaxllm_kernels.ragged_paged_attention.pages import pages_shape, write_blocks, write_pages
+from jaxllm_kernels.ragged_paged_attention.pages import (
+    pages_shape,
+    to_cached,
+    write_blocks,
+    write_pages,
+)
 
 # The score of a key that is not seen. It is finite, so that a query may meet such keys alone: their
 # weights, all one, are multiplied by exp(_UNSEEN - score) = 0 as soon as it sees a key, and none
@@ -63,10 +71,10 @@ class XlaBackend:
     tile_size: int = 32
 
     def check(
-        self, config: AttentionConfig, *, block_size: int, dtype: DTypeLike, platform: str
+        self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
-        del platform
-        check_common(config, block_size=block_size, dtype=dtype)
+        del chip
+        check_common(config, limits, dtype=dtype)
 
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
@@ -94,7 +102,9 @@ class XlaBackend:
         *,
         config: AttentionConfig,
         sinks: jax.Array | None = None,
+        kv_scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        k, v = to_cached(k, v, config, kv_scales)
         cache = write_pages(cache, k, v, prepared.write_blocks, prepared.positions)
         num_tokens = q.shape[0]
         tile_size = 1 if batch.decode_only else self._tile_size(num_tokens)
@@ -111,7 +121,7 @@ class XlaBackend:
         # A tile may also reach into the next row's tokens; they come later and overwrite it.
         def attend_tile(out: jax.Array, tile: Tile, size: int) -> jax.Array:
             tile_q = lax.dynamic_slice_in_dim(queries, tile.token, size)
-            new = _attend_tile(tile_q, cache, batch, tile, config, sinks, k.dtype)
+            new = _attend_tile(tile_q, cache, batch, tile, config, sinks, kv_scales, k.dtype)
             return lax.dynamic_update_slice_in_dim(out, new, tile.token, axis=0)
 
         out = lax.fori_loop(0, batch.num_decodes, attend_decode, jnp.zeros_like(queries))
@@ -151,6 +161,7 @@ def _attend_tile(
     tile: Tile,
     config: AttentionConfig,
     sinks: jax.Array | None,
+    kv_scales: KVScales | None,
     dtype: DTypeLike,
 ) -> jax.Array:
     """Attention of a tile's queries, float32 [tile size, N, H], to a cache of a dtype."""
@@ -165,6 +176,8 @@ def _attend_tile(
     # Per kv head, a line for every token and every query head that shares it.
     lines = q.reshape(tile_size, num_kv_heads, group_size, head_size).swapaxes(0, 1)
     lines = lines.reshape(num_kv_heads, -1, head_size)
+    if kv_scales is not None:
+        lines *= kv_scales.k[:, None, None]
 
     position = batch.context_lens[tile.row] - (batch.query_starts[tile.row + 1] - tile.token)
     end = position + tile.num_tokens
@@ -213,5 +226,8 @@ def _attend_tile(
         attend_block,
         (largest, total, jnp.zeros(lines.shape, jnp.float32)),
     )
-    out = (weighted / total[..., None]).reshape(num_kv_heads, tile_size, group_size, head_size)
+    out = weighted / total[..., None]
+    if kv_scales is not None:
+        out *= kv_scales.v[:, None, None]
+    out = out.reshape(num_kv_heads, tile_size, group_size, head_size)
     return out.swapaxes(0, 1).reshape(q.shape)
