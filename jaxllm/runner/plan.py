@@ -139,6 +139,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     attention_configs = abstract_model.attention_configs
     name = config.compilation.attention_backend
     attention = default_backend(chip) if name == "auto" else _named_backend(name)
+    attention = attention.tuned_for(chip)
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
         num_rows=max_num_seqs,

@@ -24,6 +24,10 @@ from jaxllm_kernels.ragged_paged_attention.xla import XlaBackend
 BACKENDS = ["reference", "xla"]
 # Small tiles: rows have more of them.
 SMALL = XlaBackend(name="xla_small", tile_size=4)
+# As on an accelerator: several tiles and blocks in an iteration.
+BATCHED = XlaBackend(
+    name="xla_batched", tile_size=8, decodes_at_once=4, tiles_at_once=3, keys_at_once=40
+)
 
 
 def assert_correct(backend, case: Case, dtype: str, seed: int = 0) -> None:
@@ -39,6 +43,16 @@ def slow_marked(case: Case):
 @pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
 def test_xla_is_right(case):
     assert_correct(get_backend("xla"), case, "float32")
+
+
+@pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
+def test_xla_is_right_in_batches(case):
+    assert_correct(BATCHED, case, "float32")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "everything" in c.name or c.kv_dtype])
+def test_xla_is_right_as_tuned_for_a_gpu(case):
+    assert_correct(get_backend("xla").tuned_for(CHIPS["h200"]), case, "bfloat16")
 
 
 @pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
@@ -68,7 +82,9 @@ def ragged_rows(draw) -> tuple[int, tuple[tuple[int, int], ...]]:
 
 
 @pytest.mark.parametrize("sliding_window", [None, 7])
-@pytest.mark.parametrize("backend", [get_backend("reference"), SMALL], ids=lambda b: b.name)
+@pytest.mark.parametrize(
+    "backend", [get_backend("reference"), SMALL, BATCHED], ids=lambda b: b.name
+)
 @settings(max_examples=25, deadline=None)
 @given(drawn=ragged_rows(), seed=st.integers(0, 1000))
 def test_drawn_batches_are_right(backend, sliding_window, drawn, seed):

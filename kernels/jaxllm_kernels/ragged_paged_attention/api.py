@@ -10,7 +10,7 @@ P blocks per row.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +115,10 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
         """The name under which the backend is registered and asked for."""
+        ...
+
+    def tuned_for(self, chip: Chip) -> Self:
+        """The backend with its tunables chosen for a chip."""
         ...
 
     def check(

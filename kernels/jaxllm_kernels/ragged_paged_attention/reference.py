@@ -34,6 +34,10 @@ class ReferenceBackend:
 
     name: str = "reference"
 
+    def tuned_for(self, chip: Chip) -> "ReferenceBackend":
+        del chip
+        return self
+
     def check(
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:

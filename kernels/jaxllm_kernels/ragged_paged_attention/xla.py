@@ -1,17 +1,21 @@
 """The implementation in plain XLA: what CPUs run, and others that have no kernel of their own.
 
 The queries of a row are cut into tiles of consecutive tokens. One loop takes the tiles, a loop
-within takes the blocks in which the tile sees a key, and folds each into the running softmax of the
+within takes the blocks in which the tile sees a key, and folds them into the running softmax of the
 tile's queries. Both loops are as long as the batch asks for, so the cost follows the tokens that
-are attended to, not the lengths that are possible, and scores never exist for more than one tile
-and block.
+are attended to, not the lengths that are possible, and scores never exist for more than the tiles
+and blocks of one iteration.
 
-One block at a time, because XLA:CPU copies a slice of the cache several times faster than it
-gathers or concatenates several; blocks of 32 tokens and more make the loop's own cost small.
+How many tiles and blocks that is depends on the chip. A CPU takes one and one: XLA:CPU copies a
+slice of the cache several times faster than it gathers or concatenates several, and blocks of 32
+tokens and more make the loop's own cost small. An accelerator takes many, since each iteration
+costs it some microseconds; tiles that run together have contexts of similar length.
 
 Decodes are tiles of one token, and have a loop to themselves; prefill chunks have larger ones.
 """
 
+import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxllm_kernels.common import from_storage
+from jaxllm_kernels.common import cdiv, from_storage
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
@@ -31,6 +35,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     locate_tokens,
 )
 from jaxllm_kernels.ragged_paged_attention.pages import (
+    OUT_OF_RANGE,
     pages_shape,
     to_cached,
     write_blocks,
@@ -56,9 +61,12 @@ class Prepared(NamedTuple):
 
     positions: jax.Array  # int32 [T]
     write_blocks: jax.Array  # int32 [T]
+    # Decodes as tiles of one token, the first num_decodes of them.
+    decodes: Tile
+    num_decodes: jax.Array  # int32 []
     # The tiles of prefill chunks, and how many there are; None if the batch is decode_only.
-    tiles: Tile | None
-    num_tiles: jax.Array  # int32 []
+    chunks: Tile | None
+    num_chunks: jax.Array  # int32 []
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,27 @@ class XlaBackend:
     # Tokens of a prefill tile. On two CPU cores, in processor time of benchmarks/attention_xla.py
     # with blocks of 64: 32 beats 64 and 128 by a quarter on prompts of 128 and 2048 tokens.
     tile_size: int = 32
+    # What one iteration takes: decodes or prefill tiles, and keys of each, as whole blocks.
+    decodes_at_once: int = 1
+    tiles_at_once: int = 1
+    keys_at_once: int = 1
+    # Whether products are computed in float32. CPUs without 16-bit arithmetic spend more on
+    # rounding to 16 bits than on the products.
+    widen: bool = True
+
+    def tuned_for(self, chip: Chip) -> "XlaBackend":
+        if chip.platform == "cpu":
+            return self
+        # Not measured: sized so that an iteration fills a chip, and its scores stay below 100 MB
+        # for 32 heads.
+        return dataclasses.replace(
+            self,
+            tile_size=64,
+            decodes_at_once=64,
+            tiles_at_once=16,
+            keys_at_once=512,
+            widen=False,
+        )
 
     def check(
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
@@ -86,10 +115,17 @@ class XlaBackend:
     ) -> Prepared:
         del configs
         places = locate_tokens(batch, num_tokens)
-        tiles, num_tiles = None, jnp.zeros((), jnp.int32)
+        chunks, num_chunks = None, jnp.zeros((), jnp.int32)
         if not batch.decode_only:
-            tiles, num_tiles = _cut_tiles(batch, num_tokens, self._tile_size(num_tokens))
-        return Prepared(places.positions, write_blocks(batch, places), tiles, num_tiles)
+            chunks, num_chunks = _cut_tiles(batch, num_tokens, self._tile_size(num_tokens))
+        return Prepared(
+            places.positions,
+            write_blocks(batch, places),
+            _decode_tiles(batch, by_length=self.decodes_at_once > 1),
+            batch.num_decodes,
+            chunks,
+            num_chunks,
+        )
 
     def attend(
         self,
@@ -104,33 +140,65 @@ class XlaBackend:
         sinks: jax.Array | None = None,
         kv_scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        dtype = jnp.float32 if self.widen else q.dtype
         k, v = to_cached(k, v, config, kv_scales)
         cache = write_pages(cache, k, v, prepared.write_blocks, prepared.positions)
+        layer = _Layer(
+            config=config,
+            batch=batch,
+            cache=cache,
+            cached_dtype=k.dtype,
+            product_dtype=dtype,
+            blocks_at_once=cdiv(self.keys_at_once, batch.block_size),
+            sinks=sinks,
+            kv_scales=kv_scales,
+        )
         num_tokens = q.shape[0]
         tile_size = 1 if batch.decode_only else self._tile_size(num_tokens)
-        # The last tile may reach behind the last token. Float32 here and in the outputs, because
-        # XLA:CPU converts a whole 16-bit array to update a slice of it.
-        queries = jnp.pad(q, ((0, tile_size - 1), (0, 0), (0, 0))).astype(jnp.float32)
-
-        def attend_decode(i: jax.Array, out: jax.Array) -> jax.Array:
-            return attend_tile(out, Tile(row=i, token=i, num_tokens=jnp.ones_like(i)), 1)
-
-        def attend_prefill(i: jax.Array, out: jax.Array) -> jax.Array:
-            return attend_tile(out, jax.tree.map(lambda x: x[i], prepared.tiles), tile_size)
-
-        # A tile may also reach into the next row's tokens; they come later and overwrite it.
-        def attend_tile(out: jax.Array, tile: Tile, size: int) -> jax.Array:
-            tile_q = lax.dynamic_slice_in_dim(queries, tile.token, size)
-            new = _attend_tile(tile_q, cache, batch, tile, config, sinks, kv_scales, k.dtype)
-            return lax.dynamic_update_slice_in_dim(out, new, tile.token, axis=0)
-
-        out = lax.fori_loop(0, batch.num_decodes, attend_decode, jnp.zeros_like(queries))
-        if not batch.decode_only:
-            out = lax.fori_loop(0, prepared.num_tiles, attend_prefill, out)
+        # The last tile may reach behind the last token. The outputs are float32, because XLA:CPU
+        # converts a whole 16-bit array to update a slice of it.
+        queries = jnp.pad(q, ((0, tile_size - 1), (0, 0), (0, 0))).astype(dtype)
+        out = jnp.zeros(queries.shape, jnp.float32)
+        out = _attend_tiles(
+            layer, queries, out, prepared.decodes, prepared.num_decodes, 1, self.decodes_at_once
+        )
+        if prepared.chunks is not None:
+            out = _attend_tiles(
+                layer,
+                queries,
+                out,
+                prepared.chunks,
+                prepared.num_chunks,
+                tile_size,
+                self.tiles_at_once,
+            )
         return out[:num_tokens].astype(q.dtype), cache
 
     def _tile_size(self, num_tokens: int) -> int:
         return min(self.tile_size, num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """What all tiles of a call attend to, and how."""
+
+    config: AttentionConfig
+    batch: RaggedBatch
+    cache: jax.Array
+    cached_dtype: DTypeLike
+    product_dtype: DTypeLike
+    blocks_at_once: int
+    sinks: jax.Array | None
+    kv_scales: KVScales | None
+
+
+def _decode_tiles(batch: RaggedBatch, *, by_length: bool) -> Tile:
+    """The rows that are decodes, which come first, as tiles; the shortest context last."""
+    rows = jnp.arange(batch.context_lens.shape[0], dtype=jnp.int32)
+    if by_length:
+        lengths = jnp.where(rows < batch.num_decodes, batch.context_lens, -1)
+        rows = jnp.argsort(-lengths).astype(jnp.int32)
+    return Tile(row=rows, token=rows, num_tokens=jnp.ones_like(rows))
 
 
 def _cut_tiles(batch: RaggedBatch, num_tokens: int, tile_size: int) -> tuple[Tile, jax.Array]:
@@ -154,30 +222,62 @@ def _cut_tiles(batch: RaggedBatch, num_tokens: int, tile_size: int) -> tuple[Til
     )
 
 
-def _attend_tile(
-    q: jax.Array,
-    cache: jax.Array,
-    batch: RaggedBatch,
-    tile: Tile,
-    config: AttentionConfig,
-    sinks: jax.Array | None,
-    kv_scales: KVScales | None,
-    dtype: DTypeLike,
+def _attend_tiles(
+    layer: _Layer,
+    queries: jax.Array,
+    out: jax.Array,
+    tiles: Tile,
+    num_tiles: jax.Array,
+    tile_size: int,
+    at_once: int,
 ) -> jax.Array:
-    """Attention of a tile's queries, float32 [tile size, N, H], to a cache of a dtype."""
+    """Put the attention of the first num_tiles tiles into out [T, N, H]."""
+    if at_once == 1:
+
+        def attend_one(i: jax.Array, out: jax.Array) -> jax.Array:
+            tile = jax.tree.map(lambda x: x[i], tiles)
+            tile_q = lax.dynamic_slice_in_dim(queries, tile.token, tile_size)
+            # A tile may also reach into the next row's tokens; they come later and overwrite it.
+            return lax.dynamic_update_slice_in_dim(
+                out, _attend_tile(layer, tile_q, tile), tile.token, axis=0
+            )
+
+        return lax.fori_loop(0, num_tiles, attend_one, out)
+
+    at_once = min(at_once, len(tiles.row))
+
+    def attend_group(i: jax.Array, out: jax.Array) -> jax.Array:
+        indices = i * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        group = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), tiles)
+        group = group._replace(num_tokens=jnp.where(indices < num_tiles, group.num_tokens, 0))
+        offsets = jnp.arange(tile_size, dtype=jnp.int32)
+        tokens = group.token[:, None] + offsets
+        new = jax.vmap(functools.partial(_attend_tile, layer))(queries[tokens], group)
+        tokens = jnp.where(offsets < group.num_tokens[:, None], tokens, OUT_OF_RANGE)
+        return out.at[tokens].set(new, mode="drop")
+
+    return lax.fori_loop(0, -(-num_tiles // at_once), attend_group, out)
+
+
+def _attend_tile(layer: _Layer, q: jax.Array, tile: Tile) -> jax.Array:
+    """Attention of a tile's queries [tile size, N, H], as float32."""
+    config, batch = layer.config, layer.batch
     tile_size, num_heads, head_size = q.shape
     num_kv_heads = config.num_kv_heads
     group_size = num_heads // num_kv_heads
-    block_size = batch.block_size
-    # Products are in float32: CPUs without 16-bit arithmetic spend more on rounding the weights to
-    # 16 bits than on the products. Accelerators may use what suits the dtype.
-    precision = "highest" if dtype == jnp.float32 else "default"
+    block_size, blocks_at_once = batch.block_size, layer.blocks_at_once
+    product = functools.partial(
+        jnp.einsum,
+        precision="highest" if layer.product_dtype == jnp.float32 else "default",
+        preferred_element_type=jnp.float32,
+    )
 
     # Per kv head, a line for every token and every query head that shares it.
     lines = q.reshape(tile_size, num_kv_heads, group_size, head_size).swapaxes(0, 1)
     lines = lines.reshape(num_kv_heads, -1, head_size)
-    if kv_scales is not None:
-        lines *= kv_scales.k[:, None, None]
+    scale = jnp.float32(config.scale)
+    if layer.kv_scales is not None:
+        scale *= layer.kv_scales.k[:, None, None]
 
     position = batch.context_lens[tile.row] - (batch.query_starts[tile.row + 1] - tile.token)
     end = position + tile.num_tokens
@@ -187,17 +287,18 @@ def _attend_tile(
     # Tokens behind the row's last one see what that sees, and never what lies behind the context.
     positions = position + jnp.arange(lines.shape[1], dtype=jnp.int32)[:, None] // group_size
     positions = jnp.minimum(positions, end - 1)
+    first_block = start // block_size
 
-    def attend_block(i: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def attend_blocks(i: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, weighted = softmax
-        page = lax.dynamic_index_in_dim(cache, batch.block_tables[tile.row, i], keepdims=False)
-        key, value = from_storage(page, dtype).astype(jnp.float32)  # [K, block_size, H]
+        block = first_block + i * blocks_at_once
+        key, value = _fetch_blocks(layer, tile.row, block)  # [K, keys, H]
 
-        keys = i * block_size + jnp.arange(block_size, dtype=jnp.int32)
+        keys = block * block_size + jnp.arange(blocks_at_once * block_size, dtype=jnp.int32)
         is_seen = keys <= positions
         if config.sliding_window is not None:
             is_seen &= keys > positions - config.sliding_window
-        scores = config.scale * jnp.einsum("klh,kbh->klb", lines, key, precision=precision)
+        scores = scale * product("klh,kbh->klb", lines, key)
         if config.soft_cap is not None:
             scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
         # This also replaces what came of garbage keys.
@@ -208,7 +309,7 @@ def _attend_tile(
         decay = jnp.exp(largest - new_largest)
         # A weight of zero does not silence garbage that is NaN.
         value = jnp.where(((start <= keys) & (keys < end))[:, None], value, 0)
-        new_weighted = jnp.einsum("klb,kbh->klh", weights, value, precision=precision)
+        new_weighted = product("klb,kbh->klh", weights.astype(layer.product_dtype), value)
         return (
             new_largest,
             total * decay + weights.sum(axis=-1),
@@ -217,17 +318,31 @@ def _attend_tile(
 
     largest = jnp.full(lines.shape[:2], _UNSEEN)
     total = jnp.zeros(lines.shape[:2])
-    if sinks is not None:
-        grouped_sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group_size)
+    if layer.sinks is not None:
+        grouped_sinks = layer.sinks.astype(jnp.float32).reshape(num_kv_heads, group_size)
         largest, total = jnp.tile(grouped_sinks, tile_size), jnp.ones_like(total)
+    num_blocks = (end - 1) // block_size + 1 - first_block
     _, total, weighted = lax.fori_loop(
-        start // block_size,
-        (end - 1) // block_size + 1,
-        attend_block,
+        0,
+        -(-num_blocks // blocks_at_once),
+        attend_blocks,
         (largest, total, jnp.zeros(lines.shape, jnp.float32)),
     )
     out = weighted / total[..., None]
-    if kv_scales is not None:
-        out *= kv_scales.v[:, None, None]
+    if layer.kv_scales is not None:
+        out *= layer.kv_scales.v[:, None, None]
     out = out.reshape(num_kv_heads, tile_size, group_size, head_size)
     return out.swapaxes(0, 1).reshape(q.shape)
+
+
+def _fetch_blocks(layer: _Layer, row: jax.Array, first: jax.Array) -> jax.Array:
+    """Keys and values of a row's blocks from index `first` on: [2, K, keys, H]."""
+    tables, cache = layer.batch.block_tables, layer.cache
+    if layer.blocks_at_once == 1:
+        page = lax.dynamic_index_in_dim(cache, tables[row, first], keepdims=False)
+    else:
+        blocks = first + jnp.arange(layer.blocks_at_once, dtype=jnp.int32)
+        # Behind the context lies garbage: it is clipped here, and masked by whoever looks at it.
+        pages = cache.at[tables.at[row, blocks].get(mode="clip")].get(mode="clip")
+        page = pages.transpose(1, 2, 0, 3, 4).reshape(*cache.shape[1:3], -1, cache.shape[4])
+    return from_storage(page, layer.cached_dtype).astype(layer.product_dtype)
