@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+from jaxllm_kernels.platform import chip_of
 
 from jaxllm.config import CacheConfig
 from jaxllm.errors import OutOfMemoryError, ValidationError
@@ -22,6 +23,7 @@ def size_kv_cache(
     block_bytes: int,
     blocks_per_seq: int,
     max_num_seqs: int,
+    device: jax.Device,
 ) -> int:
     """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
 
@@ -29,7 +31,7 @@ def size_kv_cache(
     more than all slots can use is never allocated.
     """
     useful = blocks_per_seq * max_num_seqs
-    free = _free_bytes(config)
+    free = _free_bytes(config, device)
     fixed = weights_bytes + other_bytes
     needed = fixed + blocks_per_seq * block_bytes
     if config.num_gpu_blocks_override is not None:
@@ -40,7 +42,7 @@ def size_kv_cache(
         source = "kv_cache_memory_bytes"
         needed = fixed + num_blocks * block_bytes
     else:
-        share = _CPU_SHARE if jax.default_backend() == "cpu" else 1 - _PROGRAM_SHARE
+        share = _CPU_SHARE if device.platform == "cpu" else 1 - _PROGRAM_SHARE
         num_blocks = min(int(max(0, free - fixed) * share) // block_bytes, useful)
         source = "the free memory"
     if needed > free:
@@ -69,13 +71,16 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _free_bytes(config: CacheConfig) -> int:
+def _free_bytes(config: CacheConfig, device: jax.Device) -> int:
     """What the engine may take of the device's memory."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        limit = int(stats["bytes_limit"] * config.gpu_memory_utilization)
-        return limit - stats.get("bytes_in_use", 0)
-    return _available_host_bytes()
+    if device.platform == "cpu":
+        return _available_host_bytes()
+    try:
+        stats = device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        stats = {}  # a device of a compile-only topology
+    limit = stats.get("bytes_limit", chip_of(device).hbm_bytes)
+    return int(limit * config.gpu_memory_utilization) - stats.get("bytes_in_use", 0)
 
 
 def _available_host_bytes() -> int:

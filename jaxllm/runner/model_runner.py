@@ -6,28 +6,28 @@ step later. Only this class holds the device state: each step consumes it and le
 """
 
 import time
-from collections.abc import Hashable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxllm.logging import init_logger
-from jaxllm.runner.compile import Program, Programs, compilation_counter, use_compilation_cache
-from jaxllm.runner.packer import StepPacker
+from jaxllm.runner.compile import Programs, compilation_counter, use_compilation_cache
 from jaxllm.runner.plan import EnginePlan
+from jaxllm.runner.programs import (
+    TABLE_WRITES,
+    WRITE_SLOT,
+    WRITE_TABLES,
+    declare_programs,
+    make_packer,
+)
 from jaxllm.runner.state import DeviceState
-from jaxllm.runner.step import ModelSpec, StepOutputs, make_step, update_block_tables
-from jaxllm.sampling.slot_state import SlotRow, slot_row, write_slot
+from jaxllm.runner.step import StepOutputs
+from jaxllm.sampling.slot_state import slot_row
 from jaxllm.scheduler.schedule import LogprobArrays, Schedule, StepResult
 from jaxllm.weights.loader import load_weights
 
 logger = init_logger(__name__)
-
-# Keys of the two small programs beside the steps, whose keys are their buckets.
-_WRITE_TABLES = "write_block_tables"
-_WRITE_SLOT = "write_slot"
-_TABLE_WRITES = 1024  # block updates per call of _WRITE_TABLES
 
 
 class PendingStep:
@@ -65,11 +65,8 @@ class ModelRunner:
         self._plan = plan
         use_compilation_cache(plan.compilation_cache_dir)
         abstract = plan.model_class.abstract(plan.architecture, plan.dtype)
-        self._spec, abstract_weights = ModelSpec.of(abstract)
-        self._packer = StepPacker(
-            plan.buckets, num_slots=plan.max_num_seqs, processors=plan.logits_processors
-        )
-        self._programs = Programs(self._declare_programs(abstract_weights))
+        self._packer = make_packer(plan)
+        self._programs = Programs(declare_programs(plan, self._packer.layouts))
         start = time.perf_counter()
         self._weights = jax.tree.leaves(
             load_weights(plan.model_dir, abstract, load_format=plan.load_format, seed=plan.seed)
@@ -95,9 +92,7 @@ class ModelRunner:
             self._packer.admit(admission)
             row = slot_row(admission, self._plan.architecture.vocab_size)
             if row is not None:
-                self._state = self._programs[_WRITE_SLOT](
-                    self._state, np.int32(admission.slot), row
-                )
+                self._state = self._programs[WRITE_SLOT](self._state, np.int32(admission.slot), row)
         packed = self._packer.pack(schedule)
         self._write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start
@@ -115,58 +110,12 @@ class ModelRunner:
         self._weights, self._state = [], None
 
     def _write_block_tables(self, updates: np.ndarray) -> None:
-        for first in range(0, len(updates), _TABLE_WRITES):
-            chunk = updates[first : first + _TABLE_WRITES]
-            padded = np.full((_TABLE_WRITES, 3), self._plan.max_num_seqs, np.int32)
+        for first in range(0, len(updates), TABLE_WRITES):
+            chunk = updates[first : first + TABLE_WRITES]
+            padded = np.full((TABLE_WRITES, 3), self._plan.max_num_seqs, np.int32)
             padded[: len(chunk)] = chunk
-            self._state = self._programs[_WRITE_TABLES](self._state, padded)
-
-    def _declare_programs(self, weights: list[Any]) -> dict[Hashable, Program]:
-        plan, state = self._plan, DeviceState.abstract(self._plan)
-        # The largest first: it takes longest to compile.
-        programs: dict[Hashable, Program] = {
-            bucket: Program(
-                name=f"step_{bucket}".replace(" ", "_"),
-                function=make_step(plan, self._spec, layout),
-                arguments=(weights, state, layout.abstract()),
-                donate=(1,),
-            )
-            for bucket, layout in reversed(self._packer.layouts.items())
-        }
-        programs[_WRITE_TABLES] = Program(
-            name=_WRITE_TABLES,
-            function=_write_tables,
-            arguments=(state, jax.ShapeDtypeStruct((_TABLE_WRITES, 3), np.int32)),
-            donate=(0,),
-        )
-        programs[_WRITE_SLOT] = Program(
-            name=_WRITE_SLOT,
-            function=_write_slot,
-            arguments=(
-                state,
-                jax.ShapeDtypeStruct((), np.int32),
-                SlotRow.abstract(plan.architecture.vocab_size),
-            ),
-            donate=(0,),
-        )
-        return programs
+            self._state = self._programs[WRITE_TABLES](self._state, padded)
 
 
 def _columns(logprobs: Any) -> tuple[jax.Array, jax.Array, jax.Array] | None:
     return logprobs and (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)
-
-
-def _write_tables(state: DeviceState, updates: jax.Array) -> DeviceState:
-    tables = update_block_tables(state.block_tables, updates)
-    return DeviceState(
-        caches=state.caches, tokens=state.tokens, block_tables=tables, slots=state.slots
-    )
-
-
-def _write_slot(state: DeviceState, slot: jax.Array, row: SlotRow) -> DeviceState:
-    return DeviceState(
-        caches=state.caches,
-        tokens=state.tokens,
-        block_tables=state.block_tables,
-        slots=write_slot(state.slots, slot, row),
-    )

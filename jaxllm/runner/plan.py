@@ -58,6 +58,7 @@ class EnginePlan:
     model_dir: Path
     architecture: Architecture
     model_class: type
+    device: jax.Device
     chip: Chip
     dtype: Any
     load_format: Literal["auto", "safetensors", "dummy"]
@@ -117,14 +118,18 @@ class EnginePlan:
         )
 
 
-def make_plan(config: EngineConfig) -> EnginePlan:
-    """Decide everything that can be decided before weights are read."""
+def make_plan(config: EngineConfig, device: jax.Device | None = None) -> EnginePlan:
+    """Decide everything that can be decided before weights are read.
+
+    The device is the first one here, if none is given. It may be one of a compile-only topology.
+    """
+    device = device or jax.devices()[0]
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_json(model_dir / "config.json")
     architecture = read_architecture(hf_config, overrides=model.hf_overrides)
     model_class = ModelRegistry.resolve([architecture.name])
-    chip = chip_of(jax.devices()[0])
+    chip = chip_of(device)
     platform = chip.platform
     defaults = _DEFAULTS[platform]
     dtype = _choose_dtype(model.dtype, architecture, platform)
@@ -173,6 +178,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         block_bytes=sum(_nbytes(shape) for shape in cache_shapes(1)),
         blocks_per_seq=cdiv(max_model_len, block_size),
         max_num_seqs=max_num_seqs,
+        device=device,
     )
     cache_dir = config.compilation.compilation_cache_dir
     return EnginePlan(
@@ -180,6 +186,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         model_dir=model_dir,
         architecture=architecture,
         model_class=model_class,
+        device=device,
         chip=chip,
         dtype=dtype,
         load_format=model.load_format,

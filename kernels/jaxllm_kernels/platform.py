@@ -18,6 +18,7 @@ DEFAULT_BLOCK_SIZES = {"cpu": 32, "gpu": 64, "tpu": 64}
 # 16-bit weights ten times slower than two.
 MIN_DOT_ROWS = {"cpu": 2, "gpu": 1, "tpu": 1}
 
+_GIB = 1 << 30
 _MIB = 1 << 20
 
 
@@ -27,6 +28,9 @@ class Chip:
 
     name: str
     platform: str
+    # Memory that programs can use: what the TPU compiler itself admits, which is less than what the
+    # data sheet says; of a GPU, what is left by driver and context.
+    hbm_bytes: int = 0
     # Peak rates, from the makers' data sheets.
     hbm_bytes_per_second: float = 0
     bf16_flops_per_second: float = 0
@@ -47,6 +51,7 @@ CHIPS = {
         Chip(
             name="v4",
             platform="tpu",
+            hbm_bytes=int(30.75 * _GIB),
             hbm_bytes_per_second=1.23e12,
             bf16_flops_per_second=275e12,
             num_cores=2,
@@ -56,6 +61,7 @@ CHIPS = {
         Chip(
             name="v5e",
             platform="tpu",
+            hbm_bytes=int(15.75 * _GIB),
             hbm_bytes_per_second=0.82e12,
             bf16_flops_per_second=197e12,
             vmem_bytes=128 * _MIB,
@@ -64,6 +70,7 @@ CHIPS = {
         Chip(
             name="v5p",
             platform="tpu",
+            hbm_bytes=int(95.73 * _GIB),
             hbm_bytes_per_second=2.765e12,
             bf16_flops_per_second=459e12,
             num_cores=2,
@@ -73,6 +80,7 @@ CHIPS = {
         Chip(
             name="v6e",
             platform="tpu",
+            hbm_bytes=int(31.24 * _GIB),
             hbm_bytes_per_second=1.64e12,
             bf16_flops_per_second=920e12,
             vmem_bytes=128 * _MIB,
@@ -81,6 +89,7 @@ CHIPS = {
         Chip(
             name="v7x",
             platform="tpu",
+            hbm_bytes=int(94.74 * _GIB),
             hbm_bytes_per_second=3.69e12,
             bf16_flops_per_second=1155e12,
             vmem_bytes=64 * _MIB,
@@ -89,6 +98,7 @@ CHIPS = {
         Chip(
             name="h200",
             platform="gpu",
+            hbm_bytes=139 * _GIB,
             hbm_bytes_per_second=4.8e12,
             bf16_flops_per_second=989e12,
             num_cores=132,
@@ -98,6 +108,7 @@ CHIPS = {
         Chip(
             name="h100",
             platform="gpu",
+            hbm_bytes=79 * _GIB,
             hbm_bytes_per_second=3.35e12,
             bf16_flops_per_second=989e12,
             num_cores=132,
