@@ -30,8 +30,24 @@ class Program:
 
     name: str
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct
+    arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct, which know their devices
     donate: tuple[int, ...]
+    # "cpu", "gpu" or "tpu"; None: where the process runs.
+    platform: str | None = None
+    compiler_options: tuple[tuple[str, str], ...] = ()
+
+    def lower(self) -> jax.stages.Lowered:
+        # The name is part of profiles and of the persistent cache's file names.
+        self.function.__name__ = self.name
+        traced = jax.jit(self.function, donate_argnums=self.donate).trace(*self.arguments)
+        if self.platform is None:
+            return traced.lower()
+        return traced.lower(
+            lowering_platforms=("cuda" if self.platform == "gpu" else self.platform,)
+        )
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        return lowered.compile(compiler_options=dict(self.compiler_options) or None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +78,8 @@ class Programs:
     def __getitem__(self, key: Hashable) -> Any:
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = _lower(self._programs[key]).compile()
+            program = self._programs[key]
+            compiled = self._compiled[key] = program.compile(program.lower())
         return compiled
 
     def compile_all(self) -> CompileReport:
@@ -70,7 +87,8 @@ class Programs:
         start, hits = time.perf_counter(), compilation_counter.cache_hits
         with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
             pending: dict[Hashable, Future] = {
-                key: pool.submit(_lower(program).compile) for key, program in self._programs.items()
+                key: pool.submit(program.compile, program.lower())
+                for key, program in self._programs.items()
             }
             self._compiled = {key: future.result() for key, future in pending.items()}
         sizes = [compiled.memory_analysis() for compiled in self._compiled.values()]
@@ -132,9 +150,3 @@ def use_compilation_cache(directory: Path | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # Otherwise the path of the cache becomes part of every key.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-
-
-def _lower(program: Program) -> Any:
-    # The name is part of profiles and of the persistent cache's file names.
-    program.function.__name__ = program.name
-    return jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)

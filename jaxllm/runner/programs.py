@@ -67,7 +67,12 @@ def declare_programs(
     )
     on_device = SingleDeviceSharding(plan.device)
     return {
-        key: dataclasses.replace(program, arguments=_placed(program.arguments, on_device))
+        key: dataclasses.replace(
+            program,
+            arguments=_placed(program.arguments, on_device),
+            platform=plan.chip.platform,
+            compiler_options=plan.chip.compiler_options,
+        )
         for key, program in programs.items()
     }
 

@@ -142,18 +142,15 @@ def _prompt_logprobs(
     """Logprobs of the prompt token that follows each position, if any row asked for them."""
     tokens = len(targets)
     chunk = min(_PROMPT_LOGPROB_CHUNK, tokens)
-    padding = -tokens % chunk
 
-    def one_chunk(operands: tuple[jax.Array, jax.Array]) -> LogprobOutput:
-        hidden, targets = operands
-        return token_logprobs(model.compute_logits(hidden), jnp.maximum(targets, 0), max_logprobs)
+    def one_chunk(first: jax.Array) -> LogprobOutput:
+        # A gather and no slice: XLA:GPU keeps loops that slice out of its command buffers.
+        places = jnp.minimum(first + jnp.arange(chunk, dtype=jnp.int32), tokens - 1)
+        chosen = jnp.maximum(targets[places], 0)
+        return token_logprobs(model.compute_logits(hidden[places]), chosen, max_logprobs)
 
     def compute() -> LogprobOutput:
-        chunks = (
-            jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1]),
-            jnp.pad(targets, (0, padding)).reshape(-1, chunk),
-        )
-        out = jax.lax.map(one_chunk, chunks)
+        out = jax.lax.map(one_chunk, jnp.arange(0, tokens, chunk, dtype=jnp.int32))
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], out)
 
     def skip() -> LogprobOutput:

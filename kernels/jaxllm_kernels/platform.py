@@ -18,6 +18,11 @@ DEFAULT_BLOCK_SIZES = {"cpu": 32, "gpu": 64, "tpu": 64}
 # 16-bit weights ten times slower than two.
 MIN_DOT_ROWS = {"cpu": 2, "gpu": 1, "tpu": 1}
 
+# What XLA:GPU may record in a command buffer (CUDA graph): by default all of these but loops, whose
+# every iteration would be launched by the host, after it has waited for the loop's condition.
+_COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+_GPU_OPTIONS = (("xla_gpu_enable_command_buffer", _COMMAND_BUFFER),)
+
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -42,6 +47,8 @@ class Chip:
     smem_bytes: int = 0
     # Of an NVIDIA GPU: (9, 0) is Hopper.
     compute_capability: tuple[int, int] | None = None
+    # What a program for this chip is compiled with, beside XLA's defaults.
+    compiler_options: tuple[tuple[str, str], ...] = ()
 
 
 CHIPS = {
@@ -104,6 +111,7 @@ CHIPS = {
             num_cores=132,
             vmem_bytes=227 * 1024,
             compute_capability=(9, 0),
+            compiler_options=_GPU_OPTIONS,
         ),
         Chip(
             name="h100",
@@ -114,6 +122,7 @@ CHIPS = {
             num_cores=132,
             vmem_bytes=227 * 1024,
             compute_capability=(9, 0),
+            compiler_options=_GPU_OPTIONS,
         ),
     )
 }
@@ -145,6 +154,7 @@ def chip_of(device: jax.Device) -> Chip:
     return Chip(
         name=device.device_kind,
         platform=device.platform,
+        compiler_options=_GPU_OPTIONS if device.platform == "gpu" else (),
         num_cores=getattr(device, "core_count", 1),
         compute_capability=tuple(map(int, str(capability).split("."))) if capability else None,
     )
