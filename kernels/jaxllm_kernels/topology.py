@@ -1,0 +1,67 @@
+"""Devices that need not exist: what the compiler of a chip takes in the place of real ones.
+
+A TPU slice wants libtpu installed (`pip install jax[tpu]`), a GPU the wheels of jax's CUDA plugin
+and CUDA's compiler; neither wants the hardware. Programs for such devices can be lowered, compiled
+and looked at, but not run.
+"""
+
+from importlib import resources
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+
+class _Slice(NamedTuple):
+    """How libtpu calls a slice."""
+
+    topology: str
+    # Without them a slice of more chips than one host has by default becomes several hosts.
+    chips_per_host: tuple[int, int, int] | None = None
+    # v4 and v5p count cores, and show both cores of a chip as one device in this mode.
+    chip_config: str | None = None
+
+
+# As Google Cloud names them. A host has up to 8 chips of v5e and v6e, 4 of the others.
+_TPU_SLICES = {
+    "v4-8": _Slice("v4:2x2x1", chip_config="megacore"),
+    "v5e-1": _Slice("v5e:1x1", (1, 1, 1)),
+    "v5e-4": _Slice("v5e:2x2", (2, 2, 1)),
+    "v5e-8": _Slice("v5e:2x4", (2, 4, 1)),
+    "v5p-8": _Slice("v5p:2x2x1"),
+    "v5p-16": _Slice("v5p:2x2x2"),
+    "v6e-1": _Slice("v6e:1x1", (1, 1, 1)),
+    "v6e-4": _Slice("v6e:2x2", (2, 2, 1)),
+    "v6e-8": _Slice("v6e:2x4", (2, 4, 1)),
+    "v6e-16": _Slice("v6e:4x4"),
+    "v7x-8": _Slice("tpu7x:2x2x1"),
+}
+_GPUS = ("h200",)
+
+
+def topology_names() -> tuple[str, ...]:
+    """What `topology_devices` knows."""
+    return (*_TPU_SLICES, *_GPUS)
+
+
+def topology_devices(name: str) -> list[jax.Device]:
+    """The devices of a TPU slice ("v6e-8") or of one GPU or several ("h200", "h200-8")."""
+    if name in _TPU_SLICES:
+        topology, chips_per_host, chip_config = _TPU_SLICES[name]
+        options: dict[str, Any] = {}
+        if chips_per_host is not None:
+            options["chips_per_host_bounds"] = list(chips_per_host)
+        if chip_config is not None:
+            options["chip_config_name"] = chip_config
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, **options
+        ).devices
+    gpu, _, count = name.partition("-")
+    if gpu not in _GPUS or not (count or "1").isdigit():
+        raise ValueError(f"no topology is named {name!r}; known are {', '.join(topology_names())}")
+    target = resources.files("jaxllm_kernels") / "targets" / f"{gpu}.txtpb"
+    return topologies.get_topology_desc(
+        platform="cuda",
+        target_config=target.read_text(),
+        topology=f"1x{count or 1}x1",
+    ).devices

@@ -1,0 +1,32 @@
+import json
+import os
+
+import pytest
+
+# Two processes may compile for TPUs at once; read when libtpu is loaded.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 128001,
+}
+
+
+@pytest.fixture
+def llama_3_8b(tmp_path):
+    """A model directory without weights."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    return str(tmp_path)

@@ -1,0 +1,56 @@
+"""Whole steps of a Llama-3-8B, compiled for an H200 that is not there."""
+
+import dataclasses
+import importlib.util
+import re
+
+import pytest
+from jaxllm_kernels.topology import topology_devices
+
+from jaxllm.config import EngineArgs
+from jaxllm.runner.hlo import collectives, whole_array_copies
+from jaxllm.runner.plan import make_plan
+from jaxllm.runner.programs import declare_programs, make_packer
+
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is None,
+        reason="no CUDA plugin of JAX: nothing is compiled for GPUs (see README)",
+    ),
+]
+
+
+def compile_and_dump(program, folder):
+    """The executable, and the launches of the step as XLA lists them."""
+    options = (*program.compiler_options, ("xla_dump_to", str(folder)))
+    program = dataclasses.replace(program, compiler_options=options)
+    compiled = program.compile(program.lower())
+    (listing,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
+    return compiled, listing.read_text()
+
+
+@pytest.mark.parametrize(("decode_only", "num_tokens"), [(True, 64), (False, 2048)])
+def test_a_step(decode_only, num_tokens, llama_3_8b, tmp_path):
+    args = EngineArgs(model=llama_3_8b, max_num_seqs=64, max_num_batched_tokens=2048)
+    (device,) = topology_devices("h200")
+    plan = make_plan(args, device)
+    declared = declare_programs(plan, make_packer(plan).layouts)
+    bucket = next(
+        b for b in plan.buckets if (b.decode_only, b.num_tokens) == (decode_only, num_tokens)
+    )
+    compiled, launches = compile_and_dump(declared[bucket], tmp_path / "dump")
+    weights, state, _ = declared[bucket].arguments
+    hlo = compiled.as_text()
+    assert not whole_array_copies(hlo, [*weights, *state.caches])
+    assert not collectives(hlo)
+
+    memory = compiled.memory_analysis()
+    cache_bytes = sum(cache.size * cache.dtype.itemsize for cache in state.caches)
+    assert memory.alias_size_in_bytes >= cache_bytes
+    planned = plan.weights_bytes + plan.kv_cache_bytes
+    assert memory.argument_size_in_bytes == pytest.approx(planned, rel=0.02)
+    assert memory.temp_size_in_bytes < 512 << 20
+
+    top_level = re.findall(r"^\d+: (k\w+)", launches, re.MULTILINE)
+    assert top_level == ["kCommandBuffer"]
