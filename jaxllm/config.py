@@ -75,6 +75,13 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallelism"""
+
+    tensor_parallel_size: int = option(1, "Devices over which every matrix of the model is cut.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Scheduling"""
 
@@ -115,6 +122,7 @@ class EngineConfig:
 
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
+    parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     compilation: CompilationConfig = CompilationConfig()
 
@@ -185,6 +193,7 @@ _LOWEST = {
     "block_size": 1,
     "kv_cache_memory_bytes": 1,
     "num_gpu_blocks_override": 1,
+    "tensor_parallel_size": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "long_prefill_token_threshold": 0,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxllm_kernels.common import round_up
 
 from jaxllm.layers.linear import matmul
 
@@ -11,8 +12,14 @@ from jaxllm.layers.linear import matmul
 class Embedding(nnx.Module):
     """One row of D per token of the vocabulary; an output head is the same, used the other way."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.zeros((vocab_size, hidden_size), dtype))
+    def __init__(self, vocab_size: int, hidden_size: int, *, num_shards: int = 1, dtype: DTypeLike):
+        """Make the table; rows of padding let any number of shards be equal."""
+        self.vocab_size = vocab_size
+        self.weight = nnx.Param(
+            jnp.zeros((round_up(vocab_size, num_shards), hidden_size), dtype),
+            axes=("vocab", "hidden"),
+            rows=vocab_size,
+        )
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Look up [T] token ids: [T, D]. Ids are checked at the door; those of padding are
@@ -23,4 +30,5 @@ class Embedding(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Score every token of the vocabulary: [n, D] to float32 [n, V]."""
         with jax.named_scope("logits"):
-            return matmul(hidden, self.weight[...])
+            logits = matmul(hidden, self.weight[...])
+            return logits[:, : self.vocab_size]

@@ -5,13 +5,28 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxllm.parallel.sharding import Axes, Part
+
 
 class Linear(nnx.Module):
     """y = x W^T + b over the last axis."""
 
-    def __init__(self, in_size: int, out_size: int, *, bias: bool, dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.zeros((out_size, in_size), dtype))
-        self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        bias: bool,
+        axes: Axes = (None, None),
+        parts: tuple[Part, ...] = (),
+        dtype: DTypeLike,
+    ):
+        """Make the layer; `axes` names those of the weight, [out, in], and `parts` says what it is
+        fused of."""
+        self.weight = nnx.Param(jnp.zeros((out_size, in_size), dtype), axes=axes, parts=parts)
+        self.bias = (
+            nnx.Param(jnp.zeros(out_size, dtype), axes=axes[:1], parts=parts) if bias else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = matmul(x, self.weight[...])

@@ -10,7 +10,7 @@ class RMSNorm(nnx.Module):
     """Scale the last axis to a root mean square of one, then by a weight."""
 
     def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.weight = nnx.Param(jnp.ones(size, dtype), axes=(None,))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:

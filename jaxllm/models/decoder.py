@@ -19,6 +19,7 @@ from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import Rotary, rotary
 from jaxllm.models.architecture import Architecture
 from jaxllm.models.checkpoint_names import DECODER_NAMES, CheckpointNames
+from jaxllm.parallel.sharding import Part
 
 
 class DecoderForCausalLM(nnx.Module):
@@ -29,23 +30,23 @@ class DecoderForCausalLM(nnx.Module):
 
     checkpoint_names: ClassVar[CheckpointNames] = DECODER_NAMES
 
-    def __init__(self, architecture: Architecture, *, dtype: DTypeLike):
-        self.model = Decoder(architecture, dtype=dtype)
+    def __init__(self, architecture: Architecture, *, num_shards: int = 1, dtype: DTypeLike):
+        self.model = Decoder(architecture, num_shards=num_shards, dtype=dtype)
         # Tied: the embedding serves as the head, so that there is one array and one leaf.
         self.lm_head = (
             None
             if architecture.tie_word_embeddings
-            else Embedding(architecture.vocab_size, architecture.hidden_size, dtype=dtype)
+            else _embedding(architecture, num_shards, dtype)
         )
 
     @classmethod
-    def abstract(cls, architecture: Architecture, dtype: DTypeLike) -> Self:
-        """The model with shapes in place of weights."""
-        return nnx.eval_shape(lambda: cls(architecture, dtype=dtype))
+    def abstract(cls, architecture: Architecture, dtype: DTypeLike, num_shards: int = 1) -> Self:
+        """The model with shapes in place of weights, to be cut over so many devices."""
+        return nnx.eval_shape(lambda: cls(architecture, num_shards=num_shards, dtype=dtype))
 
     @property
     def attention_configs(self) -> tuple[AttentionConfig, ...]:
-        """What each layer's attention is, and so its cache."""
+        """What each layer's attention is on one shard, and so its cache."""
         return tuple(layer.self_attn.config for layer in self.model.layers)
 
     def __call__(
@@ -70,13 +71,11 @@ class DecoderForCausalLM(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, architecture: Architecture, *, dtype: DTypeLike):
+    def __init__(self, architecture: Architecture, *, num_shards: int, dtype: DTypeLike):
         self.rope = architecture.rope
-        self.embed_tokens = Embedding(
-            architecture.vocab_size, architecture.hidden_size, dtype=dtype
-        )
+        self.embed_tokens = _embedding(architecture, num_shards, dtype)
         self.layers = nnx.List(
-            DecoderLayer(architecture, window=window, dtype=dtype)
+            DecoderLayer(architecture, window=window, num_shards=num_shards, dtype=dtype)
             for window in architecture.layer_windows
         )
         self.norm = RMSNorm(architecture.hidden_size, eps=architecture.rms_norm_eps, dtype=dtype)
@@ -101,7 +100,14 @@ class Decoder(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and around a residual."""
 
-    def __init__(self, architecture: Architecture, *, window: int | None, dtype: DTypeLike):
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        window: int | None,
+        num_shards: int,
+        dtype: DTypeLike,
+    ):
         hidden_size, eps = architecture.hidden_size, architecture.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden_size, eps=eps, dtype=dtype)
         self.self_attn = Attention(
@@ -113,6 +119,7 @@ class DecoderLayer(nnx.Module):
                 sliding_window=window,
             ),
             hidden_size=hidden_size,
+            num_shards=num_shards,
             qkv_bias=architecture.qkv_bias,
             o_bias=architecture.o_bias,
             qk_norm_eps=eps if architecture.qk_norm else None,
@@ -120,7 +127,11 @@ class DecoderLayer(nnx.Module):
         )
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps, dtype=dtype)
         self.mlp = GatedMLP(
-            hidden_size, architecture.intermediate_size, bias=architecture.mlp_bias, dtype=dtype
+            hidden_size,
+            architecture.intermediate_size,
+            bias=architecture.mlp_bias,
+            num_shards=num_shards,
+            dtype=dtype,
         )
 
     def __call__(
@@ -134,14 +145,40 @@ class DecoderLayer(nnx.Module):
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one matmul."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: DTypeLike):
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype)
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        num_shards: int,
+        dtype: DTypeLike,
+    ):
+        self.num_shards = num_shards
+        self.gate_up_proj = Linear(
+            hidden_size,
+            2 * intermediate_size,
+            bias=bias,
+            axes=("mlp", "hidden"),
+            parts=(Part(intermediate_size), Part(intermediate_size)),
+            dtype=dtype,
+        )
+        self.down_proj = Linear(
+            intermediate_size, hidden_size, bias=bias, axes=("hidden", "mlp"), dtype=dtype
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with jax.named_scope("mlp"):
-            gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-            return self.down_proj((jax.nn.silu(gate.astype(jnp.float32)) * up).astype(x.dtype))
+            shards = self.gate_up_proj(x).reshape(len(x), self.num_shards, -1)
+            gate, up = jnp.split(shards, 2, axis=-1)
+            product = (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(x.dtype)
+            return self.down_proj(product.reshape(len(x), -1))
+
+
+def _embedding(architecture: Architecture, num_shards: int, dtype: DTypeLike) -> Embedding:
+    return Embedding(
+        architecture.vocab_size, architecture.hidden_size, num_shards=num_shards, dtype=dtype
+    )
 
 
 def _layer(

@@ -32,6 +32,7 @@ class Program:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct, which know their devices
     donate: tuple[int, ...]
+    out_shardings: Any = None  # None: as XLA likes
     # "cpu", "gpu" or "tpu"; None: where the process runs.
     platform: str | None = None
     compiler_options: tuple[tuple[str, str], ...] = ()
@@ -39,12 +40,11 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         # The name is part of profiles and of the persistent cache's file names.
         self.function.__name__ = self.name
-        traced = jax.jit(self.function, donate_argnums=self.donate).trace(*self.arguments)
-        if self.platform is None:
-            return traced.lower()
-        return traced.lower(
-            lowering_platforms=("cuda" if self.platform == "gpu" else self.platform,)
+        jitted = jax.jit(
+            self.function, donate_argnums=self.donate, out_shardings=self.out_shardings
         )
+        platform = "cuda" if self.platform == "gpu" else self.platform
+        return jitted.trace(*self.arguments).lower(lowering_platforms=platform and (platform,))
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return lowered.compile(compiler_options=dict(self.compiler_options) or None)

@@ -64,12 +64,18 @@ class ModelRunner:
     def __init__(self, plan: EnginePlan):
         self._plan = plan
         use_compilation_cache(plan.compilation_cache_dir)
-        abstract = plan.model_class.abstract(plan.architecture, plan.dtype)
+        abstract = plan.model_class.abstract(plan.architecture, plan.dtype, plan.mesh.size)
         self._packer = make_packer(plan)
         self._programs = Programs(declare_programs(plan, self._packer.layouts))
         start = time.perf_counter()
         self._weights = jax.tree.leaves(
-            load_weights(plan.model_dir, abstract, load_format=plan.load_format, seed=plan.seed)
+            load_weights(
+                plan.model_dir,
+                abstract,
+                mesh=plan.mesh,
+                load_format=plan.load_format,
+                seed=plan.seed,
+            )
         )
         logger.info("weights loaded in %.1f s", time.perf_counter() - start)
         if plan.compile_at_start:

@@ -4,12 +4,14 @@ Every choice that depends on the model, the platform or the memory is made here,
 and printed; nothing downstream chooses again. The runner takes the plan as it is.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import (
@@ -22,10 +24,12 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
+from jaxllm.layers.attention import cache_axes
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.models.architecture import Architecture, read_architecture
 from jaxllm.models.registry import ModelRegistry
+from jaxllm.parallel.sharding import make_mesh, sharding
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.memory import format_bytes, size_kv_cache
 from jaxllm.sampling.logits_processor import load_logits_processors
@@ -58,7 +62,7 @@ class EnginePlan:
     model_dir: Path
     architecture: Architecture
     model_class: type
-    device: jax.Device
+    mesh: Mesh
     chip: Chip
     dtype: Any
     load_format: Literal["auto", "safetensors", "dummy"]
@@ -71,7 +75,7 @@ class EnginePlan:
     attention: AttentionBackend
     attention_configs: tuple[AttentionConfig, ...]
     cache_shapes: tuple[jax.ShapeDtypeStruct, ...]
-    weights_bytes: int
+    weights_bytes: int  # of one device
     buckets: tuple[Bucket, ...]
     max_logprobs: int
     logits_processors: tuple[Any, ...]
@@ -85,7 +89,8 @@ class EnginePlan:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return sum(_nbytes(shape) for shape in self.cache_shapes)
+        """Of one device."""
+        return sum(_nbytes(shape) for shape in self.cache_shapes) // self.mesh.size
 
     def info(self) -> EngineInfo:
         """What the frontend validates requests by."""
@@ -118,12 +123,22 @@ class EnginePlan:
         )
 
 
-def make_plan(config: EngineConfig, device: jax.Device | None = None) -> EnginePlan:
+def make_plan(config: EngineConfig, devices: Sequence[jax.Device] | None = None) -> EnginePlan:
     """Decide everything that can be decided before weights are read.
 
-    The device is the first one here, if none is given. It may be one of a compile-only topology.
+    The devices to choose from are those here, if none are given. They may be of a compile-only
+    topology.
     """
-    device = device or jax.devices()[0]
+    devices = jax.devices() if devices is None else devices
+    num_shards = config.parallel.tensor_parallel_size
+    if num_shards > len(devices):
+        raise ValidationError(
+            f"tensor_parallel_size={num_shards}, but there are {len(devices)} devices "
+            f"({devices[0].device_kind}); lower it",
+            parameter="tensor_parallel_size",
+            value=num_shards,
+        )
+    mesh, device = make_mesh(devices[:num_shards]), devices[0]
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_json(model_dir / "config.json")
@@ -140,7 +155,8 @@ def make_plan(config: EngineConfig, device: jax.Device | None = None) -> EngineP
     )
     block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
 
-    abstract_model = model_class.abstract(architecture, dtype)
+    _check_divisible(architecture, num_shards)
+    abstract_model = model_class.abstract(architecture, dtype, num_shards)
     attention_configs = abstract_model.attention_configs
     name = config.compilation.attention_backend
     attention = default_backend(chip) if name == "auto" else _named_backend(name)
@@ -158,11 +174,20 @@ def make_plan(config: EngineConfig, device: jax.Device | None = None) -> EngineP
             raise ValidationError(str(error)) from error
 
     def cache_shapes(num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(
+        shards = (
             attention.cache_shape(
                 c, num_blocks=num_blocks, block_size=block_size, dtype=jnp.dtype(dtype)
             )
             for c in attention_configs
+        )
+        axis = attention.cache_head_axis
+        return tuple(
+            jax.ShapeDtypeStruct(
+                (*s.shape[:axis], s.shape[axis] * num_shards, *s.shape[axis + 1 :]),
+                s.dtype,
+                sharding=sharding(mesh, cache_axes(attention)),
+            )
+            for s in shards
         )
 
     vocab_size = architecture.vocab_size
@@ -171,11 +196,11 @@ def make_plan(config: EngineConfig, device: jax.Device | None = None) -> EngineP
     slots = SlotState.abstract(max_num_seqs, vocab_size)
     num_blocks = size_kv_cache(
         config.cache,
-        weights_bytes=weights_bytes(abstract_model),
+        weights_bytes=weights_bytes(abstract_model, num_shards),
         # Sampler state; and logprobs, an id and a value each, of the step running and the next.
         other_bytes=sum(map(_nbytes, jax.tree.leaves(slots)))
         + 2 * max_num_batched_tokens * (1 + max_logprobs) * 8,
-        block_bytes=sum(_nbytes(shape) for shape in cache_shapes(1)),
+        block_bytes=sum(_nbytes(shape) for shape in cache_shapes(1)) // num_shards,
         blocks_per_seq=cdiv(max_model_len, block_size),
         max_num_seqs=max_num_seqs,
         device=device,
@@ -186,7 +211,7 @@ def make_plan(config: EngineConfig, device: jax.Device | None = None) -> EngineP
         model_dir=model_dir,
         architecture=architecture,
         model_class=model_class,
-        device=device,
+        mesh=mesh,
         chip=chip,
         dtype=dtype,
         load_format=model.load_format,
@@ -199,7 +224,7 @@ def make_plan(config: EngineConfig, device: jax.Device | None = None) -> EngineP
         attention=attention,
         attention_configs=attention_configs,
         cache_shapes=cache_shapes(num_blocks),
-        weights_bytes=weights_bytes(abstract_model),
+        weights_bytes=weights_bytes(abstract_model, num_shards),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -212,6 +237,28 @@ def make_plan(config: EngineConfig, device: jax.Device | None = None) -> EngineP
         compile_at_start=not config.compilation.enforce_eager,
         compilation_cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
     )
+
+
+def _check_divisible(architecture: Architecture, num_shards: int) -> None:
+    """Every shard must have as much as every other."""
+    for name, size in (
+        ("num_attention_heads", architecture.num_heads),
+        ("intermediate_size", architecture.intermediate_size),
+    ):
+        if size % num_shards:
+            raise ValidationError(
+                f"tensor_parallel_size={num_shards} does not divide the model's {name}={size}",
+                parameter="tensor_parallel_size",
+                value=num_shards,
+            )
+    few, many = sorted((architecture.num_kv_heads, num_shards))
+    if many % few:
+        raise ValidationError(
+            f"tensor_parallel_size={num_shards} is neither a divisor nor a multiple of the model's "
+            f"num_key_value_heads={architecture.num_kv_heads}",
+            parameter="tensor_parallel_size",
+            value=num_shards,
+        )
 
 
 def _eos_token_ids(architecture: Architecture, model_dir: Path) -> tuple[int, ...]:

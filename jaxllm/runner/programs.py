@@ -5,13 +5,13 @@ same ones for a device that exists only as a description.
 """
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
+from jaxllm.parallel.sharding import place, sharding
 from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.compile import Program
 from jaxllm.runner.inputs import InputLayout
@@ -20,6 +20,7 @@ from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.state import DeviceState
 from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
 from jaxllm.sampling.slot_state import SlotRow, write_slot
+from jaxllm.weights.loader import abstract_weights
 
 # Keys of the two small programs beside the steps, whose keys are their buckets.
 WRITE_TABLES = "write_block_tables"
@@ -37,50 +38,55 @@ def declare_programs(
     plan: EnginePlan, layouts: Mapping[Bucket, InputLayout]
 ) -> dict[Hashable, Program]:
     """All programs of an engine; a step's key is its bucket."""
-    spec, weights = ModelSpec.of(plan.model_class.abstract(plan.architecture, plan.dtype))
-    state = DeviceState.abstract(plan)
+    model = plan.model_class.abstract(plan.architecture, plan.dtype, plan.mesh.size)
+    spec = ModelSpec.of(model)
+    weights, state = abstract_weights(model, plan.mesh), DeviceState.abstract(plan)
+    everywhere = sharding(plan.mesh)
+    kept = jax.tree.map(lambda leaf: leaf.sharding, state)
+    row = SlotRow.abstract(plan.architecture.vocab_size)
+
+    def program(name: str, function: Callable[..., Any], *arguments: Any, **how: Any) -> Program:
+        return Program(
+            name=name,
+            function=function,
+            arguments=arguments,
+            platform=plan.chip.platform,
+            compiler_options=plan.chip.compiler_options,
+            **how,
+        )
+
     # The largest first: it takes longest to compile.
     programs: dict[Hashable, Program] = {
-        bucket: Program(
-            name=f"step_{bucket}".replace(" ", "_"),
-            function=make_step(plan, spec, layout),
-            arguments=(weights, state, layout.abstract()),
+        bucket: program(
+            f"step_{bucket}".replace(" ", "_"),
+            make_step(plan, spec, layout),
+            weights,
+            state,
+            place(layout.abstract(), everywhere),
             donate=(1,),
+            out_shardings=(kept, everywhere),
         )
         for bucket, layout in reversed(layouts.items())
     }
-    programs[WRITE_TABLES] = Program(
-        name=WRITE_TABLES,
-        function=_write_tables,
-        arguments=(state, jax.ShapeDtypeStruct((TABLE_WRITES, 3), np.int32)),
+    updates = jax.ShapeDtypeStruct((TABLE_WRITES, 3), np.int32)
+    programs[WRITE_TABLES] = program(
+        WRITE_TABLES,
+        _write_tables,
+        state,
+        place(updates, everywhere),
         donate=(0,),
+        out_shardings=kept,
     )
-    programs[WRITE_SLOT] = Program(
-        name=WRITE_SLOT,
-        function=_write_slot,
-        arguments=(
-            state,
-            jax.ShapeDtypeStruct((), np.int32),
-            SlotRow.abstract(plan.architecture.vocab_size),
-        ),
+    programs[WRITE_SLOT] = program(
+        WRITE_SLOT,
+        _write_slot,
+        state,
+        place(jax.ShapeDtypeStruct((), np.int32), everywhere),
+        place(row, everywhere),
         donate=(0,),
+        out_shardings=kept,
     )
-    on_device = SingleDeviceSharding(plan.device)
-    return {
-        key: dataclasses.replace(
-            program,
-            arguments=_placed(program.arguments, on_device),
-            platform=plan.chip.platform,
-            compiler_options=plan.chip.compiler_options,
-        )
-        for key, program in programs.items()
-    }
-
-
-def _placed(shapes: Any, sharding: jax.sharding.Sharding) -> Any:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
-    )
+    return programs
 
 
 def _write_tables(state: DeviceState, updates: jax.Array) -> DeviceState:

@@ -1,11 +1,13 @@
 """What stays on the device from step to step. Donated to each step and replaced by its result."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxllm.parallel.sharding import place, sharding
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.sampling.slot_state import SlotState
 
@@ -24,14 +26,18 @@ class DeviceState:
     def abstract(cls, plan: EnginePlan) -> "DeviceState":
         """Shapes, for compiling and planning."""
         slots = plan.max_num_seqs
+        on_mesh = functools.partial(place, sharding=sharding(plan.mesh))
         shapes: dict[str, Any] = {
             "caches": plan.cache_shapes,
-            "tokens": jax.ShapeDtypeStruct((slots,), jnp.int32),
-            "block_tables": jax.ShapeDtypeStruct((slots, plan.blocks_per_seq), jnp.int32),
-            "slots": SlotState.abstract(slots, plan.architecture.vocab_size),
+            "tokens": on_mesh(jax.ShapeDtypeStruct((slots,), jnp.int32)),
+            "block_tables": on_mesh(jax.ShapeDtypeStruct((slots, plan.blocks_per_seq), jnp.int32)),
+            "slots": on_mesh(SlotState.abstract(slots, plan.architecture.vocab_size)),
         }
         return cls(**shapes)
 
     @classmethod
     def zeros(cls, plan: EnginePlan) -> "DeviceState":
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cls.abstract(plan))
+        return jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
+            cls.abstract(plan),
+        )

@@ -45,11 +45,10 @@ class ModelSpec:
     treedef: Any
 
     @classmethod
-    def of(cls, model: nnx.Module) -> tuple["ModelSpec", list[Any]]:
-        """Split a model (concrete or abstract) into its spec and its flat weights."""
+    def of(cls, model: nnx.Module) -> "ModelSpec":
+        """Take the weights out of a model, concrete or abstract."""
         graphdef, state = nnx.split(model)
-        weights, treedef = jax.tree.flatten(state)
-        return cls(graphdef, treedef), weights
+        return cls(graphdef, jax.tree.structure(state))
 
     def merge(self, weights: list[jax.Array]) -> Any:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
@@ -81,6 +80,7 @@ def make_step(plan: EnginePlan, spec: ModelSpec, layout: InputLayout) -> StepFun
                 batch, model.attention_configs, num_tokens=layout.bucket.num_tokens
             ),
             backend=plan.attention,
+            mesh=plan.mesh,
         )
         hidden, caches = model(
             _token_ids(inputs, state.tokens), _positions(inputs), state.caches, context

@@ -4,17 +4,22 @@ Parameters are made one after the other, so that beside what is kept there is at
 in memory.
 """
 
+import functools
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.checkpoint_names import CheckpointNames
 from jaxllm.models.decoder import DecoderForCausalLM
+from jaxllm.parallel.sharding import Axes, Part, is_cut, make_mesh, sharding
 from jaxllm.weights.checkpoint import Checkpoint, some_of
 
 _COMPARED_AT_ONCE = 1 << 22  # elements
@@ -25,40 +30,88 @@ def load_weights(
     model_dir: Path,
     abstract_model: DecoderForCausalLM,
     *,
+    mesh: Mesh | None = None,
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
     seed: int = 0,
 ) -> nnx.State:
-    """The arrays for an abstract model, from its directory, or random ones ("dummy")."""
+    """The arrays for an abstract model, from its directory, or random ones ("dummy").
+
+    They lie on the mesh (default: the first device) as their axes say, and of the checkpoint only
+    what goes to devices of this process is read.
+    """
+    mesh = mesh or make_mesh(jax.devices()[:1])
     parameters = _parameters(abstract_model)
+    arrays: dict[str, jax.Array] = {}
     if load_format == "dummy":
-        arrays = {
-            name: jax.device_put(_random((seed % 2**32, index), p))
-            for index, (name, p) in enumerate(parameters.items())
-        }
+        for index, (name, parameter) in enumerate(parameters.items()):
+            values = _random((seed % 2**32, index), parameter)
+            arrays[name] = jax.device_put(values, sharding(mesh, parameter.axes))
     else:
         with Checkpoint(model_dir) as checkpoint:
             names = abstract_model.checkpoint_names
             _check_names(checkpoint, parameters, names)
             _check_shapes(checkpoint, parameters, names)
-            arrays = {
-                name: jax.device_put(_read(checkpoint, p, names.sources(name)))
-                for name, p in parameters.items()
-            }
+            for name, parameter in parameters.items():
+                tensors = tuple(checkpoint.read(source) for source in names.sources(name))
+                arrays[name] = jax.make_array_from_callback(
+                    parameter.shape,
+                    sharding(mesh, parameter.axes),
+                    functools.partial(_read, parameter, tensors, mesh.size),
+                )
+                for source in names.sources(name):
+                    checkpoint.release(source)
     state = nnx.state(abstract_model)
     leaves, treedef = jax.tree.flatten(state)
     assert len(leaves) == len(arrays), (len(leaves), len(arrays))
     return jax.tree.unflatten(treedef, list(arrays.values()))
 
 
-def weights_bytes(abstract_model: nnx.Module) -> int:
-    """What the parameters of a model take."""
-    return sum(p.size * p.dtype.itemsize for p in _parameters(abstract_model).values())
+def weights_bytes(abstract_model: nnx.Module, num_shards: int = 1) -> int:
+    """What the parameters of a model take on each of so many devices."""
+    return sum(
+        p.size * p.dtype.itemsize // (num_shards if is_cut(p.axes) else 1)
+        for p in _parameters(abstract_model).values()
+    )
 
 
-def _parameters(abstract_model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
-    """Dotted name -> shape and type, in the order of the state's leaves."""
-    leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(abstract_model)))
-    return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """What a model says of one of its arrays."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: Axes
+    parts: tuple[Part, ...]
+    rows: int  # without padding
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def abstract_weights(abstract_model: nnx.Module, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and places of the arrays, in the order of the state's leaves."""
+    return [
+        jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding(mesh, p.axes))
+        for p in _parameters(abstract_model).values()
+    ]
+
+
+def _parameters(abstract_model: nnx.Module) -> dict[str, Parameter]:
+    """Dotted name -> parameter, in the order of the state's leaves."""
+    leaves = jax.tree.leaves_with_path(
+        nnx.state(abstract_model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+    return {
+        ".".join(str(key.key) for key in path): Parameter(
+            shape=leaf.shape,
+            dtype=np.dtype(leaf.dtype),
+            axes=leaf.get_metadata().get("axes", ()),
+            parts=leaf.get_metadata().get("parts", ()),
+            rows=leaf.get_metadata().get("rows", leaf.shape[0]),
+        )
+        for path, leaf in leaves
+    }
 
 
 def _check_names(
@@ -91,18 +144,18 @@ def _check_names(
 
 def _check_shapes(
     checkpoint: Checkpoint,
-    parameters: dict[str, jax.ShapeDtypeStruct],
+    parameters: dict[str, Parameter],
     names: CheckpointNames,
 ) -> None:
-    """Before any data is read: does what is concatenated make what config.json says?"""
+    """Before any data is read: is every tensor what config.json says?"""
     wrong = []
     for name, parameter in parameters.items():
-        sources = names.sources(name)
-        shapes = [checkpoint.tensors[source].shape for source in sources]
-        rows = sum(shape[0] if shape else 0 for shape in shapes)
-        if {(rows, *shape[1:]) for shape in shapes} != {parameter.shape}:
-            found = map("{} {}".format, sources, shapes)
-            wrong.append(f"{name} {parameter.shape}, where the checkpoint has {' + '.join(found)}")
+        rows = [part.rows for part in parameter.parts] or [parameter.rows]
+        assert len(rows) == len(names.sources(name)), f"{name} does not say what it is fused of"
+        for source, count in zip(names.sources(name), rows, strict=True):
+            shape, wanted = checkpoint.tensors[source].shape, (count, *parameter.shape[1:])
+            if shape != wanted:
+                wrong.append(f"{source} {wanted}, where the checkpoint has {shape}")
     if wrong:
         raise CheckpointError(
             f"config and weights disagree in {len(wrong)} shapes; config.json asks for {wrong[0]}"
@@ -110,17 +163,29 @@ def _check_shapes(
 
 
 def _read(
-    checkpoint: Checkpoint, parameter: jax.ShapeDtypeStruct, sources: tuple[str, ...]
+    parameter: Parameter,
+    tensors: tuple[np.ndarray, ...],
+    num_shards: int,
+    index: tuple[slice, ...],
 ) -> np.ndarray:
-    array = np.empty(parameter.shape, parameter.dtype)
-    start = 0
-    for source in sources:
-        tensor = checkpoint.read(source)
-        array[start : start + len(tensor)] = tensor
-        checkpoint.release(source)
-        start += len(tensor)
-    assert start == len(array), (sources, start, len(array))
-    return array
+    """A piece of a parameter: of one that is cut by rows, whole shards."""
+    first, last = index[0].indices(parameter.shape[0])[:2] if index else (0, 0)
+    columns = index[1:]
+    if not parameter.parts:
+        (tensor,) = tensors
+        values = np.zeros((last - first, *tensor[:0, *columns].shape[1:]), parameter.dtype)
+        found = tensor[first:last, *columns]
+        values[: len(found)] = found  # the rest is padding
+        return values
+    shard_rows = parameter.shape[0] // num_shards
+    assert first % shard_rows == last % shard_rows == 0, (index, parameter)
+    pieces = []
+    for shard in range(first // shard_rows, last // shard_rows):
+        for part, tensor in zip(parameter.parts, tensors, strict=True):
+            rows = part.rows * part.copies // num_shards
+            start = shard // part.copies * rows
+            pieces.append(tensor[start : start + rows, *columns])
+    return np.concatenate(pieces).astype(parameter.dtype)
 
 
 def _equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
@@ -135,7 +200,7 @@ def _row_slices(array: np.ndarray) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(array), step))
 
 
-def _random(seed: tuple[int, int], parameter: jax.ShapeDtypeStruct) -> np.ndarray:
+def _random(seed: tuple[int, int], parameter: Parameter) -> np.ndarray:
     # Random bits for a whole model would take longer than reading it, so they repeat. And small,
     # so that activations of a deep model stay finite in every type.
     count = min(parameter.size, _DUMMY_PERIOD)

@@ -33,8 +33,7 @@ def compile_and_dump(program, folder):
 @pytest.mark.parametrize(("decode_only", "num_tokens"), [(True, 64), (False, 2048)])
 def test_a_step(decode_only, num_tokens, llama_3_8b, tmp_path):
     args = EngineArgs(model=llama_3_8b, max_num_seqs=64, max_num_batched_tokens=2048)
-    (device,) = topology_devices("h200")
-    plan = make_plan(args, device)
+    plan = make_plan(args, topology_devices("h200"))
     declared = declare_programs(plan, make_packer(plan).layouts)
     bucket = next(
         b for b in plan.buckets if (b.decode_only, b.num_tokens) == (decode_only, num_tokens)

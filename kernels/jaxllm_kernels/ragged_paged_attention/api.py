@@ -117,6 +117,12 @@ class AttentionBackend(Protocol):
         """The name under which the backend is registered and asked for."""
         ...
 
+    @property
+    def cache_head_axis(self) -> int:
+        """The axis of a layer's cache along which kv heads lie, one after the other: where heads
+        are cut over devices, it is cut with them."""
+        ...
+
     def tuned_for(self, chip: Chip) -> Self:
         """The backend with its tunables chosen for a chip."""
         ...

@@ -17,6 +17,9 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     TokenPlaces,
 )
 
+# Of kv heads in a layer's cache.
+HEAD_AXIS = 2
+
 # An index past the end of every array: a scatter drops it.
 OUT_OF_RANGE = jnp.iinfo(jnp.int32).max
 

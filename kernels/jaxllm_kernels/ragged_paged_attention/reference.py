@@ -21,6 +21,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     locate_tokens,
 )
 from jaxllm_kernels.ragged_paged_attention.pages import (
+    HEAD_AXIS,
     pages_shape,
     to_cached,
     write_blocks,
@@ -33,6 +34,10 @@ class ReferenceBackend:
     """Attention token by token, over every block that a row could have."""
 
     name: str = "reference"
+
+    @property
+    def cache_head_axis(self) -> int:
+        return HEAD_AXIS
 
     def tuned_for(self, chip: Chip) -> "ReferenceBackend":
         del chip

@@ -35,6 +35,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     locate_tokens,
 )
 from jaxllm_kernels.ragged_paged_attention.pages import (
+    HEAD_AXIS,
     OUT_OF_RANGE,
     pages_shape,
     to_cached,
@@ -84,6 +85,10 @@ class XlaBackend:
     # Whether products are computed in float32. CPUs without 16-bit arithmetic spend more on
     # rounding to 16 bits than on the products.
     widen: bool = True
+
+    @property
+    def cache_head_axis(self) -> int:
+        return HEAD_AXIS
 
     def tuned_for(self, chip: Chip) -> "XlaBackend":
         if chip.platform == "cpu":

@@ -1,0 +1,1 @@
+"""Several devices as one: meshes, and where arrays lie on them."""
