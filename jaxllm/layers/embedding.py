@@ -8,15 +8,19 @@ from jaxllm_kernels.common import round_up
 
 from jaxllm.layers.linear import matmul
 
+_LANES = 128
+
 
 class Embedding(nnx.Module):
     """One row of D per token of the vocabulary; an output head is the same, used the other way."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, num_shards: int = 1, dtype: DTypeLike):
-        """Make the table; rows of padding let any number of shards be equal."""
+        """Make the table. Where it is cut, rows of padding make every shard as large as the others
+        and a multiple of what a vector register holds."""
         self.vocab_size = vocab_size
+        rows = vocab_size if num_shards == 1 else round_up(vocab_size, _LANES * num_shards)
         self.weight = nnx.Param(
-            jnp.zeros((round_up(vocab_size, num_shards), hidden_size), dtype),
+            jnp.zeros((rows, hidden_size), dtype),
             axes=("vocab", "hidden"),
             rows=vocab_size,
         )
@@ -28,7 +32,10 @@ class Embedding(nnx.Module):
             return self.weight[...].at[token_ids].get(mode="clip")
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Score every token of the vocabulary: [n, D] to float32 [n, V]."""
+        """Score every token of the vocabulary: [n, D] to float32 [n, rows]; padding is -inf."""
         with jax.named_scope("logits"):
             logits = matmul(hidden, self.weight[...])
-            return logits[:, : self.vocab_size]
+            rows = logits.shape[1]
+            if rows == self.vocab_size:
+                return logits
+            return jnp.where(jnp.arange(rows) < self.vocab_size, logits, -jnp.inf)

@@ -62,10 +62,18 @@ class DecoderForCausalLM(nnx.Module):
         """
         return self.model(token_ids, positions, caches, context)
 
+    @property
+    def num_logits(self) -> int:
+        """The width of the logits: the vocabulary and, in a model that is cut, padding."""
+        return self._head.weight.shape[0]
+
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [n, D] to float32 logits [n, V]."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+        return self._head.logits(hidden)
+
+    @property
+    def _head(self) -> Embedding:
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head
 
 
 class Decoder(nnx.Module):

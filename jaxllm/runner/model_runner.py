@@ -96,7 +96,7 @@ class ModelRunner:
             self._state = DeviceState.zeros(self._plan)
         for admission in schedule.admissions:
             self._packer.admit(admission)
-            row = slot_row(admission, self._plan.architecture.vocab_size)
+            row = slot_row(admission, self._plan.num_logits)
             if row is not None:
                 self._state = self._programs[WRITE_SLOT](self._state, np.int32(admission.slot), row)
         packed = self._packer.pack(schedule)

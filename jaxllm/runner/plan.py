@@ -72,6 +72,7 @@ class EnginePlan:
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int
+    num_logits: int  # the vocabulary and, where it is cut, padding
     attention: AttentionBackend
     attention_configs: tuple[AttentionConfig, ...]
     cache_shapes: tuple[jax.ShapeDtypeStruct, ...]
@@ -193,7 +194,7 @@ def make_plan(config: EngineConfig, devices: Sequence[jax.Device] | None = None)
     vocab_size = architecture.vocab_size
     max_logprobs = model.max_logprobs
     max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
-    slots = SlotState.abstract(max_num_seqs, vocab_size)
+    slots = SlotState.abstract(max_num_seqs, abstract_model.num_logits // num_shards)
     num_blocks = size_kv_cache(
         config.cache,
         weights_bytes=weights_bytes(abstract_model, num_shards),
@@ -221,6 +222,7 @@ def make_plan(config: EngineConfig, devices: Sequence[jax.Device] | None = None)
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         num_blocks=num_blocks,
+        num_logits=abstract_model.num_logits,
         attention=attention,
         attention_configs=attention_configs,
         cache_shapes=cache_shapes(num_blocks),

@@ -43,7 +43,7 @@ def declare_programs(
     weights, state = abstract_weights(model, plan.mesh), DeviceState.abstract(plan)
     everywhere = sharding(plan.mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
-    row = SlotRow.abstract(plan.architecture.vocab_size)
+    row = SlotRow.abstract(plan.num_logits)
 
     def program(name: str, function: Callable[..., Any], *arguments: Any, **how: Any) -> Program:
         return Program(

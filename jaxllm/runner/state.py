@@ -1,15 +1,32 @@
 """What stays on the device from step to step. Donated to each step and replaced by its result."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.sampling.slot_state import SlotState
+
+
+def abstract_slots(mesh: Mesh, num_slots: int, num_logits: int) -> SlotState:
+    """Shapes and places of the sampler's tables."""
+    tables = SlotState.abstract(num_slots, num_logits)
+    return dataclasses.replace(
+        tables,
+        **{
+            field.name: place(
+                getattr(tables, field.name),
+                sharding(mesh, SlotState.AXES.get(field.name, ())),
+            )
+            for field in dataclasses.fields(SlotState)
+        },
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +48,7 @@ class DeviceState:
             "caches": plan.cache_shapes,
             "tokens": on_mesh(jax.ShapeDtypeStruct((slots,), jnp.int32)),
             "block_tables": on_mesh(jax.ShapeDtypeStruct((slots, plan.blocks_per_seq), jnp.int32)),
-            "slots": on_mesh(SlotState.abstract(slots, plan.architecture.vocab_size)),
+            "slots": abstract_slots(plan.mesh, slots, plan.num_logits),
         }
         return cls(**shapes)
 

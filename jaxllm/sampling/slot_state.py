@@ -9,9 +9,9 @@ The runner owns a SlotState and donates it to each program, which returns its su
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,12 @@ class SlotState:
     recent_tokens: jax.Array  # i32 [S, MAX_BAD_WORD_TOKENS - 1]
     # Tokens that min_tokens holds back, then NO_TOKEN.
     stop_ids: jax.Array  # i32 [S, MAX_STOP_TOKEN_IDS]
+
+    # Names of the axes of tables that are cut over devices as the logits are.
+    AXES: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
+        "token_counts": (None, "vocab"),
+        "logit_bias": (None, "vocab"),
+    }
 
     @classmethod
     def abstract(cls, num_slots: int, vocab_size: int) -> "SlotState":

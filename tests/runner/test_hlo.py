@@ -1,15 +1,15 @@
 import jax
 import jax.numpy as jnp
 
-from jaxllm.runner.hlo import Copy, collectives, copies, whole_array_copies
+from jaxllm.runner.hlo import Collective, Copy, collectives, copies, whole_array_copies
 
 HLO = """
   %copy.1 = bf16[4096,2,128]{2,1,0:T(8,128)(2,1)} copy(%p.1), metadata={op_name="jit(f)"}
   %start = (bf16[512,1024]{1,0:S(1)}, bf16[512,1024]{1,0}, u32[]{:S(2)}) copy-start(%p.2)
   ROOT %t = f32[128,4096,2]{2,1,0} transpose(%x), dimensions={2,0,1}
   %ar = f32[64,4096]{1,0} all-reduce(%y), replica_groups={{0,1}}
-  %s = (f32[64]{0}, f32[64]{0}) all-gather-start(%z), dimensions={0}
-  %d = f32[64]{0} all-gather-done(%s)
+  %s = (f32[64]{0}, f32[512]{0}) all-gather-start(%z), dimensions={0}
+  %d = f32[512]{0} all-gather-done(%s)
   %add.copy = f32[3]{0} add(%a, %b)
 """
 
@@ -29,7 +29,10 @@ def test_an_array_is_recognised_in_any_order_of_its_axes():
 
 
 def test_collectives_are_counted_once():
-    assert collectives(HLO) == {"all-reduce": 1, "all-gather": 1}
+    assert collectives(HLO) == [
+        Collective("all-reduce", 64 * 4096 * 4),
+        Collective("all-gather", 512 * 4),
+    ]
 
 
 def test_compiled_text_is_understood():

@@ -46,3 +46,32 @@ def test_decode_and_mixed_step(slice_name, llama_3_8b):
         peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
         assert peak <= plan.chip.hbm_bytes
         jax.clear_caches()
+
+
+@pytest.mark.parametrize(("slice_name", "num_shards"), [("v5e-8", 8), ("v6e-4", 4)])
+def test_a_model_cut_over_chips_exchanges_two_sums_per_layer(slice_name, num_shards, llama_3_8b):
+    num_layers = 4
+    args = EngineArgs(
+        model=llama_3_8b,
+        hf_overrides={"num_hidden_layers": num_layers},
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        tensor_parallel_size=num_shards,
+    )
+    plan = make_plan(args, topology_devices(slice_name))
+    declared = declare_programs(plan, make_packer(plan).layouts)
+    programs = Programs(declared)
+    for bucket in (
+        next(b for b in plan.buckets if b.decode_only and b.num_tokens == 64),
+        next(b for b in plan.buckets if not b.decode_only and b.num_tokens == 512),
+    ):
+        compiled = programs[bucket]
+        weights, state, _ = declared[bucket].arguments
+        hlo = compiled.as_text()
+        assert not whole_array_copies(hlo, [*weights, *state.caches]), bucket
+        # Of the activations; what the sampler exchanges is a few numbers per row.
+        large = [c for c in collectives(hlo) if c.num_bytes >= bucket.num_tokens * 4096 * 2]
+        assert [c.opcode for c in large] == ["all-reduce"] * (2 * num_layers + 1), bucket
+        assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(
+            plan.weights_bytes + plan.kv_cache_bytes, rel=0.02
+        )
