@@ -154,7 +154,7 @@ class TpuBackend:
         num_decodes = _max_decodes(batch, num_tokens)
         out, cache = attend_segments(
             _pad_to(queries[:num_decodes], sizes.step_tokens, axis=0),
-            _pad_to(new[:num_decodes, :, None], sizes.step_tokens, axis=0),
+            _pad_to(new[:num_decodes], sizes.step_tokens, axis=0),
             cache,
             prepared.decodes[sizes.step_tokens],
             sizes=sizes,

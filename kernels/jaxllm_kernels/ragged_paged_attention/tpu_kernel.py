@@ -88,7 +88,7 @@ def attend_segments(
 
     Args:
       q: [tokens, K, G, D] for decodes, [K, G, tokens, D] for tiles of prefill chunks.
-      new: keys and values as cached, but of q's dtype: [tokens, K, 1, W] or [K, tokens, W].
+      new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W].
       cache: [blocks, K, block_size, W].
       sinks: float32 [K, G, 1].
       kv_scales: float32 [K, 1, 2], of keys and of values.
@@ -108,9 +108,7 @@ def attend_segments(
         q_block = pl.BlockSpec(
             (sizes.step_tokens, heads, group_size, lanes), lambda g, i, *_: (i, g, 0, 0)
         )
-        new_block = pl.BlockSpec(
-            (sizes.step_tokens, heads, 1, width), lambda g, i, *_: (i, g, 0, 0)
-        )
+        new_block = pl.BlockSpec((sizes.step_tokens, heads, width), lambda g, i, *_: (i, g, 0))
     else:
         q_block = pl.BlockSpec(
             (heads, group_size, sizes.step_tokens, lanes), lambda g, i, *_: (g, 0, i, 0)
@@ -381,7 +379,9 @@ class _Step:
         start = position - lax.rem(position, tile)
         in_slot = pl.ds(pl.multiple_of(start - pages.first * self._block_size, tile), tile)
         old = scratch.pages[slot, :, in_slot, :].astype(jnp.float32)
-        new = self.new[self.work.tokens[segment] % self.sizes.step_tokens].astype(jnp.float32)
+        new = self.new[lax.rem(self.work.tokens[segment], self.sizes.step_tokens)]  # [K, W]
+        new = new.astype(jnp.float32)
+        new = jnp.stack([new[head : head + 1] for head in range(self._heads)])
         is_new = lax.broadcasted_iota(jnp.int32, (1, tile, 1), 1) == position - start
         merged = _cast(jnp.where(is_new, new, old), self.cache.dtype)
         scratch.pages[slot, :, in_slot, :] = merged

@@ -96,7 +96,7 @@ class KernelSizes:
         softmax = _padded_bytes((heads, lines, 2 * LANES + layout.lanes), jnp.float32)
         if self.for_decodes:
             q = _padded_bytes((self.step_tokens, heads, group_size, layout.lanes), dtype)
-            new = _padded_bytes((self.step_tokens, heads, 1, layout.width), dtype)
+            new = _padded_bytes((self.step_tokens, heads, layout.width), dtype)
         else:
             q = _padded_bytes((heads, group_size, self.step_tokens, layout.lanes), dtype)
             new = _padded_bytes((heads, self.step_tokens, layout.width), dtype)
@@ -105,7 +105,12 @@ class KernelSizes:
         # what becomes of them, and keys and values in the type that they are multiplied in.
         scores = _padded_bytes((self.batch_heads, lines, chunk_tokens), jnp.float32)
         chunk = _padded_bytes((self.batch_heads, chunk_tokens, layout.width), jnp.float32)
-        return slots + written + softmax + 2 * (2 * q + new + per_head) + 4 * scores + 2 * chunk
+        intermediate = 5 * scores + 3 * chunk + _VMEM_RESERVE
+        return slots + written + softmax + 2 * (2 * q + new + per_head) + intermediate
+
+
+# On-chip memory that the compiler takes for itself, rounded up.
+_VMEM_RESERVE = _MIB // 2
 
 
 def _padded_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
