@@ -25,16 +25,19 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     check_common,
 )
 from jaxllm_kernels.ragged_paged_attention.pages import to_cached
-from jaxllm_kernels.ragged_paged_attention.tpu_kernel import Work, attend_segments
+from jaxllm_kernels.ragged_paged_attention.tpu_kernel import Work, attend_segments, interpreter
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
     KernelSizes,
     TokenLayout,
+    Tuning,
     choose_sizes,
+    default_tuning,
     smem_bytes,
     step_tokens,
     sublane_tile,
     token_layout,
 )
+from jaxllm_kernels.ragged_paged_attention.tuned import lookup
 
 
 class Prepared(NamedTuple):
@@ -55,7 +58,10 @@ class TpuBackend:
     name: str = "tpu"
     # The chip to compile for; None: the one that the program is traced for.
     chip: str | None = None
-    # Emulate the kernels, races and all, on a CPU.
+    # None: what was measured for the chip, or else a guess.
+    decode_tuning: Tuning | None = None
+    prefill_tuning: Tuning | None = None
+    # Emulate the kernels on a CPU, and look for races.
     interpret: bool = False
 
     def check(
@@ -91,6 +97,7 @@ class TpuBackend:
         for for_decodes in (True, False):
             choose_sizes(
                 config,
+                self._tuning(config, chip, limits.block_size, for_decodes=for_decodes),
                 for_decodes=for_decodes,
                 num_tokens=limits.num_tokens,
                 max_blocks=limits.max_blocks,
@@ -112,12 +119,14 @@ class TpuBackend:
         self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
     ) -> Prepared:
         decodes, prefills = {}, {}
-        max_decodes = _max_decodes(batch, num_tokens)
+        chip, max_decodes = self._chip(), _max_decodes(batch, num_tokens)
         for config in set(configs):
-            size = step_tokens(config, for_decodes=True, num_tokens=max_decodes)
+            tuning = self._tuning(config, chip, batch.block_size, for_decodes=True)
+            size = step_tokens(tuning, max_decodes, for_decodes=True)
             decodes[size] = _decode_work(batch, max_decodes, size)
             if not batch.decode_only:
-                size = step_tokens(config, for_decodes=False, num_tokens=num_tokens)
+                tuning = self._tuning(config, chip, batch.block_size, for_decodes=False)
+                size = step_tokens(tuning, num_tokens, for_decodes=False)
                 prefills[size] = _prefill_work(batch, num_tokens, size)
         return Prepared(decodes, prefills)
 
@@ -147,7 +156,7 @@ class TpuBackend:
             "max_blocks": batch.block_tables.shape[1],
             "sinks": None if sinks is None else _per_head(sinks, num_kv_heads),
             "kv_scales": None if kv_scales is None else jnp.stack(kv_scales, axis=-1)[:, None],
-            "interpret": self.interpret,
+            "interpret": interpreter(self._chip()) if self.interpret else False,
         }
 
         sizes = self._sizes(config, batch, q, for_decodes=True)
@@ -179,18 +188,41 @@ class TpuBackend:
         out = out[..., layout.out_start : layout.out_start + head_size]
         return out.reshape(q.shape), cache
 
+    def _chip(self) -> Chip:
+        return CHIPS[self.chip or traced_tpu_name()]
+
+    def _tuning(
+        self, config: AttentionConfig, chip: Chip, block_size: int, *, for_decodes: bool
+    ) -> Tuning:
+        asked = self.decode_tuning if for_decodes else self.prefill_tuning
+        if asked is not None:
+            return asked
+        kernel = "decode" if for_decodes else "prefill"
+        key = {
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_size": config.head_size,
+            "block_size": block_size,
+            "kv_dtype": config.kv_dtype,
+        }
+        measured = lookup(chip.name, f"tpu_{kernel}", key)
+        if measured is not None:
+            return Tuning(**measured)
+        return default_tuning(config, chip, for_decodes=for_decodes)
+
     def _sizes(
         self, config: AttentionConfig, batch: RaggedBatch, q: jax.Array, *, for_decodes: bool
     ) -> KernelSizes:
-        num_tokens = q.shape[0]
+        chip, num_tokens = self._chip(), q.shape[0]
         return choose_sizes(
             config,
+            self._tuning(config, chip, batch.block_size, for_decodes=for_decodes),
             for_decodes=for_decodes,
             num_tokens=_max_decodes(batch, num_tokens) if for_decodes else num_tokens,
             max_blocks=batch.block_tables.shape[1],
             block_size=batch.block_size,
             dtype=q.dtype,
-            chip=CHIPS[self.chip or traced_tpu_name()],
+            chip=chip,
         )
 
 

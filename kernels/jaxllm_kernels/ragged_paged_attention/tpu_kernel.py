@@ -22,7 +22,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
     LANES,
@@ -82,7 +83,7 @@ def attend_segments(
     max_blocks: int,
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
-    interpret: bool,
+    interpret: pltpu.InterpretParams | Literal[False],
 ) -> tuple[jax.Array, jax.Array]:
     """Write the segments' keys and values into the cache and attend; see `KernelSizes`.
 
@@ -164,10 +165,15 @@ def attend_segments(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
         ),
         cost_estimate=_estimate_cost(config, q, new, cache, work, max_blocks),
-        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        interpret=interpret,
         name=f"ragged_paged_attention_{'decode' if sizes.for_decodes else 'prefill'}",
     )
     return call(*operands)
+
+
+def interpreter(chip: Chip) -> pltpu.InterpretParams:
+    """What emulates a chip on a CPU: every access is checked for races and bounds."""
+    return pltpu.InterpretParams(detect_races=True, num_cores_or_threads=chip.num_cores)
 
 
 def _estimate_cost(

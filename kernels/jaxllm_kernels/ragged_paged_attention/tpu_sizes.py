@@ -122,7 +122,7 @@ def _padded_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
 
 def smem_bytes(limits: BatchLimits) -> int:
     """Scalar memory that a kernel takes: block tables, and four numbers of each segment."""
-    num_tiles = cdiv(limits.num_tokens, _MIN_TILE_TOKENS)
+    num_tiles = cdiv(limits.num_tokens, MIN_TILE_TOKENS)
     segments = limits.num_rows + num_tiles
     return 4 * (limits.num_rows * limits.max_blocks + 4 * segments + num_tiles) + _SMEM_RESERVE
 
@@ -131,8 +131,40 @@ def smem_bytes(limits: BatchLimits) -> int:
 _SMEM_RESERVE = 16 * 1024
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What can be tuned about a kernel: the fields of an entry of tuned/<chip>.json."""
+
+    # Tokens of a step, keys that are fetched into a slot, and keys that are computed at once;
+    # each is cut to what there is.
+    step_tokens: int
+    slot_tokens: int
+    chunk_tokens: int
+    num_slots: int
+
+
+def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) -> Tuning:
+    """A guess for what nobody has measured."""
+    if for_decodes:
+        # A slot takes as long to fetch as a fetch takes to begin, and three are under way.
+        kv_bytes = jnp.dtype(config.kv_dtype or jnp.bfloat16).itemsize
+        token_bytes = config.num_kv_heads * token_layout(config.head_size).width * kv_bytes
+        slot_tokens = int(chip.hbm_bytes_per_second * 0.5e-6 / token_bytes)
+        return Tuning(
+            step_tokens=32,
+            slot_tokens=min(max(slot_tokens, 256), 2048),
+            chunk_tokens=256,
+            num_slots=4,
+        )
+    # 512 query lines (tokens x heads of a group) and 512 keys fill the matrix units.
+    lines = 512 * config.num_kv_heads // config.num_heads
+    tile = max(min(1 << max(lines.bit_length() - 1, 0), 256), MIN_TILE_TOKENS)
+    return Tuning(step_tokens=tile, slot_tokens=512, chunk_tokens=512, num_slots=2)
+
+
 def choose_sizes(
     config: AttentionConfig,
+    tuning: Tuning,
     *,
     for_decodes: bool,
     num_tokens: int,
@@ -141,110 +173,58 @@ def choose_sizes(
     dtype: DTypeLike,
     chip: Chip,
 ) -> KernelSizes:
-    """Sizes by formula: large enough to keep memory busy, small enough to fit."""
+    """What the tuning asks for, or the next smaller that fits into a core's memory."""
+    budget = vmem_budget(chip)
     for head_groups in _head_groups(config.num_kv_heads, chip.num_cores):
+        heads = config.num_kv_heads // head_groups
+        most = _MAX_BATCH_HEADS if for_decodes else 1
+        batch_heads = next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
         for shrink in (1, 2, 4, 8):
-            sizes = _sizes(
-                config,
+            chunk_pages = max(min(tuning.chunk_tokens // shrink // block_size, max_blocks), 1)
+            slot_pages = max(min(tuning.slot_tokens // shrink // block_size, max_blocks), 1)
+            sizes = KernelSizes(
                 for_decodes=for_decodes,
-                num_tokens=num_tokens,
-                max_blocks=max_blocks,
-                block_size=block_size,
-                dtype=dtype,
-                chip=chip,
+                step_tokens=step_tokens(tuning, num_tokens, for_decodes=for_decodes),
+                slot_pages=cdiv(slot_pages, chunk_pages) * chunk_pages,
+                chunk_pages=chunk_pages,
+                num_slots=tuning.num_slots,
+                batch_heads=batch_heads,
                 head_groups=head_groups,
-                shrink=shrink,
             )
             taken = sizes.vmem_bytes(config, block_size=block_size, dtype=dtype)
-            if taken <= vmem_budget(chip):
+            if taken <= budget:
                 return replace(sizes, vmem_limit_bytes=taken)
     raise ValueError(
         f"attention with head_size={config.head_size}, {config.num_heads} query heads and "
         f"{config.num_kv_heads} kv heads in blocks of {block_size} tokens takes "
-        f"{taken / _MIB:.0f} MiB of on-chip memory, of which a {chip.name} gives "
-        f"{vmem_budget(chip) / _MIB:.0f}; lower --block-size"
+        f"{taken / _MIB:.0f} MiB of on-chip memory, of which a kernel on {chip.name} gets "
+        f"{budget / _MIB:.0f}; lower --block-size"
     )
+
+
+# Kv heads of a decode whose products of few lines are issued together, to hide their latency.
+_MAX_BATCH_HEADS = 8
+
+# Tiles of prefill chunks start where an array of 16 bits can be cut.
+MIN_TILE_TOKENS = 16
+
+
+def step_tokens(tuning: Tuning, num_tokens: int, *, for_decodes: bool) -> int:
+    """Tokens of a step: the only size that the lists of work depend on."""
+    if for_decodes:
+        return min(tuning.step_tokens, num_tokens)
+    return max(min(tuning.step_tokens, 1 << (num_tokens - 1).bit_length()), MIN_TILE_TOKENS)
 
 
 def vmem_budget(chip: Chip) -> int:
-    """What a kernel may take: three quarters of a core's memory, but leave XLA most of a large one,
-    which it fills with the next layer's weights."""
+    """On-chip memory that a kernel may take.
+
+    The compiler keeps weights of the layers to come in the rest of a large one.
+    """
     return min(chip.vmem_bytes * 3 // 4, 32 * _MIB)
 
 
-# A fetch should outlast its own latency: this long at the rate of the chip's memory, per slot.
-_SLOT_SECONDS = 0.5e-6
-# Of decodes. All but one slot are on their way while one is computed.
-_DECODE_SLOTS = 4
-# Tokens of a decode's context that are computed at once.
-_DECODE_CHUNK_TOKENS = 256
-# Of decodes, queries and outputs that travel together.
-_DECODE_STEP_TOKENS = 32
-# Query lines (tokens x heads of a group) and keys that meet in one matrix product of a prefill.
-_PREFILL_LINES = 512
-_PREFILL_KEYS = 512
-# Tiles of prefill chunks start where an array of 16 bits can be cut.
-_MIN_TILE_TOKENS = 16
-_MAX_TILE_TOKENS = 256
-# Kv heads whose products of few lines are issued together, to hide the latency of each.
-_BATCH_HEADS = 8
-
-
-def _sizes(
-    config: AttentionConfig,
-    *,
-    for_decodes: bool,
-    num_tokens: int,
-    max_blocks: int,
-    block_size: int,
-    dtype: DTypeLike,
-    chip: Chip,
-    head_groups: int,
-    shrink: int,
-) -> KernelSizes:
-    """What one would like for so many groups of heads, made `shrink` times smaller."""
-    heads = config.num_kv_heads // head_groups
-    if for_decodes:
-        kv_dtype = jnp.dtype(config.kv_dtype or dtype)
-        token_bytes = heads * token_layout(config.head_size).width * kv_dtype.itemsize
-        wanted = int(chip.hbm_bytes_per_second * _SLOT_SECONDS / token_bytes)
-        chunk_tokens = _DECODE_CHUNK_TOKENS
-        slot_tokens = max(wanted, chunk_tokens)
-        batch_heads = next(n for n in range(min(heads, _BATCH_HEADS), 0, -1) if heads % n == 0)
-    else:
-        chunk_tokens = slot_tokens = _PREFILL_KEYS
-        batch_heads = 1
-    chunk_pages = max(min(chunk_tokens // shrink // block_size, max_blocks), 1)
-    slot_pages = max(min(slot_tokens // shrink // block_size, max_blocks), 1)
-    return KernelSizes(
-        for_decodes=for_decodes,
-        step_tokens=step_tokens(config, for_decodes=for_decodes, num_tokens=num_tokens),
-        slot_pages=cdiv(slot_pages, chunk_pages) * chunk_pages,
-        chunk_pages=chunk_pages,
-        num_slots=_DECODE_SLOTS if for_decodes else 2,
-        batch_heads=batch_heads,
-        head_groups=head_groups,
-    )
-
-
-def step_tokens(config: AttentionConfig, *, for_decodes: bool, num_tokens: int) -> int:
-    """Tokens of a step: the only one of the sizes that the lists of work depend on."""
-    if for_decodes:
-        return min(_DECODE_STEP_TOKENS, num_tokens)
-    group_size = config.num_heads // config.num_kv_heads
-    size = min(_floor_power_of_two(_PREFILL_LINES // group_size), _ceil_power_of_two(num_tokens))
-    return min(max(size, _MIN_TILE_TOKENS), _MAX_TILE_TOKENS)
-
-
 def _head_groups(num_kv_heads: int, num_cores: int) -> list[int]:
-    """Ways to split kv heads evenly, fewest first, but enough for every core if there are any."""
+    """Ways to split kv heads evenly, fewest first, but one for every core if that is possible."""
     divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
     return [n for n in divisors if n % num_cores == 0] or divisors
-
-
-def _floor_power_of_two(n: int) -> int:
-    return 1 << (max(n, 1).bit_length() - 1)
-
-
-def _ceil_power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
