@@ -109,7 +109,11 @@ def attend_segments(
         q_block = pl.BlockSpec(
             (sizes.step_tokens, heads, group_size, lanes), lambda g, i, *_: (i, g, 0, 0)
         )
-        new_block = pl.BlockSpec((sizes.step_tokens, heads, width), lambda g, i, *_: (i, g, 0))
+        # Blocks have whole tiles of rows, or all that there are.
+        new = new.reshape(num_tokens, sizes.head_groups, heads, width)
+        new_block = pl.BlockSpec(
+            (sizes.step_tokens, None, heads, width), lambda g, i, *_: (i, g, 0, 0)
+        )
     else:
         q_block = pl.BlockSpec(
             (heads, group_size, sizes.step_tokens, lanes), lambda g, i, *_: (g, 0, i, 0)
