@@ -58,8 +58,12 @@ def assert_correct(backend: TpuBackend, case: Case, dtype: str, seed: int = 0) -
     assert not races_were_found()
 
 
+# What has neighbours that are much alike: each shape of a program takes seconds to emulate.
+SPARED = {"block_size_32", "block_size_64", "gqa_8", "int8_kv_decodes", "window_of_pages"}
+
+
 def slow_marked(case: Case):
-    is_slow = case.max_blocks > 100 or case.name in ("block_size_32", "block_size_64")
+    is_slow = case.max_blocks > 100 or case.name in SPARED
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if is_slow else [])
 
 
@@ -75,7 +79,7 @@ def test_rows_of_many_items_are_right(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["mixed", "gqa_3", "head_size_80", "head_size_128", "everything", "everything_with_fp8_kv"],
+    ["mixed", "gqa_3", "head_size_80", "everything_with_fp8_kv"],
 )
 def test_bfloat16_is_right(name):
     assert_correct(EMULATED, CASE[name], "bfloat16")
@@ -83,7 +87,7 @@ def test_bfloat16_is_right(name):
 
 def test_heads_are_split_between_two_cores():
     backend = dataclasses.replace(EMULATED, chip="v4")
-    case = dataclasses.replace(CASE["mixed"], rows=((1, 5), (1, 40), (12, 20)), num_tokens=16)
+    case = dataclasses.replace(CASE["mixed"], rows=((1, 5), (9, 9)), num_tokens=16)
     assert_correct(backend, case, "float32")
 
 
@@ -105,7 +109,7 @@ def ragged_rows(draw) -> tuple[int, tuple[tuple[int, int], ...]]:
 
 
 @pytest.mark.parametrize("sliding_window", [None, 19])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(drawn=ragged_rows(), seed=st.integers(0, 1000))
 def test_drawn_batches_are_right(sliding_window, drawn, seed):
     num_decodes, rows = drawn
@@ -156,6 +160,30 @@ def test_only_the_tokens_of_the_step_are_written():
     written[1, 2] = True  # position 2 of row 0
     written[3, 6:] = written[2, :3] = True  # positions 6 to 10 of row 1
     np.testing.assert_array_equal(changed, written)
+
+
+def test_every_decode_writes_its_token():
+    contexts, num_blocks = [1, 8, 9, 16, 20], 8
+    tables = np.array([[7, -1, 99], [5, 9, 9], [0, 6, -5], [2, 1, 50], [3, 3, 4]], np.int32)
+    batch = RaggedBatch(
+        query_starts=jnp.array([0, 1, 2, 3, 4, 5, 5], jnp.int32),
+        context_lens=jnp.array([*contexts, 0], jnp.int32),
+        block_tables=jnp.asarray(np.concatenate([tables, [[77, -1, 0]]]), jnp.int32),
+        num_decodes=jnp.array(5, jnp.int32),
+        block_size=8,
+        decode_only=True,
+    )
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(6, heads, 64)).astype(np.float32) for heads in (4, 2, 2))
+    spec = SMALL.cache_shape(CONFIG, num_blocks=num_blocks, block_size=8, dtype=jnp.float32)
+    before = rng.normal(size=spec.shape).astype(np.float32)
+    expected = before.copy()
+    for row, context in enumerate(contexts):
+        block, place = tables[row, (context - 1) // 8], (context - 1) % 8
+        expected[block, :, place] = np.concatenate([k[row], v[row]], axis=-1)
+    _, after = step(SMALL, q, k, v, jnp.asarray(before), batch, CONFIG)
+    np.testing.assert_array_equal(after, expected)
+    assert not races_were_found()
 
 
 def test_what_is_not_a_number_stays_in_its_row():

@@ -176,8 +176,14 @@ def attend_segments(
 
 
 def interpreter(chip: Chip) -> pltpu.InterpretParams:
-    """What emulates a chip on a CPU: every access is checked for races and bounds."""
-    return pltpu.InterpretParams(detect_races=True, num_cores_or_threads=chip.num_cores)
+    """What emulates a chip on a CPU, checking every access for races and bounds.
+
+    Copies are done as they start: one that nobody waits for is then a race with what follows.
+    Done as they are waited for, such a copy would not be done at all, which no one may notice.
+    """
+    return pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode="eager", num_cores_or_threads=chip.num_cores
+    )
 
 
 def _estimate_cost(
