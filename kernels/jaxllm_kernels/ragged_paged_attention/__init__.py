@@ -2,7 +2,9 @@
 
 from jaxllm_kernels.ragged_paged_attention.api import register_backend
 from jaxllm_kernels.ragged_paged_attention.reference import ReferenceBackend
+from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
 from jaxllm_kernels.ragged_paged_attention.xla import XlaBackend
 
 register_backend(ReferenceBackend())
+register_backend(TpuBackend())
 register_backend(XlaBackend())

@@ -1,0 +1,294 @@
+"""The implementation for TPUs: two Pallas kernels, one for decodes and one for prefill chunks.
+
+A layer's cache is one array [blocks, K, block_size, W]: a token's key and value lie side by side in
+a row of whole 128-lane registers, so no dimension is padded by the compiler, one copy brings a page
+with all of its heads, and any number of heads is as good as another. See `TokenLayout`.
+
+A step that is not decode_only runs both kernels; each writes its own rows' keys and values.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxllm_kernels.common import cdiv, round_up
+from jaxllm_kernels.compat import traced_tpu_name
+from jaxllm_kernels.platform import CHIPS, Chip
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionConfig,
+    BatchLimits,
+    KVScales,
+    RaggedBatch,
+    check_common,
+)
+from jaxllm_kernels.ragged_paged_attention.pages import to_cached
+from jaxllm_kernels.ragged_paged_attention.tpu_kernel import Work, attend_segments, interpreter
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
+    KernelSizes,
+    TokenLayout,
+    Tuning,
+    choose_sizes,
+    default_tuning,
+    smem_bytes,
+    step_tokens,
+    sublane_tile,
+    token_layout,
+)
+from jaxllm_kernels.ragged_paged_attention.tuned import lookup
+
+
+class Prepared(NamedTuple):
+    """What the layers of a step share: the work of both kernels, by the tokens of their steps."""
+
+    decodes: dict[int, Work]
+    prefills: dict[int, Work]
+
+
+@dataclass(frozen=True)
+class TpuBackend:
+    """Attention by Pallas kernels.
+
+    A bare Pallas call cannot be partitioned: under tensor parallelism call `attend` within a
+    shard_map over heads, with the config of a shard. Every number of kv heads is possible there.
+    """
+
+    name: str = "tpu"
+    # The chip to compile for; None: the one that the program is traced for.
+    chip: str | None = None
+    # None: what was measured for the chip, or else a guess.
+    decode_tuning: Tuning | None = None
+    prefill_tuning: Tuning | None = None
+    # Emulate the kernels on a CPU, and look for races.
+    interpret: bool = False
+
+    def check(
+        self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
+    ) -> None:
+        check_common(config, limits, dtype=dtype)
+        if chip.platform != "tpu":
+            raise ValueError(
+                f"attention backend {self.name!r} does not run on {chip.name}; "
+                "set --attention-backend to xla"
+            )
+        if not chip.vmem_bytes:
+            raise ValueError(
+                f"attention backend {self.name!r} does not know the chip {chip.name!r}; "
+                "set --attention-backend to xla"
+            )
+        if jnp.dtype(dtype) == jnp.float16:
+            raise ValueError("TPUs do not compute in float16; set --dtype to bfloat16")
+        tile = sublane_tile(config.kv_dtype or dtype)
+        if limits.block_size % tile:
+            raise ValueError(
+                f"block_size={limits.block_size} is not a multiple of the {tile} tokens that a "
+                f"TPU moves at once in a {jnp.dtype(config.kv_dtype or dtype).name} cache; "
+                f"set --block-size to {round_up(limits.block_size, tile)}"
+            )
+        taken = smem_bytes(limits)
+        if taken > chip.smem_bytes:
+            raise ValueError(
+                f"block tables of {limits.num_rows} rows x {limits.max_blocks} blocks take "
+                f"{taken} bytes of scalar memory, of which a {chip.name} has {chip.smem_bytes}; "
+                "raise --block-size, or lower --max-model-len or --max-num-seqs"
+            )
+        for for_decodes in (True, False):
+            choose_sizes(
+                config,
+                self._tuning(config, chip, limits.block_size, for_decodes=for_decodes),
+                for_decodes=for_decodes,
+                num_tokens=limits.num_tokens,
+                max_blocks=limits.max_blocks,
+                block_size=limits.block_size,
+                dtype=dtype,
+                chip=chip,
+            )
+
+    def cache_shape(
+        self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
+    ) -> jax.ShapeDtypeStruct:
+        width = token_layout(config.head_size).width
+        return jax.ShapeDtypeStruct(
+            (num_blocks, config.num_kv_heads, block_size, width),
+            jnp.dtype(config.kv_dtype or dtype),
+        )
+
+    def prepare(
+        self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
+    ) -> Prepared:
+        decodes, prefills = {}, {}
+        chip, max_decodes = self._chip(), _max_decodes(batch, num_tokens)
+        for config in set(configs):
+            tuning = self._tuning(config, chip, batch.block_size, for_decodes=True)
+            size = step_tokens(tuning, max_decodes, for_decodes=True)
+            decodes[size] = _decode_work(batch, max_decodes, size)
+            if not batch.decode_only:
+                tuning = self._tuning(config, chip, batch.block_size, for_decodes=False)
+                size = step_tokens(tuning, num_tokens, for_decodes=False)
+                prefills[size] = _prefill_work(batch, num_tokens, size)
+        return Prepared(decodes, prefills)
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        prepared: Prepared,
+        *,
+        config: AttentionConfig,
+        sinks: jax.Array | None = None,
+        kv_scales: KVScales | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        num_tokens, num_heads, head_size = q.shape
+        num_kv_heads = config.num_kv_heads
+        layout = token_layout(head_size)
+        k, v = to_cached(k, v, config, kv_scales)
+        # Values of the small types are exact in q's.
+        new = _side_by_side(k.astype(q.dtype), v.astype(q.dtype), layout)  # [T, K, W]
+        padding = ((0, 0), (0, 0), (0, layout.lanes - head_size))
+        queries = jnp.pad(q, padding).reshape(num_tokens, num_kv_heads, -1, layout.lanes)
+        shared = {
+            "config": config,
+            "max_blocks": batch.block_tables.shape[1],
+            "sinks": None if sinks is None else _per_head(sinks, num_kv_heads),
+            "kv_scales": None if kv_scales is None else jnp.stack(kv_scales, axis=-1)[:, None],
+            "interpret": interpreter(self._chip()) if self.interpret else False,
+        }
+
+        sizes = self._sizes(config, batch, q, for_decodes=True)
+        num_decodes = _max_decodes(batch, num_tokens)
+        out, cache = attend_segments(
+            _pad_to(queries[:num_decodes], sizes.step_tokens, axis=0),
+            _pad_to(new[:num_decodes], sizes.step_tokens, axis=0),
+            cache,
+            prepared.decodes[sizes.step_tokens],
+            sizes=sizes,
+            **shared,
+        )
+        out = out[:num_decodes]  # [T, K, G, D]
+
+        if not batch.decode_only:
+            sizes = self._sizes(config, batch, q, for_decodes=False)
+            prefill_out, cache = attend_segments(
+                _pad_to(queries.transpose(1, 2, 0, 3), sizes.step_tokens, axis=2),
+                _pad_to(new.swapaxes(0, 1), sizes.step_tokens, axis=1),
+                cache,
+                prepared.prefills[sizes.step_tokens],
+                sizes=sizes,
+                **shared,
+            )
+            prefill_out = prefill_out[:, :, :num_tokens].transpose(2, 0, 1, 3)
+            # Neither kernel has anything but zeros for the other's tokens.
+            out = prefill_out.at[:num_decodes].add(out)
+
+        out = out[..., layout.out_start : layout.out_start + head_size]
+        return out.reshape(q.shape), cache
+
+    def _chip(self) -> Chip:
+        return CHIPS[self.chip or traced_tpu_name()]
+
+    def _tuning(
+        self, config: AttentionConfig, chip: Chip, block_size: int, *, for_decodes: bool
+    ) -> Tuning:
+        asked = self.decode_tuning if for_decodes else self.prefill_tuning
+        if asked is not None:
+            return asked
+        kernel = "decode" if for_decodes else "prefill"
+        key = {
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_size": config.head_size,
+            "block_size": block_size,
+            "kv_dtype": config.kv_dtype,
+        }
+        measured = lookup(chip.name, f"tpu_{kernel}", key)
+        if measured is not None:
+            return Tuning(**measured)
+        return default_tuning(config, chip, for_decodes=for_decodes)
+
+    def _sizes(
+        self, config: AttentionConfig, batch: RaggedBatch, q: jax.Array, *, for_decodes: bool
+    ) -> KernelSizes:
+        chip, num_tokens = self._chip(), q.shape[0]
+        return choose_sizes(
+            config,
+            self._tuning(config, chip, batch.block_size, for_decodes=for_decodes),
+            for_decodes=for_decodes,
+            num_tokens=_max_decodes(batch, num_tokens) if for_decodes else num_tokens,
+            max_blocks=batch.block_tables.shape[1],
+            block_size=batch.block_size,
+            dtype=q.dtype,
+            chip=chip,
+        )
+
+
+def _max_decodes(batch: RaggedBatch, num_tokens: int) -> int:
+    return min(batch.context_lens.shape[0], num_tokens)
+
+
+def _decode_work(batch: RaggedBatch, max_decodes: int, step: int) -> Work:
+    """Decodes: segment i is row i and token i."""
+    index = jnp.arange(max_decodes, dtype=jnp.int32)
+    steps = jnp.arange(cdiv(max_decodes, step) + 1, dtype=jnp.int32)
+    return Work(
+        first_segments=jnp.minimum(steps * step, batch.num_decodes),
+        rows=index,
+        tokens=index,
+        lengths=jnp.ones_like(index),
+        positions=batch.context_lens[:max_decodes] - 1,
+        block_tables=batch.block_tables.reshape(-1),
+    )
+
+
+def _prefill_work(batch: RaggedBatch, num_tokens: int, tile: int) -> Work:
+    """Everything else: rows are cut where a tile of the flat batch ends."""
+    num_rows, num_tiles = batch.context_lens.shape[0], cdiv(num_tokens, tile)
+    starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
+    is_prefill = (ends > starts) & (jnp.arange(num_rows) >= batch.num_decodes)
+    pieces = jnp.where(is_prefill, (ends - 1) // tile - starts // tile + 1, 0)
+    ends_of_pieces = jnp.cumsum(pieces, dtype=jnp.int32)
+
+    segments = jnp.arange(num_tiles + min(num_rows, num_tokens), dtype=jnp.int32)
+    rows = jnp.searchsorted(ends_of_pieces, segments, side="right", method="compare_all")
+    rows = jnp.minimum(rows.astype(jnp.int32), num_rows - 1)
+    piece = segments - (ends_of_pieces[rows] - pieces[rows])
+    tiles = starts[rows] // tile + piece
+    tokens = jnp.maximum(starts[rows], tiles * tile)
+    is_real = segments < ends_of_pieces[-1]
+    return Work(
+        first_segments=jnp.searchsorted(
+            jnp.where(is_real, tiles, num_tiles),
+            jnp.arange(num_tiles + 1, dtype=jnp.int32),
+            method="compare_all",
+        ).astype(jnp.int32),
+        rows=rows,
+        tokens=tokens,
+        lengths=jnp.minimum(ends[rows], (tiles + 1) * tile) - tokens,
+        positions=batch.context_lens[rows] - (ends[rows] - tokens),
+        block_tables=batch.block_tables.reshape(-1),
+    )
+
+
+def _side_by_side(k: jax.Array, v: jax.Array, layout: TokenLayout) -> jax.Array:
+    """Keys and values, both [T, K, H], as rows of the cache: [T, K, W]."""
+    head_size = k.shape[-1]
+    between = layout.value_start - head_size
+    after = layout.width - layout.value_start - head_size
+    k = jnp.pad(k, ((0, 0), (0, 0), (0, between)))
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, after)))
+    return jnp.concatenate([k, v], axis=-1)
+
+
+def _per_head(sinks: jax.Array, num_kv_heads: int) -> jax.Array:
+    return sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1)
+
+
+def _pad_to(x: jax.Array, multiple: int, *, axis: int) -> jax.Array:
+    """x with zeros behind it, up to a multiple."""
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, padding)

@@ -1,0 +1,649 @@
+"""The Pallas kernel of the TPU backend: attention over pages that it fetches and updates itself.
+
+The grid walks over steps of query tokens. The tokens of a step that belong to the same row are a
+segment: a decode, or the part of a prefill chunk that lies in the step's tile. A segment attends to
+the pages of its row item by item, an item being as many pages as a slot of on-chip memory holds.
+The items of all segments form one sequence, and the pages of later items are on their way while one
+is computed, across the borders of segments and steps.
+
+The last items of a segment also hold the places of its own tokens. Their keys and values are put
+there on chip, which is where this segment sees them, and then travel back to the cache. Who writes
+what, and when others may read it:
+  - The pages that a row writes belong to it alone, so decodes never wait for each other. The tile
+    of tokens around a new one travels from a buffer of its own and is waited for two segments on.
+  - Tiles of one chunk read what the tiles before them wrote. So whatever a tile writes has arrived
+    before any later page is asked for.
+
+Axis letters besides those of api.py: G query heads per kv head, M query lines of a segment
+(G x tokens), D lanes of a query, W lanes of a token's key and value in the cache.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
+    LANES,
+    KernelSizes,
+    sublane_tile,
+)
+
+# The score of a key that is not seen; finite, so that a query may meet such keys alone: their
+# weights, all one, are multiplied by exp(_UNSEEN - score) = 0 as soon as it sees a key.
+_UNSEEN = float(jnp.finfo(jnp.float32).min)
+
+# What the kernel remembers from item to item: the item to fetch next, its slot, and the slot whose
+# turn it is to be computed.
+_FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT, _COMPUTE_SLOT = range(4)
+
+
+class Work(NamedTuple):
+    """The segments of a call in the order of its steps: what the kernel's scalar core reads."""
+
+    # Step i has the segments [first_segments[i], first_segments[i + 1]).
+    first_segments: jax.Array  # int32 [steps + 1]
+    rows: jax.Array  # int32 [segments], as are the others
+    tokens: jax.Array  # flat position of the first token
+    lengths: jax.Array  # tokens
+    positions: jax.Array  # of the first token, in the row's context
+    block_tables: jax.Array  # int32 [R * P]
+
+
+class _Scratch(NamedTuple):
+    """On-chip memory that lives as long as the call."""
+
+    pages: jax.Ref  # [slots, K, tokens of a slot, W]
+    written: jax.Ref  # [2, K, sublane tile, W]: what decodes send back
+    largest: jax.Ref  # [K, M, LANES]: running softmax; the lanes are equal
+    total: jax.Ref  # [K, M, LANES]
+    weighted: jax.Ref  # [K, M, D]
+    state: jax.Ref  # int32 [4]
+    fetched: jax.Ref  # semaphores [slots]
+    sent: jax.Ref  # semaphores [2]
+
+
+def attend_segments(
+    q: jax.Array,
+    new: jax.Array,
+    cache: jax.Array,
+    work: Work,
+    *,
+    config: AttentionConfig,
+    sizes: KernelSizes,
+    max_blocks: int,
+    sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
+    interpret: pltpu.InterpretParams | Literal[False],
+) -> tuple[jax.Array, jax.Array]:
+    """Write the segments' keys and values into the cache and attend; see `KernelSizes`.
+
+    Args:
+      q: [tokens, K, G, D] for decodes, [K, G, tokens, D] for tiles of prefill chunks.
+      new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W].
+      cache: [blocks, K, block_size, W].
+      sinks: float32 [K, G, 1].
+      kv_scales: float32 [K, 1, 2], of keys and of values.
+
+    Returns:
+      The output, shaped as q, zero where no segment is; and the updated cache.
+    """
+    num_kv_heads, block_size, width = cache.shape[1:]
+    group_size = config.num_heads // num_kv_heads
+    lanes = q.shape[-1]
+    heads = num_kv_heads // sizes.head_groups
+    num_tokens = q.shape[0] if sizes.for_decodes else q.shape[2]
+    assert num_tokens % sizes.step_tokens == 0, (q.shape, sizes)
+    num_steps = num_tokens // sizes.step_tokens
+
+    if sizes.for_decodes:
+        q_block = pl.BlockSpec(
+            (sizes.step_tokens, heads, group_size, lanes), lambda g, i, *_: (i, g, 0, 0)
+        )
+        # Blocks have whole tiles of rows, or all that there are.
+        new = new.reshape(num_tokens, sizes.head_groups, heads, width)
+        new_block = pl.BlockSpec(
+            (sizes.step_tokens, None, heads, width), lambda g, i, *_: (i, g, 0, 0)
+        )
+    else:
+        q_block = pl.BlockSpec(
+            (heads, group_size, sizes.step_tokens, lanes), lambda g, i, *_: (g, 0, i, 0)
+        )
+        new_block = pl.BlockSpec((heads, sizes.step_tokens, width), lambda g, i, *_: (g, i, 0))
+    scales_block = pl.BlockSpec((heads, 1, 2), lambda g, i, *_: (g, 0, 0))
+    sinks_block = pl.BlockSpec((heads, group_size, 1), lambda g, i, *_: (g, 0, 0))
+    in_place = pl.BlockSpec(memory_space=pl.ANY)
+
+    optional = [
+        (x, block)
+        for x, block in ((kv_scales, scales_block), (sinks, sinks_block))
+        if x is not None
+    ]
+    operands = (*work, q, new, *[x for x, _ in optional], cache)
+    lines = sizes.lines(group_size)
+    kernel = functools.partial(
+        _kernel,
+        config=config,
+        sizes=sizes,
+        max_blocks=max_blocks,
+        has_scales=kv_scales is not None,
+        has_sinks=sinks is not None,
+    )
+    call = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(work),
+            grid=(sizes.head_groups, num_steps),
+            in_specs=[q_block, new_block, *[block for _, block in optional], in_place],
+            out_specs=[q_block, in_place],
+            scratch_shapes=_Scratch(
+                pages=pltpu.VMEM(
+                    (sizes.num_slots, heads, sizes.slot_pages * block_size, width), cache.dtype
+                ),
+                written=pltpu.VMEM((2, heads, sublane_tile(cache.dtype), width), cache.dtype),
+                largest=pltpu.VMEM((heads, lines, LANES), jnp.float32),
+                total=pltpu.VMEM((heads, lines, LANES), jnp.float32),
+                weighted=pltpu.VMEM((heads, lines, lanes), jnp.float32),
+                state=pltpu.SMEM((4,), jnp.int32),
+                fetched=pltpu.SemaphoreType.DMA((sizes.num_slots,)),
+                sent=pltpu.SemaphoreType.DMA((2,)),
+            ),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        ],
+        input_output_aliases={len(operands) - 1: 1},
+        # Groups of heads share nothing, so a chip with two cores gives each its own. Steps follow
+        # each other: their items are one sequence.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
+        ),
+        cost_estimate=_estimate_cost(config, q, new, cache, work, max_blocks),
+        interpret=interpret,
+        name=f"ragged_paged_attention_{'decode' if sizes.for_decodes else 'prefill'}",
+    )
+    return call(*operands)
+
+
+def interpreter(chip: Chip) -> pltpu.InterpretParams:
+    """What emulates a chip on a CPU, checking every access for races and bounds.
+
+    Copies are done as they start: one that nobody waits for is then a race with what follows.
+    Done as they are waited for, such a copy would not be done at all, which no one may notice.
+    """
+    return pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode="eager", num_cores_or_threads=chip.num_cores
+    )
+
+
+def _estimate_cost(
+    config: AttentionConfig,
+    q: jax.Array,
+    new: jax.Array,
+    cache: jax.Array,
+    work: Work,
+    max_blocks: int,
+) -> pl.CostEstimate:
+    """The cost if rows had half of the context that their block tables have room for.
+
+    Lengths are not known when a program is compiled, but no more can be read than there is.
+    """
+    num_blocks, _, block_size, _ = cache.shape
+    num_queries = q.size // q.shape[-1]
+    scores = num_queries * min(max_blocks // 2 + 1, num_blocks) * block_size
+    read_blocks = min(work.block_tables.size // 2 + 1, num_blocks)
+    page_bytes = cache.size // num_blocks * cache.dtype.itemsize
+    return pl.CostEstimate(
+        flops=4 * scores * config.head_size,
+        transcendentals=scores,
+        bytes_accessed=read_blocks * page_bytes + (2 * q.size + new.size) * q.dtype.itemsize,
+    )
+
+
+def _kernel(*refs: jax.Ref, has_scales: bool, has_sinks: bool, **static: Any) -> None:
+    """Give the references names, and compute the step."""
+    unnamed = iter(refs)
+    work = Work(*itertools.islice(unnamed, len(Work._fields)))
+    q, new = next(unnamed), next(unnamed)
+    kv_scales = next(unnamed) if has_scales else None
+    sinks = next(unnamed) if has_sinks else None
+    next(unnamed)  # the cache as an operand: the same memory as the result
+    out, cache = next(unnamed), next(unnamed)
+    _Step(
+        work=work,
+        q=q,
+        new=new,
+        kv_scales=kv_scales,
+        sinks=sinks,
+        out=out,
+        cache=cache,
+        scratch=_Scratch(*unnamed),
+        **static,
+    ).run()
+
+
+class _Pages(NamedTuple):
+    """Blocks [first, end) of a row's block table."""
+
+    first: jax.Array
+    end: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A step of the grid, while it is traced."""
+
+    work: Work
+    # The step's part, as are `new` and `out`.
+    q: jax.Ref
+    new: jax.Ref
+    kv_scales: jax.Ref | None
+    sinks: jax.Ref | None
+    out: jax.Ref
+    cache: jax.Ref
+    scratch: _Scratch
+    config: AttentionConfig
+    sizes: KernelSizes
+    max_blocks: int
+
+    def run(self) -> None:
+        step = pl.program_id(1)
+
+        @pl.when(step == 0)
+        def _():
+            for i in range(4):
+                self.scratch.state[i] = 0
+            for _ in range(self.sizes.num_slots - 1):
+                self._fetch_next()
+
+        self.out[...] = jnp.zeros_like(self.out)
+        first, end = self.work.first_segments[step], self.work.first_segments[step + 1]
+        _for_each(first, end, self._attend)
+
+        if self.sizes.for_decodes:
+
+            @pl.when(step == pl.num_programs(1) - 1)
+            def _():
+                for i in (1, 2):
+                    pl.when(end >= i)(lambda i=i: self._token_copy(0, 0, (end - i) % 2).wait())
+
+    def _attend(self, segment: jax.Array) -> None:
+        """Compute a segment."""
+        self._start_softmax()
+        num_items = self._num_items(segment)
+
+        def attend_item(item: jax.Array) -> None:
+            slot = self._take_slot()
+            if self.sizes.for_decodes:
+                self._fetch_next()
+            pages = self._pages(segment, item)
+            self._for_each_copy(segment, pages, slot, lambda copy: copy.wait())
+            if self.sizes.for_decodes:
+                pl.when(item == num_items - 1)(lambda: self._insert_token(segment, pages, slot))
+            else:
+                self._insert_tokens(segment, pages, slot)
+                self._fetch_next()
+            self._attend_pages(segment, pages, slot)
+
+        _for_each(0, num_items, attend_item)
+        self._store_output(segment)
+
+    # What to fetch.
+
+    @property
+    def _heads(self) -> int:
+        """Kv heads of this group."""
+        return self.scratch.pages.shape[1]
+
+    @property
+    def _block_size(self) -> int:
+        return self.cache.shape[2]
+
+    def _all_pages(self, segment: jax.Array) -> _Pages:
+        """The pages that a segment sees: not those that lie before its first token's window."""
+        position = self.work.positions[segment]
+        first = jnp.zeros_like(position)
+        if self.config.sliding_window is not None:
+            oldest = jnp.maximum(position - (self.config.sliding_window - 1), 0)
+            first = lax.div(oldest, self._block_size)
+        last = lax.div(position + self.work.lengths[segment] - 1, self._block_size)
+        return _Pages(first, last + 1)
+
+    def _num_items(self, segment: jax.Array) -> jax.Array:
+        pages = self._all_pages(segment)
+        return _cdiv(pages.end - pages.first, self.sizes.slot_pages)
+
+    def _pages(self, segment: jax.Array, item: jax.Array) -> _Pages:
+        """The pages of an item."""
+        pages = self._all_pages(segment)
+        first = pages.first + item * self.sizes.slot_pages
+        return _Pages(first, jnp.minimum(first + self.sizes.slot_pages, pages.end))
+
+    def _block(self, segment: jax.Array, page: jax.Array) -> jax.Array:
+        return self.work.block_tables[self.work.rows[segment] * self.max_blocks + page]
+
+    # Fetching.
+
+    def _for_each_copy(
+        self,
+        segment: jax.Array,
+        pages: _Pages,
+        slot: jax.Array,
+        action: Callable[[Any], None],
+    ) -> None:
+        """Do something with the copies that bring pages into a slot."""
+
+        def act(page: jax.Array) -> None:
+            action(
+                pltpu.make_async_copy(
+                    self._in_cache(self._block(segment, page)),
+                    self._in_slot(slot, page - pages.first),
+                    self.scratch.fetched.at[slot],
+                )
+            )
+
+        _for_each(pages.first, pages.end, act)
+
+    def _in_cache(self, block: jax.Array) -> jax.Ref:
+        """This group's heads of a block."""
+        return self.cache.at[block, pl.ds(pl.program_id(0) * self._heads, self._heads)]
+
+    def _in_slot(self, slot: jax.Array, index: jax.Array) -> jax.Ref:
+        """The memory of one page."""
+        start = pl.multiple_of(index * self._block_size, self._block_size)
+        return self.scratch.pages.at[slot, :, pl.ds(start, self._block_size)]
+
+    def _fetch_next(self) -> None:
+        """Start to fetch the next item, if there is one."""
+        state = self.scratch.state
+        segment, item, slot = (state[i] for i in (_FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT))
+
+        @pl.when(segment < self.work.first_segments[pl.num_programs(1)])
+        def _():
+            pages = self._pages(segment, item)
+            self._for_each_copy(segment, pages, slot, lambda copy: copy.start())
+            is_last = item + 1 == self._num_items(segment)
+            state[_FETCH_SEGMENT] = jnp.where(is_last, segment + 1, segment)
+            state[_FETCH_ITEM] = jnp.where(is_last, 0, item + 1)
+            state[_FETCH_SLOT] = self._next_slot(slot)
+
+    def _take_slot(self) -> jax.Array:
+        """The slot of the item to be computed."""
+        slot = self.scratch.state[_COMPUTE_SLOT]
+        self.scratch.state[_COMPUTE_SLOT] = self._next_slot(slot)
+        return slot
+
+    def _next_slot(self, slot: jax.Array) -> jax.Array:
+        return jnp.where(slot + 1 == self.sizes.num_slots, 0, slot + 1)
+
+    # Writing.
+
+    def _insert_token(self, segment: jax.Array, pages: _Pages, slot: jax.Array) -> None:
+        """Put a decode's key and value into the slot of its last pages, and send them."""
+        scratch, tile = self.scratch, self.scratch.written.shape[2]
+        position = self.work.positions[segment]
+        start = position - lax.rem(position, tile)
+        in_slot = pl.ds(pl.multiple_of(start - pages.first * self._block_size, tile), tile)
+        old = scratch.pages[slot, :, in_slot, :].astype(jnp.float32)
+        new = self.new[lax.rem(self.work.tokens[segment], self.sizes.step_tokens)]  # [K, W]
+        new = new.astype(jnp.float32)
+        new = jnp.stack([new[head : head + 1] for head in range(self._heads)])
+        is_new = lax.broadcasted_iota(jnp.int32, (1, tile, 1), 1) == position - start
+        merged = _cast(jnp.where(is_new, new, old), self.cache.dtype)
+        scratch.pages[slot, :, in_slot, :] = merged
+
+        buffer = segment % 2
+        block = self._block(segment, lax.div(position, self._block_size))
+        copy = self._token_copy(block, lax.rem(start, self._block_size), buffer)
+        # The buffer was last used two segments ago.
+        pl.when(segment >= 2)(copy.wait)
+        scratch.written[buffer] = merged
+        copy.start()
+
+    def _token_copy(self, block: jax.Array, start: jax.Array, buffer: jax.Array) -> Any:
+        """The copy of a tile of tokens around a new one to its block; all are of one size."""
+        tile = self.scratch.written.shape[2]
+        heads = pl.ds(pl.program_id(0) * self._heads, self._heads)
+        return pltpu.make_async_copy(
+            self.scratch.written.at[buffer],
+            self.cache.at[block, heads, pl.ds(pl.multiple_of(start, tile), tile)],
+            self.scratch.sent.at[buffer],
+        )
+
+    def _insert_tokens(self, segment: jax.Array, pages: _Pages, slot: jax.Array) -> None:
+        """Put those keys and values of a tile whose places are in a slot there, and send them."""
+        block_size, tile = self._block_size, self.sizes.step_tokens
+        start, length = self.work.positions[segment], self.work.lengths[segment]
+        precision = _precision(self.q.dtype)
+        # Token i of the tile has the position i + shift.
+        offset = self.work.tokens[segment] % tile
+        shift = start - offset
+
+        def is_ours(axis: int) -> jax.Array:
+            shape = (1, tile) if axis else (tile, 1)
+            token = lax.broadcasted_iota(jnp.int32, shape, axis)
+            return (offset <= token) & (token < offset + length)
+
+        def insert_page(page: jax.Array) -> None:
+            position = page * block_size + lax.broadcasted_iota(jnp.int32, (block_size, 1), 0)
+            token = lax.broadcasted_iota(jnp.int32, (block_size, tile), 1)
+            # A matrix product moves each token to its place.
+            moves = ((token + shift == position) & is_ours(1)).astype(self.q.dtype)
+            is_new = (start <= position) & (position < start + length)
+            first = pl.multiple_of((page - pages.first) * block_size, block_size)
+            in_slot = pl.ds(first, block_size)
+
+            def insert_head(head: jax.Array) -> None:
+                # A zero does not silence what is not a number in other rows' tokens.
+                new = jnp.where(is_ours(0), self.new[head].astype(jnp.float32), 0)
+                moved = jnp.dot(
+                    moves,
+                    new.astype(self.q.dtype),
+                    preferred_element_type=jnp.float32,
+                    precision=precision,
+                )
+                old = self.scratch.pages[slot, head, in_slot, :].astype(jnp.float32)
+                self.scratch.pages[slot, head, in_slot, :] = _cast(
+                    jnp.where(is_new, moved, old), self.cache.dtype
+                )
+
+            _for_each(0, self._heads, insert_head)
+
+        def copy(page: jax.Array) -> Any:
+            return pltpu.make_async_copy(
+                self._in_slot(slot, page - pages.first),
+                self._in_cache(self._block(segment, page)),
+                self.scratch.sent.at[0],
+            )
+
+        def insert_and_send(page: jax.Array) -> None:
+            insert_page(page)
+            copy(page).start()
+
+        first = jnp.maximum(pages.first, lax.div(start, block_size))
+        _for_each(first, pages.end, insert_and_send)
+        _for_each(first, pages.end, lambda page: copy(page).wait())
+
+    # Computing.
+
+    def _start_softmax(self) -> None:
+        scratch = self.scratch
+        if self.sinks is None:
+            scratch.largest[...] = jnp.full_like(scratch.largest, _UNSEEN)
+            scratch.total[...] = jnp.zeros_like(scratch.total)
+        else:
+            sinks = self.sinks[...]  # [K, G, 1]
+            if not self.sizes.for_decodes:
+                shape = (*sinks.shape[:2], self.sizes.step_tokens, LANES)
+                sinks = jnp.broadcast_to(sinks[..., None], shape)
+            scratch.largest[...] = jnp.broadcast_to(
+                sinks.reshape(*scratch.largest.shape[:2], -1), scratch.largest.shape
+            )
+            scratch.total[...] = jnp.ones_like(scratch.total)
+        scratch.weighted[...] = jnp.zeros_like(scratch.weighted)
+
+    def _attend_pages(self, segment: jax.Array, pages: _Pages, slot: jax.Array) -> None:
+        """Fold the pages in a slot into the softmax of a segment's queries."""
+        chunk_tokens = self.sizes.chunk_pages * self._block_size
+        start, length = self.work.positions[segment], self.work.lengths[segment]
+
+        def attend_chunk(chunk: jax.Array) -> None:
+            in_slot = pl.multiple_of(chunk * chunk_tokens, chunk_tokens)
+            first = pages.first * self._block_size + in_slot
+            num_keys = start + length - first  # past this chunk's end, except in the last one
+            is_seen = self._is_seen(segment, first)
+            for_heads = functools.partial(
+                self._attend_heads, segment, slot, in_slot, num_keys, is_seen
+            )
+            _for_each(0, self._heads // self.sizes.batch_heads, for_heads)
+
+        _for_each(0, _cdiv(pages.end - pages.first, self.sizes.chunk_pages), attend_chunk)
+
+    def _is_seen(self, segment: jax.Array, first: jax.Array) -> jax.Array:
+        """Which keys of a chunk, its first at a position, the queries see: [M or 1, keys]."""
+        keys = self.sizes.chunk_pages * self._block_size
+        if self.sizes.for_decodes:
+            key = lax.broadcasted_iota(jnp.int32, (1, keys), 1)
+            distance = self.work.positions[segment] - first - key
+        else:
+            tile = self.sizes.step_tokens
+            shape = (self.scratch.largest.shape[1], keys)
+            line = lax.broadcasted_iota(jnp.int32, shape, 0)
+            token = line & (tile - 1)  # tiles are powers of two
+            offset = self.work.tokens[segment] % tile
+            shift = self.work.positions[segment] - offset - first
+            distance = token + shift - lax.broadcasted_iota(jnp.int32, shape, 1)
+        is_seen = distance >= 0
+        if self.config.sliding_window is not None:
+            is_seen &= distance < self.config.sliding_window
+        return is_seen
+
+    def _attend_heads(
+        self,
+        segment: jax.Array,
+        slot: jax.Array,
+        in_slot: jax.Array,
+        num_keys: jax.Array,
+        is_seen: jax.Array,
+        batch: jax.Array,
+    ) -> None:
+        """Fold a chunk of a slot into the softmax of a batch of heads."""
+        scratch, dtype = self.scratch, self.q.dtype
+        heads = pl.ds(batch * self.sizes.batch_heads, self.sizes.batch_heads)
+        tokens = pl.ds(in_slot, self.sizes.chunk_pages * self._block_size)
+        q = self._load_q(segment, heads)  # [heads, M, D]
+        lanes = q.shape[-1]
+        kv = scratch.pages[slot, heads, tokens, :]  # [heads, keys, W]
+        keys = kv[..., :lanes].astype(dtype)
+        # Past the context lies garbage, which a weight of zero does not silence if it is NaN.
+        values = _keep_first_rows(kv[..., -lanes:], num_keys).astype(dtype)
+
+        scores = _batch_dot(q, keys, contract=(2, 2)) * self.config.scale
+        if self.kv_scales is not None:
+            scores *= self.kv_scales[heads, :, 0:1]
+        if self.config.soft_cap is not None:
+            scores = self.config.soft_cap * jnp.tanh(scores / self.config.soft_cap)
+        # This also replaces what came of garbage keys.
+        scores = jnp.where(is_seen[None], scores, _UNSEEN)
+
+        largest = scratch.largest[heads]  # [heads, M, LANES]
+        new_largest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
+        weights = jnp.exp(scores - new_largest[..., :1])
+        decay = jnp.exp(largest - new_largest)
+        scratch.largest[heads] = new_largest
+        scratch.total[heads] = scratch.total[heads] * decay + weights.sum(axis=-1, keepdims=True)
+        scratch.weighted[heads] = scratch.weighted[heads] * decay[..., :1] + _batch_dot(
+            weights.astype(dtype), values, contract=(2, 1)
+        )
+
+    def _load_q(self, segment: jax.Array, heads: pl.Slice) -> jax.Array:
+        """The queries of a segment: [heads, M, D]."""
+        if self.sizes.for_decodes:
+            return self.q[self.work.tokens[segment] % self.sizes.step_tokens, heads]
+        q = self.q[heads]
+        return q.reshape(q.shape[0], -1, q.shape[-1])
+
+    def _store_output(self, segment: jax.Array) -> None:
+        """Store what the softmax has come to."""
+        scratch = self.scratch
+
+        def output(heads: pl.Slice) -> jax.Array:
+            out = scratch.weighted[heads] / scratch.total[heads][..., :1]
+            return out if self.kv_scales is None else out * self.kv_scales[heads, :, 1:2]
+
+        token = self.work.tokens[segment] % self.sizes.step_tokens
+        if self.sizes.for_decodes:
+            self.out[token] = output(pl.ds(0, self._heads)).astype(self.out.dtype)
+            return
+
+        def store_head(head: jax.Array) -> None:
+            old = self.out[pl.ds(head, 1)].astype(jnp.float32)
+            line = lax.broadcasted_iota(jnp.int32, old.shape, 2)
+            is_ours = (token <= line) & (line < token + self.work.lengths[segment])
+            new = output(pl.ds(head, 1)).reshape(old.shape)
+            self.out[pl.ds(head, 1)] = jnp.where(is_ours, new, old).astype(self.out.dtype)
+
+        _for_each(0, self._heads, store_head)
+
+
+def _for_each(start: int | jax.Array, end: int | jax.Array, body: Callable) -> None:
+    """Call body with every index."""
+    if isinstance(end, int) and end == 1:
+        body(0)
+    else:
+        lax.fori_loop(start, end, lambda i, _: body(i), None)
+
+
+def _cdiv(a: jax.Array, b: int) -> jax.Array:
+    """Divide what is not negative and round up."""
+    return lax.div(a + (b - 1), b)
+
+
+def _precision(dtype: jnp.dtype) -> lax.Precision:
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def _batch_dot(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    """Matrix products in float32 over the first axis."""
+    i, j = contract
+    return lax.dot_general(
+        a,
+        b,
+        dimension_numbers=(((i,), (j,)), ((0,), (0,))),
+        precision=_precision(a.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _cast(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A float32 array of values that the dtype has."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        x = x.astype(jnp.int32)
+    return x.astype(dtype)
+
+
+def _keep_first_rows(x: jax.Array, num_rows: jax.Array) -> jax.Array:
+    """x [batch, rows, lanes] with zeros from a row on.
+
+    Rows share 32-bit words with their neighbours, so words are masked: not every chip compares or
+    selects in the small types.
+    """
+    rows_per_word = 4 // x.dtype.itemsize
+    batch, rows, lanes = x.shape
+    words = pltpu.bitcast(x.reshape(batch * rows, lanes), jnp.int32)
+    words = words.reshape(batch, rows // rows_per_word, lanes)
+    word = lax.broadcasted_iota(jnp.int32, (1, words.shape[1], 1), 1)
+    kept = jnp.clip(num_rows - word * rows_per_word, 0, rows_per_word)
+    mask = jnp.where(kept == rows_per_word, -1, (1 << (kept * (8 * x.dtype.itemsize))) - 1)
+    words = (words & mask).reshape(-1, lanes)
+    return pltpu.bitcast(words, x.dtype).reshape(x.shape)

@@ -1,0 +1,230 @@
+"""How the TPU kernel cuts its work: block sizes, and the on-chip memory that they take."""
+
+import math
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxllm_kernels.common import cdiv, round_up
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, BatchLimits
+
+# Lanes of a vector register: the minor dimension of every array comes in multiples of them.
+LANES = 128
+
+_MIB = 1 << 20
+
+
+def sublane_tile(dtype: DTypeLike) -> int:
+    """Rows of the smallest piece of an array that can be moved or stored by itself."""
+    return 32 // jnp.dtype(dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLayout:
+    """Where the key and the value of a token and kv head lie in their row of the cache.
+
+    They are side by side. Where both fit into one register's lanes they share them: queries have
+    zeros where the value is, and outputs are cut from there. Otherwise each is padded to whole
+    registers by itself.
+    """
+
+    # Of a query, and of what keys and values are multiplied as.
+    lanes: int
+    # Of the row.
+    width: int
+    # First lane of the value in the row, and of the output in the `lanes`.
+    value_start: int
+    out_start: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether key and value lie in the same lanes."""
+        return self.width == self.lanes
+
+
+def token_layout(head_size: int) -> TokenLayout:
+    """The layout for a head size."""
+    if 2 * head_size <= LANES:
+        return TokenLayout(lanes=LANES, width=LANES, value_start=head_size, out_start=head_size)
+    lanes = round_up(head_size, LANES)
+    return TokenLayout(lanes=lanes, width=2 * lanes, value_start=lanes, out_start=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSizes:
+    """How a kernel cuts its work."""
+
+    # Decodes: a segment is one token, and a step has several. Otherwise a step is a tile of
+    # consecutive tokens, and each row with tokens in it has a segment.
+    for_decodes: bool
+    # Tokens of a step.
+    step_tokens: int
+    # Pages that are fetched into a slot, and that are computed at once.
+    slot_pages: int
+    chunk_pages: int
+    num_slots: int
+    # Kv heads that are computed at once.
+    batch_heads: int
+    # Parts into which the kv heads are split, each a sequence of steps of its own.
+    head_groups: int
+    # On-chip memory that the compiler may take for it.
+    vmem_limit_bytes: int = 0
+
+    def lines(self, group_size: int) -> int:
+        """Query lines of a segment and kv head."""
+        return group_size if self.for_decodes else group_size * self.step_tokens
+
+    def vmem_bytes(
+        self,
+        config: AttentionConfig,
+        *,
+        block_size: int,
+        dtype: DTypeLike,
+    ) -> int:
+        """On-chip memory of a core that a kernel for queries of that dtype takes, at most."""
+        dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(config.kv_dtype or dtype)
+        heads = config.num_kv_heads // self.head_groups
+        group_size = config.num_heads // config.num_kv_heads
+        layout = token_layout(config.head_size)
+        slot_tokens, chunk_tokens = self.slot_pages * block_size, self.chunk_pages * block_size
+        lines = self.lines(group_size)
+
+        slots = self.num_slots * _padded_bytes((heads, slot_tokens, layout.width), kv_dtype)
+        written = _padded_bytes((2 * heads, sublane_tile(kv_dtype), layout.width), kv_dtype)
+        softmax = _padded_bytes((heads, lines, 2 * LANES + layout.lanes), jnp.float32)
+        if self.for_decodes:
+            q = _padded_bytes((self.step_tokens, heads, group_size, layout.lanes), dtype)
+            new = _padded_bytes((self.step_tokens, heads, layout.width), dtype)
+        else:
+            q = _padded_bytes((heads, group_size, self.step_tokens, layout.lanes), dtype)
+            new = _padded_bytes((heads, self.step_tokens, layout.width), dtype)
+        per_head = _padded_bytes((heads, group_size + 1, LANES), jnp.float32)
+        # What moves between steps is there twice. The rest is intermediate results: scores and
+        # what becomes of them, and keys and values in the type that they are multiplied in.
+        scores = _padded_bytes((self.batch_heads, lines, chunk_tokens), jnp.float32)
+        chunk = _padded_bytes((self.batch_heads, chunk_tokens, layout.width), jnp.float32)
+        intermediate = 5 * scores + 3 * chunk + _VMEM_RESERVE
+        return slots + written + softmax + 2 * (2 * q + new + per_head) + intermediate
+
+
+# On-chip memory that the compiler takes for itself, rounded up.
+_VMEM_RESERVE = _MIB // 2
+
+
+def _padded_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    """Bytes of an array whose last two dimensions come in whole tiles."""
+    *major, rows, lanes = shape
+    tile = round_up(rows, sublane_tile(dtype)) * round_up(lanes, LANES)
+    return math.prod(major) * tile * jnp.dtype(dtype).itemsize
+
+
+def smem_bytes(limits: BatchLimits) -> int:
+    """Scalar memory that a kernel takes: block tables, and four numbers of each segment."""
+    num_tiles = cdiv(limits.num_tokens, MIN_TILE_TOKENS)
+    segments = limits.num_rows + num_tiles
+    return 4 * (limits.num_rows * limits.max_blocks + 4 * segments + num_tiles) + _SMEM_RESERVE
+
+
+# Scalar memory that the compiler and the pipeline of blocks take for themselves, rounded up.
+_SMEM_RESERVE = 16 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What can be tuned about a kernel: the fields of an entry of tuned/<chip>.json."""
+
+    # Tokens of a step, keys that are fetched into a slot, and keys that are computed at once;
+    # each is cut to what there is.
+    step_tokens: int
+    slot_tokens: int
+    chunk_tokens: int
+    num_slots: int
+
+
+def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) -> Tuning:
+    """A guess for what nobody has measured."""
+    if for_decodes:
+        # A slot takes as long to fetch as a fetch takes to begin, and three are under way.
+        kv_bytes = jnp.dtype(config.kv_dtype or jnp.bfloat16).itemsize
+        token_bytes = config.num_kv_heads * token_layout(config.head_size).width * kv_bytes
+        slot_tokens = int(chip.hbm_bytes_per_second * 0.5e-6 / token_bytes)
+        return Tuning(
+            step_tokens=32,
+            slot_tokens=min(max(slot_tokens, 256), 2048),
+            chunk_tokens=256,
+            num_slots=4,
+        )
+    # 512 query lines (tokens x heads of a group) and 512 keys fill the matrix units.
+    lines = 512 * config.num_kv_heads // config.num_heads
+    tile = max(min(1 << max(lines.bit_length() - 1, 0), 256), MIN_TILE_TOKENS)
+    return Tuning(step_tokens=tile, slot_tokens=512, chunk_tokens=512, num_slots=2)
+
+
+def choose_sizes(
+    config: AttentionConfig,
+    tuning: Tuning,
+    *,
+    for_decodes: bool,
+    num_tokens: int,
+    max_blocks: int,
+    block_size: int,
+    dtype: DTypeLike,
+    chip: Chip,
+) -> KernelSizes:
+    """What the tuning asks for, or the next smaller that fits into a core's memory."""
+    budget = vmem_budget(chip)
+    for head_groups in _head_groups(config.num_kv_heads, chip.num_cores):
+        heads = config.num_kv_heads // head_groups
+        most = _MAX_BATCH_HEADS if for_decodes else 1
+        batch_heads = next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
+        for shrink in (1, 2, 4, 8):
+            chunk_pages = max(min(tuning.chunk_tokens // shrink // block_size, max_blocks), 1)
+            slot_pages = max(min(tuning.slot_tokens // shrink // block_size, max_blocks), 1)
+            sizes = KernelSizes(
+                for_decodes=for_decodes,
+                step_tokens=step_tokens(tuning, num_tokens, for_decodes=for_decodes),
+                slot_pages=cdiv(slot_pages, chunk_pages) * chunk_pages,
+                chunk_pages=chunk_pages,
+                num_slots=tuning.num_slots,
+                batch_heads=batch_heads,
+                head_groups=head_groups,
+            )
+            taken = sizes.vmem_bytes(config, block_size=block_size, dtype=dtype)
+            if taken <= budget:
+                return replace(sizes, vmem_limit_bytes=taken)
+    raise ValueError(
+        f"attention with head_size={config.head_size}, {config.num_heads} query heads and "
+        f"{config.num_kv_heads} kv heads in blocks of {block_size} tokens takes "
+        f"{taken / _MIB:.0f} MiB of on-chip memory, of which a kernel on {chip.name} gets "
+        f"{budget / _MIB:.0f}; lower --block-size"
+    )
+
+
+# Kv heads of a decode whose products of few lines are issued together, to hide their latency.
+_MAX_BATCH_HEADS = 8
+
+# Tiles of prefill chunks start where an array of 16 bits can be cut.
+MIN_TILE_TOKENS = 16
+
+
+def step_tokens(tuning: Tuning, num_tokens: int, *, for_decodes: bool) -> int:
+    """Tokens of a step: the only size that the lists of work depend on."""
+    if for_decodes:
+        return min(tuning.step_tokens, num_tokens)
+    return max(min(tuning.step_tokens, 1 << (num_tokens - 1).bit_length()), MIN_TILE_TOKENS)
+
+
+def vmem_budget(chip: Chip) -> int:
+    """On-chip memory that a kernel may take.
+
+    The compiler keeps weights of the layers to come in the rest of a large one.
+    """
+    return min(chip.vmem_bytes * 3 // 4, 32 * _MIB)
+
+
+def _head_groups(num_kv_heads: int, num_cores: int) -> list[int]:
+    """Ways to split kv heads evenly, fewest first, but one for every core if that is possible."""
+    divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
+    return [n for n in divisors if n % num_cores == 0] or divisors

@@ -1,0 +1,281 @@
+"""The TPU backend, emulated on a CPU: its results, its races, its plans.
+
+JAX's TPU interpreter moves memory as the kernels ask for it: what was not waited for has not
+arrived, memory starts as NaN, every access is checked for bounds and for races. What it does not
+check is whether a TPU's compiler takes the kernels; test_tpu_compile.py does.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ragged_paged_attention import tuned
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionConfig,
+    BatchLimits,
+    RaggedBatch,
+    get_backend,
+)
+from jaxllm_kernels.ragged_paged_attention.cases import CASES, TOLERANCES, Case, run_case
+from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import Tuning
+
+EMULATED = TpuBackend(chip="v5e", interpret=True)
+# Two pages in a slot and two decodes in a step: short rows have many items and steps, too.
+SMALL = dataclasses.replace(
+    EMULATED,
+    decode_tuning=Tuning(step_tokens=2, slot_tokens=32, chunk_tokens=16, num_slots=3),
+    prefill_tuning=Tuning(step_tokens=16, slot_tokens=32, chunk_tokens=16, num_slots=2),
+)
+CASE = {case.name: case for case in CASES}
+
+
+def races_were_found() -> bool:
+    # Where the interpreter keeps its findings; there is no public name.
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.races
+    return races is not None and races.races_found
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter():
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def assert_correct(backend: TpuBackend, case: Case, dtype: str, seed: int = 0) -> None:
+    result = run_case(backend, case, dtype, seed=seed)
+    assert result.all_finite
+    assert result.error < TOLERANCES[dtype]
+    assert not races_were_found()
+
+
+# What has neighbours that are much alike: each shape of a program takes seconds to emulate.
+SPARED = {"block_size_32", "block_size_64", "gqa_8", "int8_kv_decodes", "window_of_pages"}
+
+
+def slow_marked(case: Case):
+    is_slow = case.max_blocks > 100 or case.name in SPARED
+    return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
+def test_every_case_is_right(case):
+    assert_correct(EMULATED, case, "float32")
+
+
+@pytest.mark.parametrize("name", ["mixed", "decodes", "everything", "chunk_longer_than_a_page"])
+def test_rows_of_many_items_are_right(name):
+    assert_correct(SMALL, CASE[name], "float32")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mixed", "gqa_3", "head_size_80", "everything_with_fp8_kv"],
+)
+def test_bfloat16_is_right(name):
+    assert_correct(EMULATED, CASE[name], "bfloat16")
+
+
+def test_heads_are_split_between_two_cores():
+    backend = dataclasses.replace(EMULATED, chip="v4")
+    case = dataclasses.replace(CASE["mixed"], rows=((1, 5), (9, 9)), num_tokens=16)
+    assert_correct(backend, case, "float32")
+
+
+def test_a_decode_may_be_given_as_a_prefill_of_one_token():
+    case = dataclasses.replace(CASE["decodes_in_a_mixed_program"], num_decodes=0)
+    assert_correct(EMULATED, case, "float32")
+
+
+@st.composite
+def ragged_rows(draw) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """A number of decodes and the rows of a step of at most 40 tokens, 6 rows, 80 of context."""
+    num_decodes = draw(st.integers(0, 3))
+    lengths, room = [1] * num_decodes, 40 - num_decodes
+    for _ in range(draw(st.integers(0, 3))):
+        lengths.append(draw(st.integers(0, room)))
+        room -= lengths[-1]
+    contexts = [n + draw(st.integers(0, 80 - n)) if n else 0 for n in lengths]
+    return num_decodes, tuple(zip(lengths, contexts, strict=True))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 19])
+@settings(max_examples=8, deadline=None)
+@given(drawn=ragged_rows(), seed=st.integers(0, 1000))
+def test_drawn_batches_are_right(sliding_window, drawn, seed):
+    num_decodes, rows = drawn
+    case = Case(
+        name="drawn",
+        rows=rows,
+        num_decodes=num_decodes,
+        num_tokens=64,
+        max_blocks=10,
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=32,
+        block_size=8,
+        sliding_window=sliding_window,
+    )
+    assert_correct(SMALL, case, "float32", seed)
+
+
+def small_batch() -> RaggedBatch:
+    """Rows of 1, 5 and no tokens in blocks of 8."""
+    return RaggedBatch(
+        query_starts=jnp.array([0, 1, 6, 6], jnp.int32),
+        context_lens=jnp.array([3, 11, 0], jnp.int32),
+        block_tables=jnp.array([[1, 99], [3, 2], [77, -9]], jnp.int32),
+        num_decodes=jnp.array(1, jnp.int32),
+        block_size=8,
+        decode_only=False,
+    )
+
+
+CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=64, scale=0.125)
+
+
+@functools.partial(jax.jit, static_argnames=("backend", "config"))
+def step(backend, q, k, v, cache, batch, config):
+    prepared = backend.prepare(batch, (config,), num_tokens=len(q))
+    return backend.attend(q, k, v, cache, batch, prepared, config=config)
+
+
+def test_only_the_tokens_of_the_step_are_written():
+    batch = small_batch()
+    spec = EMULATED.cache_shape(CONFIG, num_blocks=6, block_size=8, dtype=jnp.float32)
+    before = np.random.default_rng(0).normal(size=spec.shape).astype(spec.dtype)
+    q, k, v = (jnp.ones((8, heads, 64)) for heads in (4, 2, 2))
+    _, after = step(EMULATED, q, k, v, jnp.asarray(before), batch, CONFIG)
+    changed = (np.asarray(after) != before).any(axis=(1, 3))  # [blocks, tokens]
+    written = np.zeros((6, 8), bool)
+    written[1, 2] = True  # position 2 of row 0
+    written[3, 6:] = written[2, :3] = True  # positions 6 to 10 of row 1
+    np.testing.assert_array_equal(changed, written)
+
+
+def test_every_decode_writes_its_token():
+    contexts, num_blocks = [1, 8, 9, 16, 20], 8
+    tables = np.array([[7, -1, 99], [5, 9, 9], [0, 6, -5], [2, 1, 50], [3, 3, 4]], np.int32)
+    batch = RaggedBatch(
+        query_starts=jnp.array([0, 1, 2, 3, 4, 5, 5], jnp.int32),
+        context_lens=jnp.array([*contexts, 0], jnp.int32),
+        block_tables=jnp.asarray(np.concatenate([tables, [[77, -1, 0]]]), jnp.int32),
+        num_decodes=jnp.array(5, jnp.int32),
+        block_size=8,
+        decode_only=True,
+    )
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(6, heads, 64)).astype(np.float32) for heads in (4, 2, 2))
+    spec = SMALL.cache_shape(CONFIG, num_blocks=num_blocks, block_size=8, dtype=jnp.float32)
+    before = rng.normal(size=spec.shape).astype(np.float32)
+    expected = before.copy()
+    for row, context in enumerate(contexts):
+        block, place = tables[row, (context - 1) // 8], (context - 1) % 8
+        expected[block, :, place] = np.concatenate([k[row], v[row]], axis=-1)
+    _, after = step(SMALL, q, k, v, jnp.asarray(before), batch, CONFIG)
+    np.testing.assert_array_equal(after, expected)
+    assert not races_were_found()
+
+
+def test_what_is_not_a_number_stays_in_its_row():
+    batch = small_batch()
+    spec = EMULATED.cache_shape(CONFIG, num_blocks=6, block_size=8, dtype=jnp.float32)
+    q, k, v = (jnp.ones((8, heads, 64)) for heads in (4, 2, 2))
+    for tokens, healthy in ((slice(0, 1), slice(1, 6)), (slice(1, 6), slice(0, 1))):
+        broken = v.at[tokens].set(jnp.nan)
+        out, _ = step(EMULATED, q, k, broken, jnp.zeros(spec.shape), batch, CONFIG)
+        assert np.isnan(out[tokens]).all()
+        assert np.isfinite(out[healthy]).all()
+
+
+def test_shards_of_one_kv_head_agree_with_the_whole():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(8, heads, 64)), jnp.float32) for heads in (4, 2, 2))
+    spec = EMULATED.cache_shape(CONFIG, num_blocks=6, block_size=8, dtype=jnp.float32)
+    cache, batch = jnp.zeros(spec.shape), small_batch()
+    shard = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1)
+    halves = zip(*(jnp.split(x, 2, axis=1) for x in (q, k, v, cache)), strict=True)
+    parts = [step(EMULATED, *half, batch, shard) for half in halves]
+    whole = step(EMULATED, q, k, v, cache, batch, CONFIG)
+    for result, results in zip(whole, zip(*parts, strict=True), strict=True):
+        joined = np.concatenate(results, axis=1)
+        np.testing.assert_allclose(result[:6], joined[:6], rtol=1e-6, atol=1e-6)
+
+
+LIMITS = BatchLimits(num_tokens=2048, num_rows=256, max_blocks=128, block_size=64)
+TPUS = [chip for chip in CHIPS.values() if chip.platform == "tpu"]
+
+
+@pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (7, 1), (32, 8), (64, 64)])
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_every_shape_has_a_plan_on_every_chip(
+    dtype, kv_dtype, num_heads, num_kv_heads, head_size, chip
+):
+    config = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        scale=1.0,
+        kv_dtype=kv_dtype,
+    )
+    for block_size in (32, 64, 128, 256):
+        limits = dataclasses.replace(LIMITS, block_size=block_size)
+        get_backend("tpu").check(config, limits, dtype=dtype, chip=chip)
+
+
+@pytest.mark.parametrize(
+    ("limits", "dtype", "chip", "message"),
+    [
+        ({}, jnp.bfloat16, "cpu", "set --attention-backend to xla"),
+        ({}, jnp.float16, "v5e", "set --dtype to bfloat16"),
+        ({"block_size": 8}, jnp.bfloat16, "v5e", "set --block-size to 16"),
+        ({"max_blocks": 1024}, jnp.bfloat16, "v5e", "raise --block-size, or lower --max-model-len"),
+        ({"block_size": 8192}, jnp.float32, "v4", "lower --block-size"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(limits, dtype, chip, message):
+    with pytest.raises(ValueError, match=message):
+        get_backend("tpu").check(
+            CONFIG, dataclasses.replace(LIMITS, **limits), dtype=dtype, chip=CHIPS[chip]
+        )
+
+
+def test_an_unknown_tpu_is_refused():
+    chip = dataclasses.replace(CHIPS["v5e"], name="TPU v99", vmem_bytes=0)
+    with pytest.raises(ValueError, match="does not know the chip 'TPU v99'"):
+        get_backend("tpu").check(CONFIG, LIMITS, dtype=jnp.bfloat16, chip=chip)
+
+
+def test_measured_sizes_are_found_and_missing_ones_are_logged_once(tmp_path, monkeypatch, caplog):
+    entry = '{"k": [{"key": {"heads": 2}, "sizes": {"slots": 3}, "measured": {}}]}'
+    (tmp_path / "chip.json").write_text(entry)
+    monkeypatch.setattr(tuned, "_FOLDER", tmp_path)
+    with caplog.at_level("INFO"):
+        assert tuned.lookup("chip", "k", {"heads": 2}) == {"slots": 3}
+        assert not caplog.records
+        for _ in range(2):
+            assert tuned.lookup("chip", "k", {"heads": 4}) is None
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_right_on_a_tpu(case, dtype):
+    if jax.devices()[0].platform != "tpu":
+        pytest.skip("needs a TPU")
+    result = run_case(get_backend("tpu"), case, dtype)
+    assert result.all_finite
+    assert result.error < TOLERANCES[dtype]

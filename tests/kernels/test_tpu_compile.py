@@ -1,0 +1,230 @@
+"""The TPU kernels pass the compilers of all chips, on a machine that has none of them.
+
+libtpu compiles for a described topology. That proves that a program is legal, fits into the chip's
+memories, updates the cache in place and needs no collectives; it proves nothing about numbers,
+which test_tpu_attention.py does in an emulator, nor about time.
+"""
+
+import importlib.util
+import itertools
+import math
+import os
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxllm_kernels.platform import CHIPS, chip_of
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionConfig,
+    BatchLimits,
+    KVScales,
+    RaggedBatch,
+)
+from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import smem_bytes
+
+pytestmark = [
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="NOTHING IS COMPILED FOR TPUS: libtpu is not installed (pip install 'jax[tpu]')",
+    ),
+]
+
+# As a host with four or eight chips shows itself. Without its name a v4 shows half chips.
+TOPOLOGIES = {
+    "v4": ("v4:2x2x1", {"chip_config_name": "megacore"}),
+    "v5e": ("v5e:2x4", {"chips_per_host_bounds": [2, 4, 1]}),
+    "v5p": ("v5p:2x2x1", {}),
+    "v6e": ("v6e:2x4", {"chips_per_host_bounds": [2, 4, 1]}),
+    "v7x": ("tpu7x:2x2x1", {}),
+}
+HEAD_SIZES = (64, 80, 96, 128, 256)
+
+
+@pytest.fixture(scope="module")
+def devices():
+    """Devices of a chip's topology, by its name."""
+    # Otherwise a second process that compiles dies of the first one's lock file.
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    found = {}
+
+    def devices_of(chip: str) -> list:
+        if chip not in found:
+            name, options = TOPOLOGIES[chip]
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+            found[chip] = topology.devices
+        return found[chip]
+
+    return devices_of
+
+
+class Program(NamedTuple):
+    """What is compiled: two layers' attention of a step."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    decode_only: bool = False
+    num_tokens: int = 256
+    num_rows: int = 64
+    max_blocks: int = 64
+    block_size: int = 64
+
+    def compile(self, devices: list) -> tuple[jax.stages.Compiled, int]:
+        """The program for these devices, and the bytes of a device's cache."""
+        mesh = Mesh(np.array(devices), ("tp",))
+        shards = len(devices)
+        num_tokens = self.num_rows if self.decode_only else self.num_tokens
+        config = AttentionConfig(
+            num_heads=self.num_heads // shards,
+            num_kv_heads=self.num_kv_heads // shards,
+            head_size=self.head_size,
+            scale=self.head_size**-0.5,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            kv_dtype=self.kv_dtype,
+        )
+        backend = TpuBackend(chip=chip_of(devices[0]).name)
+        shard = backend.cache_shape(
+            config, num_blocks=2048, block_size=self.block_size, dtype=self.dtype
+        )
+
+        def array(shape, dtype, *spec):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+        def attend(q, k, v, cache, batch, sinks, scales):
+            prepared = backend.prepare(batch, (config,), num_tokens=num_tokens)
+            return backend.attend(
+                q, k, v, cache, batch, prepared, config=config, sinks=sinks, kv_scales=scales
+            )
+
+        heads, per_head = P(None, "tp"), P("tp")
+        attend = jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(heads, heads, heads, heads, P(), per_head, per_head),
+            out_specs=(heads, heads),
+            check_vma=False,
+        )
+        q, k, v = (
+            array((num_tokens, n, self.head_size), self.dtype, None, "tp")
+            for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        )
+        blocks, kv_heads, *rest = shard.shape
+        cache = array((blocks, kv_heads * shards, *rest), shard.dtype, None, "tp")
+        batch = RaggedBatch(
+            query_starts=array((self.num_rows + 1,), jnp.int32),
+            context_lens=array((self.num_rows,), jnp.int32),
+            block_tables=array((self.num_rows, self.max_blocks), jnp.int32),
+            num_decodes=array((), jnp.int32),
+            block_size=self.block_size,
+            decode_only=self.decode_only,
+        )
+        sinks = array((self.num_heads,), jnp.float32, "tp") if self.has_sinks else None
+        scale = array((self.num_kv_heads,), jnp.float32, "tp")
+        scales = None if self.kv_dtype is None else KVScales(scale, scale)
+        step = jax.jit(attend, donate_argnums=3)
+        compiled = step.lower(q, k, v, cache, batch, sinks, scales).compile()
+        return compiled, shard.size * shard.dtype.itemsize
+
+
+def copies(hlo: str, num_bytes: int) -> list[str]:
+    """Instructions of a program that move arrays of at least that size."""
+    sizes = {"bf16": 2, "f32": 4, "s8": 1, "f8e4m3fn": 1}
+    pattern = r"= (bf16|f32|s8|f8e4m3fn)\[([\d,]+)\](?:\{[^}]*\})? (copy|copy-start|transpose)\("
+    return [
+        match[0]
+        for match in re.finditer(pattern, hlo)
+        if sizes[match[1]] * math.prod(map(int, match[2].split(","))) >= num_bytes
+    ]
+
+
+COLLECTIVES = re.compile(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter")
+
+
+def assert_compiles(program: Program, devices: list) -> None:
+    compiled, cache_bytes = program.compile(devices)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == cache_bytes
+    hlo = compiled.as_text()
+    assert not copies(hlo, cache_bytes)
+    assert not COLLECTIVES.search(hlo)
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_every_head_size_compiles_on_every_chip(chip, head_size, devices):
+    assert_compiles(Program(head_size=head_size), devices(chip)[:1])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(decode_only=True),
+        Program(head_size=256, dtype="float32"),
+        Program(head_size=64, kv_dtype="int8"),
+        Program(kv_dtype="float8_e4m3fn"),
+        Program(num_heads=28, num_kv_heads=4, sliding_window=1000, soft_cap=30.0, has_sinks=True),
+    ],
+    ids=["decode_only", "float32", "int8_kv", "fp8_kv", "window_cap_sinks_gqa_7"],
+)
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_every_feature_compiles_on_every_chip(chip, program, devices):
+    assert_compiles(program, devices(chip)[:1])
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(6, 2), (16, 16), (8, 1), (128, 1), (71, 1), (40, 40)]
+)
+def test_every_ratio_of_heads_compiles(num_heads, num_kv_heads, devices):
+    program = Program(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=80)
+    assert_compiles(program, devices("v4")[:1])
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(16, 16), (16, 64), (2048, 256)])
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_buckets_and_block_sizes_compile(block_size, num_tokens, num_rows, devices):
+    program = Program(num_tokens=num_tokens, num_rows=num_rows, block_size=block_size)
+    assert_compiles(program, devices("v5e")[:1])
+
+
+@pytest.mark.parametrize(
+    ("chip", "shards"), [("v4", 4), ("v5e", 4), ("v5e", 8), ("v5p", 4), ("v6e", 8), ("v7x", 8)]
+)
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_shards_compile_without_collectives(decode_only, chip, shards, devices):
+    assert_compiles(Program(decode_only=decode_only), devices(chip)[:shards])
+
+
+@pytest.mark.parametrize("chip", ["v4", "v7x"])
+def test_what_check_accepts_fits_into_scalar_memory(chip, devices):
+    rows, num_tokens = 256, 2048
+
+    def estimate(max_blocks: int) -> int:
+        limits = BatchLimits(
+            num_tokens=num_tokens, num_rows=rows, max_blocks=max_blocks, block_size=16
+        )
+        return smem_bytes(limits)
+
+    capacity = CHIPS[chip].smem_bytes
+    most = next(n for n in itertools.count(1) if estimate(n + 1) > capacity)
+    program = Program(
+        num_tokens=num_tokens, num_rows=rows, max_blocks=most, block_size=16, has_sinks=True
+    )
+    assert_compiles(program, devices(chip)[:1])
+    # And the estimate does not waste: a little more does not fit.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="smem"):
+        program._replace(max_blocks=most * 33 // 32).compile(devices(chip)[:1])
