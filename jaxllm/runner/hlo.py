@@ -10,8 +10,10 @@ import jax
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 # An instruction: its results' types, then its name. Of an asynchronous pair, the first counts.
 _COLLECTIVE = re.compile(rf"= (.*?) ({_COLLECTIVES})(-start)?\(")
-# With the result's shape, or that of the first of an asynchronous copy's results.
-_COPY = re.compile(r"= \(?(\w+)\[([\d,]+)\].*? (copy|copy-start|transpose)\(")
+# With the result's shape and layout, or those of the first of an asynchronous copy's results.
+_COPY = re.compile(r"= \(?(\w+)\[([\d,]+)\](\S*).*? (copy|copy-start|transpose)\(")
+# Where a layout puts an array into a TPU's VMEM.
+_IN_VMEM = "S(1)"
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 
@@ -39,10 +41,11 @@ def collectives(hlo: str) -> list[Collective]:
 
 
 def copies(hlo: str) -> list[Copy]:
-    """All copies and transpositions."""
+    """All copies and transpositions, but for weights that are fetched ahead of their use."""
     return [
         Copy(dtype, tuple(map(int, dims.split(","))), opcode)
-        for dtype, dims, opcode in _COPY.findall(hlo)
+        for dtype, dims, layout, opcode in _COPY.findall(hlo)
+        if not (opcode == "copy-start" and _IN_VMEM in layout)
     ]
 
 

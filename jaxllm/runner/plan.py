@@ -4,7 +4,8 @@ Every choice that depends on the model, the platform or the memory is made here,
 and printed; nothing downstream chooses again. The runner takes the plan as it is.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
     AttentionConfig,
     BatchLimits,
-    default_backend,
+    default_backends,
     get_backend,
 )
 
@@ -159,20 +160,17 @@ def make_plan(config: EngineConfig, devices: Sequence[jax.Device] | None = None)
     _check_divisible(architecture, num_shards)
     abstract_model = model_class.abstract(architecture, dtype, num_shards)
     attention_configs = abstract_model.attention_configs
-    name = config.compilation.attention_backend
-    attention = default_backend(chip) if name == "auto" else _named_backend(name)
-    attention = attention.tuned_for(chip)
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
         num_rows=max_num_seqs,
         max_blocks=cdiv(max_model_len, block_size),
         block_size=block_size,
     )
-    for attention_config in set(attention_configs):
-        try:
-            attention.check(attention_config, limits, dtype=dtype, chip=chip)
-        except ValueError as error:
-            raise ValidationError(str(error)) from error
+    asked = config.compilation.attention_backend
+    attention = _choose_attention(
+        (asked,) if asked != "auto" else default_backends(chip),
+        functools.partial(_check_all, attention_configs, limits, dtype, chip),
+    ).tuned_for(chip)
 
     def cache_shapes(num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         shards = (
@@ -324,15 +322,35 @@ def _choose_max_num_batched_tokens(
     return asked
 
 
-def _named_backend(name: str) -> AttentionBackend:
-    try:
-        return get_backend(name)
-    except (KeyError, ValueError) as error:
-        raise ValidationError(
-            f"attention_backend={name!r}: {error.args[0]}",
-            parameter="attention_backend",
-            value=name,
-        ) from error
+def _choose_attention(
+    names: tuple[str, ...], check: Callable[[AttentionBackend], None]
+) -> AttentionBackend:
+    """The first of these backends that can run the model; what the others say is logged."""
+    for name in names:
+        try:
+            backend = get_backend(name)
+            check(backend)
+            return backend
+        except ValueError as error:
+            if name == names[-1]:
+                raise ValidationError(
+                    f"attention_backend={name!r}: {error}",
+                    parameter="attention_backend",
+                    value=name,
+                ) from error
+            logger.warning("attention: not %r, since %s", name, error)
+    raise AssertionError("no backend to choose from")
+
+
+def _check_all(
+    configs: tuple[AttentionConfig, ...],
+    limits: BatchLimits,
+    dtype: Any,
+    chip: Chip,
+    backend: AttentionBackend,
+) -> None:
+    for config in set(configs):
+        backend.check(config, limits, dtype=dtype, chip=chip)
 
 
 def _nbytes(shape: jax.ShapeDtypeStruct) -> int:

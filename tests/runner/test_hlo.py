@@ -5,7 +5,8 @@ from jaxllm.runner.hlo import Collective, Copy, collectives, copies, whole_array
 
 HLO = """
   %copy.1 = bf16[4096,2,128]{2,1,0:T(8,128)(2,1)} copy(%p.1), metadata={op_name="jit(f)"}
-  %start = (bf16[512,1024]{1,0:S(1)}, bf16[512,1024]{1,0}, u32[]{:S(2)}) copy-start(%p.2)
+  %start = (bf16[512,1024]{1,0}, bf16[512,1024]{1,0}, u32[]{:S(2)}) copy-start(%p.2)
+  %ahead = (bf16[512,1024]{1,0:S(1)}, bf16[512,1024]{1,0}, u32[]{:S(2)}) copy-start(%p.2)
   ROOT %t = f32[128,4096,2]{2,1,0} transpose(%x), dimensions={2,0,1}
   %ar = f32[64,4096]{1,0} all-reduce(%y), replica_groups={{0,1}}
   %s = (f32[64]{0}, f32[512]{0}) all-gather-start(%z), dimensions={0}

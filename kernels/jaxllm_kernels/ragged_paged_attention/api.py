@@ -201,11 +201,17 @@ def get_backend(name: str) -> AttentionBackend:
     return _backends[name]
 
 
-def default_backend(chip: Chip) -> AttentionBackend:
-    """The backend for a chip whose user asked for none: the same, "xla", on all of them."""
-    if chip.platform not in ("cpu", "gpu", "tpu"):
-        raise ValueError(f"platform {chip.platform!r} is not one of cpu, gpu, tpu")
-    return get_backend("xla")
+# Backends for those who ask for none, best first. On a TPU there is no second best: XLA would copy
+# the whole cache in every step, so what the kernel refuses is refused.
+_DEFAULTS = {"cpu": ("xla",), "gpu": ("mosaic_sm90", "xla"), "tpu": ("tpu",)}
+
+
+def default_backends(chip: Chip) -> tuple[str, ...]:
+    """Names of the backends for a chip whose user asked for none, best first: the first that
+    accepts all of a model's layers (`check`) is the one to take."""
+    if chip.platform not in _DEFAULTS:
+        raise ValueError(f"platform {chip.platform!r} is not one of {', '.join(_DEFAULTS)}")
+    return tuple(name for name in _DEFAULTS[chip.platform] if name in _backends)
 
 
 def check_common(config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike) -> None:

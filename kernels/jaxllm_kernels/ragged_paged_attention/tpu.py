@@ -7,6 +7,7 @@ with all of its heads, and any number of heads is as good as another. See `Token
 A step that is not decode_only runs both kernels; each writes its own rows' keys and values.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.common import cdiv, round_up
-from jaxllm_kernels.compat import traced_tpu_name
 from jaxllm_kernels.platform import CHIPS, Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
@@ -56,13 +56,20 @@ class TpuBackend:
     """
 
     name: str = "tpu"
-    # The chip to compile for; None: the one that the program is traced for.
+    # The chip to compile for (`tuned_for`).
     chip: str | None = None
     # None: what was measured for the chip, or else a guess.
     decode_tuning: Tuning | None = None
     prefill_tuning: Tuning | None = None
     # Emulate the kernels on a CPU, and look for races.
     interpret: bool = False
+
+    @property
+    def cache_head_axis(self) -> int:
+        return 1
+
+    def tuned_for(self, chip: Chip) -> "TpuBackend":
+        return dataclasses.replace(self, chip=chip.name)
 
     def check(
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
@@ -189,7 +196,8 @@ class TpuBackend:
         return out.reshape(q.shape), cache
 
     def _chip(self) -> Chip:
-        return CHIPS[self.chip or traced_tpu_name()]
+        assert self.chip is not None, "tuned_for(chip) says what to compile for"
+        return CHIPS[self.chip]
 
     def _tuning(
         self, config: AttentionConfig, chip: Chip, block_size: int, *, for_decodes: bool
