@@ -56,7 +56,7 @@ class TpuBackend:
     """
 
     name: str = "tpu"
-    # The chip to compile for (`tuned_for`).
+    # The chip to compile for, or to emulate; None until `tuned_for` says it.
     chip: str | None = None
     # None: what was measured for the chip, or else a guess.
     decode_tuning: Tuning | None = None
@@ -69,12 +69,14 @@ class TpuBackend:
         return 1
 
     def tuned_for(self, chip: Chip) -> "TpuBackend":
-        return dataclasses.replace(self, chip=chip.name)
+        return self if self.chip is not None else dataclasses.replace(self, chip=chip.name)
 
     def check(
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
         check_common(config, limits, dtype=dtype)
+        if self.interpret:
+            chip = self._chip()
         if chip.platform != "tpu":
             raise ValueError(
                 f"attention backend {self.name!r} does not run on {chip.name}; "

@@ -1,0 +1,81 @@
+"""A whole engine on emulated kernels gives the tokens that it gives on XLA."""
+
+import numpy as np
+import pytest
+from jaxllm_kernels.ragged_paged_attention.api import register_backend
+from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.testing import make_tiny_checkpoint
+
+register_backend(TpuBackend(name="tpu_emulated", chip="v5e", interpret=True))
+
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "block_size": 16,
+    "num_gpu_blocks_override": 12,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "check_invariants": True,
+}
+PROMPTS = [
+    [3 + (i * 37 + j * j) % 300 for j in range(length)] for i, length in enumerate([5, 21, 1])
+]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True),
+    SamplingParams(seed=1, max_tokens=4, logprobs=1, ignore_eos=True),
+    SamplingParams(seed=2, max_tokens=5, logprobs=1, ignore_eos=True, n=2),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    # A window in one of the layers.
+    return str(
+        make_tiny_checkpoint(
+            tmp_path_factory.mktemp("qwen2"),
+            "qwen2",
+            use_sliding_window=True,
+            sliding_window=9,
+            max_window_layers=1,
+        )
+    )
+
+
+def answers(model, **options):
+    llm = LLM(model, **{**OPTIONS, **options})
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [
+        (
+            list(completion.token_ids),
+            [p[t].logprob for t, p in zip(completion.token_ids, completion.logprobs, strict=True)],
+        )
+        for output in outputs
+        for completion in output.outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return answers(model, attention_backend="xla")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tpu_emulated"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},  # prompts in chunks, a prefix shared by the samples, steps overlapped
+        {"enable_prefix_caching": False, "async_scheduling": False, "max_num_batched_tokens": 64},
+        {"num_gpu_blocks_override": 4, "max_num_seqs": 3},  # with preemptions
+    ],
+    ids=["chunked", "whole", "preempted"],
+)
+def test_engine_gives_the_same_tokens(backend, change, model, expected):
+    got = answers(model, attention_backend=backend, **change)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+    for (_, mine), (_, other) in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
