@@ -4,7 +4,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.runner.model_runner import ModelRunner, PendingStep
-from jaxllm.runner.plan import make_plan
+from jaxllm.runner.sizing import plan_engine
 from jaxllm.scheduler.schedule import Schedule
 
 logger = init_logger(__name__)
@@ -14,7 +14,7 @@ class UniProcExecutor:
     """The plan, made real in this process."""
 
     def __init__(self, config: EngineConfig):
-        plan = make_plan(config)
+        plan = plan_engine(config)
         logger.info("plan: %s", plan.summary())
         self.info: EngineInfo = plan.info()
         self._runner = ModelRunner(plan)

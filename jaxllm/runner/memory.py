@@ -11,7 +11,7 @@ from jaxllm.errors import OutOfMemoryError, ValidationError
 # Of the memory that is free after the weights, on a CPU: the machine has other things to do, and
 # a cache of this size is rarely the limit there.
 _CPU_SHARE = 0.4
-# On accelerators: kept for what programs need beside arguments, until their size is known.
+# On accelerators: kept for what programs need beside their arguments, until that is known.
 _PROGRAM_SHARE = 0.08
 
 
@@ -24,6 +24,7 @@ def size_kv_cache(
     blocks_per_seq: int,
     max_num_seqs: int,
     device: jax.Device,
+    program_bytes: int | None = None,
 ) -> int:
     """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
 
@@ -42,8 +43,14 @@ def size_kv_cache(
         source = "kv_cache_memory_bytes"
         needed = fixed + num_blocks * block_bytes
     else:
-        share = _CPU_SHARE if device.platform == "cpu" else 1 - _PROGRAM_SHARE
-        num_blocks = min(int(max(0, free - fixed) * share) // block_bytes, useful)
+        left = max(0, free - fixed)
+        if device.platform == "cpu":
+            room = int(left * _CPU_SHARE)
+        elif program_bytes is None:
+            room = int(left * (1 - _PROGRAM_SHARE))
+        else:
+            room = max(0, left - program_bytes)
+        num_blocks = min(room // block_bytes, useful)
         source = "the free memory"
     if needed > free:
         raise OutOfMemoryError(

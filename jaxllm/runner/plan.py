@@ -125,11 +125,16 @@ class EnginePlan:
         )
 
 
-def make_plan(config: EngineConfig, devices: Sequence[jax.Device] | None = None) -> EnginePlan:
+def make_plan(
+    config: EngineConfig,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    program_bytes: int | None = None,
+) -> EnginePlan:
     """Decide everything that can be decided before weights are read.
 
     The devices to choose from are those here, if none are given. They may be of a compile-only
-    topology.
+    topology. `program_bytes` is what programs need beside their arguments, where it is known.
     """
     devices = jax.devices() if devices is None else devices
     num_shards = config.parallel.tensor_parallel_size
@@ -203,6 +208,7 @@ def make_plan(config: EngineConfig, devices: Sequence[jax.Device] | None = None)
         blocks_per_seq=cdiv(max_model_len, block_size),
         max_num_seqs=max_num_seqs,
         device=device,
+        program_bytes=program_bytes,
     )
     cache_dir = config.compilation.compilation_cache_dir
     return EnginePlan(

@@ -1,0 +1,38 @@
+"""The plan of an engine on an accelerator, with the KV cache as large as its programs leave room.
+
+How much a program needs beside its arguments is known when it is compiled, and not before. So the
+largest step is compiled for a first guess of the plan, looked at, and the plan is made again.
+"""
+
+from collections.abc import Sequence
+
+import jax
+
+from jaxllm.config import EngineConfig
+from jaxllm.logging import init_logger
+from jaxllm.runner.memory import format_bytes
+from jaxllm.runner.plan import EnginePlan, make_plan
+from jaxllm.runner.programs import declare_programs, make_packer
+
+logger = init_logger(__name__)
+
+
+def plan_engine(config: EngineConfig, devices: Sequence[jax.Device] | None = None) -> EnginePlan:
+    """Plan an engine for these devices (default: those here)."""
+    plan = make_plan(config, devices)
+    cache = config.cache
+    if plan.chip.platform == "cpu" or cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes:
+        return plan
+    program_bytes = _program_bytes(plan)
+    logger.info("programs need up to %s beside weights and cache", format_bytes(program_bytes))
+    return make_plan(config, devices, program_bytes=program_bytes)
+
+
+def _program_bytes(plan: EnginePlan) -> int:
+    """Temporaries of the largest step, and the code of all."""
+    programs = declare_programs(plan, make_packer(plan).layouts)
+    largest = programs[max(plan.buckets, key=lambda bucket: bucket.num_tokens)]
+    memory = largest.compile(largest.lower()).memory_analysis()
+    if memory is None:
+        return 0
+    return memory.temp_size_in_bytes + memory.generated_code_size_in_bytes * len(programs)
