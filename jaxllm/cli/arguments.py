@@ -47,6 +47,8 @@ SAMPLING_HELP = {
     "spaces_between_special_tokens": "Put spaces between special tokens in the text.",
 }
 
+SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
+
 # Fields of SamplingParams that have no flag of their own, and why.
 NOT_FLAGS = {
     "seed": "--seed is the engine's: it seeds every request that brings none",
@@ -175,6 +177,7 @@ def _add_flag(group: Any, name: str, hint: Any, default: Any, text: str) -> None
     elif default not in (None, "", dataclasses.MISSING, msgspec.NODEFAULT):
         text += f" Default: {default}."
     group.add_argument(
+        *SHORT_FLAGS.get(name, ()),
         "--" + name.replace("_", "-"),
         dest=name,
         default=argparse.SUPPRESS,

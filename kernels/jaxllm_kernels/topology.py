@@ -5,6 +5,7 @@ and CUDA's compiler; neither wants the hardware. Programs for such devices can b
 and looked at, but not run.
 """
 
+import os
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ def topology_names() -> tuple[str, ...]:
 
 def topology_devices(name: str) -> list[jax.Device]:
     """The devices of a TPU slice ("v6e-8") or of one GPU or several ("h200", "h200-8")."""
+    # Read by libtpu, whose lock file would otherwise allow one process to compile at a time.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # noqa: TID251
     if name in _TPU_SLICES:
         topology, chips_per_host, chip_config = _TPU_SLICES[name]
         options: dict[str, Any] = {}

@@ -1,10 +1,6 @@
 import json
-import os
 
 import pytest
-
-# Two processes may compile for TPUs at once; read when libtpu is loaded.
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],

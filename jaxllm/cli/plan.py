@@ -1,0 +1,217 @@
+"""`jaxllm plan`: what an engine would be on chips that are not here, found by compiling it."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.cli.arguments import add_engine_arguments, engine_options_from
+from jaxllm.errors import JaxLLMError, ValidationError
+
+if TYPE_CHECKING:
+    from jaxllm.runner.report import PlanReport, ProgramReport
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("Where")
+    where.add_argument("--tpu", metavar="SLICE", help="A TPU slice, for example v6e-8.")
+    where.add_argument("--gpu", metavar="NAME", help="A GPU, h200, or several, h200-8.")
+    where.add_argument(
+        "--compare", metavar="A,B,...", help="Several of them, side by side: v5e-8,v6e-4,h200."
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=1024,
+        help="Tokens of every row in bounds. Default: 1024.",
+    )
+    parser.add_argument(
+        "--price-per-chip-hour",
+        type=float,
+        metavar="X",
+        help="Turns the bound on tokens per second into one on the cost of a million tokens.",
+    )
+    parser.add_argument(
+        "--all-programs",
+        action="store_true",
+        help="Compile every program, and not only the largest of each kind.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON, for programs.")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    names = args.compare.split(",") if args.compare else [args.tpu or args.gpu]
+    if sum(map(bool, (args.tpu, args.gpu, args.compare))) != 1:
+        raise ValidationError("say where: one of --tpu SLICE, --gpu NAME and --compare A,B,...")
+    if args.context < 1:
+        raise ValidationError(f"--context {args.context} must be at least 1")
+    options = engine_options_from(args)
+    model = Path(options["model"])
+    if model.is_file():
+        if model.name != "config.json":
+            raise ValidationError(f"{model} is not a config.json; give that, or its directory")
+        options["model"] = str(model.parent)
+
+    import jax
+
+    # Nothing runs here, and a compiler for TPUs that is installed must not look for one.
+    jax.config.update("jax_platforms", "cpu")
+    reports: dict[str, PlanReport | JaxLLMError] = {}
+    for name in names:
+        try:
+            reports[name] = make_report(name, options, args)
+        except JaxLLMError as error:
+            if len(names) == 1:
+                raise
+            reports[name] = error
+    if args.json:
+        print(json.dumps({name: as_json(report) for name, report in reports.items()}, indent=1))
+    elif len(names) == 1:
+        (report,) = reports.values()
+        assert not isinstance(report, JaxLLMError)
+        print(as_text(names[0], report, args.price_per_chip_hour))
+    else:
+        print(as_table(reports, args.price_per_chip_hour))
+
+
+def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) -> "PlanReport":
+    """Plan for one slice or GPU; all of its devices work together unless something else is said."""
+    from jaxllm_kernels.topology import topology_devices
+
+    from jaxllm.config import EngineConfig
+    from jaxllm.runner.report import report_plan
+    from jaxllm.runner.sizing import plan_engine
+
+    try:
+        devices = topology_devices(name)
+    except ValueError as error:
+        raise ValidationError(str(error)) from error
+    except Exception as error:
+        raise JaxLLMError(
+            f"there is no compiler for {name} here ({error}); for TPUs install jaxllm[tpu], for "
+            "GPUs jaxllm[cuda]"
+        ) from error
+    config = EngineConfig.create(**{"tensor_parallel_size": len(devices), **options})
+
+    def show(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    plan = plan_engine(config, devices)
+    report = report_plan(
+        plan,
+        context=args.context,
+        all_programs=args.all_programs,
+        on_program=lambda program: show(f"compiling {program} for {name} ..."),
+    )
+    show("")
+    return report
+
+
+def as_json(report: "PlanReport | JaxLLMError") -> dict[str, Any]:
+    if isinstance(report, JaxLLMError):
+        return {"error": str(report)}
+    return {
+        **dataclasses.asdict(report),
+        "num_tokens": report.num_tokens,
+        "free_bytes": report.free_bytes,
+        "max_tokens_per_second": report.max_tokens_per_second,
+    }
+
+
+def as_text(name: str, report: "PlanReport", price: float | None) -> str:
+    """A page about one plan."""
+    rows = [
+        ("weights", report.weights_bytes),
+        ("KV cache", report.kv_cache_bytes),
+        ("sampler, block tables", report.state_bytes),
+        ("programs", report.program_bytes),
+        ("left", report.free_bytes),
+        ("in all", report.hbm_bytes),
+    ]
+    lines = [
+        f"{report.model} on {name}: {report.num_devices} x {report.chip}, {report.dtype}, "
+        f"attention {report.attention_backend!r}",
+        "",
+        "memory of each device        GiB",
+        *(f"  {what:<22}{size / 2**30:10.2f}" for what, size in rows),
+        "",
+        f"KV cache: {report.num_blocks} blocks of {report.block_size} = {report.num_tokens} "
+        f"tokens: {report.num_tokens // report.max_model_len} requests of {report.max_model_len}, "
+        f"{report.num_fitting} of {report.context}",
+        "",
+        f"{'program':<20}{'compiled':>9}{'temp':>10}{'code':>9}{'least time':>12}  limited by",
+    ]
+    for program in report.programs:
+        bound = program.bound
+        lines.append(
+            f"{program.name:<20}{program.compile_seconds:>7.1f} s"
+            f"{program.temp_bytes / 2**20:>6.0f} MiB{program.code_bytes / 2**20:>5.0f} MiB"
+            + (f"{1e3 * bound.seconds:>9.2f} ms  {bound.limited_by}" if bound else "")
+        )
+    lines += ["", *(_collectives(program) for program in report.programs)]
+    copies = sorted({copy for program in report.programs for copy in program.whole_array_copies})
+    lines.append(f"copies of whole weights or caches: {', '.join(copies) or 'none'}")
+    lines += ["", *_bound_lines(report, price)]
+    return "\n".join(lines)
+
+
+def _collectives(program: "ProgramReport") -> str:
+    found = [
+        f"{count} {opcode} ({size / 2**20:.2f} MiB)"
+        for opcode, (count, size) in sorted(program.collectives.items())
+    ]
+    return f"{program.name}: {', '.join(found) or 'no collectives'}"
+
+
+def _bound_lines(report: "PlanReport", price: float | None) -> list[str]:
+    bound = report.largest_decode.bound
+    assert bound is not None
+    lines = [
+        f"bound, not a prediction: at most {report.max_tokens_per_second:,.0f} output tokens per "
+        f"second with {report.context} tokens of context, limited by {bound.limited_by}",
+        _advice(report),
+    ]
+    if price is not None:
+        lines.append(f"at least {_cost(report, price):.3f} per million output tokens")
+    return lines
+
+
+def _advice(report: "PlanReport") -> str:
+    rows = report.largest_decode.num_decodes
+    if report.num_fitting < rows:
+        return (
+            f"the KV cache holds {report.num_fitting} of {rows} rows of that context: take more "
+            "chips, or lower --max-num-seqs, or raise --gpu-memory-utilization"
+        )
+    return f"the KV cache holds all {rows} rows of that context: --max-num-seqs is the limit"
+
+
+def _cost(report: "PlanReport", price: float) -> float:
+    return price * report.num_devices / 3600 / report.max_tokens_per_second * 1e6
+
+
+def as_table(reports: "dict[str, PlanReport | JaxLLMError]", price: float | None) -> str:
+    """A line per slice or GPU."""
+    header = (
+        f"{'':<10}{'devices':>8}{'weights':>9}{'KV cache':>10}{'tokens':>10}{'least decode':>14}"
+        f"{'most tokens/s':>15}" + (f"{'least cost/M':>14}" if price is not None else "")
+    )
+    lines = [header]
+    for name, report in reports.items():
+        if isinstance(report, JaxLLMError):
+            lines.append(f"{name:<10}  {report}")
+            continue
+        bound = report.largest_decode.bound
+        assert bound is not None
+        lines.append(
+            f"{name:<10}{report.num_devices:>8}{report.weights_bytes / 2**30:>9.2f}"
+            f"{report.kv_cache_bytes / 2**30:>10.2f}{report.num_tokens:>10}"
+            f"{1e3 * bound.seconds:>11.2f} ms{report.max_tokens_per_second:>15,.0f}"
+            + (f"{_cost(report, price):>14.3f}" if price is not None else "")
+        )
+    lines.append("GiB of one device; times and rates are bounds and not predictions")
+    return "\n".join(lines)
