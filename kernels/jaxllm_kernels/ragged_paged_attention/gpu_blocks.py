@@ -1,14 +1,14 @@
 """How blocks of keys and values come from the paged cache into a GPU's shared memory.
 
-Both attention kernels have a producer warpgroup that does nothing else. It fills a ring of stages,
-each a block of keys and a block of values, of consecutive tokens of one row and kv head; the compute
-warpgroups wait for a stage, use it and give it back. Whatever the cache holds, they find 16-bit
-values in the ring, and no value past the end of the context, since a weight of zero would not
+Both attention kernels have a producer warpgroup that does nothing else. It fills a ring of stages
+with the blocks of consecutive tokens of one row and kv head, keys and values alternating; the
+compute warpgroups wait for a stage, use it and give it back. Whatever the cache holds, they find
+16-bit values in the ring, and no value past the end of the context, since a weight of zero would not
 silence garbage that is NaN.
 
 A 16-bit cache is copied straight into the ring, one TMA copy per page. An 8-bit cache is copied to a
-ring of its own and converted by the producer: the tensor core wants both operands of 16 bits, and
-the compute warpgroups have no time to spare for it.
+ring of its own and converted by the producer: the matrix instruction wants 16 bits in both operands,
+and the compute warpgroups have no time to spare for it.
 """
 
 from dataclasses import dataclass
@@ -21,22 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import Tuning
+
 KEYS, VALUES = 0, 1
 
 
-class Lane(NamedTuple):
-    """The stages of the keys, or of the values."""
-
-    blocks: Any  # [num_stages, block_tokens, H]
-    full: Any  # barriers: a stage may be read
-    free: Any  # barriers: a stage has been read
-    # Where values with a ragged end, or blocks of 8 bits, land first.
-    staged: Any  # [num_staged, block_tokens, H] of an 8-bit type; None for a 16-bit cache
-    landed: Any  # barriers of what does not land in its stage at once
-
-
 class Span(NamedTuple):
-    """Consecutive keys of a row and a kv head, all blocks of which but the last are whole."""
+    """Consecutive keys of a row and a kv head; all of its blocks but the last are whole."""
 
     row: jax.Array
     head: jax.Array
@@ -44,18 +35,30 @@ class Span(NamedTuple):
     end: jax.Array
 
 
+class RingRefs(NamedTuple):
+    """A ring's shared memory. Block j of a kernel has its keys in stage 2j, its values in 2j + 1."""
+
+    stages: Any  # [2 * num_stages, block_tokens, H]
+    full: Any  # barriers: a stage may be read
+    free: Any  # barriers: a stage has been read
+    # Where what cannot go straight into its stage lands: blocks of 8 bits, and the last values of a
+    # context.
+    staged: Any  # [2 * num_staged, block_tokens, H] of the cache's type; None if that has 16 bits
+    landed: Any  # barriers
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockRing:
-    """The static facts of a ring."""
+    """The static facts of a ring, and what is done with it."""
 
     block_tokens: int
     page_tokens: int
     head_size: int
-    num_stages: int
+    num_stages: int  # blocks in the ring
+    num_staged: int  # blocks of an 8-bit cache in flight to it
+    num_readers: int  # compute warpgroups
     dtype: DTypeLike  # in the ring
     cache_dtype: DTypeLike
-    num_staged: int  # blocks of an 8-bit cache in flight
-    num_readers: int  # compute warpgroups
 
     @property
     def load_tokens(self) -> int:
@@ -63,155 +66,171 @@ class BlockRing:
         return min(self.page_tokens, self.block_tokens)
 
     @property
+    def num_copies(self) -> int:
+        """Copies per block."""
+        return self.block_tokens // self.load_tokens
+
+    @property
     def converts(self) -> bool:
         return jnp.dtype(self.cache_dtype).itemsize == 1
 
-    def scratch(self) -> tuple[Lane, Lane]:
-        """The shared memory that a kernel has to allocate: lanes of keys and of values."""
-        return self._lane(), self._lane()
-
-    def _lane(self) -> Lane:
-        shape = (self.block_tokens, self.head_size)
-        copies = self.block_tokens // self.load_tokens
-        staged = None
-        if self.converts:
-            transforms = operand_transforms(self.head_size, self.cache_dtype)
-            staged = plgpu.SMEM((self.num_staged, *shape), self.cache_dtype, transforms=transforms)
-        return Lane(
-            blocks=plgpu.SMEM(
-                (self.num_stages, *shape),
-                self.dtype,
-                transforms=operand_transforms(self.head_size, self.dtype),
-            ),
-            full=plgpu.Barrier(
-                num_arrivals=1 if self.converts else copies, num_barriers=self.num_stages
-            ),
-            free=plgpu.Barrier(num_arrivals=self.num_readers, num_barriers=self.num_stages),
-            staged=staged,
-            landed=plgpu.Barrier(
-                num_arrivals=copies, num_barriers=self.num_staged if self.converts else 1
-            ),
+    @classmethod
+    def of(cls, tuning: Tuning, *, cache: jax.Array, dtype: DTypeLike, num_readers: int):
+        """The ring for a cache."""
+        *_, page_tokens, head_size = cache.shape
+        return cls(
+            block_tokens=tuning.block_tokens,
+            page_tokens=page_tokens,
+            head_size=head_size,
+            num_stages=tuning.num_stages,
+            num_staged=tuning.num_staged,
+            num_readers=num_readers,
+            dtype=dtype,
+            cache_dtype=cache.dtype,
         )
 
-    # The producer's side.
+    def scratch(self) -> RingRefs:
+        """The types of the shared memory that a kernel has to allocate."""
 
-    def send(self, span: Span, cache, block_tables, lanes: tuple[Lane, Lane], sent):
-        """Send the blocks of a span; sent counts the blocks before, the result those after it."""
-        num_blocks = self.count_blocks(span)
-        send_block = self._send_converted if self.converts else self._send_copied
-        if self.converts:
-            for i in range(self.num_staged):
-                for which in (KEYS, VALUES):
-                    pl.when(i < num_blocks)(
-                        lambda i=i, which=which: self._stage(
-                            span, jnp.int32(i), cache, block_tables, lanes, which, sent
-                        )
-                    )
+        def blocks(number: int, dtype: DTypeLike):
+            shape = (2 * number, self.block_tokens, self.head_size)
+            return plgpu.SMEM(shape, dtype, transforms=operand_transforms(self.head_size, dtype))
 
-        def body(i, sent):
-            for which in (KEYS, VALUES):
-                send_block(span, i, cache, block_tables, lanes, which, sent)
-            return sent + 1
-
-        return lax.fori_loop(jnp.int32(0), num_blocks, body, sent)
-
-    def drain(self, lanes: tuple[Lane, Lane], sent):
-        """Wait until all stages have been read."""
-        for age in range(self.num_stages, 0, -1):
-
-            @pl.when(sent >= age)
-            def _():
-                for lane in lanes:
-                    plgpu.barrier_wait(lane.free.at[self._stage_of(sent - age)])
-
-    # The readers' side.
+        return RingRefs(
+            stages=blocks(self.num_stages, self.dtype),
+            full=plgpu.Barrier(
+                num_arrivals=1 if self.converts else self.num_copies,
+                num_barriers=2 * self.num_stages,
+            ),
+            free=plgpu.Barrier(num_arrivals=self.num_readers, num_barriers=2 * self.num_stages),
+            staged=blocks(self.num_staged, self.cache_dtype) if self.converts else None,
+            landed=plgpu.Barrier(
+                num_arrivals=self.num_copies,
+                num_barriers=2 * self.num_staged if self.converts else 1,
+            ),
+        )
 
     def count_blocks(self, span: Span):
         """The blocks that a span has."""
         return lax.div(span.end - span.start + (self.block_tokens - 1), jnp.int32(self.block_tokens))
 
-    def wait(self, lane: Lane, number):
-        """Wait for block `number`, counted since the kernel's start, and get its [tokens, H]."""
-        stage = self._stage_of(number)
-        plgpu.barrier_wait(lane.full.at[stage])
-        return lane.blocks.at[stage]
+    # What the readers do.
 
-    def release(self, lane: Lane, number):
-        """Give a block's stage back."""
-        plgpu.barrier_arrive(lane.free.at[self._stage_of(number)])
+    def wait(self, refs: RingRefs, which: int, block):
+        """Wait for the keys or values of a block, counted from the kernel's start: [tokens, H]."""
+        stage = self._stage(which, block)
+        plgpu.barrier_wait(refs.full.at[stage])
+        return refs.stages.at[stage]
 
-    # Details.
+    def release(self, refs: RingRefs, which: int, block):
+        """Give them back."""
+        plgpu.barrier_arrive(refs.free.at[self._stage(which, block)])
 
-    def _stage_of(self, number):
-        return lax.rem(number, jnp.int32(self.num_stages))
+    # What the producer does.
 
-    def _wait_until_free(self, lane: Lane, number):
-        @pl.when(number >= self.num_stages)
+    def send(self, span: Span, cache, block_tables, refs: RingRefs, sent):
+        """Send the blocks of a span; sent counts the blocks before, the result those after it."""
+        num_blocks = self.count_blocks(span)
+
+        def copy(which, i, target, barrier):
+            self._copy(span, which, i, cache, block_tables, target, barrier)
+
+        def stage_block(which, i):
+            slot = lax.rem(2 * (sent + i) + which, jnp.int32(2 * self.num_staged))
+            copy(which, i, refs.staged.at[slot], refs.landed.at[slot])
+
+        def send_block(i, _):
+            num_tokens = span.end - span.start - i * self.block_tokens
+            for which in (KEYS, VALUES):
+                if self.converts:
+                    self._convert(refs, which, sent + i, num_tokens)
+                    ahead = i + self.num_staged
+                    pl.when(ahead < num_blocks)(lambda which=which, i=ahead: stage_block(which, i))
+                elif which == KEYS:
+                    stage = self._wait_until_free(refs, which, sent + i)
+                    copy(which, i, refs.stages.at[stage], refs.full.at[stage])
+                else:
+                    self._send_values(refs, sent + i, num_tokens, copy, i)
+
+        if self.converts:
+            for i in range(self.num_staged):
+                for which in (KEYS, VALUES):
+                    pl.when(i < num_blocks)(
+                        lambda which=which, i=i: stage_block(which, jnp.int32(i))
+                    )
+        lax.fori_loop(jnp.int32(0), num_blocks, send_block, None)
+        return sent + num_blocks
+
+    def drain(self, refs: RingRefs, sent):
+        """Wait until all has been read."""
+        for age in range(self.num_stages, 0, -1):
+            for which in (KEYS, VALUES):
+
+                @pl.when(sent >= age)
+                def _(which=which, age=age):
+                    plgpu.barrier_wait(refs.free.at[self._stage(which, sent - age)])
+
+    def _stage(self, which: int, block):
+        return lax.rem(2 * block + which, jnp.int32(2 * self.num_stages))
+
+    def _wait_until_free(self, refs: RingRefs, which: int, block):
+        stage = self._stage(which, block)
+
+        @pl.when(block >= self.num_stages)
         def _():
-            plgpu.barrier_wait(lane.free.at[self._stage_of(number)])
+            plgpu.barrier_wait(refs.free.at[stage])
 
-    def _send_copied(self, span: Span, i, cache, block_tables, lanes, which, sent):
-        lane = lanes[which]
-        stage = self._stage_of(sent)
-        self._wait_until_free(lane, sent)
-        block = lane.blocks.at[stage]
-        num_tokens = span.end - span.start - i * self.block_tokens
+        return stage
+
+    def _send_values(self, refs: RingRefs, block, num_tokens, copy, i):
+        stage = self._wait_until_free(refs, VALUES, block)
+        values = refs.stages.at[stage]
         is_whole = num_tokens >= self.block_tokens
-
-        if which == KEYS:
-            self._copy(span, i, cache, block_tables, which, block, lane.full.at[stage])
-            return
 
         @pl.when(is_whole)
         def _():
-            self._copy(span, i, cache, block_tables, which, block, lane.full.at[stage])
+            copy(VALUES, i, values, refs.full.at[stage])
 
         # The last values of a context land behind another barrier, lose what follows them, and are
         # announced to the readers as if every copy had just arrived.
         @pl.when(~is_whole)
         def _():
-            self._copy(span, i, cache, block_tables, which, block, lane.landed.at[0])
-            plgpu.barrier_wait(lane.landed.at[0])
-            for part, row in self._parts(block):
-                values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-                part[...] = _zero_from(values, num_tokens - row)
+            copy(VALUES, i, values, refs.landed.at[0])
+            plgpu.barrier_wait(refs.landed.at[0])
+
+            @self._for_each_part
+            def _(part, row):
+                kept = plgpu.load(values.at[part], layout=plgpu.Layout.WGMMA)
+                values[part] = _zero_from(kept, num_tokens - row)
+
             plgpu.commit_smem()
-            for _ in range(self.block_tokens // self.load_tokens):
-                plgpu.barrier_arrive(lane.full.at[stage])
+            for _ in range(self.num_copies):
+                plgpu.barrier_arrive(refs.full.at[stage])
 
-    def _send_converted(self, span: Span, i, cache, block_tables, lanes, which, sent):
-        lane = lanes[which]
-        slot = lax.rem(sent, jnp.int32(self.num_staged))
-        stage = self._stage_of(sent)
-        plgpu.barrier_wait(lane.landed.at[slot])
-        self._wait_until_free(lane, sent)
-        num_tokens = span.end - span.start - i * self.block_tokens
-        source = self._parts(lane.staged.at[slot])
-        target = self._parts(lane.blocks.at[stage])
-        for (narrow, row), (wide, _) in zip(source, target, strict=True):
-            values = plgpu.load(narrow, layout=plgpu.Layout.WGMMA, optimized=False)
-            values = _widen(values, self.dtype)
+    def _convert(self, refs: RingRefs, which: int, block, num_tokens):
+        slot = lax.rem(2 * block + which, jnp.int32(2 * self.num_staged))
+        plgpu.barrier_wait(refs.landed.at[slot])
+        stage = self._wait_until_free(refs, which, block)
+
+        @self._for_each_part
+        def _(part, row):
+            narrow = refs.staged.at[slot].at[part]
+            wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA, optimized=False)
+            # There is no instruction from 8-bit floats to bfloat16.
+            if wide.dtype == jnp.float8_e4m3fn:
+                wide = wide.astype(jnp.float16)
+            wide = wide.astype(self.dtype)
             if which == VALUES:
-                values = _zero_from(values, num_tokens - row)
-            wide[...] = values
+                wide = _zero_from(wide, num_tokens - row)
+            refs.stages.at[stage][part] = wide
+
         plgpu.commit_smem()
-        plgpu.barrier_arrive(lane.full.at[stage])
+        plgpu.barrier_arrive(refs.full.at[stage])
 
-        @pl.when(i + self.num_staged < self.count_blocks(span))
-        def _():
-            self._stage(span, i + self.num_staged, cache, block_tables, lanes, which, sent - i)
-
-    def _stage(self, span: Span, i, cache, block_tables, lanes, which, sent_before):
-        lane = lanes[which]
-        slot = lax.rem(sent_before + i, jnp.int32(self.num_staged))
-        self._copy(
-            span, i, cache, block_tables, which, lane.staged.at[slot], lane.landed.at[slot]
-        )
-
-    def _copy(self, span: Span, i, cache, block_tables, which, block, barrier):
+    def _copy(self, span: Span, which: int, i, cache, block_tables, target, barrier):
         """Start copying block i of a span; absent pages count as copied."""
         size = self.load_tokens
-        for j in range(self.block_tokens // size):
+        for j in range(self.num_copies):
             token = span.start + i * self.block_tokens + j * size
 
             @pl.when(token < span.end)
@@ -221,19 +240,28 @@ class BlockRing:
                 if size < self.page_tokens:
                     offset = lax.rem(token, jnp.int32(self.page_tokens))
                     source = source.at[pl.ds(pl.multiple_of(offset, size), size)]
-                plgpu.copy_gmem_to_smem(source, block.at[pl.ds(j * size, size)], barrier)
+                plgpu.copy_gmem_to_smem(source, target.at[pl.ds(j * size, size)], barrier)
 
             @pl.when(token >= span.end)
             def _():
                 plgpu.barrier_arrive(barrier)
 
-    def _parts(self, block):
-        """A block in parts that a producer's few registers can hold, and their first rows."""
-        return [
-            (block.at[pl.ds(row, 64), pl.ds(column, min(64, self.head_size - column))], row)
-            for row in range(0, self.block_tokens, 64)
-            for column in range(0, self.head_size, 64)
-        ]
+    def _for_each_part(self, body):
+        """Call body with the index of every part of a block that few registers can hold.
+
+        And with the part's first row. It is a loop because the time JAX takes to find layouts
+        grows quickly with the number of references.
+        """
+        columns = 64 if self.head_size % 64 == 0 else self.head_size
+        num_across = self.head_size // columns
+
+        def visit(i, _):
+            row = pl.multiple_of(lax.div(i, jnp.int32(num_across)) * 64, 64)
+            column = pl.multiple_of(lax.rem(i, jnp.int32(num_across)) * columns, columns)
+            body((pl.ds(row, 64), pl.ds(column, columns)), row)
+
+        num_parts = self.block_tokens // 64 * num_across
+        lax.fori_loop(jnp.int32(0), jnp.int32(num_parts), visit, None)
 
 
 def operand_transforms(width: int, dtype: DTypeLike):
@@ -248,13 +276,6 @@ def operand_transforms(width: int, dtype: DTypeLike):
 
 
 def _zero_from(x, row):
-    """x [tokens, H] with zeros from a row on."""
+    """x [tokens, columns] with zeros from a row on."""
     rows = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
     return jnp.where(rows < row, x, jnp.zeros_like(x))
-
-
-def _widen(x, dtype: DTypeLike):
-    # There is no instruction from 8-bit floats to bfloat16.
-    if x.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16:
-        x = x.astype(jnp.float16)
-    return x.astype(dtype)

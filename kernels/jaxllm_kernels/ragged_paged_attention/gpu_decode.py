@@ -13,7 +13,7 @@ Each item of work leaves a partial softmax in float32; a second kernel merges th
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxllm_kernels.common import round_up
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     KEYS,
@@ -30,7 +29,8 @@ from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     Span,
     operand_transforms,
 )
-from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, to_scores
+from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import choose_tuning
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeItems, DecodeWork
 
 # Per thread; a multiprocessor has 512 for one of each warpgroup.
@@ -50,35 +50,24 @@ class Partials(NamedTuple):
     total: jax.Array  # float32 [W, G]
 
 
-def padded_group_size(config: AttentionConfig) -> int:
-    """Query heads per kv head, as the matrix instruction wants them."""
-    return round_up(config.num_heads // config.num_kv_heads, 8)
-
-
 def decode(
     q: jax.Array,
     cache: jax.Array,
     block_tables: jax.Array,
     work: DecodeWork,
-    score_factors: jax.Array,
-    value_scales: jax.Array,
-    sinks: jax.Array,
+    scalars: HeadScalars,
     *,
     config: AttentionConfig,
-    ring: BlockRing,
-    interpret,
+    interpret: Any,
 ) -> jax.Array:
-    """Attention of the queries [R, K, G, H]; the result is like them.
+    """Attention of the queries [R, K, G, H], of a padded group each; the result is like them.
 
-    Args:
-      score_factors: float32 [K]; see `to_scores`.
-      value_scales: float32 [K], what the cached values of a head are multiplied by.
-      sinks: float32 [K, G], scores of a key without value; UNSEEN for none.
+    The sinks are [K, G].
     """
-    partials = _attend_items(
-        q, cache, block_tables, work, score_factors, config=config, ring=ring, interpret=interpret
-    )
-    return _merge(partials, work, value_scales, sinks, like=q, interpret=interpret)
+    tuning = choose_tuning("decode", config)
+    ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=1)
+    partials = _attend_items(q, cache, block_tables, work, scalars, config, ring, interpret)
+    return _merge(partials, work, scalars, q, interpret)
 
 
 def _attend_items(
@@ -86,12 +75,12 @@ def _attend_items(
     cache: jax.Array,
     block_tables: jax.Array,
     work: DecodeWork,
-    score_factors: jax.Array,
-    *,
+    scalars: HeadScalars,
     config: AttentionConfig,
     ring: BlockRing,
-    interpret,
+    interpret: Any,
 ) -> Partials:
+    """The partial softmax of every item."""
     num_items = work.items.row.shape[0]
     num_workers = work.worker_items.shape[0] - 1
     group_size, head_size = q.shape[2:]
@@ -109,7 +98,7 @@ def _attend_items(
         largest_ref,
         total_ref,
         *,
-        lanes,
+        blocks,
         queries,
         weights,
         query_full,
@@ -136,10 +125,10 @@ def _attend_items(
                     q_ref.at[item.row, item.head], queries.at[slot], query_full.at[slot]
                 )
                 span = Span(item.row, item.head, item.start, item.end)
-                return ring.send(span, cache_ref, tables_ref, lanes, sent)
+                return ring.send(span, cache_ref, tables_ref, blocks, sent)
 
             sent = lax.fori_loop(first, last, send_item, jnp.int32(0))
-            ring.drain(lanes, sent)
+            ring.drain(blocks, sent)
             for age in range(_QUERY_SLOTS, 0, -1):
 
                 @pl.when(last - first >= age)
@@ -161,9 +150,9 @@ def _attend_items(
 
                 def attend_block(j, softmax):
                     weighted, largest, total = softmax
-                    keys = ring.wait(lanes[KEYS], used + j)
+                    keys = ring.wait(blocks, KEYS, used + j)
                     scores = to_scores(_multiply(keys, queries.at[slot].T), factor, config)
-                    ring.release(lanes[KEYS], used + j)
+                    ring.release(blocks, KEYS, used + j)
 
                     first_key = item.start + j * block_tokens
                     key = first_key + plgpu.broadcasted_iota(
@@ -183,14 +172,14 @@ def _attend_items(
                     )
                     plgpu.commit_smem()
 
-                    values = ring.wait(lanes[VALUES], used + j)
+                    values = ring.wait(blocks, VALUES, used + j)
                     decay = _over_rows(decay, _PANEL)
                     weighted = tuple(
                         old * decay
                         + _multiply(values.at[:, pl.ds(panel, _PANEL)].T, weights.T)
                         for old, panel in zip(weighted, panels, strict=True)
                     )
-                    ring.release(lanes[VALUES], used + j)
+                    ring.release(blocks, VALUES, used + j)
                     return weighted, new_largest, total
 
                 def filled(shape, value, layout):
@@ -234,7 +223,7 @@ def _attend_items(
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=dict(
-            lanes=ring.scratch(),
+            blocks=ring.scratch(),
             queries=plgpu.SMEM(
                 (_QUERY_SLOTS, group_size, head_size),
                 ring.dtype,
@@ -252,17 +241,11 @@ def _attend_items(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(q, cache, block_tables, work.items, work.worker_items, score_factors)
+    )(q, cache, block_tables, work.items, work.worker_items, scalars.score_factors)
 
 
 def _merge(
-    partials: Partials,
-    work: DecodeWork,
-    value_scales: jax.Array,
-    sinks: jax.Array,
-    *,
-    like: jax.Array,
-    interpret,
+    partials: Partials, work: DecodeWork, scalars: HeadScalars, like: jax.Array, interpret: Any
 ) -> jax.Array:
     """Merge the partial softmaxes of every row and kv head."""
     num_rows, num_kv_heads, group_size, head_size = like.shape
@@ -310,7 +293,7 @@ def _merge(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="merge_decode",
-    )(partials, work.pair_first, work.pair_last, value_scales, sinks)
+    )(partials, work.pair_first, work.pair_last, scalars.value_scales, scalars.sinks)
 
 
 # Rows of an output at a time: what the matrix instruction computes. The last of the panels overlaps

@@ -1,0 +1,27 @@
+"""What differs between the versions of JAX that the kernels run on, in one place.
+
+Pallas for GPUs is young: names and behaviour change with almost every release of JAX.
+"""
+
+from typing import Any
+
+import jax
+
+# ---- GPU ----
+
+_MOSAIC_GPU_SINCE = (0, 11, 2)
+
+
+def why_no_mosaic_gpu() -> str | None:
+    """Why this JAX cannot compile the Mosaic GPU kernels; None if it can."""
+    if jax.__version_info__ >= _MOSAIC_GPU_SINCE:
+        return None
+    needed = ".".join(map(str, _MOSAIC_GPU_SINCE))
+    return f"needs JAX {needed} or newer, and this is {jax.__version__}"
+
+
+def gpu_interpret_params() -> Any:
+    """What makes `plgpu.kernel` run on a CPU: as a GPU would, and looking out for races."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(detect_races=True)
