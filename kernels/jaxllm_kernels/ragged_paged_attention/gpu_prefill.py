@@ -203,7 +203,9 @@ def prefill(
     matrix = (_NUM_GROUPS, _GROUP_TOKENS, head_size)
     scratch = dict(
         blocks=ring.scratch(),
-        queries_or_outputs=plgpu.RefUnion(
+        # A warpgroup's outputs replace its own queries, which lie in the same place; interpret mode
+        # would take the two parts of a union for one, and see a race.
+        queries_or_outputs=(_pair if interpret else plgpu.RefUnion)(
             plgpu.SMEM(matrix, ring.dtype, transforms=operand_transforms(head_size, ring.dtype)),
             plgpu.SMEM(matrix, ring.dtype, transforms=_row_transforms(head_size, ring.dtype)),
         ),
@@ -283,6 +285,10 @@ def _row_transforms(width: int, dtype):
         return ()
     tiling, *swizzle = operand_transforms(width, dtype)
     return (plgpu.TilingTransform((1, tiling.tiling[-1])), *swizzle)
+
+
+def _pair(a, b):
+    return a, b
 
 
 def _over_columns(x, num_columns: int):

@@ -79,7 +79,7 @@ def split_decodes(
     share = cdiv_array(total, num_workers)
     worker_start = jnp.arange(num_workers + 1, dtype=jnp.int32) * share
 
-    cuts = jnp.sort(jnp.concatenate([pair_start, jnp.minimum(worker_start[:-1], total)]))
+    cuts = jnp.sort(jnp.concatenate([pair_start, jnp.minimum(worker_start[1:-1], total)]))
     next_cuts = jnp.append(cuts[1:], total)
     # Where pairs without blocks share a start with others, this finds the last, which has blocks.
     pair = _count_at_most(pair_start, cuts) - 1
