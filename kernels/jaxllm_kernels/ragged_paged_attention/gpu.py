@@ -151,16 +151,13 @@ class MosaicGpuBackend:
         slots = prepared.positions % batch.block_size
         cache = cache.at[prepared.write_blocks, :, :, slots].set(new, mode="drop")
 
-        # Decodes are the first rows, and a row is where its token is.
+        # The kernels write to disjoint rows of one array; what none of them writes is padding.
         scalars = head_scalars(config, sinks, kv_scales)
-        num_rows = min(batch.context_lens.shape[0], q.shape[0])
-        decoded = self._decode(q[:num_rows], cache, batch, prepared, scalars, config)
-        if prepared.prefills is None:
-            return decoded, cache
-        out = self._prefill(q, cache, batch, prepared.prefills, scalars, config)
-        is_decode = jnp.arange(num_rows) < batch.num_decodes
-        decoded = jnp.where(is_decode[:, None, None], decoded, out[:num_rows])
-        return out.at[:num_rows].set(decoded), cache
+        out = jax.new_ref(jnp.zeros_like(q))
+        self._decode(q, cache, batch, prepared, scalars, out, config)
+        if prepared.prefills is not None:
+            self._prefill(q, cache, batch, prepared.prefills, scalars, out, config)
+        return jax.freeze(out), cache
 
     # The seam for other generations: A100 and L4 would want kernels on mma.sync, B200 on tcgen05.
     # They would be other modules with the two functions imported below, chosen by a field of the
@@ -173,28 +170,28 @@ class MosaicGpuBackend:
         batch: RaggedBatch,
         prepared: Prepared,
         scalars: HeadScalars,
+        out: jax.Ref,
         config: AttentionConfig,
-    ) -> jax.Array:
-        """Attention of one token per row [R, N, H]; zeros for rows that are no decodes."""
+    ) -> None:
         from jaxllm_kernels.ragged_paged_attention.gpu_decode import decode
 
-        num_rows, _, head_size = q.shape
-        group_size = config.num_heads // config.num_kv_heads
-        padding = padded_group_size(config) - group_size
-        grouped = q.reshape(num_rows, config.num_kv_heads, group_size, head_size)
-        sinks = scalars.sinks.reshape(config.num_kv_heads, group_size)
-        out = decode(
-            jnp.pad(grouped, ((0, 0), (0, 0), (0, padding), (0, 0))),
+        # Decodes are the first rows, and a row is where its token is.
+        num_rows = min(batch.context_lens.shape[0], q.shape[0])
+        num_kv_heads = config.num_kv_heads
+        group_size = config.num_heads // num_kv_heads
+        padding = (0, padded_group_size(config) - group_size)
+        grouped = q[:num_rows].reshape(num_rows, num_kv_heads, group_size, config.head_size)
+        sinks = scalars.sinks.reshape(num_kv_heads, group_size)
+        decode(
+            jnp.pad(grouped, ((0, 0), (0, 0), padding, (0, 0))),
             cache,
             batch.block_tables,
             prepared.decodes[_decode_key(config)],
-            scalars._replace(
-                sinks=jnp.pad(sinks, ((0, 0), (0, padding)), constant_values=UNSEEN)
-            ),
+            scalars._replace(sinks=jnp.pad(sinks, ((0, 0), padding), constant_values=UNSEEN)),
+            out,
             config=config,
             interpret=self._interpret_params(),
         )
-        return out[:, :, :group_size].reshape(q.shape)
 
     def _prefill(
         self,
@@ -203,17 +200,18 @@ class MosaicGpuBackend:
         batch: RaggedBatch,
         tiles: PrefillTiles,
         scalars: HeadScalars,
+        out: jax.Ref,
         config: AttentionConfig,
-    ) -> jax.Array:
-        """Attention of the tokens [T, N, H] of rows that are no decodes; zeros for others."""
+    ) -> None:
         from jaxllm_kernels.ragged_paged_attention.gpu_prefill import prefill
 
-        return prefill(
+        prefill(
             q,
             cache,
             batch.block_tables,
             tiles,
             scalars,
+            out,
             config=config,
             num_workers=self.num_workers,
             interpret=self._interpret_params(),

@@ -56,18 +56,19 @@ def decode(
     block_tables: jax.Array,
     work: DecodeWork,
     scalars: HeadScalars,
+    out: jax.Ref,
     *,
     config: AttentionConfig,
     interpret: Any,
-) -> jax.Array:
-    """Attention of the queries [R, K, G, H], of a padded group each; the result is like them.
+) -> None:
+    """Write the attention of queries [R, K, G, H] to the first rows of out [T, N, H].
 
-    The sinks are [K, G].
+    G is the padded group; the sinks are [K, G]. Rows that the work lacks are not written.
     """
     tuning = choose_tuning("decode", config)
     ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=1)
     partials = _attend_items(q, cache, block_tables, work, scalars, config, ring, interpret)
-    return _merge(partials, work, scalars, q, interpret)
+    _merge(partials, work, scalars, out, num_rows=q.shape[0], config=config, interpret=interpret)
 
 
 def _attend_items(
@@ -245,55 +246,74 @@ def _attend_items(
 
 
 def _merge(
-    partials: Partials, work: DecodeWork, scalars: HeadScalars, like: jax.Array, interpret: Any
-) -> jax.Array:
+    partials: Partials,
+    work: DecodeWork,
+    scalars: HeadScalars,
+    out: jax.Ref,
+    *,
+    num_rows: int,
+    config: AttentionConfig,
+    interpret: Any,
+) -> None:
     """Merge the partial softmaxes of every row and kv head."""
-    num_rows, num_kv_heads, group_size, head_size = like.shape
+    num_kv_heads, head_size = config.num_kv_heads, config.head_size
+    group_size = config.num_heads // num_kv_heads
+    padded_size = partials.largest.shape[1]
 
-    def kernel(partials_ref, first_ref, last_ref, scales_ref, sinks_ref, out_ref):
+    def kernel(partials_ref, first_ref, last_ref, scalars_ref, out_ref, panel_smem):
         row, head = lax.axis_index("row"), lax.axis_index("head")
         pair = row * num_kv_heads + head
         first, last = first_ref[pair], last_ref[pair]
-        for panel in _panels(head_size):
 
-            def merge_item(i, softmax, panel=panel):
+        def merge_panel(panel: int):
+            def merge_item(i, softmax):
                 weighted, largest, total = softmax
-                item_largest = _load_per_head(partials_ref.largest.at[i])
+                item_largest = _load(partials_ref.largest.at[i], _PER_HEAD)
+                item_total = _load(partials_ref.total.at[i], _PER_HEAD)
+                item_weighted = _load(
+                    partials_ref.weighted.at[i, pl.ds(panel, _PANEL)], _MATRIX
+                )
                 new_largest = jnp.maximum(largest, item_largest)
-                decay, item_decay = (
-                    jnp.exp2(x - new_largest) for x in (largest, item_largest)
-                )
-                item_weighted = plgpu.load(
-                    partials_ref.weighted.at[i, pl.ds(panel, _PANEL)],
-                    layout=_MATRIX,
-                    optimized=False,
-                )
+                decay, item_decay = (jnp.exp2(x - new_largest) for x in (largest, item_largest))
                 return (
                     weighted * _over_rows(decay, _PANEL)
                     + item_weighted * _over_rows(item_decay, _PANEL),
                     new_largest,
-                    total * decay + _load_per_head(partials_ref.total.at[i]) * item_decay,
+                    total * decay + item_total * item_decay,
                 )
 
-            sink = _load_per_head(sinks_ref.at[head])
-            zeros = plgpu.layout_cast(jnp.zeros((_PANEL, group_size), jnp.float32), _MATRIX)
+            sink = _load(scalars_ref.sinks.at[head], _PER_HEAD)
+            zeros = plgpu.layout_cast(jnp.zeros((_PANEL, padded_size), jnp.float32), _MATRIX)
             weighted, _, total = lax.fori_loop(
                 first, last, merge_item, (zeros, sink, jnp.ones_like(sink))
             )
-            out = weighted * _over_rows(scales_ref[head] / total, _PANEL)
-            out_ref.at[row, head, :, pl.ds(panel, _PANEL)].T[...] = plgpu.layout_cast(
-                out.astype(like.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+            merged = weighted * _over_rows(scalars_ref.value_scales[head] / total, _PANEL)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            panel_smem.T[...] = plgpu.layout_cast(
+                merged.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+            )
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                panel_smem.at[pl.ds(0, group_size)],
+                out_ref.at[row, pl.ds(head * group_size, group_size), pl.ds(panel, _PANEL)],
             )
 
-    return plgpu.kernel(
+        @pl.when(first < last)
+        def _():
+            for panel in _panels(head_size):
+                merge_panel(panel)
+            plgpu.wait_smem_to_gmem(0)
+
+    plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(like.shape, like.dtype),
+        out_type=(),
         grid=(num_rows, num_kv_heads),
         grid_names=("row", "head"),
+        scratch_types=[plgpu.SMEM((padded_size, _PANEL), out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="merge_decode",
-    )(partials, work.pair_first, work.pair_last, scalars.value_scales, scalars.sinks)
+    )(partials, work.pair_first, work.pair_last, scalars, out)
 
 
 # Rows of an output at a time: what the matrix instruction computes. The last of the panels overlaps
@@ -321,5 +341,5 @@ def _over_rows(x, num_rows: int):
     return lax.broadcast_in_dim(x, (num_rows, *x.shape), [1])
 
 
-def _load_per_head(ref):
-    return plgpu.load(ref, layout=_PER_HEAD, optimized=False)
+def _load(ref, layout):
+    return plgpu.load(ref, layout=layout, optimized=False)

@@ -48,12 +48,13 @@ def prefill(
     block_tables: jax.Array,
     tiles: PrefillTiles,
     scalars: HeadScalars,
+    out: jax.Ref,
     *,
     config: AttentionConfig,
     num_workers: int,
     interpret: Any,
-) -> jax.Array:
-    """Attention of the queries [T, N, H] in the tiles; outputs of other tokens are zero."""
+) -> None:
+    """Write the attention of those queries [T, N, H] that are in tiles to out [T, N, H]."""
     tuning = choose_tuning("prefill", config)
     ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=_NUM_GROUPS)
     _, num_heads, head_size = q.shape
@@ -217,7 +218,6 @@ def prefill(
             ring.dtype,
             transforms=operand_transforms(head_size, ring.dtype),
         )
-    out = jax.new_ref(jnp.zeros_like(q))
     plgpu.kernel(
         kernel,
         out_type=(),
@@ -238,7 +238,6 @@ def prefill(
         scalars,
         out,
     )
-    return jax.freeze(out)
 
 
 def _accumulate(weighted, p, values, staged):
