@@ -85,7 +85,7 @@ def compile_step(monkeypatch, capfd):
         jax.clear_caches()  # what is cached is not printed again
         capfd.readouterr()
         compiled, cache = _compile(config, limits, dtype, decode_only)
-        log = "\n".join(capfd.readouterr())
+        log = "".join(capfd.readouterr())
         memory = compiled.memory_analysis()
         assert memory is not None
         return Compiled(
@@ -162,9 +162,15 @@ def config_of(head_size: int, **changes) -> AttentionConfig:
     return AttentionConfig(head_size=head_size, **options)
 
 
+# Products 256 deep and wide leave no uniform register for the address of a barrier or two, which
+# wait on the stack from the kernel's start for the few places that need them.
+ADDRESS_BYTES = 32
+
+
 def assert_good(compiled: Compiled, kernels: set[str]) -> None:
     assert set(compiled.spills) == kernels
-    assert not any(compiled.spills.values()), compiled.spills
+    limit = ADDRESS_BYTES if compiled.cache.shape[-1] == 256 else 0
+    assert max(compiled.spills.values()) <= limit, compiled.spills
     # Hopper's matrix instruction and copy engine.
     assert "HGMMA" in compiled.sass
     assert "UTMALDG" in compiled.sass

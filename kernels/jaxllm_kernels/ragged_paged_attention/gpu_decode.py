@@ -288,7 +288,8 @@ def _merge(
                 first, last, merge_item, (zeros, sink, jnp.ones_like(sink))
             )
             merged = weighted * _over_rows(scalars_ref.value_scales[head] / total, _PANEL)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            # Panels that overlap are also written one after the other.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=head_size % _PANEL == 0)
             panel_smem.T[...] = plgpu.layout_cast(
                 merged.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED
             )

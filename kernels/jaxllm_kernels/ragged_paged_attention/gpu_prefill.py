@@ -34,9 +34,10 @@ from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles
 _GROUP_TOKENS = 64  # of a compute warpgroup: the rows of a matrix instruction
 _NUM_GROUPS = PREFILL_TILE_TOKENS // _GROUP_TOKENS
 
-# Per thread; a multiprocessor has 512 for one of each warpgroup.
-_PRODUCER_REGISTERS = 56
-_COMPUTE_REGISTERS = 224
+# Per thread, of the 512 that a multiprocessor has for one of each warpgroup: the producer's, and
+# those of the compute warpgroups. A producer that converts blocks holds parts of them.
+_REGISTERS = (32, 240)
+_REGISTERS_IF_CONVERTING = (56, 224)
 
 _MATRIX = plgpu.Layout.WGMMA
 _PER_TOKEN = plgpu.Layout.WGMMA.reduce(1)
@@ -60,6 +61,7 @@ def prefill(
     _, num_heads, head_size = q.shape
     heads_per_kv_head = num_heads // config.num_kv_heads
     block_tokens = ring.block_tokens
+    registers = _REGISTERS_IF_CONVERTING if ring.converts else _REGISTERS
 
     def kernel(
         q_ref,
@@ -75,15 +77,15 @@ def prefill(
         weights=None,
     ):
         queries, outputs = queries_or_outputs
-        worker, group = lax.axis_index("worker"), lax.axis_index("warpgroup")
+        group = lax.axis_index("warpgroup")
 
         def count_items():
-            others = tiles_ref.count[0] * num_heads - worker + (num_workers - 1)
-            return lax.div(lax.max(others, 0), jnp.int32(num_workers))
+            num_items = tiles_ref.count[0] * num_heads - lax.axis_index("worker")
+            return lax.div(lax.max(num_items + num_workers - 1, 0), jnp.int32(num_workers))
 
         def read_item(i) -> tuple[PrefillTiles, jax.Array, Span]:
             # Heads of a tile side by side: those that share a kv head find its keys in the L2.
-            item = worker + i * num_workers
+            item = lax.axis_index("worker") + i * num_workers
             index, head = lax.div(item, jnp.int32(num_heads)), lax.rem(item, jnp.int32(num_heads))
             tile = PrefillTiles(*(ref[index] for ref in tiles_ref[:-1]), count=tiles_ref.count)
             start = jnp.int32(0)
@@ -94,7 +96,7 @@ def prefill(
             return tile, head, Span(tile.row, kv_head, start, tile.position + tile.num_tokens)
 
         def produce():
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(registers[0], action="decrease")
 
             def send_item(i, sent):
                 _, _, span = read_item(i)
@@ -108,7 +110,7 @@ def prefill(
             plgpu.barrier_wait(turn)
 
         def compute():
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(registers[1], action="increase")
 
             def attend_item(i, used):
                 tile, head, span = read_item(i)
