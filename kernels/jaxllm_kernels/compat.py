@@ -25,3 +25,14 @@ def gpu_interpret_params() -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def smem_transforms(tiling: tuple[int, int], swizzle: int | None) -> tuple[Any, ...]:
+    """A layout of a matrix in a GPU's shared memory: tiles, and the swizzle of their rows."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # Type checkers take these classes for abstract ones.
+    tiles = plgpu.TilingTransform(tiling)  # pyright: ignore[reportAbstractUsage]
+    if swizzle is None:
+        return (tiles,)
+    return tiles, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]

@@ -109,9 +109,7 @@ def _by_kernel(log: str, pattern: str) -> dict[str, int]:
 
 def _compile(config: AttentionConfig, limits: BatchLimits, dtype, decode_only: bool):
     target = (Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology="1x1x1"
-    )
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
 

@@ -117,7 +117,7 @@ def test_every_query_of_every_prefill_is_in_one_tile(tile_tokens, rows):
     tiles = cut_prefills(batch, num_tokens=66, tile_tokens=tile_tokens)
     seen = np.zeros(66, int)
     position = np.full(66, -1)
-    for i in range(int(tiles.count[0])):
+    for i in range(int(tiles.num_tiles[0])):
         row, token, num_tokens, first = (int(x[i]) for x in tiles[:-1])
         assert 1 <= num_tokens <= tile_tokens
         assert batch.query_starts[row] <= token

@@ -1,14 +1,14 @@
 """How blocks of keys and values come from the paged cache into a GPU's shared memory.
 
 Both attention kernels have a producer warpgroup that does nothing else. It fills a ring of stages
-with the blocks of consecutive tokens of one row and kv head, keys and values alternating; the
-compute warpgroups wait for a stage, use it and give it back. Whatever the cache holds, they find
-16-bit values in the ring, and no value past the end of the context, since a weight of zero would not
-silence garbage that is NaN.
+with blocks of consecutive tokens of a row and kv head, keys and values alternating; the compute
+warpgroups wait for a stage, use it and give it back. Whatever the cache holds, they find 16-bit
+numbers in the ring, and zeros for values past the end of the context, since a weight of zero would
+not silence garbage that is NaN.
 
-A 16-bit cache is copied straight into the ring, one TMA copy per page. An 8-bit cache is copied to a
-ring of its own and converted by the producer: the matrix instruction wants 16 bits in both operands,
-and the compute warpgroups have no time to spare for it.
+A 16-bit cache is copied straight into the ring, one TMA copy per page. An 8-bit cache is copied to
+a ring of its own and converted by the producer: the matrix instruction wants 16 bits in both
+operands, and the compute warpgroups have no time to spare.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from jaxllm_kernels.compat import smem_transforms
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import Tuning
 
 KEYS, VALUES = 0, 1
@@ -36,7 +37,7 @@ class Span(NamedTuple):
 
 
 class RingRefs(NamedTuple):
-    """A ring's shared memory. Block j of a kernel has its keys in stage 2j, its values in 2j + 1."""
+    """A ring's shared memory; block j's keys go through stage 2j, its values through 2j + 1."""
 
     stages: Any  # [2 * num_stages, block_tokens, H]
     full: Any  # barriers: a stage may be read
@@ -112,7 +113,9 @@ class BlockRing:
 
     def count_blocks(self, span: Span):
         """The blocks that a span has."""
-        return lax.div(span.end - span.start + (self.block_tokens - 1), jnp.int32(self.block_tokens))
+        return lax.div(
+            span.end - span.start + (self.block_tokens - 1), jnp.int32(self.block_tokens)
+        )
 
     # What the readers do.
 
@@ -204,7 +207,7 @@ class BlockRing:
                 values[part] = _zero_from(kept, num_tokens - row)
 
             plgpu.commit_smem()
-            for _ in range(self.num_copies):
+            for _j in range(self.num_copies):
                 plgpu.barrier_arrive(refs.full.at[stage])
 
     def _convert(self, refs: RingRefs, which: int, block, num_tokens):
@@ -269,10 +272,14 @@ def operand_transforms(width: int, dtype: DTypeLike):
 
     Tiles of eight rows, as wide as the widest swizzle that divides the rows.
     """
-    columns = next(size for size in (64, 32, 16) if width % size == 0)
+    columns = operand_columns(width)
     swizzle = columns * jnp.dtype(dtype).itemsize
-    tiling = plgpu.TilingTransform((8, columns))
-    return (tiling,) if swizzle == 16 else (tiling, plgpu.SwizzleTransform(swizzle))
+    return smem_transforms((8, columns), swizzle if swizzle > 16 else None)
+
+
+def operand_columns(width: int) -> int:
+    """The columns of a tile."""
+    return next(columns for columns in (64, 32, 16) if width % columns == 0)
 
 
 def _zero_from(x, row):

@@ -133,7 +133,7 @@ def _attend_items(
             for age in range(_QUERY_SLOTS, 0, -1):
 
                 @pl.when(last - first >= age)
-                def _():
+                def _(age=age):
                     plgpu.barrier_wait(query_free.at[lax.rem(last - first - age, _QUERY_SLOTS)])
 
         def compute():
@@ -176,8 +176,7 @@ def _attend_items(
                     values = ring.wait(blocks, VALUES, used + j)
                     decay = _over_rows(decay, _PANEL)
                     weighted = tuple(
-                        old * decay
-                        + _multiply(values.at[:, pl.ds(panel, _PANEL)].T, weights.T)
+                        old * decay + _multiply(values.at[:, pl.ds(panel, _PANEL)].T, weights.T)
                         for old, panel in zip(weighted, panels, strict=True)
                     )
                     ring.release(blocks, VALUES, used + j)
@@ -212,12 +211,12 @@ def _attend_items(
         pl.when(lax.axis_index("warpgroup") == 1)(produce)
 
     partial = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    return plgpu.kernel(
+    outputs = plgpu.kernel(
         kernel,
-        out_type=Partials(
-            weighted=partial((num_items, head_size, group_size)),
-            largest=partial((num_items, group_size)),
-            total=partial((num_items, group_size)),
+        out_type=(
+            partial((num_items, head_size, group_size)),
+            partial((num_items, group_size)),
+            partial((num_items, group_size)),
         ),
         grid=(num_workers,),
         grid_names=("worker",),
@@ -243,6 +242,7 @@ def _attend_items(
         interpret=interpret,
         kernel_name="paged_decode",
     )(q, cache, block_tables, work.items, work.worker_items, scalars.score_factors)
+    return Partials(*outputs)
 
 
 def _merge(
@@ -270,9 +270,7 @@ def _merge(
                 weighted, largest, total = softmax
                 item_largest = _load(partials_ref.largest.at[i], _PER_HEAD)
                 item_total = _load(partials_ref.total.at[i], _PER_HEAD)
-                item_weighted = _load(
-                    partials_ref.weighted.at[i, pl.ds(panel, _PANEL)], _MATRIX
-                )
+                item_weighted = _load(partials_ref.weighted.at[i, pl.ds(panel, _PANEL)], _MATRIX)
                 new_largest = jnp.maximum(largest, item_largest)
                 decay, item_decay = (jnp.exp2(x - new_largest) for x in (largest, item_largest))
                 return (
@@ -334,7 +332,7 @@ def _multiply(a, b):
         plgpu.wgmma(accumulator, a, b)
         return accumulator[...]
 
-    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def _over_rows(x, num_rows: int):

@@ -2,8 +2,8 @@
 
 A tile's products grow with its tokens while the keys it reads do not, so the tensor cores are what
 to keep busy. A tile of one query head is 128 tokens, 64 for each of two compute warpgroups; they
-read the same blocks, which a producer warpgroup fetches (`gpu_blocks`), and take turns: one computes
-its weights while the other has the tensor cores (the ping-pong of FlashAttention-3).
+read the same blocks, which a producer warpgroup fetches (`gpu_blocks`), and take turns: one
+computes its weights while the other has the tensor cores (the ping-pong of FlashAttention-3).
 
 Chunks start anywhere in the flat batch, which the copy engine's tiled loads and stores of queries
 and outputs do not allow. So queries come through registers, once per tile; and outputs leave in
@@ -19,12 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxllm_kernels.compat import smem_transforms
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     KEYS,
     VALUES,
     BlockRing,
     Span,
+    operand_columns,
     operand_transforms,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
@@ -80,14 +82,16 @@ def prefill(
         group = lax.axis_index("warpgroup")
 
         def count_items():
-            num_items = tiles_ref.count[0] * num_heads - lax.axis_index("worker")
+            num_items = tiles_ref.num_tiles[0] * num_heads - lax.axis_index("worker")
             return lax.div(lax.max(num_items + num_workers - 1, 0), jnp.int32(num_workers))
 
         def read_item(i) -> tuple[PrefillTiles, jax.Array, Span]:
             # Heads of a tile side by side: those that share a kv head find its keys in the L2.
             item = lax.axis_index("worker") + i * num_workers
             index, head = lax.div(item, jnp.int32(num_heads)), lax.rem(item, jnp.int32(num_heads))
-            tile = PrefillTiles(*(ref[index] for ref in tiles_ref[:-1]), count=tiles_ref.count)
+            tile = PrefillTiles(
+                *(ref[index] for ref in tiles_ref[:-1]), num_tiles=tiles_ref.num_tiles
+            )
             start = jnp.int32(0)
             if config.sliding_window is not None:
                 start = jnp.maximum(tile.position - (config.sliding_window - 1), 0)
@@ -136,7 +140,9 @@ def prefill(
                         return accumulator[...]
 
                     shape = (_GROUP_TOKENS, block_tokens)
-                    products = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+                    products = pl.run_scoped(
+                        multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+                    )
                     ring.release(blocks, KEYS, used + j)
                     scores = to_scores(products, factor, config)
                     if is_masked:
@@ -173,9 +179,7 @@ def prefill(
 
                 sink = jnp.full((_GROUP_TOKENS,), scalars_ref.sinks[head], jnp.float32)
                 softmax = (
-                    plgpu.layout_cast(
-                        jnp.zeros((_GROUP_TOKENS, head_size), jnp.float32), _MATRIX
-                    ),
+                    plgpu.layout_cast(jnp.zeros((_GROUP_TOKENS, head_size), jnp.float32), _MATRIX),
                     plgpu.layout_cast(sink, _PER_TOKEN),
                     plgpu.layout_cast(jnp.ones_like(sink), _PER_TOKEN),
                 )
@@ -190,7 +194,9 @@ def prefill(
                 pl.when(group == 0)(take_turn)
 
                 weighted, _, total = softmax
-                out = weighted * _over_columns(scalars_ref.value_scales[span.head] / total, head_size)
+                out = weighted * _over_columns(
+                    scalars_ref.value_scales[span.head] / total, head_size
+                )
                 outputs[group] = out.astype(ring.dtype)
                 plgpu.commit_smem()
                 num_tokens = jnp.clip(span.end - first_query, 0, _GROUP_TOKENS)
@@ -204,7 +210,7 @@ def prefill(
         pl.when(group == _NUM_GROUPS)(produce)
 
     matrix = (_NUM_GROUPS, _GROUP_TOKENS, head_size)
-    scratch = dict(
+    scratch: dict[str, Any] = dict(
         blocks=ring.scratch(),
         # A warpgroup's outputs replace its own queries, which lie in the same place; interpret mode
         # would take the two parts of a union for one, and see a race.
@@ -249,7 +255,7 @@ def _accumulate(weighted, p, values, staged):
     """
     if staged is None:
         return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, p, values))(
-            plgpu.ACC.init(weighted)
+            plgpu.WGMMAAccumulatorRef.init(weighted)
         )
     staged[...] = p
     plgpu.commit_smem()
@@ -258,7 +264,9 @@ def _accumulate(weighted, p, values, staged):
         plgpu.wgmma(accumulator, staged, values)
         return accumulator[...]
 
-    return weighted + pl.run_scoped(multiply, plgpu.ACC(weighted.shape, jnp.float32))
+    return weighted + pl.run_scoped(
+        multiply, plgpu.WGMMAAccumulatorRef(weighted.shape, jnp.float32)
+    )
 
 
 def _store_rows(source, group, out_ref, head, token, num_tokens):
@@ -284,8 +292,8 @@ def _row_transforms(width: int, dtype):
     if width % 256 == 0:
         # No swizzle of so long rows spares a warp's stores to several of them bank conflicts.
         return ()
-    tiling, *swizzle = operand_transforms(width, dtype)
-    return (plgpu.TilingTransform((1, tiling.tiling[-1])), *swizzle)
+    columns = operand_columns(width)
+    return smem_transforms((1, columns), columns * jnp.dtype(dtype).itemsize)
 
 
 def _pair(a, b):

@@ -47,7 +47,7 @@ class PrefillTiles(NamedTuple):
     token: jax.Array  # int32 [W]: flat position of the first one
     num_tokens: jax.Array  # int32 [W]: at most the tile size
     position: jax.Array  # int32 [W]: of the first one, in its row's context
-    count: jax.Array  # int32 [1]: the tiles that are real
+    num_tiles: jax.Array  # int32 [1]: the rest are padding
 
 
 def split_decodes(
@@ -112,14 +112,14 @@ def cut_prefills(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int) -> Pr
     row = jnp.minimum(_count_at_most(row_end, tiles), num_rows - 1)
     offset = (tiles - (row_end - row_tiles)[row]) * tile_tokens
     position = batch.context_lens[row] - lengths[row] + offset
-    count = row_end[-1]
-    order = jnp.argsort(jnp.where(tiles < count, -position, jnp.iinfo(jnp.int32).max))
+    num_tiles = row_end[-1]
+    order = jnp.argsort(jnp.where(tiles < num_tiles, -position, jnp.iinfo(jnp.int32).max))
     return PrefillTiles(
         row=row[order],
         token=(batch.query_starts[row] + offset)[order],
         num_tokens=jnp.clip(lengths[row] - offset, 0, tile_tokens)[order],
         position=position[order],
-        count=count[None],
+        num_tiles=num_tiles[None],
     )
 
 
