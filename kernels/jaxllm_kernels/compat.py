@@ -1,0 +1,38 @@
+"""What differs between the versions of JAX that the kernels run on, in one place.
+
+Pallas for GPUs is young: names and behaviour change with almost every release of JAX.
+"""
+
+from typing import Any
+
+import jax
+
+# ---- GPU ----
+
+_MOSAIC_GPU_SINCE = (0, 11, 2)
+
+
+def why_no_mosaic_gpu() -> str | None:
+    """Why this JAX cannot compile the Mosaic GPU kernels; None if it can."""
+    if jax.__version_info__ >= _MOSAIC_GPU_SINCE:
+        return None
+    needed = ".".join(map(str, _MOSAIC_GPU_SINCE))
+    return f"needs JAX {needed} or newer, and this is {jax.__version__}"
+
+
+def gpu_interpret_params() -> Any:
+    """What makes `plgpu.kernel` run on a CPU: as a GPU would, and looking out for races."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def smem_transforms(tiling: tuple[int, int], swizzle: int | None) -> tuple[Any, ...]:
+    """A layout of a matrix in a GPU's shared memory: tiles, and the swizzle of their rows."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # Type checkers take these classes for abstract ones.
+    tiles = plgpu.TilingTransform(tiling)  # pyright: ignore[reportAbstractUsage]
+    if swizzle is None:
+        return (tiles,)
+    return tiles, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]

@@ -1,0 +1,226 @@
+"""The implementation for Hopper GPUs, in Pallas Mosaic GPU kernels.
+
+A step's rows are served by two kernels over disjoint rows of the flat batch: decodes by one that
+splits their keys over the chip (`gpu_decode`), prefill chunks by one that keeps its tensor cores
+busy (`gpu_prefill`). What they work through is computed once per step (`gpu_worklist`).
+
+Keys and values are written by an XLA scatter before, in place where the cache is donated.
+
+The modules of the kernels are imported only when they are traced: importing Mosaic takes a while,
+and it changes with every version of JAX (`compat`).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxllm_kernels.compat import gpu_interpret_params, why_no_mosaic_gpu
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionConfig,
+    BatchLimits,
+    KVScales,
+    RaggedBatch,
+    check_common,
+    locate_tokens,
+)
+from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, head_scalars
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
+    PREFILL_TILE_TOKENS,
+    choose_tuning,
+    padded_group_size,
+)
+from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
+    DecodeWork,
+    PrefillTiles,
+    cut_prefills,
+    split_decodes,
+)
+from jaxllm_kernels.ragged_paged_attention.pages import to_cached, write_blocks
+
+_HEAD_SIZES = (64, 80, 96, 128, 256)
+_BLOCK_SIZES = (16, 32, 64, 128)
+_MAX_GROUP_SIZE = 32
+
+
+class DecodeKey(NamedTuple):
+    """What the split of the decodes depends on, apart from the batch."""
+
+    num_kv_heads: int
+    sliding_window: int  # 0 for none
+    block_tokens: int
+
+
+class Prepared(NamedTuple):
+    """What the layers of a step share."""
+
+    positions: jax.Array  # int32 [T]
+    write_blocks: jax.Array  # int32 [T]
+    decodes: dict[DecodeKey, DecodeWork]
+    prefills: PrefillTiles | None  # None if the batch is decode_only
+
+
+@dataclass(frozen=True)
+class MosaicGpuBackend:
+    """Attention by Mosaic GPU kernels for Hopper (sm_90)."""
+
+    name: str = "mosaic_sm90"
+    # Thread blocks of the persistent kernels: the multiprocessors of an H100 or H200 (SXM). On a
+    # part with fewer, the rest wait for their turn, so results are the same and balance is worse.
+    num_workers: int = 132
+    # Run the kernels on a CPU, as a GPU would, with a detector of races: for tests.
+    interpret: bool = False
+
+    def check(
+        self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
+    ) -> None:
+        check_common(config, limits, dtype=dtype)
+
+        def refuse(why: str, change: str = "set --attention-backend xla"):
+            raise ValueError(f"attention backend {self.name} {why}; {change}")
+
+        if why := why_no_mosaic_gpu():
+            refuse(why)
+        if chip.platform != "gpu" or (chip.compute_capability or (0,))[0] != 9:
+            refuse(f"runs on Hopper GPUs (compute capability 9.0), not on {chip.name}")
+        if jnp.dtype(dtype).itemsize != 2:
+            refuse(
+                f"computes in 16 bits, not in {jnp.dtype(dtype).name}",
+                "set --dtype bfloat16 or float16, or --attention-backend xla",
+            )
+        if config.head_size not in _HEAD_SIZES:
+            refuse(f"supports head sizes {_HEAD_SIZES}, not {config.head_size}")
+        if limits.block_size not in _BLOCK_SIZES:
+            refuse(
+                f"supports blocks of {_BLOCK_SIZES} tokens, not {limits.block_size}",
+                "set --block-size to one of them, or --attention-backend xla",
+            )
+        if config.num_heads // config.num_kv_heads > _MAX_GROUP_SIZE:
+            refuse(
+                f"supports up to {_MAX_GROUP_SIZE} query heads per kv head, "
+                f"not {config.num_heads // config.num_kv_heads}"
+            )
+
+    def cache_shape(
+        self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
+    ) -> jax.ShapeDtypeStruct:
+        """Keys and values of a page and a kv head are contiguous: one TMA copy each."""
+        return jax.ShapeDtypeStruct(
+            (num_blocks, 2, config.num_kv_heads, block_size, config.head_size),
+            config.kv_dtype or dtype,
+        )
+
+    def prepare(
+        self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
+    ) -> Prepared:
+        places = locate_tokens(batch, num_tokens)
+        decodes = {}
+        for config in configs:
+            key = _decode_key(config)
+            if key not in decodes:
+                decodes[key] = split_decodes(
+                    batch,
+                    num_kv_heads=config.num_kv_heads,
+                    sliding_window=config.sliding_window,
+                    block_tokens=key.block_tokens,
+                    load_tokens=min(batch.block_size, key.block_tokens),
+                    num_workers=self.num_workers,
+                )
+        prefills = None
+        if not batch.decode_only:
+            prefills = cut_prefills(batch, num_tokens=num_tokens, tile_tokens=PREFILL_TILE_TOKENS)
+        return Prepared(places.positions, write_blocks(batch, places), decodes, prefills)
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        prepared: Prepared,
+        *,
+        config: AttentionConfig,
+        sinks: jax.Array | None = None,
+        kv_scales: KVScales | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        new = jnp.stack(to_cached(k, v, config, kv_scales), axis=1)  # [T, 2, K, H]
+        slots = prepared.positions % batch.block_size
+        cache = cache.at[prepared.write_blocks, :, :, slots].set(new, mode="drop")
+
+        # The kernels write to disjoint rows of one array; what none of them writes is padding.
+        scalars = head_scalars(config, sinks, kv_scales)
+        out = jax.new_ref(jnp.zeros_like(q))
+        self._decode(q, cache, batch, prepared, scalars, out, config)
+        if prepared.prefills is not None:
+            self._prefill(q, cache, batch, prepared.prefills, scalars, out, config)
+        return jax.freeze(out), cache
+
+    # The seam for other generations: A100 and L4 would want kernels on mma.sync, B200 on tcgen05.
+    # They would be other modules with the two functions imported below, chosen by a field of the
+    # backend; the rest of this file would serve them as it is.
+
+    def _decode(
+        self,
+        q: jax.Array,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        prepared: Prepared,
+        scalars: HeadScalars,
+        out: jax.Ref,
+        config: AttentionConfig,
+    ) -> None:
+        from jaxllm_kernels.ragged_paged_attention.gpu_decode import decode
+
+        # Decodes are the first rows, and a row is where its token is.
+        num_rows = min(batch.context_lens.shape[0], q.shape[0])
+        num_kv_heads = config.num_kv_heads
+        group_size = config.num_heads // num_kv_heads
+        padding = (0, padded_group_size(config) - group_size)
+        grouped = q[:num_rows].reshape(num_rows, num_kv_heads, group_size, config.head_size)
+        sinks = scalars.sinks.reshape(num_kv_heads, group_size)
+        decode(
+            jnp.pad(grouped, ((0, 0), (0, 0), padding, (0, 0))),
+            cache,
+            batch.block_tables,
+            prepared.decodes[_decode_key(config)],
+            scalars._replace(sinks=jnp.pad(sinks, ((0, 0), padding), constant_values=UNSEEN)),
+            out,
+            config=config,
+            interpret=self._interpret_params(),
+        )
+
+    def _prefill(
+        self,
+        q: jax.Array,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        tiles: PrefillTiles,
+        scalars: HeadScalars,
+        out: jax.Ref,
+        config: AttentionConfig,
+    ) -> None:
+        from jaxllm_kernels.ragged_paged_attention.gpu_prefill import prefill
+
+        prefill(
+            q,
+            cache,
+            batch.block_tables,
+            tiles,
+            scalars,
+            out,
+            config=config,
+            num_workers=self.num_workers,
+            interpret=self._interpret_params(),
+        )
+
+    def _interpret_params(self):
+        return gpu_interpret_params() if self.interpret else False
+
+
+def _decode_key(config: AttentionConfig) -> DecodeKey:
+    block_tokens = choose_tuning("decode", config).block_tokens
+    return DecodeKey(config.num_kv_heads, config.sliding_window or 0, block_tokens)

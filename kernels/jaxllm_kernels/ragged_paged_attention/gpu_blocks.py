@@ -1,0 +1,288 @@
+"""How blocks of keys and values come from the paged cache into a GPU's shared memory.
+
+Both attention kernels have a producer warpgroup that does nothing else. It fills a ring of stages
+with blocks of consecutive tokens of a row and kv head, keys and values alternating; the compute
+warpgroups wait for a stage, use it and give it back. Whatever the cache holds, they find 16-bit
+numbers in the ring, and zeros for values past the end of the context, since a weight of zero would
+not silence garbage that is NaN.
+
+A 16-bit cache is copied straight into the ring, one TMA copy per page. An 8-bit cache is copied to
+a ring of its own and converted by the producer: the matrix instruction wants 16 bits in both
+operands, and the compute warpgroups have no time to spare.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from jaxllm_kernels.compat import smem_transforms
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import Tuning
+
+KEYS, VALUES = 0, 1
+
+
+class Span(NamedTuple):
+    """Consecutive keys of a row and a kv head; all of its blocks but the last are whole."""
+
+    row: jax.Array
+    head: jax.Array
+    start: jax.Array
+    end: jax.Array
+
+
+class RingRefs(NamedTuple):
+    """A ring's shared memory; block j's keys go through stage 2j, its values through 2j + 1."""
+
+    stages: Any  # [2 * num_stages, block_tokens, H]
+    full: Any  # barriers: a stage may be read
+    free: Any  # barriers: a stage has been read
+    # Where what cannot go straight into its stage lands: blocks of 8 bits, and the last values of a
+    # context.
+    staged: Any  # [2 * num_staged, block_tokens, H] of the cache's type; None if that has 16 bits
+    landed: Any  # barriers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRing:
+    """The static facts of a ring, and what is done with it."""
+
+    block_tokens: int
+    page_tokens: int
+    head_size: int
+    num_stages: int  # blocks in the ring
+    num_staged: int  # blocks of an 8-bit cache in flight to it
+    num_readers: int  # compute warpgroups
+    dtype: DTypeLike  # in the ring
+    cache_dtype: DTypeLike
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens per copy: a page, or the part of it that is a block."""
+        return min(self.page_tokens, self.block_tokens)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies per block."""
+        return self.block_tokens // self.load_tokens
+
+    @property
+    def converts(self) -> bool:
+        return jnp.dtype(self.cache_dtype).itemsize == 1
+
+    @classmethod
+    def of(cls, tuning: Tuning, *, cache: jax.Array, dtype: DTypeLike, num_readers: int):
+        """The ring for a cache."""
+        *_, page_tokens, head_size = cache.shape
+        return cls(
+            block_tokens=tuning.block_tokens,
+            page_tokens=page_tokens,
+            head_size=head_size,
+            num_stages=tuning.num_stages,
+            num_staged=tuning.num_staged,
+            num_readers=num_readers,
+            dtype=dtype,
+            cache_dtype=cache.dtype,
+        )
+
+    def scratch(self) -> RingRefs:
+        """The types of the shared memory that a kernel has to allocate."""
+
+        def blocks(number: int, dtype: DTypeLike):
+            shape = (2 * number, self.block_tokens, self.head_size)
+            return plgpu.SMEM(shape, dtype, transforms=operand_transforms(self.head_size, dtype))
+
+        return RingRefs(
+            stages=blocks(self.num_stages, self.dtype),
+            full=plgpu.Barrier(
+                num_arrivals=1 if self.converts else self.num_copies,
+                num_barriers=2 * self.num_stages,
+            ),
+            free=plgpu.Barrier(num_arrivals=self.num_readers, num_barriers=2 * self.num_stages),
+            staged=blocks(self.num_staged, self.cache_dtype) if self.converts else None,
+            landed=plgpu.Barrier(
+                num_arrivals=self.num_copies,
+                num_barriers=2 * self.num_staged if self.converts else 1,
+            ),
+        )
+
+    def count_blocks(self, span: Span):
+        """The blocks that a span has."""
+        return lax.div(
+            span.end - span.start + (self.block_tokens - 1), jnp.int32(self.block_tokens)
+        )
+
+    # What the readers do.
+
+    def wait(self, refs: RingRefs, which: int, block):
+        """Wait for the keys or values of a block, counted from the kernel's start: [tokens, H]."""
+        stage = self._stage(which, block)
+        plgpu.barrier_wait(refs.full.at[stage])
+        return refs.stages.at[stage]
+
+    def release(self, refs: RingRefs, which: int, block):
+        """Give them back."""
+        plgpu.barrier_arrive(refs.free.at[self._stage(which, block)])
+
+    # What the producer does.
+
+    def send(self, span: Span, cache, block_tables, refs: RingRefs, sent):
+        """Send the blocks of a span; sent counts the blocks before, the result those after it."""
+        num_blocks = self.count_blocks(span)
+
+        def copy(which, i, target, barrier):
+            self._copy(span, which, i, cache, block_tables, target, barrier)
+
+        def stage_block(which, i):
+            slot = lax.rem(2 * (sent + i) + which, jnp.int32(2 * self.num_staged))
+            copy(which, i, refs.staged.at[slot], refs.landed.at[slot])
+
+        def send_block(i, _):
+            num_tokens = span.end - span.start - i * self.block_tokens
+            for which in (KEYS, VALUES):
+                if self.converts:
+                    self._convert(refs, which, sent + i, num_tokens)
+                    ahead = i + self.num_staged
+                    pl.when(ahead < num_blocks)(lambda which=which, i=ahead: stage_block(which, i))
+                elif which == KEYS:
+                    stage = self._wait_until_free(refs, which, sent + i)
+                    copy(which, i, refs.stages.at[stage], refs.full.at[stage])
+                else:
+                    self._send_values(refs, sent + i, num_tokens, copy, i)
+
+        if self.converts:
+            for i in range(self.num_staged):
+                for which in (KEYS, VALUES):
+                    pl.when(i < num_blocks)(
+                        lambda which=which, i=i: stage_block(which, jnp.int32(i))
+                    )
+        lax.fori_loop(jnp.int32(0), num_blocks, send_block, None)
+        return sent + num_blocks
+
+    def drain(self, refs: RingRefs, sent):
+        """Wait until all has been read."""
+        for age in range(self.num_stages, 0, -1):
+            for which in (KEYS, VALUES):
+
+                @pl.when(sent >= age)
+                def _(which=which, age=age):
+                    plgpu.barrier_wait(refs.free.at[self._stage(which, sent - age)])
+
+    def _stage(self, which: int, block):
+        return lax.rem(2 * block + which, jnp.int32(2 * self.num_stages))
+
+    def _wait_until_free(self, refs: RingRefs, which: int, block):
+        stage = self._stage(which, block)
+
+        @pl.when(block >= self.num_stages)
+        def _():
+            plgpu.barrier_wait(refs.free.at[stage])
+
+        return stage
+
+    def _send_values(self, refs: RingRefs, block, num_tokens, copy, i):
+        stage = self._wait_until_free(refs, VALUES, block)
+        values = refs.stages.at[stage]
+        is_whole = num_tokens >= self.block_tokens
+
+        @pl.when(is_whole)
+        def _():
+            copy(VALUES, i, values, refs.full.at[stage])
+
+        # The last values of a context land behind another barrier, lose what follows them, and are
+        # announced to the readers as if every copy had just arrived.
+        @pl.when(~is_whole)
+        def _():
+            copy(VALUES, i, values, refs.landed.at[0])
+            plgpu.barrier_wait(refs.landed.at[0])
+
+            @self._for_each_part
+            def _(part, row):
+                kept = plgpu.load(values.at[part], layout=plgpu.Layout.WGMMA)
+                values[part] = _zero_from(kept, num_tokens - row)
+
+            plgpu.commit_smem()
+            for _j in range(self.num_copies):
+                plgpu.barrier_arrive(refs.full.at[stage])
+
+    def _convert(self, refs: RingRefs, which: int, block, num_tokens):
+        slot = lax.rem(2 * block + which, jnp.int32(2 * self.num_staged))
+        plgpu.barrier_wait(refs.landed.at[slot])
+        stage = self._wait_until_free(refs, which, block)
+
+        @self._for_each_part
+        def _(part, row):
+            narrow = refs.staged.at[slot].at[part]
+            wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA, optimized=False)
+            # There is no instruction from 8-bit floats to bfloat16.
+            if wide.dtype == jnp.float8_e4m3fn:
+                wide = wide.astype(jnp.float16)
+            wide = wide.astype(self.dtype)
+            if which == VALUES:
+                wide = _zero_from(wide, num_tokens - row)
+            refs.stages.at[stage][part] = wide
+
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.full.at[stage])
+
+    def _copy(self, span: Span, which: int, i, cache, block_tables, target, barrier):
+        """Start copying block i of a span; absent pages count as copied."""
+        size = self.load_tokens
+        for j in range(self.num_copies):
+            token = span.start + i * self.block_tokens + j * size
+
+            @pl.when(token < span.end)
+            def _(j=j, token=token):
+                page = block_tables[span.row, lax.div(token, jnp.int32(self.page_tokens))]
+                source = cache.at[page, which, span.head]
+                if size < self.page_tokens:
+                    offset = lax.rem(token, jnp.int32(self.page_tokens))
+                    source = source.at[pl.ds(pl.multiple_of(offset, size), size)]
+                plgpu.copy_gmem_to_smem(source, target.at[pl.ds(j * size, size)], barrier)
+
+            @pl.when(token >= span.end)
+            def _():
+                plgpu.barrier_arrive(barrier)
+
+    def _for_each_part(self, body):
+        """Call body with the index of every part of a block that few registers can hold.
+
+        And with the part's first row. It is a loop because the time JAX takes to find layouts
+        grows quickly with the number of references.
+        """
+        columns = 64 if self.head_size % 64 == 0 else self.head_size
+        num_across = self.head_size // columns
+
+        def visit(i, _):
+            row = pl.multiple_of(lax.div(i, jnp.int32(num_across)) * 64, 64)
+            column = pl.multiple_of(lax.rem(i, jnp.int32(num_across)) * columns, columns)
+            body((pl.ds(row, 64), pl.ds(column, columns)), row)
+
+        num_parts = self.block_tokens // 64 * num_across
+        lax.fori_loop(jnp.int32(0), jnp.int32(num_parts), visit, None)
+
+
+def operand_transforms(width: int, dtype: DTypeLike):
+    """The layout in shared memory of a matrix product's operand with rows of a width.
+
+    Tiles of eight rows, as wide as the widest swizzle that divides the rows.
+    """
+    columns = operand_columns(width)
+    swizzle = columns * jnp.dtype(dtype).itemsize
+    return smem_transforms((8, columns), swizzle if swizzle > 16 else None)
+
+
+def operand_columns(width: int) -> int:
+    """The columns of a tile."""
+    return next(columns for columns in (64, 32, 16) if width % columns == 0)
+
+
+def _zero_from(x, row):
+    """x [tokens, columns] with zeros from a row on."""
+    rows = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+    return jnp.where(rows < row, x, jnp.zeros_like(x))

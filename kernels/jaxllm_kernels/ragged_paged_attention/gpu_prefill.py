@@ -1,0 +1,309 @@
+"""Prefill attention on Hopper GPUs: tiles of query tokens against their row's paged context.
+
+A tile's products grow with its tokens while the keys it reads do not, so the tensor cores are what
+to keep busy. A tile of one query head is 128 tokens, 64 for each of two compute warpgroups; they
+read the same blocks, which a producer warpgroup fetches (`gpu_blocks`), and take turns: one
+computes its weights while the other has the tensor cores (the ping-pong of FlashAttention-3).
+
+Chunks start anywhere in the flat batch, which the copy engine's tiled loads and stores of queries
+and outputs do not allow. So queries come through registers, once per tile; and outputs leave in
+pieces of 64, 32, ... tokens, as the bits of their number say. That costs a few percent of a tile
+over 2,000 keys (by counting, not measured), and nothing outside the row is touched.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxllm_kernels.compat import smem_transforms
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
+from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
+    KEYS,
+    VALUES,
+    BlockRing,
+    Span,
+    operand_columns,
+    operand_transforms,
+)
+from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import PREFILL_TILE_TOKENS, choose_tuning
+from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles
+
+_GROUP_TOKENS = 64  # of a compute warpgroup: the rows of a matrix instruction
+_NUM_GROUPS = PREFILL_TILE_TOKENS // _GROUP_TOKENS
+
+# Per thread, of the 512 that a multiprocessor has for one of each warpgroup: the producer's, and
+# those of the compute warpgroups. A producer that converts blocks holds parts of them.
+_REGISTERS = (32, 240)
+_REGISTERS_IF_CONVERTING = (56, 224)
+
+_MATRIX = plgpu.Layout.WGMMA
+_PER_TOKEN = plgpu.Layout.WGMMA.reduce(1)
+
+
+def prefill(
+    q: jax.Array,
+    cache: jax.Array,
+    block_tables: jax.Array,
+    tiles: PrefillTiles,
+    scalars: HeadScalars,
+    out: jax.Ref,
+    *,
+    config: AttentionConfig,
+    num_workers: int,
+    interpret: Any,
+) -> None:
+    """Write the attention of those queries [T, N, H] that are in tiles to out [T, N, H]."""
+    tuning = choose_tuning("prefill", config)
+    ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=_NUM_GROUPS)
+    _, num_heads, head_size = q.shape
+    heads_per_kv_head = num_heads // config.num_kv_heads
+    block_tokens = ring.block_tokens
+    registers = _REGISTERS_IF_CONVERTING if ring.converts else _REGISTERS
+
+    def kernel(
+        q_ref,
+        cache_ref,
+        tables_ref,
+        tiles_ref,
+        scalars_ref,
+        out_ref,
+        *,
+        blocks,
+        queries_or_outputs,
+        turn,
+        weights=None,
+    ):
+        queries, outputs = queries_or_outputs
+        group = lax.axis_index("warpgroup")
+
+        def count_items():
+            num_items = tiles_ref.num_tiles[0] * num_heads - lax.axis_index("worker")
+            return lax.div(lax.max(num_items + num_workers - 1, 0), jnp.int32(num_workers))
+
+        def read_item(i) -> tuple[PrefillTiles, jax.Array, Span]:
+            # Heads of a tile side by side: those that share a kv head find its keys in the L2.
+            item = lax.axis_index("worker") + i * num_workers
+            index, head = lax.div(item, jnp.int32(num_heads)), lax.rem(item, jnp.int32(num_heads))
+            tile = PrefillTiles(
+                *(ref[index] for ref in tiles_ref[:-1]), num_tiles=tiles_ref.num_tiles
+            )
+            start = jnp.int32(0)
+            if config.sliding_window is not None:
+                start = jnp.maximum(tile.position - (config.sliding_window - 1), 0)
+                start = lax.div(start, jnp.int32(ring.load_tokens)) * ring.load_tokens
+            kv_head = lax.div(head, jnp.int32(heads_per_kv_head))
+            return tile, head, Span(tile.row, kv_head, start, tile.position + tile.num_tokens)
+
+        def produce():
+            plgpu.set_max_registers(registers[0], action="decrease")
+
+            def send_item(i, sent):
+                _, _, span = read_item(i)
+                return ring.send(span, cache_ref, tables_ref, blocks, sent)
+
+            sent = lax.fori_loop(jnp.int32(0), count_items(), send_item, jnp.int32(0))
+            ring.drain(blocks, sent)
+
+        def take_turn():
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+        def compute():
+            plgpu.set_max_registers(registers[1], action="increase")
+
+            def attend_item(i, used):
+                tile, head, span = read_item(i)
+                num_blocks = ring.count_blocks(span)
+                # Flat position, and position in the context, of this warpgroup's first query.
+                first_token = tile.token + group * _GROUP_TOKENS
+                first_query = tile.position + group * _GROUP_TOKENS
+                factor = scalars_ref.score_factors[span.head]
+
+                # The outputs of the item before are in the same memory.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                rows = pl.ds(first_token, _GROUP_TOKENS)
+                queries[group] = plgpu.load(q_ref.at[rows, head], layout=_MATRIX, optimized=False)
+                plgpu.commit_smem()
+
+                def attend_block(j, softmax, *, is_masked):
+                    weighted, largest, total = softmax
+                    keys = ring.wait(blocks, KEYS, used + j)
+
+                    def multiply(accumulator):
+                        plgpu.wgmma(accumulator, queries.at[group], keys.T)
+                        take_turn()
+                        return accumulator[...]
+
+                    shape = (_GROUP_TOKENS, block_tokens)
+                    products = pl.run_scoped(
+                        multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+                    )
+                    ring.release(blocks, KEYS, used + j)
+                    scores = to_scores(products, factor, config)
+                    if is_masked:
+                        first_key = span.start + j * block_tokens
+                        key = first_key + _iota(shape, 1)
+                        query = first_query + _iota(shape, 0)
+                        seen = key <= query
+                        if config.sliding_window is not None:
+                            seen &= key > query - config.sliding_window
+                        scores = jnp.where(seen, scores, UNSEEN)
+
+                    new_largest = jnp.maximum(largest, scores.max(axis=1))
+                    decay = jnp.exp2(largest - new_largest)
+                    p = jnp.exp2(scores - _over_columns(new_largest, block_tokens))
+                    weighted = weighted * _over_columns(decay, head_size)
+                    total = total * decay + p.sum(axis=1)
+                    # All of this belongs before the turn of the other warpgroup ends.
+                    weighted, new_largest, total, p = lax.optimization_barrier(
+                        (weighted, new_largest, total, p.astype(ring.dtype))
+                    )
+                    plgpu.barrier_arrive(turn)
+                    values = ring.wait(blocks, VALUES, used + j)
+                    plgpu.barrier_wait(turn)
+                    staged = None if weights is None else weights.at[group]
+                    weighted = _accumulate(weighted, p, values, staged)
+                    ring.release(blocks, VALUES, used + j)
+                    return weighted, new_largest, total
+
+                def attend_masked(j, softmax):
+                    return attend_block(j, softmax, is_masked=True)
+
+                def attend_whole(j, softmax):
+                    return attend_block(j, softmax, is_masked=False)
+
+                sink = jnp.full((_GROUP_TOKENS,), scalars_ref.sinks[head], jnp.float32)
+                softmax = (
+                    plgpu.layout_cast(jnp.zeros((_GROUP_TOKENS, head_size), jnp.float32), _MATRIX),
+                    plgpu.layout_cast(sink, _PER_TOKEN),
+                    plgpu.layout_cast(jnp.ones_like(sink), _PER_TOKEN),
+                )
+                num_whole = jnp.int32(0)
+                if config.sliding_window is None:
+                    # Those that even the first query sees all of.
+                    num_whole = lax.div(first_query + 1, jnp.int32(block_tokens))
+                    num_whole = jnp.minimum(num_whole, num_blocks)
+                pl.when(group == 1)(take_turn)
+                softmax = lax.fori_loop(jnp.int32(0), num_whole, attend_whole, softmax)
+                softmax = lax.fori_loop(num_whole, num_blocks, attend_masked, softmax)
+                pl.when(group == 0)(take_turn)
+
+                weighted, _, total = softmax
+                out = weighted * _over_columns(
+                    scalars_ref.value_scales[span.head] / total, head_size
+                )
+                outputs[group] = out.astype(ring.dtype)
+                plgpu.commit_smem()
+                num_tokens = jnp.clip(span.end - first_query, 0, _GROUP_TOKENS)
+                _store_rows(outputs, group, out_ref, head, first_token, num_tokens)
+                return used + num_blocks
+
+            lax.fori_loop(jnp.int32(0), count_items(), attend_item, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+        pl.when(group < _NUM_GROUPS)(compute)
+        pl.when(group == _NUM_GROUPS)(produce)
+
+    matrix = (_NUM_GROUPS, _GROUP_TOKENS, head_size)
+    scratch: dict[str, Any] = dict(
+        blocks=ring.scratch(),
+        # A warpgroup's outputs replace its own queries, which lie in the same place; interpret mode
+        # would take the two parts of a union for one, and see a race.
+        queries_or_outputs=(_pair if interpret else plgpu.RefUnion)(
+            plgpu.SMEM(matrix, ring.dtype, transforms=operand_transforms(head_size, ring.dtype)),
+            plgpu.SMEM(matrix, ring.dtype, transforms=_row_transforms(head_size, ring.dtype)),
+        ),
+        turn=plgpu.Barrier(num_arrivals=_NUM_GROUPS),
+    )
+    if interpret:
+        scratch["weights"] = plgpu.SMEM(
+            (_NUM_GROUPS, _GROUP_TOKENS, block_tokens),
+            ring.dtype,
+            transforms=operand_transforms(head_size, ring.dtype),
+        )
+    plgpu.kernel(
+        kernel,
+        out_type=(),
+        grid=(num_workers,),
+        grid_names=("worker",),
+        num_threads=_NUM_GROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="paged_prefill",
+    )(
+        # A tile may reach behind the last token.
+        jnp.pad(q, ((0, PREFILL_TILE_TOKENS - 1), (0, 0), (0, 0))),
+        cache,
+        block_tables,
+        tiles,
+        scalars,
+        out,
+    )
+
+
+def _accumulate(weighted, p, values, staged):
+    """weighted + p @ values, with p from registers; through shared memory in interpret mode.
+
+    Interpret mode knows neither left operands in registers nor accumulators with a value.
+    """
+    if staged is None:
+        return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, p, values))(
+            plgpu.WGMMAAccumulatorRef.init(weighted)
+        )
+    staged[...] = p
+    plgpu.commit_smem()
+
+    def multiply(accumulator):
+        plgpu.wgmma(accumulator, staged, values)
+        return accumulator[...]
+
+    return weighted + pl.run_scoped(
+        multiply, plgpu.WGMMAAccumulatorRef(weighted.shape, jnp.float32)
+    )
+
+
+def _store_rows(source, group, out_ref, head, token, num_tokens):
+    """Start storing the first rows of a warpgroup's outputs."""
+    for size in (64, 32, 16, 8, 4, 2, 1):
+        done = num_tokens & (-2 * size)
+        # A group known only at run time and a dynamic slice do not go together in JAX 0.11.2.
+        for g in range(_NUM_GROUPS):
+
+            @pl.when(((num_tokens & size) != 0) & (group == g))
+            def _(g=g, size=size, done=done):
+                plgpu.copy_smem_to_gmem(
+                    source.at[g, pl.ds(done, size)],
+                    out_ref.at[pl.ds(token + done, size), head],
+                    commit_group=False,
+                )
+
+    plgpu.commit_smem_to_gmem_group()
+
+
+def _row_transforms(width: int, dtype):
+    """A layout in shared memory whose rows can be stored one by one."""
+    if width % 256 == 0:
+        # No swizzle of so long rows spares a warp's stores to several of them bank conflicts.
+        return ()
+    columns = operand_columns(width)
+    return smem_transforms((1, columns), columns * jnp.dtype(dtype).itemsize)
+
+
+def _pair(a, b):
+    return a, b
+
+
+def _over_columns(x, num_columns: int):
+    """x [tokens] as every column of a [tokens, num_columns]."""
+    return lax.broadcast_in_dim(x, (*x.shape, num_columns), [0])
+
+
+def _iota(shape, dimension: int):
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=_MATRIX)

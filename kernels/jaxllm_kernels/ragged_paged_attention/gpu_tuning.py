@@ -1,0 +1,54 @@
+"""How the GPU kernels are cut: blocks of keys and the stages they wait in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxllm_kernels.common import round_up
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
+
+# What a thread block of a Hopper GPU may allocate, less what the kernels need beside queries and
+# stages: barriers, weights and the scratch of reductions.
+_SHARED_BYTES = (227 - 12) * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The free parameters of a kernel."""
+
+    block_tokens: int  # keys per block
+    num_stages: int  # blocks that wait for the matrix instructions
+    num_staged: int  # blocks of an 8-bit cache that wait to be converted
+
+
+# Query tokens of a prefill tile: what two warpgroups' matrix instructions take.
+PREFILL_TILE_TOKENS = 128
+
+
+def padded_group_size(config: AttentionConfig) -> int:
+    """Query heads per kv head, as the matrix instruction of a decode wants them."""
+    return round_up(config.num_heads // config.num_kv_heads, 8)
+
+
+def choose_tuning(kernel: Literal["decode", "prefill"], config: AttentionConfig) -> Tuning:
+    """The parameters of a kernel for a layer.
+
+    Blocks of 128 keys where several fit, and as many stages as there is room for: about 33 KB in
+    flight per multiprocessor cover the latency of an H200's memory at full bandwidth (4.3 TB/s for
+    a microsecond), and more than four blocks are of no use. This formula has not been timed;
+    parameters measured on a chip would be looked up here, before it.
+    """
+    head_size = config.head_size
+    block_tokens = 128 if head_size <= 128 else 64
+    block_bytes = 2 * block_tokens * head_size  # keys and values of one byte
+    if kernel == "decode":
+        # Queries of two items, because those of the next are fetched early.
+        query_rows, most_stages, most_staged = 2 * padded_group_size(config), 4, 2
+    else:
+        query_rows, most_stages, most_staged = PREFILL_TILE_TOKENS, 2, 1
+    num_staged = 0 if config.kv_dtype is None else most_staged
+    room = _SHARED_BYTES - query_rows * head_size * 2 - num_staged * block_bytes
+    return Tuning(
+        block_tokens=block_tokens,
+        num_stages=min(most_stages, room // (2 * block_bytes)),
+        num_staged=num_staged,
+    )

@@ -1,0 +1,198 @@
+"""The Mosaic GPU backend: on a CPU in GPU-interpret mode, and on a Hopper GPU where there is one.
+
+Interpret mode is slow, so there the cases are small ones of their own; a GPU runs all of them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jaxllm_kernels.compat import why_no_mosaic_gpu
+from jaxllm_kernels.platform import CHIPS, chip_of
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionConfig,
+    BatchLimits,
+    RaggedBatch,
+    get_backend,
+)
+from jaxllm_kernels.ragged_paged_attention.cases import CASES, TOLERANCES, Case, run_case
+from jaxllm_kernels.ragged_paged_attention.gpu import MosaicGpuBackend
+
+BACKEND = get_backend("mosaic_sm90")
+INTERPRETED = MosaicGpuBackend(name="mosaic_sm90_interpreted", num_workers=2, interpret=True)
+
+CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, scale=0.1)
+LIMITS = BatchLimits(num_tokens=2048, num_rows=64, max_blocks=128, block_size=64)
+
+no_mosaic = why_no_mosaic_gpu()
+interpreted = pytest.mark.skipif(bool(no_mosaic), reason=f"the Mosaic GPU backend {no_mosaic}")
+
+
+def assert_correct(backend, case: Case, dtype: str, seed: int = 0) -> None:
+    result = run_case(backend, case, dtype, seed=seed)
+    assert result.all_finite
+    assert result.error < TOLERANCES[dtype]
+
+
+# A decode over two blocks of keys, one over a part of one, a chunk over history, a fresh one.
+_MIXED = ((1, 140), (1, 5), (30, 61), (3, 3))
+_DECODES = ((1, 1), (1, 17), (1, 150))
+
+
+def small(name: str, rows=_MIXED, **changes) -> Case:
+    options = {"num_heads": 2, "num_kv_heads": 1, "num_rows": 5, "max_blocks": 12, **changes}
+    return Case(name=name, rows=rows, **options)
+
+
+SMALL_CASES = [
+    small("mixed"),
+    small("decodes", _DECODES, num_tokens=5, decode_only=True, num_kv_heads=2),
+    small("prefill_of_tiles", ((1, 20), (150, 170)), num_tokens=256),
+    small("all_padding", ()),
+    small("more_rows_than_tokens", ((1, 20), (5, 12)), num_tokens=8, num_rows=9),
+    small("gqa_3", ((1, 20), (5, 12)), num_heads=6, num_kv_heads=2),
+    small("mqa_12", ((1, 20), (5, 12)), num_heads=12),
+    small("head_size_80", head_size=80),
+    small("head_size_96", head_size=96, block_size=128),
+    small("head_size_128", head_size=128, block_size=64),
+    small("head_size_256", head_size=256, block_size=128),
+    small("block_size_32", block_size=32),
+    small("window_below_a_page", sliding_window=5),
+    small("everything", sliding_window=40, soft_cap=3.0, has_sinks=True),
+    small("int8_kv", kv_dtype="int8"),
+    small(
+        "everything_with_fp8_kv",
+        sliding_window=40,
+        soft_cap=3.0,
+        has_sinks=True,
+        kv_dtype="float8_e4m3fn",
+    ),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
+def test_small_cases_are_right_and_without_races(case, capfd):
+    assert_correct(INTERPRETED, case, "bfloat16")
+    assert "RACE" not in capfd.readouterr().out
+
+
+@interpreted
+def test_float16_is_right():
+    assert_correct(INTERPRETED, small("float16", ((1, 20), (5, 12))), "float16")
+
+
+@st.composite
+def ragged_rows(draw) -> tuple[tuple[int, int], ...]:
+    """Rows of a step of at most 32 tokens, 4 rows, 200 of context."""
+    lengths = [1] * draw(st.integers(0, 2))
+    lengths += draw(st.lists(st.integers(1, 15), max_size=2))
+    return tuple((n, n + draw(st.integers(0, 200 - n))) for n in lengths)
+
+
+@interpreted
+@settings(
+    max_examples=4,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(rows=ragged_rows(), seed=st.integers(0, 1000))
+def test_drawn_batches_are_right(rows, seed):
+    # Of the shape of the program that computes a case's history, so that one is compiled.
+    case = small("drawn", rows, num_rows=4, max_blocks=13, sliding_window=70)
+    assert_correct(INTERPRETED, case, "bfloat16", seed)
+
+
+@interpreted
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_only_the_tokens_of_the_step_are_written(decode_only):
+    config = AttentionConfig(num_heads=2, num_kv_heads=1, head_size=64, scale=0.1)
+    batch = RaggedBatch(
+        query_starts=jnp.array([0, 1, 1] if decode_only else [0, 1, 4], jnp.int32),
+        context_lens=jnp.array([3, 0] if decode_only else [3, 17], jnp.int32),
+        block_tables=jnp.array([[1, 99], [3, 2]], jnp.int32),
+        num_decodes=jnp.int32(1),
+        block_size=16,
+        decode_only=decode_only,
+    )
+    num_tokens = 2 if decode_only else 8
+    spec = INTERPRETED.cache_shape(config, num_blocks=5, block_size=16, dtype=jnp.bfloat16)
+    before = np.random.default_rng(0).normal(size=spec.shape).astype(spec.dtype)
+    q, k, v = (jnp.ones((num_tokens, heads, 64), jnp.bfloat16) for heads in (2, 1, 1))
+    prepared = INTERPRETED.prepare(batch, (config,), num_tokens=num_tokens)
+    _, after = INTERPRETED.attend(q, k, v, jnp.asarray(before), batch, prepared, config=config)
+    changed = (np.asarray(after) != before).any(axis=(1, 2, 4))  # [blocks, tokens]
+    written = np.zeros((5, 16), bool)
+    written[1, 2] = True  # position 2 of row 0
+    if not decode_only:
+        written[3, 14:] = written[2, 0] = True  # positions 14 to 16 of row 1
+    np.testing.assert_array_equal(changed, written)
+
+
+@interpreted
+@pytest.mark.parametrize("chip", ["h100", "h200"])
+def test_hopper_is_served(chip):
+    BACKEND.check(CONFIG, LIMITS, dtype=jnp.bfloat16, chip=CHIPS[chip])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("config", "limits", "dtype", "message"),
+    [
+        ({}, {}, "float32", "set --dtype bfloat16 or float16, or --attention-backend xla"),
+        ({"head_size": 72}, {}, "bfloat16", "head sizes .* not 72; set --attention-backend xla"),
+        ({"num_heads": 64, "num_kv_heads": 1}, {}, "bfloat16", "32 query heads per kv head"),
+        ({}, {"block_size": 8}, "bfloat16", "set --block-size"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused(config, limits, dtype, message):
+    config, limits = dataclasses.replace(CONFIG, **config), dataclasses.replace(LIMITS, **limits)
+    with pytest.raises(ValueError, match=message):
+        BACKEND.check(config, limits, dtype=dtype, chip=CHIPS["h200"])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "chip",
+    [
+        CHIPS["cpu"],
+        CHIPS["v5e"],
+        dataclasses.replace(CHIPS["h200"], name="a100", compute_capability=(8, 0)),
+        dataclasses.replace(CHIPS["h200"], name="b200", compute_capability=(10, 0)),
+        dataclasses.replace(CHIPS["h200"], name="mi300", compute_capability=None),
+    ],
+    ids=lambda chip: chip.name,
+)
+def test_other_chips_are_refused(chip):
+    with pytest.raises(ValueError, match=f"not on {chip.name}; set --attention-backend xla"):
+        BACKEND.check(CONFIG, LIMITS, dtype=jnp.bfloat16, chip=chip)
+
+
+@pytest.mark.skipif(not no_mosaic, reason="this JAX is new enough")
+def test_an_older_jax_is_refused():
+    with pytest.raises(ValueError, match="needs JAX 0.11.2 .* set --attention-backend xla"):
+        BACKEND.check(CONFIG, LIMITS, dtype=jnp.bfloat16, chip=CHIPS["h200"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", [*CASES, *SMALL_CASES], ids=lambda case: case.name)
+def test_a_hopper_gpu_is_right(case, dtype):
+    chip = chip_of(jax.devices()[0])
+    if chip.platform != "gpu":
+        pytest.skip(f"needs a GPU, and this is a {chip.name}")
+    limits = BatchLimits(
+        num_tokens=case.num_tokens,
+        num_rows=case.num_rows,
+        max_blocks=case.max_blocks,
+        block_size=case.block_size,
+    )
+    try:
+        BACKEND.check(case.config, limits, dtype=dtype, chip=chip)
+    except ValueError as refusal:
+        pytest.skip(str(refusal))
+    assert_correct(BACKEND, case, dtype)

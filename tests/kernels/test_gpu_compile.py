@@ -1,0 +1,234 @@
+"""The GPU kernels become good machine code: compiled for an H200 on a machine without a GPU.
+
+XLA compiles for a GPU that it has a description of (h200.txtpb). It needs JAX's CUDA plugin and the
+compiler's wheels, no driver: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt (of JAX's
+version) nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm.
+"""
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxllm_kernels.compat import why_no_mosaic_gpu
+from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionConfig,
+    BatchLimits,
+    KVScales,
+    RaggedBatch,
+    get_backend,
+)
+
+BACKEND = get_backend("mosaic_sm90")
+NUM_LAYERS = 2
+NUM_BLOCKS = 4096
+
+
+def _tools_dir() -> Path | None:
+    """Where the wheels keep ptxas and nvdisasm."""
+    spec = importlib.util.find_spec("nvidia")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        for found in Path(location).glob("*/bin/nvdisasm"):
+            if (found.parent / "ptxas").exists():
+                return found.parent
+    return None
+
+
+def _why_not() -> str | None:
+    if why := why_no_mosaic_gpu():
+        return f"the Mosaic GPU backend {why}"
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "needs jax-cuda13-plugin and jax-cuda13-pjrt"
+    if _tools_dir() is None:
+        return "needs nvidia-cuda-nvcc, nvidia-nvvm and nvidia-cuda-nvdisasm"
+    return None
+
+
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(bool(_why_not()), reason=str(_why_not())),
+]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A step of attention layers."""
+
+    hlo: str
+    sass: str
+    spills: dict[str, int]  # bytes, by kernel
+    registers: dict[str, int]
+    alias_bytes: int
+    temp_bytes: int
+    cache: jax.ShapeDtypeStruct
+
+
+@pytest.fixture
+def compile_step(monkeypatch, capfd):
+    """A function that compiles a step's attention for an H200."""
+    tools = _tools_dir()
+    assert tools is not None
+    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
+
+    def run(config: AttentionConfig, block_size: int, dtype="bfloat16", decode_only=False):
+        limits = BatchLimits(num_tokens=512, num_rows=64, max_blocks=128, block_size=block_size)
+        BACKEND.check(config, limits, dtype=dtype, chip=CHIPS["h200"])
+        jax.clear_caches()  # what is cached is not printed again
+        capfd.readouterr()
+        compiled, cache = _compile(config, limits, dtype, decode_only)
+        log = "".join(capfd.readouterr())
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return Compiled(
+            hlo=compiled.as_text(),
+            sass=log,
+            spills=_by_kernel(log, r"(\d+) bytes spill stores, \d+ bytes spill loads"),
+            registers=_by_kernel(log, r"Used (\d+) registers"),
+            alias_bytes=memory.alias_size_in_bytes,
+            temp_bytes=memory.temp_size_in_bytes,
+            cache=cache,
+        )
+
+    return run
+
+
+def _by_kernel(log: str, pattern: str) -> dict[str, int]:
+    sections = re.split(r"Compiling entry function '(\w+)_mosaic_gpu_kernel'", log)[1:]
+    found = zip(sections[::2], sections[1::2], strict=True)
+    return {name: int(match[1]) for name, text in found if (match := re.search(pattern, text))}
+
+
+def _compile(config: AttentionConfig, limits: BatchLimits, dtype, decode_only: bool):
+    target = (Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def abstract(shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    num_rows = limits.num_rows
+    num_tokens = num_rows if decode_only else limits.num_tokens
+    cache = BACKEND.cache_shape(
+        config, num_blocks=NUM_BLOCKS, block_size=limits.block_size, dtype=dtype
+    )
+    q = abstract((num_tokens, config.num_heads, config.head_size), dtype)
+    k = abstract((num_tokens, config.num_kv_heads, config.head_size), dtype)
+    batch = RaggedBatch(
+        query_starts=abstract((num_rows + 1,)),
+        context_lens=abstract((num_rows,)),
+        block_tables=abstract((num_rows, limits.max_blocks)),
+        num_decodes=abstract(()),
+        block_size=limits.block_size,
+        decode_only=decode_only,
+    )
+    scales = None
+    if config.kv_dtype is not None:
+        scales = KVScales(*[abstract((config.num_kv_heads,), jnp.float32)] * 2)
+    sinks = abstract((config.num_heads,), jnp.float32)
+
+    @jax.jit
+    def layer(q, k, cache, batch, prepared, sinks, scales):
+        return BACKEND.attend(
+            q, k, k, cache, batch, prepared, config=config, sinks=sinks, kv_scales=scales
+        )
+
+    def step(q, k, caches, batch, sinks, scales):
+        prepared = BACKEND.prepare(batch, (config,), num_tokens=num_tokens)
+        new = []
+        for cache in caches:
+            q, cache = layer(q, k, cache, batch, prepared, sinks, scales)
+            new.append(cache)
+        return q, new
+
+    caches = [abstract(cache.shape, cache.dtype)] * NUM_LAYERS
+    traced = jax.jit(step, donate_argnums=2).trace(q, k, caches, batch, sinks, scales)
+    return traced.lower(lowering_platforms=("cuda",)).compile(), cache
+
+
+def config_of(head_size: int, **changes) -> AttentionConfig:
+    options = {"num_heads": 32, "num_kv_heads": 8, "scale": 0.1, **changes}
+    return AttentionConfig(head_size=head_size, **options)
+
+
+# Products 256 deep and wide leave no uniform register for the address of a barrier or two, which
+# wait on the stack from the kernel's start for the few places that need them.
+ADDRESS_BYTES = 32
+
+
+def assert_good(compiled: Compiled, kernels: set[str]) -> None:
+    assert set(compiled.spills) == kernels
+    limit = ADDRESS_BYTES if compiled.cache.shape[-1] == 256 else 0
+    assert max(compiled.spills.values()) <= limit, compiled.spills
+    # Hopper's matrix instruction and copy engine.
+    assert "HGMMA" in compiled.sass
+    assert "UTMALDG" in compiled.sass
+    assert_caches_in_place(compiled)
+
+
+def assert_caches_in_place(compiled: Compiled) -> None:
+    cache_bytes = compiled.cache.size * compiled.cache.dtype.itemsize
+    assert compiled.alias_bytes == NUM_LAYERS * cache_bytes
+    assert compiled.temp_bytes < cache_bytes / 4
+    shape = ",".join(map(str, compiled.cache.shape))
+    copies = [line for line in compiled.hlo.splitlines() if re.search(r" copy(-start)?\(", line)]
+    assert not [line for line in copies if f"[{shape}]" in line]
+
+
+MIXED = {"paged_decode", "merge_decode", "paged_prefill"}
+DECODE = {"paged_decode", "merge_decode"}
+
+# Every head size with every block size; most of them only where there is time for it.
+SHAPES = [
+    pytest.param(
+        head_size,
+        block_size,
+        marks=[] if (head_size + block_size) % 48 == 0 or block_size == 64 else pytest.mark.slow,
+    )
+    for head_size in (64, 80, 96, 128, 256)
+    for block_size in (16, 32, 64, 128)
+]
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), SHAPES)
+def test_shapes_compile(compile_step, head_size, block_size):
+    assert_good(compile_step(config_of(head_size), block_size), MIXED)
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_caches_of_8_bits_compile(compile_step, kv_dtype, head_size):
+    assert_good(compile_step(config_of(head_size, kv_dtype=kv_dtype), 64), MIXED)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (config_of(128), "float16"),
+        (config_of(128, sliding_window=4096), "bfloat16"),
+        (config_of(256, sliding_window=4096, soft_cap=50.0), "bfloat16"),
+        (config_of(64, sliding_window=128, num_heads=64), "bfloat16"),
+        (config_of(128, num_heads=28, num_kv_heads=4), "bfloat16"),
+        (config_of(256, num_kv_heads=1), "bfloat16"),
+    ],
+    ids=["float16", "window", "window_and_cap", "group_of_8", "group_of_7", "group_of_32"],
+)
+def test_features_compile(compile_step, config, dtype):
+    assert_good(compile_step(config, 64, dtype), MIXED)
+
+
+def test_a_step_of_decodes_has_no_prefill_kernel(compile_step):
+    compiled = compile_step(config_of(128), 64, decode_only=True)
+    assert_good(compiled, DECODE)
+    # A group of four is eight columns of the matrix instruction.
+    assert "HGMMA.64x8x16" in compiled.sass
+    assert "prefill" not in compiled.hlo
