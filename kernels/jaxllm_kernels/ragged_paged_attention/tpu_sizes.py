@@ -140,6 +140,7 @@ class Tuning:
     step_tokens: int
     slot_tokens: int
     chunk_tokens: int
+    # Two for prefills: a tile may not fetch before the tile before it has written.
     num_slots: int
 
 
@@ -174,7 +175,8 @@ def choose_sizes(
     chip: Chip,
 ) -> KernelSizes:
     """What the tuning asks for, or the next smaller that fits into a core's memory."""
-    budget = vmem_budget(chip)
+    assert for_decodes or tuning.num_slots == 2, tuning
+    budget, taken = vmem_budget(chip), 0
     for head_groups in _head_groups(config.num_kv_heads, chip.num_cores):
         heads = config.num_kv_heads // head_groups
         most = _MAX_BATCH_HEADS if for_decodes else 1
