@@ -123,7 +123,7 @@ class TpuBackend:
         for config in set(configs):
             tuning = self._tuning(config, chip, batch.block_size, for_decodes=True)
             size = step_tokens(tuning, max_decodes, for_decodes=True)
-            decodes[size] = decode_work(batch, max_decodes, size)
+            decodes[size] = decode_work(batch, max_decodes, size, chip.num_cores)
             if not batch.decode_only:
                 tuning = self._tuning(config, chip, batch.block_size, for_decodes=False)
                 size = step_tokens(tuning, num_tokens, for_decodes=False)
@@ -165,8 +165,8 @@ class TpuBackend:
         sizes = self._sizes(config, batch, q, for_decodes=True)
         num_decodes = _max_decodes(batch, num_tokens)
         out, cache = attend_segments(
-            _pad_to(queries[:num_decodes], sizes.step_tokens, axis=0),
-            _pad_to(new[:num_decodes], sizes.step_tokens, axis=0),
+            _pad_to(queries[:num_decodes], sizes.step_tokens * sizes.row_groups, axis=0),
+            _pad_to(new[:num_decodes], sizes.step_tokens * sizes.row_groups, axis=0),
             cache,
             prepared.decodes[sizes.step_tokens],
             sizes=sizes,

@@ -5,12 +5,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
-from jaxllm_kernels.ragged_paged_attention.tpu_kernel import Scratch, compute_step
+from jaxllm_kernels.ragged_paged_attention.tpu_kernel import NUM_STATES, Scratch, compute_step
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import LANES, KernelSizes, sublane_tile
 from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
 
@@ -47,28 +48,35 @@ def attend_segments(
     num_tokens = q.shape[0] if sizes.for_decodes else q.shape[2]
     assert num_tokens % sizes.step_tokens == 0, (q.shape, sizes)
     num_steps = num_tokens // sizes.step_tokens
+    assert num_steps % sizes.row_groups == 0, (num_steps, sizes)
+
+    def block(shape: tuple[int | None, ...], *index: str) -> pl.BlockSpec:
+        """What moves from step to step, with the axes of head groups and steps by their names."""
+
+        def at(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
+            where = {
+                "heads": lax.div(group, sizes.row_groups),
+                "step": i * sizes.row_groups + lax.rem(group, sizes.row_groups),
+            }
+            return tuple(where.get(axis, 0) for axis in index)
+
+        return pl.BlockSpec(shape, at)
 
     if sizes.for_decodes:
-        q_block = pl.BlockSpec(
-            (sizes.step_tokens, heads, group_size, lanes), lambda g, i, *_: (i, g, 0, 0)
-        )
+        q_block = block((sizes.step_tokens, heads, group_size, lanes), "step", "heads", "", "")
         # Blocks have whole tiles of rows, or all that there are.
         new = new.reshape(num_tokens, sizes.head_groups, heads, width)
-        new_block = pl.BlockSpec(
-            (sizes.step_tokens, None, heads, width), lambda g, i, *_: (i, g, 0, 0)
-        )
+        new_block = block((sizes.step_tokens, None, heads, width), "step", "heads", "", "")
     else:
-        q_block = pl.BlockSpec(
-            (heads, group_size, sizes.step_tokens, lanes), lambda g, i, *_: (g, 0, i, 0)
-        )
-        new_block = pl.BlockSpec((heads, sizes.step_tokens, width), lambda g, i, *_: (g, i, 0))
-    scales_block = pl.BlockSpec((heads, 1, 2), lambda g, i, *_: (g, 0, 0))
-    sinks_block = pl.BlockSpec((heads, group_size, 1), lambda g, i, *_: (g, 0, 0))
+        q_block = block((heads, group_size, sizes.step_tokens, lanes), "heads", "", "step", "")
+        new_block = block((heads, sizes.step_tokens, width), "heads", "step", "")
+    scales_block = block((heads, 1, 2), "heads", "", "")
+    sinks_block = block((heads, group_size, 1), "heads", "", "")
     in_place = pl.BlockSpec(memory_space=pl.ANY)
 
     optional = [
-        (x, block)
-        for x, block in ((kv_scales, scales_block), (sinks, sinks_block))
+        (x, x_block)
+        for x, x_block in ((kv_scales, scales_block), (sinks, sinks_block))
         if x is not None
     ]
     operands = (*work, q, new, *[x for x, _ in optional], cache)
@@ -85,8 +93,8 @@ def attend_segments(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work),
-            grid=(sizes.head_groups, num_steps),
-            in_specs=[q_block, new_block, *[block for _, block in optional], in_place],
+            grid=(sizes.head_groups * sizes.row_groups, num_steps // sizes.row_groups),
+            in_specs=[q_block, new_block, *[x_block for _, x_block in optional], in_place],
             out_specs=[q_block, in_place],
             scratch_shapes=Scratch(
                 pages=pltpu.VMEM(
@@ -96,7 +104,7 @@ def attend_segments(
                 largest=pltpu.VMEM((heads, lines, LANES), jnp.float32),
                 total=pltpu.VMEM((heads, lines, LANES), jnp.float32),
                 weighted=pltpu.VMEM((heads, lines, lanes), jnp.float32),
-                state=pltpu.SMEM((4,), jnp.int32),
+                state=pltpu.SMEM((NUM_STATES,), jnp.int32),
                 fetched=pltpu.SemaphoreType.DMA((sizes.num_slots,)),
                 sent=pltpu.SemaphoreType.DMA((2,)),
             ),
@@ -106,8 +114,8 @@ def attend_segments(
             jax.ShapeDtypeStruct(cache.shape, cache.dtype),
         ],
         input_output_aliases={len(operands) - 1: 1},
-        # Groups of heads share nothing, so a chip with two cores gives each its own. Steps follow
-        # each other: their items are one sequence.
+        # Groups share nothing, so a chip with two cores gives each its own. The steps of a group
+        # follow each other: their items are one sequence.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
         ),

@@ -41,9 +41,9 @@ _UNSEEN = float(jnp.finfo(jnp.float32).min)
 # A reference to memory. (Type checkers take `jax.Ref` for less than it can do.)
 Ref = Any
 
-# What the kernel remembers from item to item: the item to fetch next, its slot, and the slot whose
-# turn it is to be computed.
-_FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT, _COMPUTE_SLOT = range(4)
+# What the kernel remembers from item to item: the item to fetch next, its slot, the slot whose turn
+# it is to be computed, and how many decodes have sent their token.
+_FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT, _COMPUTE_SLOT, _NUM_SENT = range(NUM_STATES := 5)
 
 
 class Scratch(NamedTuple):
@@ -54,7 +54,7 @@ class Scratch(NamedTuple):
     largest: Ref  # [K, M, LANES]: running softmax; the lanes are equal
     total: Ref  # [K, M, LANES]
     weighted: Ref  # [K, M, D]
-    state: Ref  # int32 [4]
+    state: Ref  # int32 [NUM_STATES]
     fetched: Ref  # semaphores [slots]
     sent: Ref  # semaphores [2]
 
@@ -106,12 +106,15 @@ class _Step:
     max_blocks: int
 
     def run(self) -> None:
-        step = pl.program_id(1)
+        row_groups, step_tokens = self.sizes.row_groups, self.sizes.step_tokens
+        row_group = lax.rem(pl.program_id(0), row_groups)
+        step = pl.program_id(1) * row_groups + row_group
 
-        @pl.when(step == 0)
+        @pl.when(pl.program_id(1) == 0)
         def _():
-            for i in range(4):
+            for i in range(NUM_STATES):
                 self.scratch.state[i] = 0
+            self.scratch.state[_FETCH_SEGMENT] = row_group * step_tokens
             for _ in range(self.sizes.num_slots - 1):
                 self._fetch_next()
 
@@ -121,10 +124,12 @@ class _Step:
 
         if self.sizes.for_decodes:
 
-            @pl.when(step == pl.num_programs(1) - 1)
+            @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
             def _():
+                num_sent = self.scratch.state[_NUM_SENT]
                 for i in (1, 2):
-                    pl.when(end >= i)(lambda i=i: self._token_copy(0, 0, (end - i) % 2).wait())
+                    copy = self._token_copy(0, 0, lax.rem(num_sent + i, 2))
+                    pl.when(num_sent >= i)(copy.wait)
 
     def _attend(self, segment: jax.Array) -> None:
         """Compute a segment."""
@@ -151,8 +156,13 @@ class _Step:
 
     @property
     def _heads(self) -> int:
-        """Kv heads of this group."""
+        """Number of kv heads of this group."""
         return self.scratch.pages.shape[1]
+
+    def _all_heads(self) -> Any:
+        """The kv heads of this group, in the cache."""
+        group = lax.div(pl.program_id(0), self.sizes.row_groups)
+        return pl.ds(group * self._heads, self._heads)
 
     @property
     def _block_size(self) -> int:
@@ -205,7 +215,7 @@ class _Step:
 
     def _in_cache(self, block: jax.Array) -> Ref:
         """This group's heads of a block."""
-        return self.cache.at[block, pl.ds(pl.program_id(0) * self._heads, self._heads)]
+        return self.cache.at[block, self._all_heads()]
 
     def _in_slot(self, slot: jax.Array, index: jax.Array) -> Ref:
         """The memory of one page."""
@@ -217,14 +227,24 @@ class _Step:
         state = self.scratch.state
         segment, item, slot = (state[i] for i in (_FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT))
 
-        @pl.when(segment < self.work.first_segments[pl.num_programs(1)])
+        @pl.when(segment < self.work.first_segments[self.work.first_segments.shape[0] - 1])
         def _():
             pages = self._pages(segment, item)
             self._for_each_copy(segment, pages, slot, lambda copy: copy.start())
             is_last = item + 1 == self._num_items(segment)
-            state[_FETCH_SEGMENT] = jnp.where(is_last, segment + 1, segment)
+            state[_FETCH_SEGMENT] = jnp.where(is_last, self._next_segment(segment), segment)
             state[_FETCH_ITEM] = jnp.where(is_last, 0, item + 1)
             state[_FETCH_SLOT] = self._next_slot(slot)
+
+    def _next_segment(self, segment: jax.Array) -> jax.Array:
+        """The one after a segment in this group of rows."""
+        segment += 1
+        if self.sizes.row_groups == 1:
+            return segment
+        # Decodes: a step has as many segments as tokens, and the next steps are of other groups.
+        others = (self.sizes.row_groups - 1) * self.sizes.step_tokens
+        is_first = lax.rem(segment, self.sizes.step_tokens) == 0
+        return jnp.where(is_first, segment + others, segment)
 
     def _take_slot(self) -> jax.Array:
         """The slot of the item to be computed."""
@@ -251,21 +271,22 @@ class _Step:
         merged = _cast(jnp.where(is_new, new, old), self.cache.dtype)
         scratch.pages[slot, :, in_slot, :] = merged
 
-        buffer = segment % 2
+        num_sent = scratch.state[_NUM_SENT]
+        scratch.state[_NUM_SENT] = num_sent + 1
+        buffer = lax.rem(num_sent, 2)
         block = self._block(segment, lax.div(position, self._block_size))
         copy = self._token_copy(block, lax.rem(start, self._block_size), buffer)
         # The buffer was last used two segments ago.
-        pl.when(segment >= 2)(copy.wait)
+        pl.when(num_sent >= 2)(copy.wait)
         scratch.written[buffer] = merged
         copy.start()
 
     def _token_copy(self, block: int | jax.Array, start: int | jax.Array, buffer: jax.Array) -> Any:
         """The copy of a tile of tokens around a new one to its block; all are of one size."""
         tile = self.scratch.written.shape[2]
-        heads = pl.ds(pl.program_id(0) * self._heads, self._heads)
         return pltpu.make_async_copy(
             self.scratch.written.at[buffer],
-            self.cache.at[block, heads, pl.ds(_multiple_of(start, tile), tile)],
+            self.cache.at[block, self._all_heads(), pl.ds(_multiple_of(start, tile), tile)],
             self.scratch.sent.at[buffer],
         )
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
 
@@ -21,10 +21,11 @@ class Work(NamedTuple):
     block_tables: jax.Array  # int32 [R * P]
 
 
-def decode_work(batch: RaggedBatch, max_decodes: int, step: int) -> Work:
-    """Decodes: segment i is row i and token i."""
+def decode_work(batch: RaggedBatch, max_decodes: int, step: int, num_cores: int) -> Work:
+    """Decodes: segment i is row i and token i. Every core gets as many steps."""
     index = jnp.arange(max_decodes, dtype=jnp.int32)
-    steps = jnp.arange(cdiv(max_decodes, step) + 1, dtype=jnp.int32)
+    num_steps = round_up(cdiv(max_decodes, step), num_cores)
+    steps = jnp.arange(num_steps + 1, dtype=jnp.int32)
     return Work(
         first_segments=jnp.minimum(steps * step, batch.num_decodes),
         rows=index,
