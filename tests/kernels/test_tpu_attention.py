@@ -85,10 +85,22 @@ def test_bfloat16_is_right(name):
     assert_correct(EMULATED, CASE[name], "bfloat16")
 
 
+TWO_CORES = dataclasses.replace(SMALL, chip="v4")
+
+
 def test_heads_are_split_between_two_cores():
-    backend = dataclasses.replace(EMULATED, chip="v4")
-    case = dataclasses.replace(CASE["mixed"], rows=((1, 5), (9, 9)), num_tokens=16)
-    assert_correct(backend, case, "float32")
+    case = dataclasses.replace(CASE["decodes"], rows=((1, 1), (1, 3), (1, 20)))
+    assert_correct(TWO_CORES, case, "float32")
+
+
+@pytest.mark.slow
+def test_heads_of_prefills_are_split_between_two_cores():
+    assert_correct(TWO_CORES, CASE["mixed"], "float32")
+
+
+def test_decodes_of_one_head_are_split_between_two_cores():
+    case = dataclasses.replace(CASE["decodes"], rows=((1, 1), (1, 3), (1, 20)), num_kv_heads=1)
+    assert_correct(TWO_CORES, case, "float32")
 
 
 def test_a_decode_may_be_given_as_a_prefill_of_one_token():

@@ -10,6 +10,7 @@ The modules of the kernels are imported only when they are traced: importing Mos
 and it changes with every version of JAX (`compat`).
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
     cut_prefills,
     split_decodes,
 )
-from jaxllm_kernels.ragged_paged_attention.pages import to_cached, write_blocks
+from jaxllm_kernels.ragged_paged_attention.pages import HEAD_AXIS, to_cached, write_blocks
 
 _HEAD_SIZES = (64, 80, 96, 128, 256)
 _BLOCK_SIZES = (16, 32, 64, 128)
@@ -68,11 +69,20 @@ class MosaicGpuBackend:
     """Attention by Mosaic GPU kernels for Hopper (sm_90)."""
 
     name: str = "mosaic_sm90"
-    # Thread blocks of the persistent kernels: the multiprocessors of an H100 or H200 (SXM). On a
-    # part with fewer, the rest wait for their turn, so results are the same and balance is worse.
+    # Thread blocks of the persistent kernels: the multiprocessors of an H100 or H200 (SXM).
     num_workers: int = 132
     # Run the kernels on a CPU, as a GPU would, with a detector of races: for tests.
     interpret: bool = False
+
+    @property
+    def cache_head_axis(self) -> int:
+        return HEAD_AXIS
+
+    def tuned_for(self, chip: Chip) -> "MosaicGpuBackend":
+        """One thread block for each multiprocessor, where the chip's number is known."""
+        if self.interpret or chip.num_cores == 1:
+            return self
+        return dataclasses.replace(self, num_workers=chip.num_cores)
 
     def check(
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
@@ -84,7 +94,9 @@ class MosaicGpuBackend:
 
         if why := why_no_mosaic_gpu():
             refuse(why)
-        if chip.platform != "gpu" or (chip.compute_capability or (0,))[0] != 9:
+        if not self.interpret and (
+            chip.platform != "gpu" or (chip.compute_capability or (0,))[0] != 9
+        ):
             refuse(f"runs on Hopper GPUs (compute capability 9.0), not on {chip.name}")
         if jnp.dtype(dtype).itemsize != 2:
             refuse(

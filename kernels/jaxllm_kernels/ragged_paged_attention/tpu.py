@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllm_kernels.common import cdiv, round_up
+from jaxllm_kernels.common import round_up
 from jaxllm_kernels.platform import CHIPS, Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
@@ -25,7 +25,6 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     check_common,
 )
 from jaxllm_kernels.ragged_paged_attention.pages import to_cached
-from jaxllm_kernels.ragged_paged_attention.tpu_kernel import Work, attend_segments, interpreter
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
     KernelSizes,
     TokenLayout,
@@ -37,6 +36,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
     sublane_tile,
     token_layout,
 )
+from jaxllm_kernels.ragged_paged_attention.tpu_work import Work, decode_work, prefill_work
 from jaxllm_kernels.ragged_paged_attention.tuned import lookup
 
 
@@ -132,11 +132,11 @@ class TpuBackend:
         for config in set(configs):
             tuning = self._tuning(config, chip, batch.block_size, for_decodes=True)
             size = step_tokens(tuning, max_decodes, for_decodes=True)
-            decodes[size] = _decode_work(batch, max_decodes, size)
+            decodes[size] = decode_work(batch, max_decodes, size, chip.num_cores)
             if not batch.decode_only:
                 tuning = self._tuning(config, chip, batch.block_size, for_decodes=False)
                 size = step_tokens(tuning, num_tokens, for_decodes=False)
-                prefills[size] = _prefill_work(batch, num_tokens, size)
+                prefills[size] = prefill_work(batch, num_tokens, size)
         return Prepared(decodes, prefills)
 
     def attend(
@@ -152,7 +152,10 @@ class TpuBackend:
         sinks: jax.Array | None = None,
         kv_scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        num_tokens, num_heads, head_size = q.shape
+        # Pallas takes a while to import, and the other platforms can do without.
+        from jaxllm_kernels.ragged_paged_attention.tpu_call import attend_segments, interpreter
+
+        num_tokens, _, head_size = q.shape
         num_kv_heads = config.num_kv_heads
         layout = token_layout(head_size)
         k, v = to_cached(k, v, config, kv_scales)
@@ -171,8 +174,8 @@ class TpuBackend:
         sizes = self._sizes(config, batch, q, for_decodes=True)
         num_decodes = _max_decodes(batch, num_tokens)
         out, cache = attend_segments(
-            _pad_to(queries[:num_decodes], sizes.step_tokens, axis=0),
-            _pad_to(new[:num_decodes], sizes.step_tokens, axis=0),
+            _pad_to(queries[:num_decodes], sizes.step_tokens * sizes.row_groups, axis=0),
+            _pad_to(new[:num_decodes], sizes.step_tokens * sizes.row_groups, axis=0),
             cache,
             prepared.decodes[sizes.step_tokens],
             sizes=sizes,
@@ -238,49 +241,6 @@ class TpuBackend:
 
 def _max_decodes(batch: RaggedBatch, num_tokens: int) -> int:
     return min(batch.context_lens.shape[0], num_tokens)
-
-
-def _decode_work(batch: RaggedBatch, max_decodes: int, step: int) -> Work:
-    """Decodes: segment i is row i and token i."""
-    index = jnp.arange(max_decodes, dtype=jnp.int32)
-    steps = jnp.arange(cdiv(max_decodes, step) + 1, dtype=jnp.int32)
-    return Work(
-        first_segments=jnp.minimum(steps * step, batch.num_decodes),
-        rows=index,
-        tokens=index,
-        lengths=jnp.ones_like(index),
-        positions=batch.context_lens[:max_decodes] - 1,
-        block_tables=batch.block_tables.reshape(-1),
-    )
-
-
-def _prefill_work(batch: RaggedBatch, num_tokens: int, tile: int) -> Work:
-    """Everything else: rows are cut where a tile of the flat batch ends."""
-    num_rows, num_tiles = batch.context_lens.shape[0], cdiv(num_tokens, tile)
-    starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
-    is_prefill = (ends > starts) & (jnp.arange(num_rows) >= batch.num_decodes)
-    pieces = jnp.where(is_prefill, (ends - 1) // tile - starts // tile + 1, 0)
-    ends_of_pieces = jnp.cumsum(pieces, dtype=jnp.int32)
-
-    segments = jnp.arange(num_tiles + min(num_rows, num_tokens), dtype=jnp.int32)
-    rows = jnp.searchsorted(ends_of_pieces, segments, side="right", method="compare_all")
-    rows = jnp.minimum(rows.astype(jnp.int32), num_rows - 1)
-    piece = segments - (ends_of_pieces[rows] - pieces[rows])
-    tiles = starts[rows] // tile + piece
-    tokens = jnp.maximum(starts[rows], tiles * tile)
-    is_real = segments < ends_of_pieces[-1]
-    return Work(
-        first_segments=jnp.searchsorted(
-            jnp.where(is_real, tiles, num_tiles),
-            jnp.arange(num_tiles + 1, dtype=jnp.int32),
-            method="compare_all",
-        ).astype(jnp.int32),
-        rows=rows,
-        tokens=tokens,
-        lengths=jnp.minimum(ends[rows], (tiles + 1) * tile) - tokens,
-        positions=batch.context_lens[rows] - (ends[rows] - tokens),
-        block_tables=batch.block_tables.reshape(-1),
-    )
 
 
 def _side_by_side(k: jax.Array, v: jax.Array, layout: TokenLayout) -> jax.Array:

@@ -22,7 +22,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,187 +30,36 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
-from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
-    LANES,
-    KernelSizes,
-    sublane_tile,
-)
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import LANES, KernelSizes
+from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
 
 # The score of a key that is not seen; finite, so that a query may meet such keys alone: their
 # weights, all one, are multiplied by exp(_UNSEEN - score) = 0 as soon as it sees a key.
 _UNSEEN = float(jnp.finfo(jnp.float32).min)
 
-# What the kernel remembers from item to item: the item to fetch next, its slot, and the slot whose
-# turn it is to be computed.
-_FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT, _COMPUTE_SLOT = range(4)
+# A reference to memory. (Type checkers take `jax.Ref` for less than it can do.)
+Ref = Any
+
+# What the kernel remembers from item to item: the item to fetch next, its slot, the slot whose turn
+# it is to be computed, and how many decodes have sent their token.
+_FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT, _COMPUTE_SLOT, _NUM_SENT = range(NUM_STATES := 5)
 
 
-class Work(NamedTuple):
-    """The segments of a call in the order of its steps: what the kernel's scalar core reads."""
-
-    # Step i has the segments [first_segments[i], first_segments[i + 1]).
-    first_segments: jax.Array  # int32 [steps + 1]
-    rows: jax.Array  # int32 [segments], as are the others
-    tokens: jax.Array  # flat position of the first token
-    lengths: jax.Array  # tokens
-    positions: jax.Array  # of the first token, in the row's context
-    block_tables: jax.Array  # int32 [R * P]
-
-
-class _Scratch(NamedTuple):
+class Scratch(NamedTuple):
     """On-chip memory that lives as long as the call."""
 
-    pages: jax.Ref  # [slots, K, tokens of a slot, W]
-    written: jax.Ref  # [2, K, sublane tile, W]: what decodes send back
-    largest: jax.Ref  # [K, M, LANES]: running softmax; the lanes are equal
-    total: jax.Ref  # [K, M, LANES]
-    weighted: jax.Ref  # [K, M, D]
-    state: jax.Ref  # int32 [4]
-    fetched: jax.Ref  # semaphores [slots]
-    sent: jax.Ref  # semaphores [2]
+    pages: Ref  # [slots, K, tokens of a slot, W]
+    written: Ref  # [2, K, sublane tile, W]: what decodes send back
+    largest: Ref  # [K, M, LANES]: running softmax; the lanes are equal
+    total: Ref  # [K, M, LANES]
+    weighted: Ref  # [K, M, D]
+    state: Ref  # int32 [NUM_STATES]
+    fetched: Ref  # semaphores [slots]
+    sent: Ref  # semaphores [2]
 
 
-def attend_segments(
-    q: jax.Array,
-    new: jax.Array,
-    cache: jax.Array,
-    work: Work,
-    *,
-    config: AttentionConfig,
-    sizes: KernelSizes,
-    max_blocks: int,
-    sinks: jax.Array | None,
-    kv_scales: jax.Array | None,
-    interpret: pltpu.InterpretParams | Literal[False],
-) -> tuple[jax.Array, jax.Array]:
-    """Write the segments' keys and values into the cache and attend; see `KernelSizes`.
-
-    Args:
-      q: [tokens, K, G, D] for decodes, [K, G, tokens, D] for tiles of prefill chunks.
-      new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W].
-      cache: [blocks, K, block_size, W].
-      sinks: float32 [K, G, 1].
-      kv_scales: float32 [K, 1, 2], of keys and of values.
-
-    Returns:
-      The output, shaped as q, zero where no segment is; and the updated cache.
-    """
-    num_kv_heads, block_size, width = cache.shape[1:]
-    group_size = config.num_heads // num_kv_heads
-    lanes = q.shape[-1]
-    heads = num_kv_heads // sizes.head_groups
-    num_tokens = q.shape[0] if sizes.for_decodes else q.shape[2]
-    assert num_tokens % sizes.step_tokens == 0, (q.shape, sizes)
-    num_steps = num_tokens // sizes.step_tokens
-
-    if sizes.for_decodes:
-        q_block = pl.BlockSpec(
-            (sizes.step_tokens, heads, group_size, lanes), lambda g, i, *_: (i, g, 0, 0)
-        )
-        # Blocks have whole tiles of rows, or all that there are.
-        new = new.reshape(num_tokens, sizes.head_groups, heads, width)
-        new_block = pl.BlockSpec(
-            (sizes.step_tokens, None, heads, width), lambda g, i, *_: (i, g, 0, 0)
-        )
-    else:
-        q_block = pl.BlockSpec(
-            (heads, group_size, sizes.step_tokens, lanes), lambda g, i, *_: (g, 0, i, 0)
-        )
-        new_block = pl.BlockSpec((heads, sizes.step_tokens, width), lambda g, i, *_: (g, i, 0))
-    scales_block = pl.BlockSpec((heads, 1, 2), lambda g, i, *_: (g, 0, 0))
-    sinks_block = pl.BlockSpec((heads, group_size, 1), lambda g, i, *_: (g, 0, 0))
-    in_place = pl.BlockSpec(memory_space=pl.ANY)
-
-    optional = [
-        (x, block)
-        for x, block in ((kv_scales, scales_block), (sinks, sinks_block))
-        if x is not None
-    ]
-    operands = (*work, q, new, *[x for x, _ in optional], cache)
-    lines = sizes.lines(group_size)
-    kernel = functools.partial(
-        _kernel,
-        config=config,
-        sizes=sizes,
-        max_blocks=max_blocks,
-        has_scales=kv_scales is not None,
-        has_sinks=sinks is not None,
-    )
-    call = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(work),
-            grid=(sizes.head_groups, num_steps),
-            in_specs=[q_block, new_block, *[block for _, block in optional], in_place],
-            out_specs=[q_block, in_place],
-            scratch_shapes=_Scratch(
-                pages=pltpu.VMEM(
-                    (sizes.num_slots, heads, sizes.slot_pages * block_size, width), cache.dtype
-                ),
-                written=pltpu.VMEM((2, heads, sublane_tile(cache.dtype), width), cache.dtype),
-                largest=pltpu.VMEM((heads, lines, LANES), jnp.float32),
-                total=pltpu.VMEM((heads, lines, LANES), jnp.float32),
-                weighted=pltpu.VMEM((heads, lines, lanes), jnp.float32),
-                state=pltpu.SMEM((4,), jnp.int32),
-                fetched=pltpu.SemaphoreType.DMA((sizes.num_slots,)),
-                sent=pltpu.SemaphoreType.DMA((2,)),
-            ),
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(cache.shape, cache.dtype),
-        ],
-        input_output_aliases={len(operands) - 1: 1},
-        # Groups of heads share nothing, so a chip with two cores gives each its own. Steps follow
-        # each other: their items are one sequence.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
-        ),
-        cost_estimate=_estimate_cost(config, q, new, cache, work, max_blocks),
-        interpret=interpret,
-        name=f"ragged_paged_attention_{'decode' if sizes.for_decodes else 'prefill'}",
-    )
-    return call(*operands)
-
-
-def interpreter(chip: Chip) -> pltpu.InterpretParams:
-    """What emulates a chip on a CPU, checking every access for races and bounds.
-
-    Copies are done as they start: one that nobody waits for is then a race with what follows.
-    Done as they are waited for, such a copy would not be done at all, which no one may notice.
-    """
-    return pltpu.InterpretParams(
-        detect_races=True, dma_execution_mode="eager", num_cores_or_threads=chip.num_cores
-    )
-
-
-def _estimate_cost(
-    config: AttentionConfig,
-    q: jax.Array,
-    new: jax.Array,
-    cache: jax.Array,
-    work: Work,
-    max_blocks: int,
-) -> pl.CostEstimate:
-    """The cost if rows had half of the context that their block tables have room for.
-
-    Lengths are not known when a program is compiled, but no more can be read than there is.
-    """
-    num_blocks, _, block_size, _ = cache.shape
-    num_queries = q.size // q.shape[-1]
-    scores = num_queries * min(max_blocks // 2 + 1, num_blocks) * block_size
-    read_blocks = min(work.block_tables.size // 2 + 1, num_blocks)
-    page_bytes = cache.size // num_blocks * cache.dtype.itemsize
-    return pl.CostEstimate(
-        flops=4 * scores * config.head_size,
-        transcendentals=scores,
-        bytes_accessed=read_blocks * page_bytes + (2 * q.size + new.size) * q.dtype.itemsize,
-    )
-
-
-def _kernel(*refs: jax.Ref, has_scales: bool, has_sinks: bool, **static: Any) -> None:
+def compute_step(*refs: Ref, has_scales: bool, has_sinks: bool, **static: Any) -> None:
     """Give the references names, and compute the step."""
     unnamed = iter(refs)
     work = Work(*itertools.islice(unnamed, len(Work._fields)))
@@ -227,7 +76,7 @@ def _kernel(*refs: jax.Ref, has_scales: bool, has_sinks: bool, **static: Any) ->
         sinks=sinks,
         out=out,
         cache=cache,
-        scratch=_Scratch(*unnamed),
+        scratch=Scratch(*unnamed),
         **static,
     ).run()
 
@@ -245,24 +94,27 @@ class _Step:
 
     work: Work
     # The step's part, as are `new` and `out`.
-    q: jax.Ref
-    new: jax.Ref
-    kv_scales: jax.Ref | None
-    sinks: jax.Ref | None
-    out: jax.Ref
-    cache: jax.Ref
-    scratch: _Scratch
+    q: Ref
+    new: Ref
+    kv_scales: Ref | None
+    sinks: Ref | None
+    out: Ref
+    cache: Ref
+    scratch: Scratch
     config: AttentionConfig
     sizes: KernelSizes
     max_blocks: int
 
     def run(self) -> None:
-        step = pl.program_id(1)
+        row_groups, step_tokens = self.sizes.row_groups, self.sizes.step_tokens
+        row_group = lax.rem(pl.program_id(0), row_groups)
+        step = pl.program_id(1) * row_groups + row_group
 
-        @pl.when(step == 0)
+        @pl.when(pl.program_id(1) == 0)
         def _():
-            for i in range(4):
+            for i in range(NUM_STATES):
                 self.scratch.state[i] = 0
+            self.scratch.state[_FETCH_SEGMENT] = row_group * step_tokens
             for _ in range(self.sizes.num_slots - 1):
                 self._fetch_next()
 
@@ -272,10 +124,12 @@ class _Step:
 
         if self.sizes.for_decodes:
 
-            @pl.when(step == pl.num_programs(1) - 1)
+            @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
             def _():
+                num_sent = self.scratch.state[_NUM_SENT]
                 for i in (1, 2):
-                    pl.when(end >= i)(lambda i=i: self._token_copy(0, 0, (end - i) % 2).wait())
+                    copy = self._token_copy(0, 0, lax.rem(num_sent + i, 2))
+                    pl.when(num_sent >= i)(copy.wait)
 
     def _attend(self, segment: jax.Array) -> None:
         """Compute a segment."""
@@ -302,8 +156,13 @@ class _Step:
 
     @property
     def _heads(self) -> int:
-        """Kv heads of this group."""
+        """Number of kv heads of this group."""
         return self.scratch.pages.shape[1]
+
+    def _all_heads(self) -> Any:
+        """The kv heads of this group, in the cache."""
+        group = lax.div(pl.program_id(0), self.sizes.row_groups)
+        return pl.ds(group * self._heads, self._heads)
 
     @property
     def _block_size(self) -> int:
@@ -354,13 +213,13 @@ class _Step:
 
         _for_each(pages.first, pages.end, act)
 
-    def _in_cache(self, block: jax.Array) -> jax.Ref:
+    def _in_cache(self, block: jax.Array) -> Ref:
         """This group's heads of a block."""
-        return self.cache.at[block, pl.ds(pl.program_id(0) * self._heads, self._heads)]
+        return self.cache.at[block, self._all_heads()]
 
-    def _in_slot(self, slot: jax.Array, index: jax.Array) -> jax.Ref:
+    def _in_slot(self, slot: jax.Array, index: jax.Array) -> Ref:
         """The memory of one page."""
-        start = pl.multiple_of(index * self._block_size, self._block_size)
+        start = _multiple_of(index * self._block_size, self._block_size)
         return self.scratch.pages.at[slot, :, pl.ds(start, self._block_size)]
 
     def _fetch_next(self) -> None:
@@ -368,14 +227,24 @@ class _Step:
         state = self.scratch.state
         segment, item, slot = (state[i] for i in (_FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT))
 
-        @pl.when(segment < self.work.first_segments[pl.num_programs(1)])
+        @pl.when(segment < self.work.first_segments[self.work.first_segments.shape[0] - 1])
         def _():
             pages = self._pages(segment, item)
             self._for_each_copy(segment, pages, slot, lambda copy: copy.start())
             is_last = item + 1 == self._num_items(segment)
-            state[_FETCH_SEGMENT] = jnp.where(is_last, segment + 1, segment)
+            state[_FETCH_SEGMENT] = jnp.where(is_last, self._next_segment(segment), segment)
             state[_FETCH_ITEM] = jnp.where(is_last, 0, item + 1)
             state[_FETCH_SLOT] = self._next_slot(slot)
+
+    def _next_segment(self, segment: jax.Array) -> jax.Array:
+        """The one after a segment in this group of rows."""
+        segment += 1
+        if self.sizes.row_groups == 1:
+            return segment
+        # Decodes: a step has as many segments as tokens, and the next steps are of other groups.
+        others = (self.sizes.row_groups - 1) * self.sizes.step_tokens
+        is_first = lax.rem(segment, self.sizes.step_tokens) == 0
+        return jnp.where(is_first, segment + others, segment)
 
     def _take_slot(self) -> jax.Array:
         """The slot of the item to be computed."""
@@ -393,7 +262,7 @@ class _Step:
         scratch, tile = self.scratch, self.scratch.written.shape[2]
         position = self.work.positions[segment]
         start = position - lax.rem(position, tile)
-        in_slot = pl.ds(pl.multiple_of(start - pages.first * self._block_size, tile), tile)
+        in_slot = pl.ds(_multiple_of(start - pages.first * self._block_size, tile), tile)
         old = scratch.pages[slot, :, in_slot, :].astype(jnp.float32)
         new = self.new[lax.rem(self.work.tokens[segment], self.sizes.step_tokens)]  # [K, W]
         new = new.astype(jnp.float32)
@@ -402,21 +271,22 @@ class _Step:
         merged = _cast(jnp.where(is_new, new, old), self.cache.dtype)
         scratch.pages[slot, :, in_slot, :] = merged
 
-        buffer = segment % 2
+        num_sent = scratch.state[_NUM_SENT]
+        scratch.state[_NUM_SENT] = num_sent + 1
+        buffer = lax.rem(num_sent, 2)
         block = self._block(segment, lax.div(position, self._block_size))
         copy = self._token_copy(block, lax.rem(start, self._block_size), buffer)
         # The buffer was last used two segments ago.
-        pl.when(segment >= 2)(copy.wait)
+        pl.when(num_sent >= 2)(copy.wait)
         scratch.written[buffer] = merged
         copy.start()
 
-    def _token_copy(self, block: jax.Array, start: jax.Array, buffer: jax.Array) -> Any:
+    def _token_copy(self, block: int | jax.Array, start: int | jax.Array, buffer: jax.Array) -> Any:
         """The copy of a tile of tokens around a new one to its block; all are of one size."""
         tile = self.scratch.written.shape[2]
-        heads = pl.ds(pl.program_id(0) * self._heads, self._heads)
         return pltpu.make_async_copy(
             self.scratch.written.at[buffer],
-            self.cache.at[block, heads, pl.ds(pl.multiple_of(start, tile), tile)],
+            self.cache.at[block, self._all_heads(), pl.ds(_multiple_of(start, tile), tile)],
             self.scratch.sent.at[buffer],
         )
 
@@ -440,7 +310,7 @@ class _Step:
             # A matrix product moves each token to its place.
             moves = ((token + shift == position) & is_ours(1)).astype(self.q.dtype)
             is_new = (start <= position) & (position < start + length)
-            first = pl.multiple_of((page - pages.first) * block_size, block_size)
+            first = _multiple_of((page - pages.first) * block_size, block_size)
             in_slot = pl.ds(first, block_size)
 
             def insert_head(head: jax.Array) -> None:
@@ -498,7 +368,7 @@ class _Step:
         start, length = self.work.positions[segment], self.work.lengths[segment]
 
         def attend_chunk(chunk: jax.Array) -> None:
-            in_slot = pl.multiple_of(chunk * chunk_tokens, chunk_tokens)
+            in_slot = _multiple_of(chunk * chunk_tokens, chunk_tokens)
             first = pages.first * self._block_size + in_slot
             num_keys = start + length - first  # past this chunk's end, except in the last one
             is_seen = self._is_seen(segment, first)
@@ -566,7 +436,7 @@ class _Step:
             weights.astype(dtype), values, contract=(2, 1)
         )
 
-    def _load_q(self, segment: jax.Array, heads: pl.Slice) -> jax.Array:
+    def _load_q(self, segment: jax.Array, heads: Any) -> jax.Array:
         """The queries of a segment: [heads, M, D]."""
         if self.sizes.for_decodes:
             return self.q[self.work.tokens[segment] % self.sizes.step_tokens, heads]
@@ -577,7 +447,7 @@ class _Step:
         """Store what the softmax has come to."""
         scratch = self.scratch
 
-        def output(heads: pl.Slice) -> jax.Array:
+        def output(heads: Any) -> jax.Array:
             out = scratch.weighted[heads] / scratch.total[heads][..., :1]
             return out if self.kv_scales is None else out * self.kv_scales[heads, :, 1:2]
 
@@ -602,6 +472,11 @@ def _for_each(start: int | jax.Array, end: int | jax.Array, body: Callable) -> N
         body(0)
     else:
         lax.fori_loop(start, end, lambda i, _: body(i), None)
+
+
+def _multiple_of(x: int | jax.Array, n: int) -> Any:
+    """x, of which the compiler may know that n divides it."""
+    return x if isinstance(x, int) else pl.multiple_of(x, n)
 
 
 def _cdiv(a: jax.Array, b: int) -> jax.Array:

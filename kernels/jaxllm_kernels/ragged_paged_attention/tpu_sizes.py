@@ -67,8 +67,10 @@ class KernelSizes:
     num_slots: int
     # Kv heads that are computed at once.
     batch_heads: int
-    # Parts into which the kv heads are split, each a sequence of steps of its own.
+    # Parts into which the kv heads are split, and to which decodes' steps are dealt in turn: each
+    # combination of them is a sequence of steps of its own.
     head_groups: int
+    row_groups: int = 1
     # On-chip memory that the compiler may take for it.
     vmem_limit_bytes: int = 0
 
@@ -140,6 +142,7 @@ class Tuning:
     step_tokens: int
     slot_tokens: int
     chunk_tokens: int
+    # Two for prefills: a tile may not fetch before the tile before it has written.
     num_slots: int
 
 
@@ -151,7 +154,7 @@ def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) ->
         token_bytes = config.num_kv_heads * token_layout(config.head_size).width * kv_bytes
         slot_tokens = int(chip.hbm_bytes_per_second * 0.5e-6 / token_bytes)
         return Tuning(
-            step_tokens=32,
+            step_tokens=16,
             slot_tokens=min(max(slot_tokens, 256), 2048),
             chunk_tokens=256,
             num_slots=4,
@@ -174,7 +177,8 @@ def choose_sizes(
     chip: Chip,
 ) -> KernelSizes:
     """What the tuning asks for, or the next smaller that fits into a core's memory."""
-    budget = vmem_budget(chip)
+    assert for_decodes or tuning.num_slots == 2, tuning
+    budget, taken = vmem_budget(chip), 0
     for head_groups in _head_groups(config.num_kv_heads, chip.num_cores):
         heads = config.num_kv_heads // head_groups
         most = _MAX_BATCH_HEADS if for_decodes else 1
@@ -190,6 +194,7 @@ def choose_sizes(
                 num_slots=tuning.num_slots,
                 batch_heads=batch_heads,
                 head_groups=head_groups,
+                row_groups=chip.num_cores if for_decodes and head_groups % chip.num_cores else 1,
             )
             taken = sizes.vmem_bytes(config, block_size=block_size, dtype=dtype)
             if taken <= budget:

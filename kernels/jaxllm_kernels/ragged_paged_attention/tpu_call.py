@@ -1,0 +1,161 @@
+"""How the TPU kernel is called: which memory holds what, and what moves from step to step."""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
+from jaxllm_kernels.ragged_paged_attention.tpu_kernel import NUM_STATES, Scratch, compute_step
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import LANES, KernelSizes, sublane_tile
+from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
+
+
+def attend_segments(
+    q: jax.Array,
+    new: jax.Array,
+    cache: jax.Array,
+    work: Work,
+    *,
+    config: AttentionConfig,
+    sizes: KernelSizes,
+    max_blocks: int,
+    sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
+    interpret: pltpu.InterpretParams | Literal[False],
+) -> tuple[jax.Array, jax.Array]:
+    """Write the segments' keys and values into the cache and attend; see `KernelSizes`.
+
+    Args:
+      q: [tokens, K, G, D] for decodes, [K, G, tokens, D] for tiles of prefill chunks.
+      new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W].
+      cache: [blocks, K, block_size, W].
+      sinks: float32 [K, G, 1].
+      kv_scales: float32 [K, 1, 2], of keys and of values.
+
+    Returns:
+      The output, shaped as q, zero where no segment is; and the updated cache.
+    """
+    num_kv_heads, block_size, width = cache.shape[1:]
+    group_size = config.num_heads // num_kv_heads
+    lanes = q.shape[-1]
+    heads = num_kv_heads // sizes.head_groups
+    num_tokens = q.shape[0] if sizes.for_decodes else q.shape[2]
+    assert num_tokens % sizes.step_tokens == 0, (q.shape, sizes)
+    num_steps = num_tokens // sizes.step_tokens
+    assert num_steps % sizes.row_groups == 0, (num_steps, sizes)
+
+    def block(shape: tuple[int | None, ...], *index: str) -> pl.BlockSpec:
+        """What moves from step to step, with the axes of head groups and steps by their names."""
+
+        def at(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
+            where = {
+                "heads": lax.div(group, sizes.row_groups),
+                "step": i * sizes.row_groups + lax.rem(group, sizes.row_groups),
+            }
+            return tuple(where.get(axis, 0) for axis in index)
+
+        return pl.BlockSpec(shape, at)
+
+    if sizes.for_decodes:
+        q_block = block((sizes.step_tokens, heads, group_size, lanes), "step", "heads", "", "")
+        # Blocks have whole tiles of rows, or all that there are.
+        new = new.reshape(num_tokens, sizes.head_groups, heads, width)
+        new_block = block((sizes.step_tokens, None, heads, width), "step", "heads", "", "")
+    else:
+        q_block = block((heads, group_size, sizes.step_tokens, lanes), "heads", "", "step", "")
+        new_block = block((heads, sizes.step_tokens, width), "heads", "step", "")
+    scales_block = block((heads, 1, 2), "heads", "", "")
+    sinks_block = block((heads, group_size, 1), "heads", "", "")
+    in_place = pl.BlockSpec(memory_space=pl.ANY)
+
+    optional = [
+        (x, x_block)
+        for x, x_block in ((kv_scales, scales_block), (sinks, sinks_block))
+        if x is not None
+    ]
+    operands = (*work, q, new, *[x for x, _ in optional], cache)
+    lines = sizes.lines(group_size)
+    kernel = functools.partial(
+        compute_step,
+        config=config,
+        sizes=sizes,
+        max_blocks=max_blocks,
+        has_scales=kv_scales is not None,
+        has_sinks=sinks is not None,
+    )
+    call = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(work),
+            grid=(sizes.head_groups * sizes.row_groups, num_steps // sizes.row_groups),
+            in_specs=[q_block, new_block, *[x_block for _, x_block in optional], in_place],
+            out_specs=[q_block, in_place],
+            scratch_shapes=Scratch(
+                pages=pltpu.VMEM(
+                    (sizes.num_slots, heads, sizes.slot_pages * block_size, width), cache.dtype
+                ),
+                written=pltpu.VMEM((2, heads, sublane_tile(cache.dtype), width), cache.dtype),
+                largest=pltpu.VMEM((heads, lines, LANES), jnp.float32),
+                total=pltpu.VMEM((heads, lines, LANES), jnp.float32),
+                weighted=pltpu.VMEM((heads, lines, lanes), jnp.float32),
+                state=pltpu.SMEM((NUM_STATES,), jnp.int32),
+                fetched=pltpu.SemaphoreType.DMA((sizes.num_slots,)),
+                sent=pltpu.SemaphoreType.DMA((2,)),
+            ),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        ],
+        input_output_aliases={len(operands) - 1: 1},
+        # Groups share nothing, so a chip with two cores gives each its own. The steps of a group
+        # follow each other: their items are one sequence.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
+        ),
+        cost_estimate=_estimate_cost(config, q, new, cache, work, max_blocks),
+        interpret=interpret,
+        name=f"ragged_paged_attention_{'decode' if sizes.for_decodes else 'prefill'}",
+    )
+    return call(*operands)
+
+
+def interpreter(chip: Chip) -> pltpu.InterpretParams:
+    """What emulates a chip on a CPU, checking every access for races and bounds.
+
+    Copies are done as they start: one that nobody waits for is then a race with what follows.
+    Done as they are waited for, such a copy would not be done at all, which no one may notice.
+    """
+    return pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode="eager", num_cores_or_threads=chip.num_cores
+    )
+
+
+def _estimate_cost(
+    config: AttentionConfig,
+    q: jax.Array,
+    new: jax.Array,
+    cache: jax.Array,
+    work: Work,
+    max_blocks: int,
+) -> pl.CostEstimate:
+    """The cost if rows had half of the context that their block tables have room for.
+
+    Lengths are not known when a program is compiled, but no more can be read than there is.
+    """
+    num_blocks, _, block_size, _ = cache.shape
+    num_queries = q.size // q.shape[-1]
+    scores = num_queries * min(max_blocks // 2 + 1, num_blocks) * block_size
+    read_blocks = min(work.block_tables.size // 2 + 1, num_blocks)
+    page_bytes = cache.size // num_blocks * cache.dtype.itemsize
+    return pl.CostEstimate(
+        flops=4 * scores * config.head_size,
+        transcendentals=scores,
+        bytes_accessed=read_blocks * page_bytes + (2 * q.size + new.size) * q.dtype.itemsize,
+    )

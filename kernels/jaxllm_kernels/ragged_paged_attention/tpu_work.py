@@ -1,0 +1,65 @@
+"""The work of a call of the TPU kernel, as lists that its scalar core reads."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm_kernels.common import cdiv, round_up
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+
+
+class Work(NamedTuple):
+    """The segments of a call in the order of its steps: what the kernel's scalar core reads."""
+
+    # Step i has the segments [first_segments[i], first_segments[i + 1]).
+    first_segments: jax.Array  # int32 [steps + 1]
+    rows: jax.Array  # int32 [segments], as are the others
+    tokens: jax.Array  # flat position of the first token
+    lengths: jax.Array  # tokens
+    positions: jax.Array  # of the first token, in the row's context
+    block_tables: jax.Array  # int32 [R * P]
+
+
+def decode_work(batch: RaggedBatch, max_decodes: int, step: int, num_cores: int) -> Work:
+    """Decodes: segment i is row i and token i. Every core gets as many steps."""
+    index = jnp.arange(max_decodes, dtype=jnp.int32)
+    num_steps = round_up(cdiv(max_decodes, step), num_cores)
+    steps = jnp.arange(num_steps + 1, dtype=jnp.int32)
+    return Work(
+        first_segments=jnp.minimum(steps * step, batch.num_decodes),
+        rows=index,
+        tokens=index,
+        lengths=jnp.ones_like(index),
+        positions=batch.context_lens[:max_decodes] - 1,
+        block_tables=batch.block_tables.reshape(-1),
+    )
+
+
+def prefill_work(batch: RaggedBatch, num_tokens: int, tile: int) -> Work:
+    """Everything else: rows are cut where a tile of the flat batch ends."""
+    num_rows, num_tiles = batch.context_lens.shape[0], cdiv(num_tokens, tile)
+    starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
+    is_prefill = (ends > starts) & (jnp.arange(num_rows) >= batch.num_decodes)
+    pieces = jnp.where(is_prefill, (ends - 1) // tile - starts // tile + 1, 0)
+    ends_of_pieces = jnp.cumsum(pieces, dtype=jnp.int32)
+
+    segments = jnp.arange(num_tiles + min(num_rows, num_tokens), dtype=jnp.int32)
+    rows = jnp.searchsorted(ends_of_pieces, segments, side="right", method="compare_all")
+    rows = jnp.minimum(rows.astype(jnp.int32), num_rows - 1)
+    piece = segments - (ends_of_pieces[rows] - pieces[rows])
+    tiles = starts[rows] // tile + piece
+    tokens = jnp.maximum(starts[rows], tiles * tile)
+    is_real = segments < ends_of_pieces[-1]
+    return Work(
+        first_segments=jnp.searchsorted(
+            jnp.where(is_real, tiles, num_tiles),
+            jnp.arange(num_tiles + 1, dtype=jnp.int32),
+            method="compare_all",
+        ).astype(jnp.int32),
+        rows=rows,
+        tokens=tokens,
+        lengths=jnp.minimum(ends[rows], (tiles + 1) * tile) - tokens,
+        positions=batch.context_lens[rows] - (ends[rows] - tokens),
+        block_tables=batch.block_tables.reshape(-1),
+    )
