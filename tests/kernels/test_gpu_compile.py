@@ -1,8 +1,8 @@
 """The GPU kernels become good machine code: compiled for an H200 on a machine without a GPU.
 
-XLA compiles for a GPU that it has a description of (h200.txtpb). It needs JAX's CUDA plugin and the
-compiler's wheels, no driver: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt (of JAX's
-version) nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm.
+It needs JAX's CUDA plugin and the compiler's wheels, no driver: pip install --no-deps
+jax-cuda13-plugin jax-cuda13-pjrt (of JAX's version) nvidia-cuda-nvcc nvidia-nvvm
+nvidia-cuda-nvdisasm.
 """
 
 import importlib.util
@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.platform import CHIPS
@@ -25,6 +24,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     RaggedBatch,
     get_backend,
 )
+from jaxllm_kernels.topology import topology_devices
 
 BACKEND = get_backend("mosaic_sm90")
 NUM_LAYERS = 2
@@ -108,9 +108,7 @@ def _by_kernel(log: str, pattern: str) -> dict[str, int]:
 
 
 def _compile(config: AttentionConfig, limits: BatchLimits, dtype, decode_only: bool):
-    target = (Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    mesh = Mesh(np.array(topology_devices("h200")), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
 
     def abstract(shape, dtype=jnp.int32):

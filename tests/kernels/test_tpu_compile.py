@@ -5,10 +5,10 @@ memories, updates the cache in place and needs no collectives; it proves nothing
 which test_tpu_attention.py does in an emulator, nor about time.
 """
 
+import functools
 import importlib.util
 import itertools
 import math
-import os
 import re
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxllm_kernels.platform import CHIPS, chip_of
@@ -28,6 +27,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 )
 from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import smem_bytes
+from jaxllm_kernels.topology import topology_devices
 
 pytestmark = [
     pytest.mark.tpu_compile,
@@ -37,32 +37,15 @@ pytestmark = [
     ),
 ]
 
-# As a host with four or eight chips shows itself. Without its name a v4 shows half chips.
-TOPOLOGIES = {
-    "v4": ("v4:2x2x1", {"chip_config_name": "megacore"}),
-    "v5e": ("v5e:2x4", {"chips_per_host_bounds": [2, 4, 1]}),
-    "v5p": ("v5p:2x2x1", {}),
-    "v6e": ("v6e:2x4", {"chips_per_host_bounds": [2, 4, 1]}),
-    "v7x": ("tpu7x:2x2x1", {}),
-}
+# As a host with four or eight chips shows itself.
+SLICES = {"v4": "v4-8", "v5e": "v5e-8", "v5p": "v5p-8", "v6e": "v6e-8", "v7x": "v7x-8"}
 HEAD_SIZES = (64, 80, 96, 128, 256)
 
 
 @pytest.fixture(scope="module")
 def devices():
     """Devices of a chip's topology, by its name."""
-    # Otherwise a second process that compiles dies of the first one's lock file.
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-    found = {}
-
-    def devices_of(chip: str) -> list:
-        if chip not in found:
-            name, options = TOPOLOGIES[chip]
-            topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-            found[chip] = topology.devices
-        return found[chip]
-
-    return devices_of
+    return functools.cache(lambda chip: topology_devices(SLICES[chip]))
 
 
 class Program(NamedTuple):
@@ -165,7 +148,7 @@ def assert_compiles(program: Program, devices: list) -> None:
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("chip", SLICES)
 def test_every_head_size_compiles_on_every_chip(chip, head_size, devices):
     assert_compiles(Program(head_size=head_size), devices(chip)[:1])
 
@@ -181,7 +164,7 @@ def test_every_head_size_compiles_on_every_chip(chip, head_size, devices):
     ],
     ids=["decode_only", "float32", "int8_kv", "fp8_kv", "window_cap_sinks_gqa_7"],
 )
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("chip", SLICES)
 def test_every_feature_compiles_on_every_chip(chip, program, devices):
     assert_compiles(program, devices(chip)[:1])
 
