@@ -17,6 +17,13 @@ class ValidationError(JaxLLMError, ValueError):
         self.value = value
 
 
+def refused(name: str, value: object, why: str) -> ValidationError:
+    """The error for a parameter that is refused: what was given, and why it cannot be."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return ValidationError(f"{name}={shown}: {why}", parameter=name, value=value)
+
+
 class CheckpointError(JaxLLMError):
     """The checkpoint on disk is missing something, damaged or contradicts its config."""
 

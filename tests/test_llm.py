@@ -459,7 +459,7 @@ def test_metrics_move(llm):
     assert moved["num_generation_tokens"] == 20
     assert moved["prefix_cache_hits"] == 16
     assert moved["prefix_cache_queries"] == moved["num_prompt_tokens"] + 16 == 46
-    assert moved["num_padded_tokens"] >= moved["num_scheduled_tokens"] >= 30 + 16
+    assert moved["num_token_rows"] >= moved["num_scheduled_tokens"] >= 30 + 16
     assert moved["num_steps"] >= 10
     for name, metric in after.items():
         assert type(metric) in (Counter, Gauge)

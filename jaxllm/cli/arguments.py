@@ -110,11 +110,6 @@ def add_sampling_arguments(
             _add_flag(group, f.name, hints[f.name], f.default, SAMPLING_HELP[f.name])
 
 
-def engine_config_from(args: argparse.Namespace) -> EngineConfig:
-    """Make the config that the parsed flags ask for."""
-    return EngineConfig.create(**engine_options_from(args))
-
-
 def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options that were given, as the keyword arguments that `LLM` takes."""
     options = {

@@ -88,7 +88,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """The figures as of now."""
-        self._stats.num_padded_tokens = self._executor.num_padded_tokens
+        self._stats.num_token_rows = self._executor.num_token_rows
         self._stats.pack_s = self._executor.pack_s
         self._stats.num_compiles_after_warmup = self._executor.num_compiles_after_warmup
         return self._stats

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo, EngineRequest, PromptType
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
@@ -60,12 +60,12 @@ class InputProcessor:
     ) -> ProcessedInput:
         """Turn a prompt into n engine requests; raises ValidationError."""
         if not isinstance(request_id, str) or not request_id:
-            raise _refused("request_id", request_id, "it must be a non-empty string")
+            raise refused("request_id", request_id, "it must be a non-empty string")
         self._check_priority(priority)
         if arrival_time is None:
             arrival_time = time.time()
         elif not isinstance(arrival_time, numbers.Real) or not math.isfinite(arrival_time):
-            raise _refused("arrival_time", arrival_time, "it must be a number, as of time.time()")
+            raise refused("arrival_time", arrival_time, "it must be a number, as of time.time()")
         text, token_ids, cache_salt = self._read_prompt(prompt)
         token_ids = self._fit_prompt(token_ids, truncate_prompt_tokens)
         params = self._resolve_params(params)
@@ -75,7 +75,7 @@ class InputProcessor:
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
         num_stop = len({*eos_token_ids, *stop_token_ids})
         if num_stop > Limits.MAX_STOP_TOKEN_IDS:
-            raise _refused(
+            raise refused(
                 "stop_token_ids",
                 len(stop_token_ids),
                 f"with the end-of-sequence ids there are {num_stop} stop ids; at most "
@@ -83,7 +83,7 @@ class InputProcessor:
             )
         allowed = params.allowed_token_ids
         if params.min_tokens and allowed and {*eos_token_ids, *stop_token_ids}.issuperset(allowed):
-            raise _refused(
+            raise refused(
                 "allowed_token_ids",
                 allowed,
                 f"each of them ends the output, which min_tokens={params.min_tokens} puts off; "
@@ -115,11 +115,11 @@ class InputProcessor:
 
     def _check_priority(self, priority: int) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):
-            raise _refused("priority", priority, "it must be an integer")
+            raise refused("priority", priority, "it must be an integer")
         if not -(2**63) <= priority < 2**63:
-            raise _refused("priority", priority, "it must fit in 64 bits")
+            raise refused("priority", priority, "it must fit in 64 bits")
         if priority and self._policy == "fcfs":
-            raise _refused(
+            raise refused(
                 "priority",
                 priority,
                 "the engine serves first come, first served; start it with "
@@ -136,7 +136,7 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown:
-                raise _refused(
+                raise refused(
                     "prompt",
                     sorted(map(str, unknown)),
                     "these keys are not supported; use 'prompt' or 'prompt_token_ids', and "
@@ -149,27 +149,27 @@ class InputProcessor:
                 _check_salt(salt)
         if isinstance(given, str):
             if self._tokenizer is None:
-                raise _refused(
+                raise refused(
                     "prompt",
                     given,
                     "there is no tokenizer (skip_tokenizer_init=True); pass prompt_token_ids",
                 )
             if not _is_unicode(given):
-                raise _refused("prompt", given, "it holds half a surrogate pair, which is no text")
+                raise refused("prompt", given, "it holds half a surrogate pair, which is no text")
             text, token_ids = given, self._tokenizer.encode(given)
         elif isinstance(given, list | tuple):
             token_ids = _integers("prompt_token_ids", given)
         else:
-            raise _refused(
+            raise refused(
                 "prompt",
                 given,
                 "it must be a string, a list of token ids, or a dict with 'prompt' or "
                 "'prompt_token_ids'",
             )
         if text is not None and not isinstance(text, str):
-            raise _refused("prompt", text, "it must be a string")
+            raise refused("prompt", text, "it must be a string")
         if not token_ids:
-            raise _refused("prompt", given, "it is empty; give at least one token")
+            raise refused("prompt", given, "it is empty; give at least one token")
         self._check_in_vocabulary("prompt_token_ids", token_ids)
         return text, token_ids, salt
 
@@ -181,9 +181,9 @@ class InputProcessor:
         max_model_len = self._info.max_model_len
         if truncate is not None:
             if isinstance(truncate, bool) or not isinstance(truncate, int):
-                raise _refused("truncate_prompt_tokens", truncate, "it must be an integer")
+                raise refused("truncate_prompt_tokens", truncate, "it must be an integer")
             if truncate != -1 and not 1 <= truncate <= max_model_len:
-                raise _refused(
+                raise refused(
                     "truncate_prompt_tokens",
                     truncate,
                     f"it must be -1 (as many as fit) or between 1 and max_model_len="
@@ -205,7 +205,7 @@ class InputProcessor:
     def _resolve_params(self, params: SamplingParams) -> SamplingParams:
         """Return a validated copy in which what depends on the model is decided."""
         if not isinstance(params, SamplingParams):
-            raise _refused("sampling_params", params, "it must be a SamplingParams")
+            raise refused("sampling_params", params, "it must be a SamplingParams")
         params = params.clone()  # validates again: a field may have been assigned
         vocab_size, max_logprobs = self._info.vocab_size, self._info.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
@@ -213,7 +213,7 @@ class InputProcessor:
             if wanted == -1:
                 setattr(params, name, wanted := vocab_size)
             if wanted is not None and wanted > max_logprobs:
-                raise _refused(
+                raise refused(
                     name,
                     wanted,
                     f"the engine gives at most max_logprobs={max_logprobs}; ask for fewer or "
@@ -223,7 +223,7 @@ class InputProcessor:
         self._check_in_vocabulary("logit_bias", params.logit_bias or ())
         self._check_in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
         if params.stop and self._tokenizer is None:
-            raise _refused(
+            raise refused(
                 "stop",
                 params.stop,
                 "there is no tokenizer (skip_tokenizer_init=True) to find strings with; use "
@@ -236,7 +236,7 @@ class InputProcessor:
         """Replace `extra_args` by a deep copy, once the logits processors accept it."""
         if params.extra_args:
             if not self._logits_processors:
-                raise _refused(
+                raise refused(
                     "extra_args",
                     params.extra_args,
                     "the engine has no logits processor to read it; start it with "
@@ -245,21 +245,21 @@ class InputProcessor:
             try:
                 packed = msgspec.msgpack.encode(params.extra_args)
             except (TypeError, ValueError, OverflowError) as error:
-                raise _refused(
+                raise refused(
                     "extra_args", params.extra_args, f"it must hold plain data: {error}"
                 ) from error
             params.extra_args = msgspec.msgpack.decode(packed)
         try:
             encode_request(self._logits_processors, params)
         except ValueError as error:
-            raise _refused("extra_args", params.extra_args, str(error)) from error
+            raise refused("extra_args", params.extra_args, str(error)) from error
 
     def _tokenize_bad_words(self, words: list[str]) -> list[list[int]]:
         """The token sequences of bad words, at the head of a text and after a space."""
         if not words:
             return []
         if self._tokenizer is None:
-            raise _refused(
+            raise refused(
                 "bad_words",
                 words,
                 "there is no tokenizer (skip_tokenizer_init=True); use logit_bias",
@@ -270,7 +270,7 @@ class InputProcessor:
             for variant in (bare, " " + bare) if bare else (word,):
                 ids = self._tokenizer.encode(variant, add_special_tokens=False)
                 if not ids or len(ids) > Limits.MAX_BAD_WORD_TOKENS:
-                    raise _refused(
+                    raise refused(
                         "bad_words",
                         word,
                         f"it is {len(ids)} tokens long; between 1 and "
@@ -280,7 +280,7 @@ class InputProcessor:
                 if ids not in sequences:
                     sequences.append(ids)
         if len(sequences) > Limits.MAX_BAD_WORDS:
-            raise _refused(
+            raise refused(
                 "bad_words",
                 words,
                 f"they make {len(sequences)} token sequences; at most {Limits.MAX_BAD_WORDS} are "
@@ -291,7 +291,7 @@ class InputProcessor:
     def _check_in_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
         worst = max(token_ids, default=0)
         if worst >= self._info.vocab_size:
-            raise _refused(
+            raise refused(
                 name,
                 worst,
                 f"no such token; ids of this model are below {self._info.vocab_size}",
@@ -307,11 +307,11 @@ def _integers(name: str, values: Sequence[Any]) -> list[int]:
             token_ids = [operator.index(value) for value in values]
         except TypeError:
             bad = next(value for value in values if not hasattr(value, "__index__"))
-            raise _refused(name, bad, "token ids must be integers") from None
+            raise refused(name, bad, "token ids must be integers") from None
         if any(isinstance(value, bool) for value in values):
-            raise _refused(name, values, "token ids must be integers, not booleans")
+            raise refused(name, values, "token ids must be integers, not booleans")
     if token_ids and min(token_ids) < 0:
-        raise _refused(name, min(token_ids), "token ids must not be negative")
+        raise refused(name, min(token_ids), "token ids must not be negative")
     return token_ids
 
 
@@ -325,14 +325,8 @@ def _is_unicode(text: str) -> bool:
 
 def _check_salt(salt: object) -> None:
     if not isinstance(salt, str) or not salt:
-        raise _refused("cache_salt", salt, "it must be a non-empty string")
+        raise refused("cache_salt", salt, "it must be a non-empty string")
     if len(salt) > Limits.MAX_SALT_CHARS:
-        raise _refused("cache_salt", salt, f"at most {Limits.MAX_SALT_CHARS} characters")
+        raise refused("cache_salt", salt, f"at most {Limits.MAX_SALT_CHARS} characters")
     if any(char in salt for char in "@/\\\0"):
-        raise _refused("cache_salt", salt, "it must not contain '@', '/', '\\' or NUL")
-
-
-def _refused(name: str, value: object, why: str) -> ValidationError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return ValidationError(f"{name}={shown}: {why}", parameter=name, value=value)
+        raise refused("cache_salt", salt, "it must not contain '@', '/', '\\' or NUL")

@@ -22,7 +22,7 @@ class EngineStats:
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     num_scheduled_tokens: int = 0  # token rows that carried a token
-    num_padded_tokens: int = 0  # token rows of the programs that ran
+    num_token_rows: int = 0  # token rows of the programs that ran
     num_compiles_after_warmup: int = 0
     # seconds
     schedule_s: float = 0.0
@@ -43,7 +43,7 @@ class EngineStats:
     @property
     def padding_waste(self) -> float:
         """Share of token rows that were padding."""
-        rows = self.num_padded_tokens
+        rows = self.num_token_rows
         return 1.0 - self.num_scheduled_tokens / rows if rows else 0.0
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import refused
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def load_logits_processors(
 ) -> tuple[LogitsProcessor, ...]:
     """Make the processors that `EngineConfig` names as classes or as 'module:Class'."""
     if len(specs) > MAX_LOGITS_PROCESSORS:
-        raise _refused(len(specs), f"at most {MAX_LOGITS_PROCESSORS} can be loaded")
+        raise refused(
+            "logits_processors", len(specs), f"at most {MAX_LOGITS_PROCESSORS} can be loaded"
+        )
     return tuple(_find_class(spec)(config) for spec in specs)
 
 
@@ -93,17 +95,11 @@ def _find_class(spec: type | str) -> type[LogitsProcessor]:
     if isinstance(spec, str):
         module, _, name = spec.partition(":")
         if not module or not name:
-            raise _refused(spec, "write it as 'module:Class'")
+            raise refused("logits_processors", spec, "write it as 'module:Class'")
         try:
             found = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise _refused(spec, f"it cannot be imported ({error})") from error
+            raise refused("logits_processors", spec, f"it cannot be imported ({error})") from error
     if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
-        raise _refused(spec, "it must be a subclass of jaxllm.LogitsProcessor")
+        raise refused("logits_processors", spec, "it must be a subclass of jaxllm.LogitsProcessor")
     return found
-
-
-def _refused(value: object, why: str) -> ValidationError:
-    return ValidationError(
-        f"logits_processors: {value!r}: {why}", parameter="logits_processors", value=value
-    )
