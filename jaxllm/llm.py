@@ -12,7 +12,7 @@ from jaxllm.errors import ValidationError
 from jaxllm.frontend.beam_search import beam_search
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.llm_engine import LLMEngine
-from jaxllm.frontend.tokenizer import default_sampling_params, render_chat
+from jaxllm.frontend.tokenizer import render_chat
 from jaxllm.messages import BeamSearchOutput, PromptType, RequestOutput, TokensPrompt
 from jaxllm.metrics.reader import Metric, read_metrics
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -113,6 +113,7 @@ class LLM:
             [one.requests[0].cache_salt for one in processed],
             params,
             engine.info,
+            engine.eos_token_ids,
             lambda step_prompts, step_params: self.generate(
                 step_prompts, step_params, use_tqdm=False
             ),
@@ -149,8 +150,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given none: the model's generation_config.json."""
-        engine = self.llm_engine
-        return default_sampling_params(engine.config.model, engine.info.model_dir)
+        return self.llm_engine.info.default_sampling_params.clone()
 
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of the engine by name."""

@@ -41,7 +41,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_tokens: int  # resolved: never None, prompt + max_tokens fits max_model_len
     seed: int  # resolved: the request's own, or one drawn by the frontend; 0 <= seed < 2**64
     eos_token_ids: list[int] = []  # [] with ignore_eos; finish with stop_reason None
-    stop_token_ids: list[int] = []  # finish with the id as stop_reason
+    # Finish with the id as stop_reason: the user's, and all ends of sequence but the first.
+    stop_token_ids: list[int] = []
     bad_word_ids: list[list[int]] = []  # token sequences that must not appear
     priority: int = 0  # lower is served first
     arrival_time: float = 0.0  # time.time() when the user handed it in
@@ -67,6 +68,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     max_num_batched_tokens: int
     num_blocks: int
     block_size: int
+    # What the model recommends, for those who ask for nothing else.
+    default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
 
 
 class FinishReason(enum.IntEnum):

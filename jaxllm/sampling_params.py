@@ -13,6 +13,9 @@ from typing import Any
 import msgspec
 
 from jaxllm.errors import refused
+from jaxllm.logging import init_logger
+
+logger = init_logger(__name__)
 
 
 class Limits:
@@ -98,6 +101,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _number("temperature", self.temperature, 0.0, 2.0)
         if _GREEDY_EPSILON <= self.temperature < _MIN_TEMPERATURE:
             # Dividing float32 logits by less than this overflows before the softmax.
+            logger.warning(
+                "temperature=%s is raised to %s; use 0 for greedy sampling",
+                self.temperature,
+                _MIN_TEMPERATURE,
+            )
             self.temperature = _MIN_TEMPERATURE
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
@@ -124,8 +132,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             "skip_special_tokens",
             "spaces_between_special_tokens",
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise refused(name, getattr(self, name), "it must be True or False")
+            _boolean(name, getattr(self, name))
         self._validate_lists()
         if self.is_greedy and self.n > 1:
             raise refused("n", self.n, "greedy sampling (temperature=0) gives one answer; use n=1")
@@ -141,6 +148,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise refused("stop", text, "stop strings must be non-empty strings")
+            check_is_text("stop", text)
             if len(text) > Limits.MAX_STOP_STRING_CHARS:
                 raise refused(
                     "stop",
@@ -155,12 +163,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for word in _list("bad_words", self.bad_words, Limits.MAX_BAD_WORDS):
             if not isinstance(word, str) or not word:
                 raise refused("bad_words", word, "bad words must be non-empty strings")
+            check_is_text("bad_words", word)
         if self.allowed_token_ids is not None:
             allowed = _list("allowed_token_ids", self.allowed_token_ids, 2**31 - 1)
             if not allowed:
                 raise refused("allowed_token_ids", allowed, "it must not be empty")
             for token in allowed:
                 _integer("allowed_token_ids", token, 0, 2**31 - 1)
+            # So there are never more than the vocabulary has, which the door checks them by.
+            self.allowed_token_ids = list(dict.fromkeys(allowed))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise refused("logit_bias", self.logit_bias, "it must map token ids to numbers")
@@ -178,7 +189,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise refused("logit_bias", self.logit_bias, "its keys must be token ids") from None
             for token, bias in self.logit_bias.items():
                 _integer("logit_bias", token, 0, 2**31 - 1)
-                _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+                _number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True):
@@ -190,12 +201,29 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True):
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         _integer("beam_width", self.beam_width, 1, 256)
         _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0.0, 2.0)
-        _number("length_penalty", self.length_penalty, -math.inf, math.inf)
+        # It is an exponent of lengths: beyond this, scores would overflow.
+        _number("length_penalty", self.length_penalty, -32.0, 32.0)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _boolean(name, getattr(self, name))
+
+
+def check_is_text(name: str, text: str) -> None:
+    """Refuse a string that no encoding can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refused(name, text, "it holds half a surrogate pair, which is no text") from None
+
+
+def _boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise refused(name, value, "it must be True or False")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
@@ -208,10 +236,17 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise refused(name, value, "it must be a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or not low <= number <= high or (low_open and number == low):
-        above = "above" if low_open else "at least"
-        raise refused(name, value, f"it must be finite, {above} {low} and at most {high}")
+        bounds = ["finite"]
+        if low > -math.inf:
+            bounds.append(f"{'above' if low_open else 'at least'} {low}")
+        if high < math.inf:
+            bounds.append(f"at most {high}")
+        raise refused(name, value, f"it must be {', '.join(bounds)}")
 
 
 def _copied(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """LLM as its users see it: what goes in, what comes out, in which order."""
 
+import functools
 import itertools
 import json
 import math
@@ -72,17 +73,23 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def make_llm(tmp_path_factory):
-    """Start an engine; all share a checkpoint and the compiled programs."""
+def start(tmp_path_factory):
+    """Start an engine; all share the compiled programs."""
+    cache = str(tmp_path_factory.mktemp("compiled"))
+
+    def start(model, **options):
+        return LLM(str(model), **{**OPTIONS, "compilation_cache_dir": cache, **options})
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def make_llm(tmp_path_factory, start):
+    """Start an engine with the checkpoint that most tests here use."""
     model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
     recommended = {"temperature": 0.5, "top_k": 20, "max_new_tokens": 7, "eos_token_id": EOS}
     (model / "generation_config.json").write_text(json.dumps(recommended))
-    cache = str(tmp_path_factory.mktemp("compiled"))
-
-    def make(**options):
-        return LLM(str(model), **{**OPTIONS, "compilation_cache_dir": cache, **options})
-
-    return make
+    return functools.partial(start, model)
 
 
 @pytest.fixture(scope="module")
@@ -438,6 +445,25 @@ def test_beam_search_is_the_best_of_all_continuations(llm, tokenizer):
             # An unfinished character at the end is withheld.
             text = tokenizer.decode(sequence.tokens[len(prompt) :])
             assert sequence.text.rstrip("\ufffd") == text.rstrip("\ufffd")
+
+
+def test_beam_search_ends_at_an_eos_that_only_the_tokenizer_knows(start, tmp_path):
+    llm = start(make_tiny_checkpoint(tmp_path, eos_token_id=None), enforce_eager=True)
+    assert llm.llm_engine.info.eos_token_ids == []
+    # So strong a penalty that the shortest answer is the best one.
+    params = BeamSearchParams(beam_width=192, max_tokens=2, length_penalty=-30.0)
+    [output] = llm.beam_search([ids(0, 4)], params)
+    assert (output.sequences[0].finish_reason, output.sequences[0].stop_reason) == ("stop", EOS)
+
+
+def test_only_ends_of_sequence_beside_the_first_are_a_reason_to_stop(start, tmp_path):
+    model = make_tiny_checkpoint(tmp_path)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 5]}))
+    llm = start(model, enforce_eager=True)
+    params = [greedy(ignore_eos=False, logit_bias={token: 1000.0}) for token in (EOS, 5)]
+    answers = [out.outputs[0] for out in generate(llm, [ids(0, 4)] * 2, params)]
+    assert [answer.finish_reason for answer in answers] == ["stop", "stop"]
+    assert [answer.stop_reason for answer in answers] == [None, 5]
 
 
 # ---- the engine

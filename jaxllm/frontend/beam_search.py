@@ -22,6 +22,7 @@ def beam_search(
     salts: list[str | None],
     params: BeamSearchParams,
     info: EngineInfo,
+    eos_token_ids: list[int],
     generate: Generate,
 ) -> list[BeamSearchOutput]:
     """Search all prompts side by side; the best `beam_width` sequences of each, best first.
@@ -52,7 +53,7 @@ def beam_search(
         detokenize=False,
     )
     searches = [
-        _Search(prompt, salt, params, info.eos_token_ids)
+        _Search(prompt, salt, params, eos_token_ids)
         for prompt, salt in zip(prompts, salts, strict=True)
     ]
     for _ in range(params.max_tokens):

@@ -20,7 +20,7 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo, EngineRequest, PromptType
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
-from jaxllm.sampling_params import Limits, SamplingParams
+from jaxllm.sampling_params import Limits, SamplingParams, check_is_text
 
 
 class ProcessedInput(NamedTuple):
@@ -42,11 +42,17 @@ class InputProcessor:
         self._policy = config.scheduler.scheduling_policy
         self._seeds = random.Random(config.model.seed)  # for requests that bring none
         self._logits_processors = load_logits_processors(config.model.logits_processors, config)
-        self._eos_token_ids = list(info.eos_token_ids)
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            eos = tokenizer.eos_token_id
-            if eos < info.vocab_size and eos not in self._eos_token_ids:
-                self._eos_token_ids.append(eos)
+        of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
+        if of_tokenizer is None or of_tokenizer >= info.vocab_size:
+            self._eos_token_ids = list(info.eos_token_ids)
+        else:
+            self._eos_token_ids = list(dict.fromkeys([of_tokenizer, *info.eos_token_ids]))
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an answer, of the tokenizer and of the model. The first one is the
+        end of sequence proper; the others count as stop tokens and are told as `stop_reason`."""
+        return self._eos_token_ids
 
     def process(
         self,
@@ -61,7 +67,7 @@ class InputProcessor:
         """Turn a prompt into n engine requests; raises ValidationError."""
         if not isinstance(request_id, str) or not request_id:
             raise refused("request_id", request_id, "it must be a non-empty string")
-        self._check_priority(priority)
+        priority = self._checked_priority(priority)
         if arrival_time is None:
             arrival_time = time.time()
         elif not isinstance(arrival_time, numbers.Real) or not math.isfinite(arrival_time):
@@ -71,33 +77,28 @@ class InputProcessor:
         params = self._resolve_params(params)
         bad_word_ids = self._tokenize_bad_words(params.bad_words or [])
 
-        stop_token_ids = params.stop_token_ids or []
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
+        stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or []), *eos_token_ids[1:]]))
+        eos_token_ids = eos_token_ids[:1]
         num_stop = len({*eos_token_ids, *stop_token_ids})
         if num_stop > Limits.MAX_STOP_TOKEN_IDS:
             raise refused(
                 "stop_token_ids",
-                len(stop_token_ids),
+                len(params.stop_token_ids or []),
                 f"with the end-of-sequence ids there are {num_stop} stop ids; at most "
                 f"{Limits.MAX_STOP_TOKEN_IDS} are allowed",
             )
-        allowed = params.allowed_token_ids
-        if params.min_tokens and allowed and {*eos_token_ids, *stop_token_ids}.issuperset(allowed):
-            raise refused(
-                "allowed_token_ids",
-                allowed,
-                f"each of them ends the output, which min_tokens={params.min_tokens} puts off; "
-                "allow others, or set min_tokens=0",
-            )
+        self._check_some_token_is_left(params, bad_word_ids, {*eos_token_ids, *stop_token_ids})
         room = self._info.max_model_len - len(token_ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else int(params.seed)
         ids = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
+        # The prompt is the same for all: the first one tells about it. All share the lists.
+        others = params.clone(prompt_logprobs=None) if params.n > 1 else params
         requests = [
             EngineRequest(
                 request_id=engine_id,
                 prompt_token_ids=token_ids,
-                # The prompt is the same for all: the first one tells about it.
-                sampling_params=params.clone(prompt_logprobs=None) if i else params,
+                sampling_params=others if i else params,
                 max_tokens=room if params.max_tokens is None else min(int(params.max_tokens), room),
                 seed=(seed + i) % 2**64,
                 eos_token_ids=eos_token_ids,
@@ -113,8 +114,8 @@ class InputProcessor:
         # A second copy: the user may do with the output's list what he likes.
         return ProcessedInput(request_id, text, list(token_ids), params, requests)
 
-    def _check_priority(self, priority: int) -> None:
-        if isinstance(priority, bool) or not isinstance(priority, int):
+    def _checked_priority(self, priority: object) -> int:
+        if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
             raise refused("priority", priority, "it must be an integer")
         if not -(2**63) <= priority < 2**63:
             raise refused("priority", priority, "it must fit in 64 bits")
@@ -125,6 +126,7 @@ class InputProcessor:
                 "the engine serves first come, first served; start it with "
                 "scheduling_policy='priority'",
             )
+        return int(priority)
 
     # ---- the prompt
 
@@ -154,8 +156,7 @@ class InputProcessor:
                     given,
                     "there is no tokenizer (skip_tokenizer_init=True); pass prompt_token_ids",
                 )
-            if not _is_unicode(given):
-                raise refused("prompt", given, "it holds half a surrogate pair, which is no text")
+            check_is_text("prompt", given)
             text, token_ids = given, self._tokenizer.encode(given)
         elif isinstance(given, list | tuple):
             token_ids = _integers("prompt_token_ids", given)
@@ -180,7 +181,7 @@ class InputProcessor:
         """
         max_model_len = self._info.max_model_len
         if truncate is not None:
-            if isinstance(truncate, bool) or not isinstance(truncate, int):
+            if isinstance(truncate, bool) or not isinstance(truncate, numbers.Integral):
                 raise refused("truncate_prompt_tokens", truncate, "it must be an integer")
             if truncate != -1 and not 1 <= truncate <= max_model_len:
                 raise refused(
@@ -189,12 +190,13 @@ class InputProcessor:
                     f"it must be -1 (as many as fit) or between 1 and max_model_len="
                     f"{max_model_len}",
                 )
-            token_ids = token_ids[-(max_model_len - 1 if truncate == -1 else truncate) :]
+            token_ids = token_ids[-(max_model_len - 1 if truncate == -1 else int(truncate)) :]
         if len(token_ids) >= max_model_len:
             raise ValidationError(
                 f"the prompt has {len(token_ids)} tokens, but with max_model_len={max_model_len} "
                 f"it may have at most {max_model_len - 1}, so that one can be generated; shorten "
-                "it, pass truncate_prompt_tokens, or start with a greater max_model_len",
+                "it, pass tokenization_kwargs={'truncate_prompt_tokens': -1}, or start with a "
+                "greater max_model_len",
                 parameter="prompt",
                 value=len(token_ids),
             )
@@ -288,6 +290,26 @@ class InputProcessor:
             )
         return sequences
 
+    def _check_some_token_is_left(
+        self, params: SamplingParams, bad_word_ids: list[list[int]], stop_ids: set[int]
+    ) -> None:
+        """Refuse masks that leave nothing to choose. Bad words of one token always mask it, the
+        longer ones only now and then."""
+        banned = {ids[0] for ids in bad_word_ids if len(ids) == 1}
+        if params.min_tokens:
+            banned |= stop_ids
+        allowed = params.allowed_token_ids or range(self._info.vocab_size)
+        if len(banned) < len(allowed) or not banned.issuperset(allowed):
+            return
+        causes = ["bad_words"] if bad_word_ids else []
+        if params.min_tokens:
+            causes.append(f"min_tokens={params.min_tokens}, which puts off stop ids")
+        raise refused(
+            "allowed_token_ids",
+            params.allowed_token_ids,
+            f"{' and '.join(causes)} would leave none of them; allow others",
+        )
+
     def _check_in_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
         worst = max(token_ids, default=0)
         if worst >= self._info.vocab_size:
@@ -315,17 +337,10 @@ def _integers(name: str, values: Sequence[Any]) -> list[int]:
     return token_ids
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _check_salt(salt: object) -> None:
     if not isinstance(salt, str) or not salt:
         raise refused("cache_salt", salt, "it must be a non-empty string")
+    check_is_text("cache_salt", salt)
     if len(salt) > Limits.MAX_SALT_CHARS:
         raise refused("cache_salt", salt, f"at most {Limits.MAX_SALT_CHARS} characters")
     if any(char in salt for char in "@/\\\0"):

@@ -39,6 +39,11 @@ class LLMEngine:
     def info(self) -> EngineInfo:
         return self._client.info
 
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an answer, the end of sequence proper first."""
+        return self._input_processor.eos_token_ids
+
     def process_input(
         self,
         request_id: str,

@@ -1,4 +1,4 @@
-"""The tokenizer of a model: text to ids and back, chat templates, default sampling parameters.
+"""The tokenizer of a model: text to ids and back, and chat templates.
 
 The first stop of a request that arrives as text. Hugging Face's tokenizer does the work; it is
 loaded only here, and importing this module does not load transformers.
@@ -8,14 +8,12 @@ import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.detokenizer import Detokenizer
 from jaxllm.messages import TokensPrompt
-from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,60 +124,6 @@ def render_chat(
     return TokensPrompt(
         prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)
     )
-
-
-def default_sampling_params(config: ModelConfig, model_dir: str) -> SamplingParams:
-    """The defaults that the model recommends, as `config.generation_config` wants them."""
-    if config.generation_config == "vllm":
-        return SamplingParams()
-    source = model_dir if config.generation_config == "auto" else config.generation_config
-    values = read_generation_config(source)
-    if config.generation_config != "auto" and not values:
-        raise ValidationError(
-            f"generation_config={source!r} has no generation_config.json with sampling "
-            "parameters; give a directory that has one, 'auto' or 'vllm'",
-            parameter="generation_config",
-            value=source,
-        )
-    try:
-        return SamplingParams(**values)
-    except ValidationError as error:
-        raise ValidationError(
-            f"generation_config.json in {source}: {error}; "
-            "correct it, or start with generation_config='vllm'",
-            parameter="generation_config",
-            value=source,
-        ) from error
-
-
-# Field of generation_config.json -> field of SamplingParams.
-_GENERATION_FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-
-
-def read_generation_config(model_dir: str) -> dict[str, Any]:
-    """Read the sampling parameters of a directory's generation_config.json, by our names.
-
-    End-of-sequence ids are not among them: the engine reads those and tells in `EngineInfo`.
-    """
-    path = Path(model_dir) / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        given = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValidationError(f"{path} is not valid JSON: {error}") from error
-    return {
-        ours: given[theirs]
-        for theirs, ours in _GENERATION_FIELDS.items()
-        if given.get(theirs) is not None
-    }
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,12 +69,11 @@ def encode_request(
     """What each processor makes of a request; raises ValueError when one refuses it."""
     encoded: list[tuple[float, ...] | None] = []
     for processor in processors:
-        values = processor.encode(params)
-        if values is not None and len(values) != processor.num_params:
-            raise ValueError(
-                f"{type(processor).__name__}.encode returned {len(values)} numbers for "
-                f"extra_args={params.extra_args!r}; its num_params is {processor.num_params}"
-            )
+        try:
+            values = processor.encode(params)
+        except Exception as error:  # a user's code: it may raise anything
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"{type(processor).__name__}.encode: {kind}{error}") from error
         encoded.append(None if values is None else _finite_numbers(processor, values))
     return encoded
 
@@ -83,8 +82,13 @@ def _finite_numbers(processor: LogitsProcessor, values: Sequence[float]) -> tupl
     name = type(processor).__name__
     try:
         encoded = tuple(map(float, values))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}.encode must return numbers: {error}") from error
+    if len(encoded) != processor.num_params:
+        raise ValueError(
+            f"{name}.encode returned {len(encoded)} numbers; its num_params is "
+            f"{processor.num_params}"
+        )
     if not all(abs(number) <= _LARGEST_FLOAT32 for number in encoded):  # nor is NaN
         raise ValueError(f"{name}.encode returned {encoded}; float32 numbers must be finite")
     return encoded
@@ -98,7 +102,7 @@ def _find_class(spec: type | str) -> type[LogitsProcessor]:
             raise refused("logits_processors", spec, "write it as 'module:Class'")
         try:
             found = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # a user's code: importing it may raise anything
             raise refused("logits_processors", spec, f"it cannot be imported ({error})") from error
     if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
         raise refused("logits_processors", spec, "it must be a subclass of jaxllm.LogitsProcessor")

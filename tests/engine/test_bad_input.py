@@ -345,6 +345,17 @@ def test_models_that_cannot_run(refused, checkpoint, fields, parts, source):
     assert_says(refused(checkpoint, UnsupportedModelError, **options), *parts)
 
 
+@pytest.mark.parametrize("eos", ["2", True, [0, 384], {"id": 0}])
+def test_damaged_eos_ids_are_refused_at_start(refused, checkpoint, eos):
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert_says(refused(checkpoint, CheckpointError), "generation_config.json", "eos_token_id")
+
+
+def test_wrong_generation_config_is_refused_at_start(refused, checkpoint, tmp_path):
+    message = refused(checkpoint, ValidationError, generation_config=str(tmp_path / "none"))
+    assert_says(message, "generation_config=", "'auto' or 'vllm'")
+
+
 # ---- tokenizers
 
 

@@ -60,7 +60,7 @@ class Toy:
 
 def search(toy, **params):
     salts = [None] * len(PROMPTS)
-    return beam_search(PROMPTS, salts, BeamSearchParams(**params), info(), toy.generate)
+    return beam_search(PROMPTS, salts, BeamSearchParams(**params), info(), [EOS], toy.generate)
 
 
 @pytest.mark.parametrize("ignore_eos", [True, False])
@@ -133,6 +133,7 @@ def test_what_the_engine_cannot_give_is_refused():
             [None] * len(PROMPTS),
             BeamSearchParams(beam_width=3, max_tokens=2),
             info(max_logprobs=5),
+            [EOS],
             toy.generate,
         )
     with pytest.raises(ValidationError, match="max_tokens=15 with a 2-token prompt"):

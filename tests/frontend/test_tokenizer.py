@@ -6,12 +6,7 @@ import pytest
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ValidationError
-from jaxllm.frontend.tokenizer import (
-    default_sampling_params,
-    load_tokenizer,
-    read_generation_config,
-    render_chat,
-)
+from jaxllm.frontend.tokenizer import load_tokenizer, render_chat
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -113,33 +108,3 @@ def test_bad_conversations_are_refused(messages, options, message, byte_level):
 def test_chat_without_a_template_is_refused_with_a_remedy(byte_fallback):
     with pytest.raises(ValidationError, match="chat_template="):
         render_chat(byte_fallback, HELLO)
-
-
-def test_default_sampling_params_come_from_the_generation_config(tmp_path):
-    given = {
-        "temperature": 0.6,
-        "top_k": 20,
-        "top_p": None,
-        "max_new_tokens": 99,
-        "eos_token_id": 1,
-    }
-    (tmp_path / "generation_config.json").write_text(json.dumps(given))
-    assert read_generation_config(str(tmp_path)) == {
-        "temperature": 0.6,
-        "top_k": 20,
-        "max_tokens": 99,
-    }
-    params = default_sampling_params(ModelConfig(model="m"), str(tmp_path))
-    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 1.0, 99)
-    plain = default_sampling_params(ModelConfig(model="m", generation_config="vllm"), str(tmp_path))
-    assert plain.temperature == 1.0
-
-
-def test_generation_config_that_is_missing_or_wrong_is_refused_only_if_asked_for(tmp_path):
-    model_dir = str(tmp_path)
-    assert default_sampling_params(ModelConfig(model="m"), model_dir).temperature == 1.0
-    with pytest.raises(ValidationError, match="generation_config"):
-        default_sampling_params(ModelConfig(model="m", generation_config=model_dir), model_dir)
-    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
-    with pytest.raises(ValidationError, match="generation_config='vllm'"):
-        default_sampling_params(ModelConfig(model="m"), model_dir)
