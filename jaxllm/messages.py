@@ -151,9 +151,19 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: None = None  # vLLM's name; there is no LoRA yet
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def extend(self, delta: "CompletionOutput") -> None:
+        """Add what is new."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if self.logprobs is not None:
+            self.logprobs += delta.logprobs or ()
+        self.cumulative_logprob = delta.cumulative_logprob
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 @dataclass(slots=True)
@@ -168,6 +178,25 @@ class RequestOutput:
     finished: bool
     metrics: RequestStateStats | None = None
     num_cached_tokens: int | None = None
+    # vLLM's names for what we do not have yet.
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
+
+    def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
+        """Take a later output of the same request in: with `aggregate` a delta, which is added,
+        else one that replaces."""
+        self.finished |= next_output.finished
+        mine = {answer.index: i for i, answer in enumerate(self.outputs)}
+        for answer in next_output.outputs:
+            place = mine.get(answer.index)
+            if place is None:
+                self.outputs.append(answer)
+            elif aggregate:
+                self.outputs[place].extend(answer)
+            else:
+                self.outputs[place] = answer
 
 
 @dataclass(slots=True)

@@ -265,6 +265,14 @@ def test_missing_directory(refused, tmp_path):
     assert_says(message, str(tmp_path / "nothing"), "no such directory")
 
 
+def test_mistyped_name_is_refused_without_asking_the_hub(refused, monkeypatch):
+    def ask(*args, **kwargs):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", ask)
+    assert_says(refused("tiny-modell", CheckpointError), "'tiny-modell'", "no such directory")
+
+
 def test_directory_without_config(refused, checkpoint):
     (checkpoint / "config.json").unlink()
     assert_says(refused(checkpoint, CheckpointError), "config.json", "missing")
