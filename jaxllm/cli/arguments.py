@@ -45,13 +45,13 @@ SAMPLING_HELP = {
     "detokenize": "Turn the answer's tokens into text.",
     "skip_special_tokens": "Leave special tokens out of the text.",
     "spaces_between_special_tokens": "Put spaces between special tokens in the text.",
+    "extra_args": "JSON object for the logits processors of --logits-processors.",
 }
 
 # Fields of SamplingParams that have no flag of their own, and why.
 NOT_FLAGS = {
     "seed": "--seed is the engine's: it seeds every request that brings none",
     "output_kind": "each command sets the kind that it prints",
-    "extra_args": "it speaks to logits processors, classes that only Python code can hand over",
 }
 
 
@@ -167,7 +167,7 @@ def _add_flag(group: Any, name: str, hint: Any, default: Any, text: str) -> None
     is_switch = settings.get("action") is argparse.BooleanOptionalAction
     if is_switch:
         text += f" Default: {'on' if default else 'off'}."
-    elif default not in (None, "", dataclasses.MISSING, msgspec.NODEFAULT):
+    elif default not in (None, "", (), dataclasses.MISSING, msgspec.NODEFAULT):
         text += f" Default: {default}."
     group.add_argument(
         "--" + name.replace("_", "-"),
@@ -192,6 +192,8 @@ def _settings(hint: Any) -> dict[str, Any]:
         # One flag with several values, or the flag several times.
         (item,) = typing.get_args(hint)
         return {"action": "extend", "nargs": "+", **_settings(item)}
+    if origin is tuple:
+        return {"action": "extend", "nargs": "+", **_settings(str)}
     if origin in (dict, Mapping):
         return {"type": json_object, "metavar": "JSON"}
     parse, metavar = {int: (integer, "N"), float: (float, "X"), str: (str, "TEXT")}[origin]

@@ -16,7 +16,7 @@ class EngineStats:
     # counters
     num_steps: int = 0
     num_requests_finished: int = 0
-    num_prompt_tokens: int = 0  # computed, not found in the cache
+    num_prompt_tokens: int = 0  # computed, not found in the cache; once each
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens looked up

@@ -69,6 +69,7 @@ def test_flags_reach_their_part_of_the_config():
             *["m", "--block-size", "32", "--no-enable-prefix-caching", "--max-num-seqs", "8"],
             *["--dtype", "float32"],
             *["--hf-overrides", '{"rope_theta": 1e6}', "--enforce-eager"],
+            *["--logits-processors", "a:B", "c:D"],
         )
     )
     assert config == EngineConfig.create(
@@ -79,6 +80,7 @@ def test_flags_reach_their_part_of_the_config():
         dtype="float32",
         hf_overrides={"rope_theta": 1e6},
         enforce_eager=True,
+        logits_processors=("a:B", "c:D"),
     )
 
 
@@ -138,7 +140,8 @@ def test_every_sampling_flag_sets_its_field():
         "stop": ["x"], "stop_token_ids": [4], "include_stop_str_in_output": True,
         "ignore_eos": True, "max_tokens": 7, "min_tokens": 5, "logprobs": 6, "prompt_logprobs": 0,
         "logit_bias": {9: 1.0}, "allowed_token_ids": [9, 8], "bad_words": ["y"],
-        "detokenize": True, "skip_special_tokens": False, "spaces_between_special_tokens": False,
+        "extra_args": {"x": 1}, "detokenize": True, "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
     }  # fmt: skip
     assert values.keys() == SAMPLING_HELP.keys()
     argv = [word for name, value in values.items() for word in as_flag(name, value)]
