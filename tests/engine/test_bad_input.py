@@ -323,7 +323,7 @@ def test_missing_tensor(refused, checkpoint):
         ({"num_hidden_layers": 3}, ["lacks", "model.layers.2."]),
         ({"num_hidden_layers": 1}, ["no place for", "model.layers.1."]),
         ({"hidden_size": 128, "head_dim": 16}, ["disagree", "128", "64"]),
-        ({"num_key_value_heads": 4}, ["disagree", "qkv_proj"]),
+        ({"num_key_value_heads": 4}, ["disagree", "k_proj"]),
         ({"vocab_size": 385}, ["disagree", "385", "384"]),
         ({"tie_word_embeddings": True}, ["lm_head.weight", "hf_overrides"]),
     ],
