@@ -78,13 +78,14 @@ class InputProcessor:
         bad_word_ids = self._tokenize_bad_words(params.bad_words or [])
 
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
-        stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or []), *eos_token_ids[1:]]))
+        asked = params.stop_token_ids or []
+        stop_token_ids = asked + [token for token in eos_token_ids[1:] if token not in asked]
         eos_token_ids = eos_token_ids[:1]
         num_stop = len({*eos_token_ids, *stop_token_ids})
         if num_stop > Limits.MAX_STOP_TOKEN_IDS:
             raise refused(
                 "stop_token_ids",
-                len(params.stop_token_ids or []),
+                len(asked),
                 f"with the end-of-sequence ids there are {num_stop} stop ids; at most "
                 f"{Limits.MAX_STOP_TOKEN_IDS} are allowed",
             )
@@ -117,7 +118,7 @@ class InputProcessor:
     def _checked_priority(self, priority: object) -> int:
         if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
             raise refused("priority", priority, "it must be an integer")
-        if not -(2**63) <= priority < 2**63:
+        if not -(2**63) <= int(priority) < 2**63:
             raise refused("priority", priority, "it must fit in 64 bits")
         if priority and self._policy == "fcfs":
             raise refused(
