@@ -20,6 +20,7 @@ _PUBLIC = {
     "RequestOutput": "jaxllm.messages",
     "CompletionOutput": "jaxllm.messages",
     "Logprob": "jaxllm.messages",
+    "RequestStateStats": "jaxllm.messages",
     "BeamSearchOutput": "jaxllm.messages",
     "BeamSearchSequence": "jaxllm.messages",
     "TextPrompt": "jaxllm.messages",
@@ -27,13 +28,22 @@ _PUBLIC = {
     "PromptType": "jaxllm.messages",
     "JaxLLMError": "jaxllm.errors",
     "ValidationError": "jaxllm.errors",
+    "CheckpointError": "jaxllm.errors",
+    "OutOfMemoryError": "jaxllm.errors",
+    "UnsupportedModelError": "jaxllm.errors",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
     from jaxllm.config import EngineArgs, EngineConfig
-    from jaxllm.errors import JaxLLMError, ValidationError
+    from jaxllm.errors import (
+        CheckpointError,
+        JaxLLMError,
+        OutOfMemoryError,
+        UnsupportedModelError,
+        ValidationError,
+    )
     from jaxllm.frontend.llm_engine import LLMEngine
     from jaxllm.llm import LLM
     from jaxllm.messages import (
@@ -43,6 +53,7 @@ if TYPE_CHECKING:
         Logprob,
         PromptType,
         RequestOutput,
+        RequestStateStats,
         TextPrompt,
         TokensPrompt,
     )

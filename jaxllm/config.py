@@ -8,12 +8,13 @@ is decided from it by `jaxllm.runner.plan` and is another type, `EnginePlan`.
 import dataclasses
 import difflib
 import math
+import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, refused
 
 
 def option(default: Any, help: str, *, flag: bool = True) -> Any:
@@ -54,7 +55,7 @@ class ModelConfig:
         20, "Most logprobs a request may ask for per position; -1 allows the whole vocabulary."
     )
     logits_processors: tuple[Any, ...] = option(
-        (), "Classes (or 'module:Class') of logits processors traced into the sampler.", flag=False
+        (), "Classes (or importable 'module:Class') of logits processors traced into the sampler."
     )
     seed: int = option(0, "Seed of requests that bring none.")
 
@@ -127,9 +128,14 @@ class EngineConfig:
     compilation: CompilationConfig = CompilationConfig()
 
     @classmethod
-    def create(cls, model: str, **options: Any) -> "EngineConfig":
+    def create(cls, model: str | os.PathLike[str], **options: Any) -> "EngineConfig":
         """Make a config from flat keyword arguments, as `LLM` takes them."""
-        options["model"] = model
+        options = _without_neutral(options) | {"model": model}
+        for name in ("model", "tokenizer"):
+            if isinstance(options.get(name), os.PathLike):
+                options[name] = os.fspath(options[name])
+        if isinstance(options.get("logits_processors", ()), list | None):
+            options["logits_processors"] = tuple(options["logits_processors"] or ())
         owners = _owners()
         groups: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
@@ -182,7 +188,7 @@ class EngineConfig:
         return getattr(getattr(self, _owners()[name]), name)
 
 
-def EngineArgs(model: str, **options: Any) -> EngineConfig:  # noqa: N802
+def EngineArgs(model: str | os.PathLike[str], **options: Any) -> EngineConfig:  # noqa: N802
     """Make a config from flat keyword arguments, under the name that vLLM's users know."""
     return EngineConfig.create(model, **options)
 
@@ -198,6 +204,42 @@ _LOWEST = {
     "max_num_batched_tokens": 1,
     "long_prefill_token_threshold": 0,
 }
+
+
+# vLLM's arguments for what we do not have, and the values at which they ask for nothing. Statistics
+# are always kept and never logged, whatever disable_log_stats says.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_local_media_path": ("", None),
+    "convert": ("auto", "none"),
+    "cpu_offload_gb": (0,),
+    "data_parallel_size": (1,),
+    "disable_log_stats": (True, False),
+    "distributed_executor_backend": (None, "uni"),
+    "enable_expert_parallel": (False,),
+    "enable_lora": (False,),
+    "enable_sleep_mode": (False,),
+    "kv_cache_dtype": ("auto",),
+    "limit_mm_per_prompt": (None, {}),
+    "logprobs_mode": ("raw_logprobs",),
+    "mm_processor_kwargs": (None,),
+    "pipeline_parallel_size": (1,),
+    "quantization": (None,),
+    "runner": ("auto", "generate"),
+    "speculative_config": (None,),
+    "tokenizer_mode": ("auto",),
+}
+
+
+def _without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what asks for nothing; refuse what asks for something that we do not have."""
+    for name, neutral in _NEUTRAL.items():
+        if name in options and options[name] not in neutral:
+            raise refused(
+                name,
+                options[name],
+                f"not supported yet; leave it out or give {' or '.join(map(repr, neutral))}",
+            )
+    return {name: value for name, value in options.items() if name not in _NEUTRAL}
 
 
 def _owners() -> dict[str, str]:

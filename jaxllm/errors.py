@@ -8,13 +8,29 @@ class JaxLLMError(Exception):
 class ValidationError(JaxLLMError, ValueError):
     """A request or a configuration was refused at the door.
 
-    The message says what was given, what is allowed and what to change.
+    The message says what was given, what is allowed and what to change. `prompt_index` is the place
+    of the prompt in the batch, if the error is about one.
     """
 
-    def __init__(self, message: str, *, parameter: str | None = None, value: object = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        parameter: str | None = None,
+        value: object = None,
+        prompt_index: int | None = None,
+    ):
         super().__init__(message)
         self.parameter = parameter
         self.value = value
+        self.prompt_index = prompt_index
+
+
+def refused(name: str, value: object, why: str) -> ValidationError:
+    """The error for a parameter that is refused: what was given, and why it cannot be."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return ValidationError(f"{name}={shown}: {why}", parameter=name, value=value)
 
 
 class CheckpointError(JaxLLMError):

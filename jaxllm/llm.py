@@ -1,18 +1,21 @@
 """LLM: offline batch inference. A loop around `LLMEngine`, nothing else."""
 
+import contextlib
 import itertools
 import numbers
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.beam_search import beam_search
+from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.llm_engine import LLMEngine
-from jaxllm.frontend.tokenizer import default_sampling_params, render_chat
+from jaxllm.frontend.tokenizer import render_chat
 from jaxllm.messages import BeamSearchOutput, PromptType, RequestOutput, TokensPrompt
 from jaxllm.metrics.reader import Metric, read_metrics
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -28,11 +31,11 @@ class LLM:
     error that suggests the nearest.
     """
 
-    def __init__(self, model: str, **engine_options: Any):
+    def __init__(self, model: str | os.PathLike[str], **engine_options: Any):
         self.llm_engine = LLMEngine(EngineConfig.create(model, **engine_options))
         self._counter = itertools.count()
         self._queued: list[str] = []  # ids of `enqueue` that nobody has waited for yet
-        self._finished: dict[str, RequestOutput] = {}
+        self._finished: dict[str, RequestOutput] = {}  # last outputs, not waited for yet
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
@@ -47,10 +50,12 @@ class LLM:
         sampling_params: OneOrEach | None = None,
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts; the results are in the order of the prompts."""
+        _refuse_lora(lora_request)
         ids = self._submit(_as_prompts(prompts), sampling_params, priority, tokenization_kwargs)
         return self._wait(ids, use_tqdm)
 
@@ -59,6 +64,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: OneOrEach | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: None = None,
         *,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
@@ -71,21 +77,27 @@ class LLM:
         """Answer one conversation, or each of several."""
         if self.llm_engine.tokenizer is None:
             raise ValidationError("chat needs a tokenizer, but skip_tokenizer_init=True")
+        _refuse_lora(lora_request)
+        if not isinstance(messages, list | tuple):
+            raise refused("messages", messages, "it must be a list of messages, or several lists")
         if not messages:
             raise ValidationError("messages is empty; give at least one", parameter="messages")
-        several = messages if isinstance(messages[0], list) else [messages]
-        prompts = [
-            render_chat(
-                self.llm_engine.tokenizer,
-                cast(Messages, conversation),
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in several
-        ]
+        several = messages if isinstance(messages[0], list | tuple) else [messages]
+        prompts = []
+        for index, conversation in enumerate(several):
+            try:
+                prompt = render_chat(
+                    self.llm_engine.tokenizer,
+                    cast(Messages, conversation),
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            except ValidationError as error:
+                raise _located(error, "messages", index, len(several)) from error
+            prompts.append(prompt)
         return self.generate(
             prompts,
             sampling_params,
@@ -99,28 +111,39 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
         *,
+        lora_request: None = None,
         use_tqdm: bool | Callable[..., tqdm] = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest answers to each prompt, best first."""
-        engine = self.llm_engine
-        processed = [
-            engine.process_input("beam_search", prompt, SamplingParams())
-            for prompt in _as_prompts(prompts)
-        ]
+        """The `beam_width` likeliest answers to each prompt, best first; at most
+        `concurrency_limit` prompts are searched at once."""
+        _refuse_lora(lora_request)
+        if not isinstance(params, BeamSearchParams):
+            raise refused("params", params, "it must be a BeamSearchParams")
+        engine, prompts = self.llm_engine, _as_prompts(prompts)
+        processed = self._process(prompts, SamplingParams(), None, None)
         token_ids = [one.prompt_token_ids for one in processed]
-        outputs = beam_search(
-            token_ids,
-            [one.requests[0].cache_salt for one in processed],
-            params,
-            engine.info,
-            lambda step_prompts, step_params: self.generate(
-                step_prompts, step_params, use_tqdm=False
-            ),
-        )
+        with contextlib.closing(_Bar(use_tqdm, desc="Beam search", unit="token")) as bar:
+            outputs = beam_search(
+                token_ids,
+                [one.requests[0].cache_salt for one in processed],
+                params,
+                engine.info,
+                engine.eos_token_ids,
+                lambda step_prompts, step_params: self.generate(
+                    step_prompts, step_params, use_tqdm=False
+                ),
+                concurrency_limit=concurrency_limit,
+                on_step=bar.advance,
+            )
         if engine.tokenizer is not None:
             for output, prompt in zip(outputs, token_ids, strict=True):
                 for sequence in output.sequences:
-                    sequence.text = engine.tokenizer.decode(sequence.tokens[len(prompt) :])
+                    sequence.text = engine.tokenizer.decode(
+                        sequence.tokens[len(prompt) :],
+                        skip_special_tokens=params.skip_special_tokens,
+                        prompt_token_ids=prompt,
+                    )
         return outputs
 
     def enqueue(
@@ -128,10 +151,12 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         sampling_params: OneOrEach | None = None,
         *,
+        lora_request: None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts without waiting; `wait_for_completion` brings the results."""
+        _refuse_lora(lora_request)
         ids = self._submit(_as_prompts(prompts), sampling_params, priority, tokenization_kwargs)
         self._queued += ids
         return ids
@@ -149,16 +174,17 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given none: the model's generation_config.json."""
-        engine = self.llm_engine
-        return default_sampling_params(engine.config.model, engine.info.model_dir)
+        return self.llm_engine.info.default_sampling_params.clone()
 
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges of the engine by name."""
         return read_metrics(self.llm_engine.stats())
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Forget all cached prompt blocks; False when some are in use."""
-        return self.llm_engine.reset_prefix_cache()
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def shutdown(self) -> None:
         """Give the devices' memory back."""
@@ -172,28 +198,58 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[str]:
         """Validate all prompts, then queue them all: a bad one leaves nothing behind."""
+        processed = self._process(prompts, sampling_params, priority, tokenization_kwargs)
+        ids = [one.request_id for one in processed]
+        try:
+            for one in processed:
+                self.llm_engine.submit(one, on_finish=self._keep)
+        except BaseException:
+            self._drop(ids)
+            raise
+        return ids
+
+    def _process(
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: OneOrEach | None,
+        priority: int | Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> list[ProcessedInput]:
+        """Validate and tokenise all prompts. An error says which of several it is about."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         all_params = _for_each("sampling_params", sampling_params, len(prompts))
         priorities = _for_each("priority", 0 if priority is None else priority, len(prompts))
-        processed = [
-            self.llm_engine.process_input(
-                str(next(self._counter)),
-                prompt,
-                _final_only(params),
-                priority=each_priority,
-                tokenization_kwargs=tokenization_kwargs,
-            )
-            for prompt, params, each_priority in zip(prompts, all_params, priorities, strict=True)
-        ]
-        ids = [one.request_id for one in processed]
-        try:
-            for one in processed:
-                self.llm_engine.submit(one)
-        except BaseException:
-            self.llm_engine.abort_request(ids)
-            raise
-        return ids
+        processed = []
+        for index, prompt in enumerate(prompts):
+            try:
+                one = self.llm_engine.process_input(
+                    self._next_id(),
+                    prompt,
+                    _final_only(all_params[index]),
+                    priority=priorities[index],
+                    tokenization_kwargs=tokenization_kwargs,
+                )
+            except ValidationError as error:
+                if all_params is not sampling_params and error.parameter not in _OF_A_PROMPT:
+                    raise  # it is about what all prompts share
+                raise _located(error, "prompts", index, len(prompts)) from error
+            processed.append(one)
+        return processed
+
+    def _next_id(self) -> str:
+        """An id that is in use neither here nor by those who drive the engine themselves."""
+        return next(id for id in map(str, self._counter) if not self.llm_engine.is_known(id))
+
+    def _keep(self, output: RequestOutput) -> None:
+        """Take the last output of a request of ours, until somebody waits for it."""
+        self._finished[output.request_id] = output
+
+    def _drop(self, ids: list[str]) -> None:
+        """Leave nothing of these requests behind."""
+        self.llm_engine.abort_request(ids)
+        for request_id in ids:
+            self._finished.pop(request_id, None)
 
     def _wait(self, ids: list[str], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
         missing = set(ids) - self._finished.keys()
@@ -201,21 +257,18 @@ class LLM:
         try:
             progress = _Progress(len(ids), len(ids) - len(missing), use_tqdm)
             with InterruptsBetweenSteps() as interrupts:
-                while missing:
-                    assert self.llm_engine.has_unfinished_requests(), f"nobody answers {missing}"
-                    finished = [output for output in self.llm_engine.step() if output.finished]
-                    # All of them first: the bar is foreign code, and may raise.
-                    self._finished.update((output.request_id, output) for output in finished)
-                    for output in finished:
-                        if output.request_id in missing:
+                while missing and self.llm_engine.has_unfinished_requests():
+                    for output in self.llm_engine.step():
+                        if output.finished and output.request_id in missing:
                             missing.remove(output.request_id)
                             progress.update(output)
                     interrupts.check()
+            # Aborted meanwhile: of that, steps do not tell.
+            missing -= self._finished.keys()
+            assert not missing, f"nobody answers {missing}"
         except BaseException:
             # Ctrl-C among others: the engine stays usable, with nothing left behind.
-            self.llm_engine.abort_request(list(missing))
-            for request_id in ids:
-                self._finished.pop(request_id, None)
+            self._drop(ids)
             raise
         finally:
             if progress is not None:
@@ -223,12 +276,27 @@ class LLM:
         return [self._finished.pop(request_id) for request_id in ids]
 
 
-class _Progress:
+class _Bar:
+    """A progress bar, if one is wanted."""
+
+    def __init__(self, use_tqdm: bool | Callable[..., tqdm], **options: Any):
+        make = tqdm if use_tqdm is True else use_tqdm
+        self._bar = make(**options) if make else None
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class _Progress(_Bar):
     """A bar over requests, with the rates of input and output tokens."""
 
     def __init__(self, total: int, done: int, use_tqdm: bool | Callable[..., tqdm]):
-        make = tqdm if use_tqdm is True else use_tqdm
-        self._bar = make(total=total, initial=done, desc="Requests", unit="req") if make else None
+        super().__init__(use_tqdm, total=total, initial=done, desc="Requests", unit="req")
         self._input_tokens = self._output_tokens = 0
 
     def update(self, output: RequestOutput) -> None:
@@ -242,11 +310,7 @@ class _Progress:
             f"out {self._output_tokens / elapsed:.0f} tok/s",
             refresh=False,
         )
-        self._bar.update(1)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self.advance()
 
 
 def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
@@ -280,3 +344,22 @@ def _for_each(name: str, value: Any, count: int) -> Sequence[Any]:
             parameter=name,
         )
     return value
+
+
+# What errors about one prompt of a batch name.
+_OF_A_PROMPT = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+def _located(error: ValidationError, name: str, index: int, count: int) -> ValidationError:
+    """The error with the place in the batch that it is about."""
+    return ValidationError(
+        f"{name}[{index}]: {error}" if count > 1 else str(error),
+        parameter=error.parameter,
+        value=error.value,
+        prompt_index=index,
+    )
+
+
+def _refuse_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise refused("lora_request", lora_request, "LoRA is not supported yet; give None")

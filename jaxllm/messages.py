@@ -41,7 +41,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_tokens: int  # resolved: never None, prompt + max_tokens fits max_model_len
     seed: int  # resolved: the request's own, or one drawn by the frontend; 0 <= seed < 2**64
     eos_token_ids: list[int] = []  # [] with ignore_eos; finish with stop_reason None
-    stop_token_ids: list[int] = []  # finish with the id as stop_reason
+    # Finish with the id as stop_reason: the user's, and all ends of sequence but the first.
+    stop_token_ids: list[int] = []
     bad_word_ids: list[list[int]] = []  # token sequences that must not appear
     priority: int = 0  # lower is served first
     arrival_time: float = 0.0  # time.time() when the user handed it in
@@ -67,6 +68,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     max_num_batched_tokens: int
     num_blocks: int
     block_size: int
+    # What the model recommends, for those who ask for nothing else.
+    default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
 
 
 class FinishReason(enum.IntEnum):
@@ -148,9 +151,19 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: None = None  # vLLM's name; there is no LoRA yet
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def extend(self, delta: "CompletionOutput") -> None:
+        """Add what is new."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if self.logprobs is not None:
+            self.logprobs += delta.logprobs or ()
+        self.cumulative_logprob = delta.cumulative_logprob
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 @dataclass(slots=True)
@@ -165,6 +178,25 @@ class RequestOutput:
     finished: bool
     metrics: RequestStateStats | None = None
     num_cached_tokens: int | None = None
+    # vLLM's names for what we do not have yet.
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
+
+    def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
+        """Take a later output of the same request in: with `aggregate` a delta, which is added,
+        else one that replaces."""
+        self.finished |= next_output.finished
+        mine = {answer.index: i for i, answer in enumerate(self.outputs)}
+        for answer in next_output.outputs:
+            place = mine.get(answer.index)
+            if place is None:
+                self.outputs.append(answer)
+            elif aggregate:
+                self.outputs[place].extend(answer)
+            else:
+                self.outputs[place] = answer
 
 
 @dataclass(slots=True)

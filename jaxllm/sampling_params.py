@@ -12,7 +12,10 @@ from typing import Any
 
 import msgspec
 
-from jaxllm.errors import ValidationError
+from jaxllm.errors import refused
+from jaxllm.logging import init_logger
+
+logger = init_logger(__name__)
 
 
 class Limits:
@@ -98,6 +101,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _number("temperature", self.temperature, 0.0, 2.0)
         if _GREEDY_EPSILON <= self.temperature < _MIN_TEMPERATURE:
             # Dividing float32 logits by less than this overflows before the softmax.
+            logger.warning(
+                "temperature=%s is raised to %s; use 0 for greedy sampling",
+                self.temperature,
+                _MIN_TEMPERATURE,
+            )
             self.temperature = _MIN_TEMPERATURE
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
@@ -111,7 +119,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refused(
+            raise refused(
                 "min_tokens", self.min_tokens, f"it must be at most max_tokens={self.max_tokens}"
             )
         for name in ("logprobs", "prompt_logprobs"):
@@ -124,48 +132,51 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             "skip_special_tokens",
             "spaces_between_special_tokens",
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise _refused(name, getattr(self, name), "it must be True or False")
+            _boolean(name, getattr(self, name))
         self._validate_lists()
         if self.is_greedy and self.n > 1:
-            raise _refused("n", self.n, "greedy sampling (temperature=0) gives one answer; use n=1")
+            raise refused("n", self.n, "greedy sampling (temperature=0) gives one answer; use n=1")
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
-            raise _refused("output_kind", self.output_kind, "use RequestOutputKind") from None
+            raise refused("output_kind", self.output_kind, "use RequestOutputKind") from None
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
-            raise _refused("extra_args", self.extra_args, "it must be a dict")
+            raise refused("extra_args", self.extra_args, "it must be a dict")
 
     def _validate_lists(self) -> None:
         stop = _list("stop", self.stop, Limits.MAX_STOP_STRINGS)
         for text in stop:
             if not isinstance(text, str) or not text:
-                raise _refused("stop", text, "stop strings must be non-empty strings")
+                raise refused("stop", text, "stop strings must be non-empty strings")
+            check_is_text("stop", text)
             if len(text) > Limits.MAX_STOP_STRING_CHARS:
-                raise _refused(
+                raise refused(
                     "stop",
                     len(text),
                     f"a stop string has at most {Limits.MAX_STOP_STRING_CHARS} characters",
                 )
         if stop and not self.detokenize:
-            raise _refused("stop", stop, "stop strings need detokenize=True")
+            raise refused("stop", stop, "stop strings need detokenize=True")
         for token in _list("stop_token_ids", self.stop_token_ids, Limits.MAX_STOP_TOKEN_IDS):
             _integer("stop_token_ids", token, 0, 2**31 - 1)
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
         for word in _list("bad_words", self.bad_words, Limits.MAX_BAD_WORDS):
             if not isinstance(word, str) or not word:
-                raise _refused("bad_words", word, "bad words must be non-empty strings")
+                raise refused("bad_words", word, "bad words must be non-empty strings")
+            check_is_text("bad_words", word)
         if self.allowed_token_ids is not None:
             allowed = _list("allowed_token_ids", self.allowed_token_ids, 2**31 - 1)
             if not allowed:
-                raise _refused("allowed_token_ids", allowed, "it must not be empty")
+                raise refused("allowed_token_ids", allowed, "it must not be empty")
             for token in allowed:
                 _integer("allowed_token_ids", token, 0, 2**31 - 1)
+            # So there are never more than the vocabulary has, which the door checks them by.
+            self.allowed_token_ids = list(dict.fromkeys(allowed))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
-                raise _refused("logit_bias", self.logit_bias, "it must map token ids to numbers")
+                raise refused("logit_bias", self.logit_bias, "it must map token ids to numbers")
             if len(self.logit_bias) > Limits.MAX_LOGIT_BIAS:
-                raise _refused(
+                raise refused(
                     "logit_bias", len(self.logit_bias), f"at most {Limits.MAX_LOGIT_BIAS} entries"
                 )
             # JSON objects have string keys.
@@ -175,12 +186,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                     for token, bias in self.logit_bias.items()
                 }
             except (TypeError, ValueError):
-                raise _refused(
-                    "logit_bias", self.logit_bias, "its keys must be token ids"
-                ) from None
+                raise refused("logit_bias", self.logit_bias, "its keys must be token ids") from None
             for token, bias in self.logit_bias.items():
                 _integer("logit_bias", token, 0, 2**31 - 1)
-                _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+                _number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True):
@@ -192,34 +201,52 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True):
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         _integer("beam_width", self.beam_width, 1, 256)
         _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0.0, 2.0)
-        _number("length_penalty", self.length_penalty, -math.inf, math.inf)
+        # It is an exponent of lengths: beyond this, scores would overflow.
+        _number("length_penalty", self.length_penalty, -32.0, 32.0)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _boolean(name, getattr(self, name))
 
 
-def _refused(name: str, value: object, why: str) -> ValidationError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return ValidationError(f"{name}={shown}: {why}", parameter=name, value=value)
+def check_is_text(name: str, text: str) -> None:
+    """Refuse a string that no encoding can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refused(name, text, "it holds half a surrogate pair, which is no text") from None
+
+
+def _boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise refused(name, value, "it must be True or False")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise _refused(name, value, "it must be an integer")
+        raise refused(name, value, "it must be an integer")
     if not low <= int(value) <= high:
-        raise _refused(name, value, f"it must be between {low} and {high}")
+        raise refused(name, value, f"it must be between {low} and {high}")
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _refused(name, value, "it must be a number")
-    number = float(value)
+        raise refused(name, value, "it must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or not low <= number <= high or (low_open and number == low):
-        above = "above" if low_open else "at least"
-        raise _refused(name, value, f"it must be finite, {above} {low} and at most {high}")
+        bounds = ["finite"]
+        if low > -math.inf:
+            bounds.append(f"{'above' if low_open else 'at least'} {low}")
+        if high < math.inf:
+            bounds.append(f"at most {high}")
+        raise refused(name, value, f"it must be {', '.join(bounds)}")
 
 
 def _copied(value: Any) -> Any:
@@ -229,7 +256,7 @@ def _copied(value: Any) -> Any:
 
 def _list(name: str, value: object, most: int) -> list:
     if not isinstance(value, list | tuple):
-        raise _refused(name, value, "it must be a list")
+        raise refused(name, value, "it must be a list")
     if len(value) > most:
-        raise _refused(name, f"{len(value)} entries", f"at most {most} are allowed")
+        raise refused(name, f"{len(value)} entries", f"at most {most} are allowed")
     return list(value)

@@ -1,5 +1,6 @@
 """LLM as its users see it: what goes in, what comes out, in which order."""
 
+import functools
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ from jaxllm import (
     LLM,
     BeamSearchParams,
     LogitsProcessor,
+    RequestOutputKind,
     SamplingParams,
     ValidationError,
     register_scheduling_policy,
@@ -72,17 +74,23 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def make_llm(tmp_path_factory):
-    """Start an engine; all share a checkpoint and the compiled programs."""
+def start(tmp_path_factory):
+    """Start an engine; all share the compiled programs."""
+    cache = str(tmp_path_factory.mktemp("compiled"))
+
+    def start(model, **options):
+        return LLM(str(model), **{**OPTIONS, "compilation_cache_dir": cache, **options})
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def make_llm(tmp_path_factory, start):
+    """Start an engine with the checkpoint that most tests here use."""
     model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
     recommended = {"temperature": 0.5, "top_k": 20, "max_new_tokens": 7, "eos_token_id": EOS}
     (model / "generation_config.json").write_text(json.dumps(recommended))
-    cache = str(tmp_path_factory.mktemp("compiled"))
-
-    def make(**options):
-        return LLM(str(model), **{**OPTIONS, "compilation_cache_dir": cache, **options})
-
-    return make
+    return functools.partial(start, model)
 
 
 @pytest.fixture(scope="module")
@@ -310,11 +318,67 @@ def test_chat_continues_the_last_message(llm):
         llm.chat(begun, greedy(), continue_final_message=True)
 
 
-@pytest.mark.parametrize("messages", [[], [[]], [{"content": "x"}], ["hello"]])
+@pytest.mark.parametrize(
+    "messages", [[], [[]], [{"content": "x"}], ["hello"], 5, "hello", CONVERSATION[0]]
+)
 def test_what_is_no_conversation_is_refused(llm, messages):
     with pytest.raises(ValidationError, match="message"):
         llm.chat(messages, greedy())
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_an_error_says_which_of_several_prompts_it_is_about(llm):
+    good, long = ids(0, 3), ids(0, 200)
+    with pytest.raises(ValidationError, match=r"^prompts\[2\]: the prompt has 200") as caught:
+        llm.generate([good, good, long], greedy())
+    assert caught.value.prompt_index == 2 and caught.value.parameter == "prompt"
+    assert "tokenization_kwargs={'truncate_prompt_tokens': -1}" in str(caught.value)
+    with pytest.raises(ValidationError, match=r"^prompts\[1\]: allowed_token_ids=400"):
+        llm.generate([good, good], [greedy(), greedy(allowed_token_ids=[400])])
+    # What all share, or the only one has, is not a matter of the place.
+    with pytest.raises(ValidationError, match="^allowed_token_ids=400"):
+        llm.generate([good, good], greedy(allowed_token_ids=[400]))
+    with pytest.raises(ValidationError, match="^the prompt has 200"):
+        llm.generate(long, greedy())
+    with pytest.raises(ValidationError, match=r"^messages\[1\]: "):
+        llm.chat([CONVERSATION, [5]], greedy())
+
+
+@pytest.mark.parametrize("call", ["generate", "enqueue", "beam_search"])
+def test_lora_is_refused_and_its_absence_is_not(llm, call):
+    params = BeamSearchParams(beam_width=1, max_tokens=1) if call == "beam_search" else greedy()
+    assert getattr(llm, call)([ids(0, 3)], params, lora_request=None)
+    llm.wait_for_completion(use_tqdm=False)
+    with pytest.raises(ValidationError, match="lora_request=.*not supported"):
+        getattr(llm, call)([ids(0, 3)], params, lora_request="adapter")
+
+
+def test_only_the_plain_way_to_reset_the_prefix_cache_is_accepted(llm):
+    assert llm.reset_prefix_cache(reset_running_requests=False, reset_connector=False)
+    for name in ("reset_running_requests", "reset_connector"):
+        with pytest.raises(ValidationError, match=f"{name}=True"):
+            llm.reset_prefix_cache(**{name: True})
+
+
+def test_tokenization_kwargs_of_a_wrong_type_are_refused(llm):
+    with pytest.raises(ValidationError, match="tokenization_kwargs=5"):
+        llm.generate(ids(0, 3), greedy(), tokenization_kwargs=5)
+
+
+def test_added_deltas_are_the_final_output(llm):
+    engine, params = llm.llm_engine, greedy(8, logprobs=1)
+    [final] = generate(llm, ids(0, 5), params)
+    engine.add_request("r", ids(0, 5), params.clone(output_kind=RequestOutputKind.DELTA))
+    total = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if total is None:
+                total = output
+            else:
+                total.add(output, aggregate=True)
+    assert total.finished and len(total.outputs) == 1
+    assert total.outputs[0] == final.outputs[0]
+    assert final.lora_request is None and final.outputs[0].lora_request is None
 
 
 # ---- what is sampled
@@ -440,6 +504,61 @@ def test_beam_search_is_the_best_of_all_continuations(llm, tokenizer):
             assert sequence.text.rstrip("\ufffd") == text.rstrip("\ufffd")
 
 
+def test_beam_search_ends_at_an_eos_that_only_the_tokenizer_knows(start, tmp_path):
+    llm = start(make_tiny_checkpoint(tmp_path, eos_token_id=None), enforce_eager=True)
+    assert llm.llm_engine.info.eos_token_ids == []
+    # So strong a penalty that the shortest answer is the best one.
+    params = BeamSearchParams(beam_width=192, max_tokens=2, length_penalty=-30.0)
+    [output] = llm.beam_search([ids(0, 4)], params)
+    assert (output.sequences[0].finish_reason, output.sequences[0].stop_reason) == ("stop", EOS)
+
+
+def test_beam_search_moves_a_bar_and_shows_special_tokens_if_asked(llm):
+    bars = []
+
+    class Bar:
+        def __init__(self, **_):
+            bars.append(self)
+            self.moves = []
+
+        def update(self, count):
+            self.moves.append(count)
+
+        def close(self):
+            self.moves.append("closed")
+
+    params = BeamSearchParams(
+        beam_width=192,
+        max_tokens=1,
+        length_penalty=-30.0,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+    )
+    [output] = llm.beam_search([ids(0, 4)], params, use_tqdm=Bar)
+    assert [bar.moves for bar in bars] == [[1, "closed"]]
+    ended = next(s for s in output.sequences if s.finish_reason == "stop")
+    assert ended.text == "<|endoftext|>"
+    [output] = llm.beam_search(
+        [ids(0, 4)], msgspec.structs.replace(params, skip_special_tokens=True)
+    )
+    assert next(s for s in output.sequences if s.finish_reason == "stop").text == ""
+
+
+def test_beam_search_wants_its_own_parameters(llm):
+    with pytest.raises(ValidationError, match="params=.*BeamSearchParams"):
+        llm.beam_search([ids(0, 4)], greedy())
+
+
+def test_only_ends_of_sequence_beside_the_first_are_a_reason_to_stop(start, tmp_path):
+    model = make_tiny_checkpoint(tmp_path)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 5]}))
+    llm = start(model, enforce_eager=True)
+    params = [greedy(ignore_eos=False, logit_bias={token: 1000.0}) for token in (EOS, 5)]
+    answers = [out.outputs[0] for out in generate(llm, [ids(0, 4)] * 2, params)]
+    assert [answer.finish_reason for answer in answers] == ["stop", "stop"]
+    assert [answer.stop_reason for answer in answers] == [None, 5]
+
+
 # ---- the engine
 
 
@@ -459,7 +578,7 @@ def test_metrics_move(llm):
     assert moved["num_generation_tokens"] == 20
     assert moved["prefix_cache_hits"] == 16
     assert moved["prefix_cache_queries"] == moved["num_prompt_tokens"] + 16 == 46
-    assert moved["num_padded_tokens"] >= moved["num_scheduled_tokens"] >= 30 + 16
+    assert moved["num_token_rows"] >= moved["num_scheduled_tokens"] >= 30 + 16
     assert moved["num_steps"] >= 10
     for name, metric in after.items():
         assert type(metric) in (Counter, Gauge)

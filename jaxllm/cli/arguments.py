@@ -45,6 +45,7 @@ SAMPLING_HELP = {
     "detokenize": "Turn the answer's tokens into text.",
     "skip_special_tokens": "Leave special tokens out of the text.",
     "spaces_between_special_tokens": "Put spaces between special tokens in the text.",
+    "extra_args": "JSON object for the logits processors of --logits-processors.",
 }
 
 SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
@@ -53,7 +54,6 @@ SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 NOT_FLAGS = {
     "seed": "--seed is the engine's: it seeds every request that brings none",
     "output_kind": "each command sets the kind that it prints",
-    "extra_args": "it speaks to logits processors, classes that only Python code can hand over",
 }
 
 
@@ -110,11 +110,6 @@ def add_sampling_arguments(
     for f in msgspec.structs.fields(SamplingParams):
         if f.name not in NOT_FLAGS and f.name not in without:
             _add_flag(group, f.name, hints[f.name], f.default, SAMPLING_HELP[f.name])
-
-
-def engine_config_from(args: argparse.Namespace) -> EngineConfig:
-    """Make the config that the parsed flags ask for."""
-    return EngineConfig.create(**engine_options_from(args))
 
 
 def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
@@ -174,7 +169,7 @@ def _add_flag(group: Any, name: str, hint: Any, default: Any, text: str) -> None
     is_switch = settings.get("action") is argparse.BooleanOptionalAction
     if is_switch:
         text += f" Default: {'on' if default else 'off'}."
-    elif default not in (None, "", dataclasses.MISSING, msgspec.NODEFAULT):
+    elif default not in (None, "", (), dataclasses.MISSING, msgspec.NODEFAULT):
         text += f" Default: {default}."
     group.add_argument(
         *SHORT_FLAGS.get(name, ()),
@@ -200,6 +195,8 @@ def _settings(hint: Any) -> dict[str, Any]:
         # One flag with several values, or the flag several times.
         (item,) = typing.get_args(hint)
         return {"action": "extend", "nargs": "+", **_settings(item)}
+    if origin is tuple:
+        return {"action": "extend", "nargs": "+", **_settings(str)}
     if origin in (dict, Mapping):
         return {"type": json_object, "metavar": "JSON"}
     parse, metavar = {int: (integer, "N"), float: (float, "X"), str: (str, "TEXT")}[origin]

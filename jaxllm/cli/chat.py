@@ -21,9 +21,9 @@ from jaxllm.cli.arguments import (
     engine_options_from,
     sampling_params_from,
 )
-from jaxllm.errors import ValidationError
+from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.frontend.tokenizer import render_chat
-from jaxllm.messages import TokensPrompt
+from jaxllm.messages import CompletionOutput, TokensPrompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     options = engine_options_from(args)
-    template = Path(args.chat_template).read_text() if args.chat_template else None
+    template = read_template(args.chat_template) if args.chat_template else None
     # Refuse a bad flag before the model is loaded; its own defaults are known only afterwards.
     sampling_params_from(args, SamplingParams(max_tokens=None))
 
@@ -68,20 +68,29 @@ def run(args: argparse.Namespace) -> None:
     converse(chat)
 
 
+def read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
+
+
 def converse(chat: "Chat") -> None:
-    """Read lines and stream answers until the input ends."""
+    """Read lines and stream answers until the input ends. A person is told at once what had no
+    answer; a pipe hears of it in the end, as an error."""
     is_person = sys.stdin.isatty()
+    num_failed = 0
     if is_person:
         with contextlib.suppress(ImportError):  # not on every platform
             import readline  # noqa: F401  (gives input() line editing and history)
     while True:
         try:
-            line = input(">>> " if is_person else "")
+            line = read_line(">>> " if is_person else "")
             match line.strip():
                 case "":
                     continue
                 case "/exit":
-                    return
+                    break
                 case "/reset":
                     chat.reset()
                     note("The conversation is forgotten.")
@@ -90,23 +99,35 @@ def converse(chat: "Chat") -> None:
                 case command if command.startswith("/"):
                     note(f"There is no command {command!r}; /help lists them.")
                 case _:
-                    answer(chat, line)
+                    num_failed += not answer(chat, line)
         except EOFError:
-            return
+            break
         except KeyboardInterrupt:
             if not is_person:
                 raise
             note("\nCtrl-D or /exit leaves.")
+    if num_failed and not is_person:
+        raise JaxLLMError(f"{num_failed} lines had no answer")
 
 
-def answer(chat: "Chat", line: str) -> None:
+def read_line(prompt: str) -> str:
+    try:
+        return input(prompt)
+    except UnicodeDecodeError as error:
+        raise ValidationError(f"standard input: not UTF-8 ({error.reason})") from None
+
+
+def answer(chat: "Chat", line: str) -> bool:
+    """Stream the answer to a line; False if there is none."""
     try:
         with interrupt_as_event() as stop:
             for text in chat.reply(line, stop):
                 print(text, end="", flush=True)
             print(flush=True)
-    except ValidationError as error:
+    except JaxLLMError as error:
         note(f"jaxllm: error: {error}")
+        return False
+    return True
 
 
 class Chat:
@@ -143,16 +164,18 @@ class Chat:
             forgotten = len(self.turns) - len(kept)
             note(f"The context is full: the oldest {forgotten} turns are forgotten.")
         pieces: list[str] = []
-        finish_reason = None
+        last: CompletionOutput | None = None
         while self._engine.has_unfinished_requests():
             if stop.is_set():
                 self._engine.abort_request(request_id)
             for output in self._engine.step():
-                finish_reason = output.outputs[0].finish_reason
-                pieces.append(output.outputs[0].text)
-                yield pieces[-1]
+                [last] = output.outputs
+                pieces.append(last.text)
+                yield last.text
+        if last is not None and last.finish_reason == "error":
+            raise JaxLLMError(f"the answer ended in an error: {last.stop_reason}")
         self.turns = [*kept, (said, "".join(pieces))]
-        if finish_reason == "length":
+        if last is not None and last.finish_reason == "length":
             note("\nThe answer has reached its longest length.")
 
     def _fit(self, said: str) -> tuple[TokensPrompt, list[tuple[str, str]]]:

@@ -5,7 +5,8 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -15,7 +16,7 @@ from jaxllm.cli.arguments import (
     engine_options_from,
     sampling_params_from,
 )
-from jaxllm.errors import ValidationError
+from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.messages import PromptType, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     options = engine_options_from(args)
-    prompts = list(args.prompt)
+    prompts = [Prompt(f"--prompt {text!r:.40}", text) for text in args.prompt]
     if args.prompts_file is not None:
         prompts += read_prompts(args.prompts_file)
     if not prompts:
@@ -53,27 +54,45 @@ def run(args: argparse.Namespace) -> None:
 
     llm = LLM(**options)
     params = sampling_params_from(args, llm.get_default_sampling_params())
-    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    plain = [one.prompt for one in prompts]
+    try:
+        outputs = llm.generate(plain, params, use_tqdm=sys.stderr.isatty())
+    except ValidationError as error:
+        if error.prompt_index is None:
+            raise
+        where = prompts[error.prompt_index].where
+        raise ValidationError(f"{where}: {error.__cause__}") from error
     if args.json:
         print("\n".join(as_json(output) for output in outputs))
     else:
         print("\n\n".join(as_text(output, dim=sys.stdout.isatty()) for output in outputs))
+    failed = [a for output in outputs for a in output.outputs if a.finish_reason == "error"]
+    if failed:
+        raise JaxLLMError(f"{len(failed)} answers ended in an error: {failed[0].stop_reason}")
 
 
-def read_prompts(path: str) -> list[PromptType]:
-    """Read a file of prompts; empty lines are skipped."""
+class Prompt(NamedTuple):
+    """A prompt, and where it was found."""
+
+    where: str
+    prompt: PromptType
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """Read a file of prompts, one per line; empty lines are skipped."""
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
-        if path == "-":
-            lines = sys.stdin.read().splitlines()
-        else:
-            with open(path, encoding="utf-8") as file:
-                lines = file.read().splitlines()
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not path.endswith(".jsonl"):
-        return [line for _, line in numbered]
-    return [_prompt_from_json(line, f"{path}:{number}") for number, line in numbered]
+    prompts = []
+    # Not splitlines: a form feed or a line separator of Unicode is part of a prompt.
+    for number, line in enumerate(text.split("\n"), 1):
+        line, where = line.removesuffix("\r"), f"{path}:{number}"
+        if line.strip():
+            is_json = path.endswith(".jsonl")
+            prompts.append(Prompt(where, _prompt_from_json(line, where) if is_json else line))
+    return prompts
 
 
 def as_json(output: RequestOutput) -> str:
@@ -101,6 +120,7 @@ def _records(output: RequestOutput) -> Iterator[dict[str, Any]]:
             "num_cached_tokens": output.num_cached_tokens,
             "metrics": output.metrics,
         }
+        del record["lora_request"]
         if answer.logprobs is None:
             del record["logprobs"], record["cumulative_logprob"]
         if output.prompt_logprobs is not None:

@@ -5,6 +5,7 @@ its command is used, so that `jaxllm --help` needs no jax.
 """
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -40,6 +41,10 @@ EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE, which not every platform has
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An answer holds characters that a terminal or a locale may not have: better a ? than
+        # nothing of it.
+        sys.stdout.reconfigure(errors="replace")
     try:
         run(argv)
         # Output that is still buffered would meet a closed pipe after main, at exit.

@@ -58,7 +58,7 @@ class EngineCore:
     def add_request(self, request: EngineRequest) -> None:
         """Take over a validated request; a duplicate id is refused."""
         if self._is_shut_down:
-            raise ValidationError("the engine has been shut down; make a new one")
+            raise _shut_down()
         self._scheduler.add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -73,8 +73,13 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Dispatch one step, if there is one to dispatch, and return what an earlier one
         brought."""
+        if self._is_shut_down:
+            raise _shut_down()
         start = time.perf_counter()
         schedule = self._scheduler.schedule()
+        if schedule is not None:
+            # First of all: the scheduler counts on hearing of every step, whatever comes between.
+            self._in_flight.append((schedule, _INTERRUPTED))
         self._stats.schedule_s += time.perf_counter() - start
         going_on = schedule is not None and self._dispatch(schedule)
         outputs: list[EngineOutput] = []
@@ -88,7 +93,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """The figures as of now."""
-        self._stats.num_padded_tokens = self._executor.num_padded_tokens
+        self._stats.num_token_rows = self._executor.num_token_rows
         self._stats.pack_s = self._executor.pack_s
         self._stats.num_compiles_after_warmup = self._executor.num_compiles_after_warmup
         return self._stats
@@ -99,21 +104,17 @@ class EngineCore:
         self._executor.shutdown()
 
     def _dispatch(self, schedule: Schedule) -> bool:
-        """Send a step on its way. False if that failed, which is told when its turn comes: the
-        steps before it are not affected."""
-        if not self._in_flight and self._idle_since is not None:
+        """Send the newest step on its way. False if that failed, which is told when its turn comes:
+        the steps before it are not affected."""
+        if len(self._in_flight) == 1 and self._idle_since is not None:
             self._stats.device_idle_s += time.perf_counter() - self._idle_since
         try:
             pending = self._executor.execute(schedule)
         except Exception as error:
-            self._in_flight.append((schedule, _NotDispatched(error)))
+            self._in_flight[-1] = (schedule, _NotDispatched(error))
             return False
-        except BaseException:
-            # Ctrl-C: the scheduler counts on hearing of every step, also of this one.
-            self._in_flight.append((schedule, _NotDispatched(RuntimeError("interrupted"))))
-            raise
+        self._in_flight[-1] = (schedule, pending)
         self._stats.num_steps += 1
-        self._in_flight.append((schedule, pending))
         return True
 
     def _collect(self) -> list[EngineOutput]:
@@ -124,8 +125,8 @@ class EngineCore:
             result = pending.result()
         except Exception as error:
             return self._recover(error)
-        self._in_flight.popleft()
         ready = time.perf_counter()
+        self._in_flight.popleft()
         outputs = self._scheduler.update(schedule, result)
         self._stats.device_wait_s += ready - start
         self._stats.update_s += time.perf_counter() - ready
@@ -146,10 +147,18 @@ class EngineCore:
 
 
 class _NotDispatched:
-    """A step that the executor refused."""
+    """A step that the executor refused; without an error, one that it has not heard of."""
 
-    def __init__(self, error: Exception):
+    def __init__(self, error: Exception | None = None):
         self._error = error
 
     def result(self) -> StepResult:
-        raise self._error
+        raise self._error or RuntimeError("interrupted")
+
+
+# Stands for a step until it is dispatched.
+_INTERRUPTED = _NotDispatched()
+
+
+def _shut_down() -> ValidationError:
+    return ValidationError("the engine has been shut down; make a new one")

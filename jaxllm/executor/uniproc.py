@@ -20,8 +20,8 @@ class UniProcExecutor:
         self._runner = ModelRunner(plan)
 
     @property
-    def num_padded_tokens(self) -> int:
-        return self._runner.num_padded_tokens
+    def num_token_rows(self) -> int:
+        return self._runner.num_token_rows
 
     @property
     def pack_s(self) -> float:

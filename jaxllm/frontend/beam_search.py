@@ -4,7 +4,7 @@ tokens. The prefix cache makes that cheap: a beam's KV is found again, not compu
 import itertools
 from collections.abc import Callable
 
-from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.messages import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -22,12 +22,22 @@ def beam_search(
     salts: list[str | None],
     params: BeamSearchParams,
     info: EngineInfo,
+    eos_token_ids: list[int],
     generate: Generate,
+    *,
+    concurrency_limit: int | None = None,
+    on_step: Callable[[], None] | None = None,
 ) -> list[BeamSearchOutput]:
-    """Search all prompts side by side; the best `beam_width` sequences of each, best first.
+    """Search the prompts side by side, `concurrency_limit` at a time; the best `beam_width`
+    sequences of each, best first.
 
-    `salts` are the prompts' cache salts.
+    `salts` are the prompts' cache salts; `on_step` is called after every step.
     """
+    if concurrency_limit is None:
+        concurrency_limit = max(1, len(prompts))
+    is_count = isinstance(concurrency_limit, int) and not isinstance(concurrency_limit, bool)
+    if not is_count or concurrency_limit < 1:
+        raise refused("concurrency_limit", concurrency_limit, "it must be an integer, at least 1")
     if 2 * params.beam_width > info.max_logprobs:
         raise ValidationError(
             f"beam_width={params.beam_width} needs {2 * params.beam_width} logprobs per step, but "
@@ -52,17 +62,21 @@ def beam_search(
         detokenize=False,
     )
     searches = [
-        _Search(prompt, salt, params, info.eos_token_ids)
+        _Search(prompt, salt, params, eos_token_ids)
         for prompt, salt in zip(prompts, salts, strict=True)
     ]
-    for _ in range(params.max_tokens):
-        beams = [(search, beam) for search in searches for beam in search.beams]
-        if not beams:
-            break
-        outputs = generate([search.prompt_of(beam) for search, beam in beams], step_params)
-        answers = iter(outputs)
-        for search in searches:
-            search.advance(list(itertools.islice(answers, len(search.beams))))
+    for start in range(0, len(searches), concurrency_limit):
+        batch = searches[start : start + concurrency_limit]
+        for _ in range(params.max_tokens):
+            beams = [(search, beam) for search in batch for beam in search.beams]
+            if not beams:
+                break
+            outputs = generate([search.prompt_of(beam) for search, beam in beams], step_params)
+            answers = iter(outputs)
+            for search in batch:
+                search.advance(list(itertools.islice(answers, len(search.beams))))
+            if on_step is not None:
+                on_step()
     return [search.best() for search in searches]
 
 

@@ -30,6 +30,14 @@ class EngineClient(Protocol):
     def shutdown(self) -> None: ...
 
 
+def find_model(config: EngineConfig) -> str:
+    """The local directory of the model, fetched from the hub if need be."""
+    from jaxllm.weights.checkpoint import resolve_model_dir
+
+    model = config.model
+    return str(resolve_model_dir(model.model, model.revision, model.download_dir))
+
+
 def check_model(config: EngineConfig) -> None:
     """Raise what keeps an engine from starting, if anything does, without loading a weight."""
     from jaxllm.runner.plan import make_plan

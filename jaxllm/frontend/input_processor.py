@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo, EngineRequest, PromptType
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
-from jaxllm.sampling_params import Limits, SamplingParams
+from jaxllm.sampling_params import Limits, SamplingParams, check_is_text
 
 
 class ProcessedInput(NamedTuple):
@@ -42,11 +42,17 @@ class InputProcessor:
         self._policy = config.scheduler.scheduling_policy
         self._seeds = random.Random(config.model.seed)  # for requests that bring none
         self._logits_processors = load_logits_processors(config.model.logits_processors, config)
-        self._eos_token_ids = list(info.eos_token_ids)
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            eos = tokenizer.eos_token_id
-            if eos < info.vocab_size and eos not in self._eos_token_ids:
-                self._eos_token_ids.append(eos)
+        of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
+        if of_tokenizer is None or of_tokenizer >= info.vocab_size:
+            self._eos_token_ids = list(info.eos_token_ids)
+        else:
+            self._eos_token_ids = list(dict.fromkeys([of_tokenizer, *info.eos_token_ids]))
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an answer, of the tokenizer and of the model. The first one is the
+        end of sequence proper; the others count as stop tokens and are told as `stop_reason`."""
+        return self._eos_token_ids
 
     def process(
         self,
@@ -60,44 +66,40 @@ class InputProcessor:
     ) -> ProcessedInput:
         """Turn a prompt into n engine requests; raises ValidationError."""
         if not isinstance(request_id, str) or not request_id:
-            raise _refused("request_id", request_id, "it must be a non-empty string")
-        self._check_priority(priority)
+            raise refused("request_id", request_id, "it must be a non-empty string")
+        priority = self._checked_priority(priority)
         if arrival_time is None:
             arrival_time = time.time()
         elif not isinstance(arrival_time, numbers.Real) or not math.isfinite(arrival_time):
-            raise _refused("arrival_time", arrival_time, "it must be a number, as of time.time()")
+            raise refused("arrival_time", arrival_time, "it must be a number, as of time.time()")
         text, token_ids, cache_salt = self._read_prompt(prompt)
         token_ids = self._fit_prompt(token_ids, truncate_prompt_tokens)
         params = self._resolve_params(params)
         bad_word_ids = self._tokenize_bad_words(params.bad_words or [])
 
-        stop_token_ids = params.stop_token_ids or []
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
+        asked = params.stop_token_ids or []
+        stop_token_ids = asked + [token for token in eos_token_ids[1:] if token not in asked]
+        eos_token_ids = eos_token_ids[:1]
         num_stop = len({*eos_token_ids, *stop_token_ids})
         if num_stop > Limits.MAX_STOP_TOKEN_IDS:
-            raise _refused(
+            raise refused(
                 "stop_token_ids",
-                len(stop_token_ids),
+                len(asked),
                 f"with the end-of-sequence ids there are {num_stop} stop ids; at most "
                 f"{Limits.MAX_STOP_TOKEN_IDS} are allowed",
             )
-        allowed = params.allowed_token_ids
-        if params.min_tokens and allowed and {*eos_token_ids, *stop_token_ids}.issuperset(allowed):
-            raise _refused(
-                "allowed_token_ids",
-                allowed,
-                f"each of them ends the output, which min_tokens={params.min_tokens} puts off; "
-                "allow others, or set min_tokens=0",
-            )
+        self._check_some_token_is_left(params, bad_word_ids, {*eos_token_ids, *stop_token_ids})
         room = self._info.max_model_len - len(token_ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else int(params.seed)
         ids = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
+        # The prompt is the same for all: the first one tells about it. All share the lists.
+        others = params.clone(prompt_logprobs=None) if params.n > 1 else params
         requests = [
             EngineRequest(
                 request_id=engine_id,
                 prompt_token_ids=token_ids,
-                # The prompt is the same for all: the first one tells about it.
-                sampling_params=params.clone(prompt_logprobs=None) if i else params,
+                sampling_params=others if i else params,
                 max_tokens=room if params.max_tokens is None else min(int(params.max_tokens), room),
                 seed=(seed + i) % 2**64,
                 eos_token_ids=eos_token_ids,
@@ -113,18 +115,19 @@ class InputProcessor:
         # A second copy: the user may do with the output's list what he likes.
         return ProcessedInput(request_id, text, list(token_ids), params, requests)
 
-    def _check_priority(self, priority: int) -> None:
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise _refused("priority", priority, "it must be an integer")
-        if not -(2**63) <= priority < 2**63:
-            raise _refused("priority", priority, "it must fit in 64 bits")
+    def _checked_priority(self, priority: object) -> int:
+        if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
+            raise refused("priority", priority, "it must be an integer")
+        if not -(2**63) <= int(priority) < 2**63:
+            raise refused("priority", priority, "it must fit in 64 bits")
         if priority and self._policy == "fcfs":
-            raise _refused(
+            raise refused(
                 "priority",
                 priority,
                 "the engine serves first come, first served; start it with "
                 "scheduling_policy='priority'",
             )
+        return int(priority)
 
     # ---- the prompt
 
@@ -136,7 +139,7 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown:
-                raise _refused(
+                raise refused(
                     "prompt",
                     sorted(map(str, unknown)),
                     "these keys are not supported; use 'prompt' or 'prompt_token_ids', and "
@@ -149,27 +152,26 @@ class InputProcessor:
                 _check_salt(salt)
         if isinstance(given, str):
             if self._tokenizer is None:
-                raise _refused(
+                raise refused(
                     "prompt",
                     given,
                     "there is no tokenizer (skip_tokenizer_init=True); pass prompt_token_ids",
                 )
-            if not _is_unicode(given):
-                raise _refused("prompt", given, "it holds half a surrogate pair, which is no text")
+            check_is_text("prompt", given)
             text, token_ids = given, self._tokenizer.encode(given)
         elif isinstance(given, list | tuple):
             token_ids = _integers("prompt_token_ids", given)
         else:
-            raise _refused(
+            raise refused(
                 "prompt",
                 given,
                 "it must be a string, a list of token ids, or a dict with 'prompt' or "
                 "'prompt_token_ids'",
             )
         if text is not None and not isinstance(text, str):
-            raise _refused("prompt", text, "it must be a string")
+            raise refused("prompt", text, "it must be a string")
         if not token_ids:
-            raise _refused("prompt", given, "it is empty; give at least one token")
+            raise refused("prompt", given, "it is empty; give at least one token")
         self._check_in_vocabulary("prompt_token_ids", token_ids)
         return text, token_ids, salt
 
@@ -180,21 +182,22 @@ class InputProcessor:
         """
         max_model_len = self._info.max_model_len
         if truncate is not None:
-            if isinstance(truncate, bool) or not isinstance(truncate, int):
-                raise _refused("truncate_prompt_tokens", truncate, "it must be an integer")
+            if isinstance(truncate, bool) or not isinstance(truncate, numbers.Integral):
+                raise refused("truncate_prompt_tokens", truncate, "it must be an integer")
             if truncate != -1 and not 1 <= truncate <= max_model_len:
-                raise _refused(
+                raise refused(
                     "truncate_prompt_tokens",
                     truncate,
                     f"it must be -1 (as many as fit) or between 1 and max_model_len="
                     f"{max_model_len}",
                 )
-            token_ids = token_ids[-(max_model_len - 1 if truncate == -1 else truncate) :]
+            token_ids = token_ids[-(max_model_len - 1 if truncate == -1 else int(truncate)) :]
         if len(token_ids) >= max_model_len:
             raise ValidationError(
                 f"the prompt has {len(token_ids)} tokens, but with max_model_len={max_model_len} "
                 f"it may have at most {max_model_len - 1}, so that one can be generated; shorten "
-                "it, pass truncate_prompt_tokens, or start with a greater max_model_len",
+                "it, pass tokenization_kwargs={'truncate_prompt_tokens': -1}, or start with a "
+                "greater max_model_len",
                 parameter="prompt",
                 value=len(token_ids),
             )
@@ -205,7 +208,7 @@ class InputProcessor:
     def _resolve_params(self, params: SamplingParams) -> SamplingParams:
         """Return a validated copy in which what depends on the model is decided."""
         if not isinstance(params, SamplingParams):
-            raise _refused("sampling_params", params, "it must be a SamplingParams")
+            raise refused("sampling_params", params, "it must be a SamplingParams")
         params = params.clone()  # validates again: a field may have been assigned
         vocab_size, max_logprobs = self._info.vocab_size, self._info.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
@@ -213,7 +216,7 @@ class InputProcessor:
             if wanted == -1:
                 setattr(params, name, wanted := vocab_size)
             if wanted is not None and wanted > max_logprobs:
-                raise _refused(
+                raise refused(
                     name,
                     wanted,
                     f"the engine gives at most max_logprobs={max_logprobs}; ask for fewer or "
@@ -223,7 +226,7 @@ class InputProcessor:
         self._check_in_vocabulary("logit_bias", params.logit_bias or ())
         self._check_in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
         if params.stop and self._tokenizer is None:
-            raise _refused(
+            raise refused(
                 "stop",
                 params.stop,
                 "there is no tokenizer (skip_tokenizer_init=True) to find strings with; use "
@@ -236,7 +239,7 @@ class InputProcessor:
         """Replace `extra_args` by a deep copy, once the logits processors accept it."""
         if params.extra_args:
             if not self._logits_processors:
-                raise _refused(
+                raise refused(
                     "extra_args",
                     params.extra_args,
                     "the engine has no logits processor to read it; start it with "
@@ -245,21 +248,21 @@ class InputProcessor:
             try:
                 packed = msgspec.msgpack.encode(params.extra_args)
             except (TypeError, ValueError, OverflowError) as error:
-                raise _refused(
+                raise refused(
                     "extra_args", params.extra_args, f"it must hold plain data: {error}"
                 ) from error
             params.extra_args = msgspec.msgpack.decode(packed)
         try:
             encode_request(self._logits_processors, params)
         except ValueError as error:
-            raise _refused("extra_args", params.extra_args, str(error)) from error
+            raise refused("extra_args", params.extra_args, str(error)) from error
 
     def _tokenize_bad_words(self, words: list[str]) -> list[list[int]]:
         """The token sequences of bad words, at the head of a text and after a space."""
         if not words:
             return []
         if self._tokenizer is None:
-            raise _refused(
+            raise refused(
                 "bad_words",
                 words,
                 "there is no tokenizer (skip_tokenizer_init=True); use logit_bias",
@@ -270,7 +273,7 @@ class InputProcessor:
             for variant in (bare, " " + bare) if bare else (word,):
                 ids = self._tokenizer.encode(variant, add_special_tokens=False)
                 if not ids or len(ids) > Limits.MAX_BAD_WORD_TOKENS:
-                    raise _refused(
+                    raise refused(
                         "bad_words",
                         word,
                         f"it is {len(ids)} tokens long; between 1 and "
@@ -280,7 +283,7 @@ class InputProcessor:
                 if ids not in sequences:
                     sequences.append(ids)
         if len(sequences) > Limits.MAX_BAD_WORDS:
-            raise _refused(
+            raise refused(
                 "bad_words",
                 words,
                 f"they make {len(sequences)} token sequences; at most {Limits.MAX_BAD_WORDS} are "
@@ -288,10 +291,30 @@ class InputProcessor:
             )
         return sequences
 
+    def _check_some_token_is_left(
+        self, params: SamplingParams, bad_word_ids: list[list[int]], stop_ids: set[int]
+    ) -> None:
+        """Refuse masks that leave nothing to choose. Bad words of one token always mask it, the
+        longer ones only now and then."""
+        banned = {ids[0] for ids in bad_word_ids if len(ids) == 1}
+        if params.min_tokens:
+            banned |= stop_ids
+        allowed = params.allowed_token_ids or range(self._info.vocab_size)
+        if len(banned) < len(allowed) or not banned.issuperset(allowed):
+            return
+        causes = ["bad_words"] if bad_word_ids else []
+        if params.min_tokens:
+            causes.append(f"min_tokens={params.min_tokens}, which puts off stop ids")
+        raise refused(
+            "allowed_token_ids",
+            params.allowed_token_ids,
+            f"{' and '.join(causes)} would leave none of them; allow others",
+        )
+
     def _check_in_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
         worst = max(token_ids, default=0)
         if worst >= self._info.vocab_size:
-            raise _refused(
+            raise refused(
                 name,
                 worst,
                 f"no such token; ids of this model are below {self._info.vocab_size}",
@@ -307,32 +330,19 @@ def _integers(name: str, values: Sequence[Any]) -> list[int]:
             token_ids = [operator.index(value) for value in values]
         except TypeError:
             bad = next(value for value in values if not hasattr(value, "__index__"))
-            raise _refused(name, bad, "token ids must be integers") from None
+            raise refused(name, bad, "token ids must be integers") from None
         if any(isinstance(value, bool) for value in values):
-            raise _refused(name, values, "token ids must be integers, not booleans")
+            raise refused(name, values, "token ids must be integers, not booleans")
     if token_ids and min(token_ids) < 0:
-        raise _refused(name, min(token_ids), "token ids must not be negative")
+        raise refused(name, min(token_ids), "token ids must not be negative")
     return token_ids
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check_salt(salt: object) -> None:
     if not isinstance(salt, str) or not salt:
-        raise _refused("cache_salt", salt, "it must be a non-empty string")
+        raise refused("cache_salt", salt, "it must be a non-empty string")
+    check_is_text("cache_salt", salt)
     if len(salt) > Limits.MAX_SALT_CHARS:
-        raise _refused("cache_salt", salt, f"at most {Limits.MAX_SALT_CHARS} characters")
+        raise refused("cache_salt", salt, f"at most {Limits.MAX_SALT_CHARS} characters")
     if any(char in salt for char in "@/\\\0"):
-        raise _refused("cache_salt", salt, "it must not contain '@', '/', '\\' or NUL")
-
-
-def _refused(name: str, value: object, why: str) -> ValidationError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return ValidationError(f"{name}={shown}: {why}", parameter=name, value=value)
+        raise refused("cache_salt", salt, "it must not contain '@', '/', '\\' or NUL")

@@ -6,13 +6,14 @@ and the output processor (ids to text, stop strings, RequestOutputs).
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
-from jaxllm.frontend.client import EngineClient, InProcessClient, check_model
+from jaxllm.errors import ValidationError, refused
+from jaxllm.frontend.client import EngineClient, InProcessClient, check_model, find_model
 from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput
+from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.output_processor import OutputProcessor
 from jaxllm.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.messages import EngineInfo, PromptType, RequestOutput
@@ -30,6 +31,7 @@ class LLMEngine:
         self._client: EngineClient = InProcessClient(config)
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self._output_processor = OutputProcessor(self.tokenizer)
+        self._outputs: list[RequestOutput] = []  # of a step that Ctrl-C was pressed in
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
@@ -38,6 +40,15 @@ class LLMEngine:
     @property
     def info(self) -> EngineInfo:
         return self._client.info
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an answer, the end of sequence proper first."""
+        return self._input_processor.eos_token_ids
+
+    def is_known(self, request_id: str) -> bool:
+        """Whether an unfinished request has this id."""
+        return self._output_processor.is_known(request_id)
 
     def process_input(
         self,
@@ -50,7 +61,7 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> ProcessedInput:
         """Validate and tokenise; raises ValidationError. Nothing is queued yet."""
-        if self._output_processor.is_known(request_id):
+        if self.is_known(request_id):
             raise ValidationError(
                 f"request_id={request_id!r} is already in use by an unfinished request",
                 parameter="request_id",
@@ -65,9 +76,15 @@ class LLMEngine:
             **_tokenization(tokenization_kwargs),
         )
 
-    def submit(self, processed: ProcessedInput) -> None:
-        """Queue what `process_input` made."""
-        self._output_processor.add_request(processed)
+    def submit(
+        self,
+        processed: ProcessedInput,
+        *,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+    ) -> None:
+        """Queue what `process_input` made. However the request ends, `on_finish` is called with
+        its last output: within the step that returns this, too, or when it is aborted."""
+        self._output_processor.add_request(processed, on_finish)
         try:
             for request in processed.requests:
                 self._client.add_request(request)
@@ -98,21 +115,33 @@ class LLMEngine:
         )
 
     def abort_request(self, request_ids: str | list[str]) -> None:
-        """End requests without further output; unknown and finished ones are ignored."""
+        """End requests; unknown and finished ones are ignored. `step` says no more of them: only
+        the `on_finish` that a request was submitted with hears of its end."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         for request_id in ids:
             self._client.abort_requests(self._output_processor.abort(request_id))
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the engine and return what there is to say; may be empty."""
-        processed = self._output_processor.process(self._client.get_outputs())
-        if processed.abort_ids:
-            # Ended by a stop string, which only the frontend can see.
-            self._client.abort_requests(processed.abort_ids)
-        return processed.request_outputs
+        """Run one step of the engine and return what there is to say; may be empty.
+
+        Ctrl-C is raised when the step is over, and what the step brought is returned by the next.
+        """
+        with InterruptsBetweenSteps():
+            processed = self._output_processor.process(self._client.get_outputs())
+            self._outputs += processed.request_outputs
+            if processed.abort_ids:
+                # Ended by a stop string, which only the frontend can see.
+                self._client.abort_requests(processed.abort_ids)
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
-        return self._output_processor.has_unfinished() or self._client.has_work()
+        """Whether `step` has anything to do or to say."""
+        return (
+            self._output_processor.has_unfinished()
+            or bool(self._outputs)
+            or self._client.has_work()
+        )
 
     def get_num_unfinished_requests(self) -> int:
         return self._output_processor.num_unfinished
@@ -123,8 +152,16 @@ class LLMEngine:
             raise ValidationError("there is no tokenizer: skip_tokenizer_init=True")
         return self.tokenizer.hf
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Forget all cached prompt blocks; False, and nothing happens, when some are in use."""
+        for name, value in (
+            ("reset_running_requests", reset_running_requests),
+            ("reset_connector", reset_connector),
+        ):
+            if value:
+                raise refused(name, value, "it is not supported yet; leave it at False")
         return self._client.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
@@ -137,20 +174,23 @@ class LLMEngine:
 def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if config.model.skip_tokenizer_init:
         return None
+    model_dir = find_model(config)
     try:
-        return load_tokenizer(config.model)
+        return load_tokenizer(config.model, model_dir)
     except ValidationError:
-        # Often it is the model that is missing or broken, and then that is the better answer.
+        # Often it is the model that is broken, and then that is the better answer.
         check_model(config)
         raise
 
 
 def _tokenization(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        raise refused("tokenization_kwargs", options, "it must be a dict")
     options = dict(options or {})
     unknown = options.keys() - {"truncate_prompt_tokens"}
     if unknown:
         raise ValidationError(
-            f"tokenization_kwargs: {sorted(unknown)} are not supported; "
+            f"tokenization_kwargs: {sorted(map(str, unknown))} are not supported; "
             "only 'truncate_prompt_tokens' is",
             parameter="tokenization_kwargs",
         )

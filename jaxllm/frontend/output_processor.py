@@ -9,7 +9,7 @@ over the lists it gathered without copying them, CUMULATIVE has to copy all so f
 
 import io
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -59,8 +59,13 @@ class OutputProcessor:
     def num_unfinished(self) -> int:
         return len(self._requests)
 
-    def add_request(self, processed: ProcessedInput) -> None:
-        """Expect the outputs of a request; a duplicate id is refused and changes nothing."""
+    def add_request(
+        self,
+        processed: ProcessedInput,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+    ) -> None:
+        """Expect the outputs of a request; a duplicate id is refused and changes nothing. Its last
+        output also goes to `on_finish`."""
         request_id = processed.request_id
         engine_ids = [request.request_id for request in processed.requests]
         if request_id in self._requests or any(id in self._answers for id in engine_ids):
@@ -69,7 +74,7 @@ class OutputProcessor:
                 parameter="request_id",
                 value=request_id,
             )
-        request = _Request(processed, self._detokenizer)
+        request = _Request(processed, self._detokenizer, on_finish)
         self._requests[request_id] = request
         self._answers.update(zip(engine_ids, request.answers, strict=True))
 
@@ -96,28 +101,38 @@ class OutputProcessor:
         for request in touched.values():
             if request.is_finished:
                 del self._requests[request.request_id]
-            elif request.kind is RequestOutputKind.FINAL_ONLY:
-                continue
-            request_outputs.append(request.make_output())
+                request_outputs.append(request.finish())
+            elif request.kind is not RequestOutputKind.FINAL_ONLY:
+                request_outputs.append(request.make_output())
         return ProcessedOutputs(request_outputs, abort_ids)
 
     def abort(self, request_id: str) -> list[str]:
         """Forget a request, and return the ids of its engine requests that still run. Nothing
-        more comes of it; unknown and finished ones give an empty list."""
+        more comes of it but the call of its `on_finish`; unknown and finished ones give an empty
+        list."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return []
-        running = [answer.engine_id for answer in request.answers if answer.finish_reason is None]
-        for engine_id in running:
-            del self._answers[engine_id]
-        return running
+        running = [answer for answer in request.answers if answer.finish_reason is None]
+        for answer in running:
+            del self._answers[answer.engine_id]
+            answer.abort()
+        request.num_running = 0
+        request.finish()
+        return [answer.engine_id for answer in running]
 
 
 class _Request:
     """What the user asked for, and its n answers."""
 
-    def __init__(self, processed: ProcessedInput, detokenizer: Detokenizer | None):
+    def __init__(
+        self,
+        processed: ProcessedInput,
+        detokenizer: Detokenizer | None,
+        on_finish: Callable[[RequestOutput], None] | None,
+    ):
         params = processed.params
+        self._on_finish = on_finish
         self.request_id = processed.request_id
         self.prompt = processed.prompt
         self.prompt_token_ids = processed.prompt_token_ids
@@ -174,6 +189,13 @@ class _Request:
         metrics.first_token_ts = _first(stats.first_token_ts for stats in known)
         metrics.last_token_ts = max((stats.last_token_ts for stats in known), default=0.0)
         metrics.num_preemptions = sum(stats.num_preemptions for stats in known)
+
+    def finish(self) -> RequestOutput:
+        """Say the last there is to say, to everybody who waits for it."""
+        output = self.make_output()
+        if self._on_finish is not None:
+            self._on_finish(output)
+        return output
 
     def make_output(self) -> RequestOutput:
         """Say what there is to say. The metrics are the request's own object, which goes on
@@ -272,6 +294,13 @@ class _Answer:
                 self._text.write(self._stop.flush())
         self.has_news = self.has_news or bool(num_new) or self.finish_reason is not None
         return num_new
+
+    def abort(self) -> None:
+        """End the answer where it is."""
+        self.finish_reason = FinishReason.ABORT
+        if self._stop is not None:
+            self._text.write(self._stop.flush())
+        self.has_news = True
 
     def _take_until_stop(
         self, stream: IncrementalDetokenizer, stop: StopStrings, token_ids: list[int]

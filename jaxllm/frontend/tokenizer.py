@@ -1,4 +1,4 @@
-"""The tokenizer of a model: text to ids and back, chat templates, default sampling parameters.
+"""The tokenizer of a model: text to ids and back, and chat templates.
 
 The first stop of a request that arrives as text. Hugging Face's tokenizer does the work; it is
 loaded only here, and importing this module does not load transformers.
@@ -8,14 +8,13 @@ import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.detokenizer import Detokenizer
 from jaxllm.messages import TokensPrompt
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import check_is_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,18 +41,28 @@ class Tokenizer:
         encoded = self.hf(text, add_special_tokens=add_special_tokens, verbose=False)
         return list(encoded["input_ids"])
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        stream = self.detokenizer.stream(skip_special_tokens=skip_special_tokens)
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> str:
+        """The text of these tokens, as it continues the prompt's."""
+        stream = self.detokenizer.stream(
+            skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids
+        )
         return stream.append(token_ids)
 
 
-def load_tokenizer(config: ModelConfig) -> Tokenizer:
-    """Load the tokenizer of a model from a local directory or the hub."""
+def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
+    """Load the tokenizer that a config names, or else the one in the model's directory."""
     # It would warn that there is no PyTorch, which we do not want of it.
     logging.getLogger("transformers").addFilter(_is_not_about_torch)
     from transformers import AutoTokenizer
 
-    source = config.tokenizer or config.model
+    # A revision of its own is another one than that of the directory.
+    source = config.tokenizer or (config.model if config.tokenizer_revision else model_dir)
     try:
         hf = AutoTokenizer.from_pretrained(
             source,
@@ -89,8 +98,14 @@ def render_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> TokensPrompt:
     """Turn a conversation into a prompt by the model's chat template."""
-    import jinja2
-
+    for name, value, kind in (
+        ("messages", messages, list | tuple),
+        ("chat_template", chat_template, str | None),
+        ("tools", tools, list | tuple | None),
+        ("chat_template_kwargs", chat_template_kwargs, Mapping | None),
+    ):
+        if not isinstance(value, kind):
+            raise refused(name, value, f"it must be {_KINDS[name]}")
     if chat_template is None and not tokenizer.hf.chat_template:
         raise ValidationError(
             "the tokenizer has no chat template; pass chat_template=..., or use generate() with "
@@ -116,70 +131,25 @@ def render_chat(
             tokenize=False,
             **(chat_template_kwargs or {}),
         )
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
+    except Exception as error:  # a template is a program: it may raise anything
         raise ValidationError(
-            f"the chat template refuses these messages: {error}",
+            f"the chat template refuses these messages: {str(error) or type(error).__name__}",
             parameter="messages",
         ) from error
     assert isinstance(text, str), type(text)
+    check_is_text("messages", text)
     # The template has written the special tokens; the tokenizer must not add a second BOS.
     return TokensPrompt(
         prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)
     )
 
 
-def default_sampling_params(config: ModelConfig, model_dir: str) -> SamplingParams:
-    """The defaults that the model recommends, as `config.generation_config` wants them."""
-    if config.generation_config == "vllm":
-        return SamplingParams()
-    source = model_dir if config.generation_config == "auto" else config.generation_config
-    values = read_generation_config(source)
-    if config.generation_config != "auto" and not values:
-        raise ValidationError(
-            f"generation_config={source!r} has no generation_config.json with sampling "
-            "parameters; give a directory that has one, 'auto' or 'vllm'",
-            parameter="generation_config",
-            value=source,
-        )
-    try:
-        return SamplingParams(**values)
-    except ValidationError as error:
-        raise ValidationError(
-            f"generation_config.json in {source}: {error}; "
-            "correct it, or start with generation_config='vllm'",
-            parameter="generation_config",
-            value=source,
-        ) from error
-
-
-# Field of generation_config.json -> field of SamplingParams.
-_GENERATION_FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
+_KINDS = {
+    "messages": "a list of messages",
+    "chat_template": "a string",
+    "tools": "a list of dicts",
+    "chat_template_kwargs": "a dict",
 }
-
-
-def read_generation_config(model_dir: str) -> dict[str, Any]:
-    """Read the sampling parameters of a directory's generation_config.json, by our names.
-
-    End-of-sequence ids are not among them: the engine reads those and tells in `EngineInfo`.
-    """
-    path = Path(model_dir) / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        given = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValidationError(f"{path} is not valid JSON: {error}") from error
-    return {
-        ours: given[theirs]
-        for theirs, ours in _GENERATION_FIELDS.items()
-        if given.get(theirs) is not None
-    }
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +163,11 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     plain = dict(message)
     if isinstance(plain.get("content"), list):
         plain["content"] = "\n".join(map(_text_of_part, plain["content"]))
+    elif not isinstance(plain.get("content"), str | None):
+        raise refused("messages", message, "'content' must be text, a list of parts or None")
     if plain.get("tool_calls"):
+        if not isinstance(plain["tool_calls"], list | tuple):
+            raise refused("messages", message, "'tool_calls' must be a list")
         plain["tool_calls"] = [_parsed_tool_call(call) for call in plain["tool_calls"]]
     return plain
 
@@ -202,7 +176,9 @@ def _text_of_part(part: object) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type") == "text":
-        return str(part["text"])
+        if not isinstance(part.get("text"), str):
+            raise refused("messages", part, "a part of type 'text' must have a string as 'text'")
+        return part["text"]
     raise ValidationError(
         f"message content {part!r:.80} is not text; only parts of type 'text' are supported",
         parameter="messages",
@@ -210,9 +186,12 @@ def _text_of_part(part: object) -> str:
     )
 
 
-def _parsed_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _parsed_tool_call(call: object) -> dict[str, Any]:
     """Arguments travel as a JSON string; templates want the object."""
-    function = dict(call.get("function") or {})
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping | None):
+        raise refused("messages", call, "a tool call must be a dict, and so its 'function'")
+    function = dict(function or {})
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")

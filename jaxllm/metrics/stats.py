@@ -16,13 +16,13 @@ class EngineStats:
     # counters
     num_steps: int = 0
     num_requests_finished: int = 0
-    num_prompt_tokens: int = 0  # computed, not found in the cache
+    num_prompt_tokens: int = 0  # computed, not found in the cache; once each
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     num_scheduled_tokens: int = 0  # token rows that carried a token
-    num_padded_tokens: int = 0  # token rows of the programs that ran
+    num_token_rows: int = 0  # token rows of the programs that ran
     num_compiles_after_warmup: int = 0
     # seconds
     schedule_s: float = 0.0
@@ -43,7 +43,7 @@ class EngineStats:
     @property
     def padding_waste(self) -> float:
         """Share of token rows that were padding."""
-        rows = self.num_padded_tokens
+        rows = self.num_token_rows
         return 1.0 - self.num_scheduled_tokens / rows if rows else 0.0
 
     @property

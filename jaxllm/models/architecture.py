@@ -4,6 +4,7 @@ The plan reads it before anything is loaded, so whatever we cannot run is refuse
 A field that older configs leave out has the default of transformers.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,7 +51,10 @@ def read_architecture(
 ) -> Architecture:
     """Read the contents of a config.json, some of its fields replaced by overrides."""
     config = merge_overrides(hf_config, overrides or {})
-    name = ModelRegistry.select(config.get("architectures") or ())
+    names = config.get("architectures") or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"config.json: architectures={names!r} must be a list of names")
+    name = ModelRegistry.select(names)
     _refuse_unsupported(config)
     hidden_size = _integer(config, "hidden_size")
     num_layers = _integer(config, "num_hidden_layers")
@@ -74,7 +78,7 @@ def read_architecture(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
         hidden_act="silu",
         qkv_bias=traits.qkv_bias,
         o_bias=traits.o_bias,
@@ -147,6 +151,8 @@ def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
         # The first layers see everything, the rest only the window.
         first = _integer(config, "max_window_layers", 28, lowest=0)
         return tuple(None if layer < first else window for layer in range(num_layers))
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise CheckpointError(f"config.json: layer_types={kinds!r} must be a list of names")
     if len(kinds) != num_layers:
         raise CheckpointError(
             f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers={num_layers}"
@@ -179,6 +185,10 @@ _TRAITS: dict[str, Callable[[Mapping[str, Any], int], _Traits]] = {
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
+        if not isinstance(quantization, Mapping):
+            raise CheckpointError(
+                f"config.json: quantization_config={quantization!r} must be an object"
+            )
         method = quantization.get("quant_method", "of unknown kind")
         raise UnsupportedModelError(
             f"quantization_config {method} is not supported; supported are unquantised "
@@ -204,6 +214,13 @@ def _integer(
             f"config.json: {name}={value!r} must be an integer, at least {lowest}"
         )
     return value
+
+
+def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CheckpointError(f"config.json: {name}={value!r} must be a number above zero")
+    return float(value)
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:
@@ -240,6 +257,6 @@ def _dtype(config: Mapping[str, Any]) -> str:
 def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = config.get(name)
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if not all(isinstance(token, int) for token in ids):
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise CheckpointError(f"config.json: {name}={value!r} must be a token id or a list of them")
     return ids

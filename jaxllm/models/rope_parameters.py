@@ -87,7 +87,12 @@ def read_rope(
 def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`; before, there were `rope_scaling` and, beside it,
     `rope_theta`. With both, rope_scaling counts, as in transformers; it is what overrides set."""
-    parameters = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    parameters: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        given = config.get(name)
+        if not isinstance(given, Mapping | None):
+            raise CheckpointError(f"config.json: {name}={given!r} must be an object")
+        parameters |= given or {}
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModelError(
             f"rope_parameters per layer type ({', '.join(parameters)}) are not supported"

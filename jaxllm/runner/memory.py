@@ -28,10 +28,11 @@ def size_kv_cache(
 ) -> int:
     """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
 
-    One request of the greatest length must fit, so that no accepted request can wait for ever;
-    more than all slots can use is never allocated.
+    One request of the greatest length must fit, so that no accepted request can wait for ever. What
+    the user asks for is what he gets; of the free memory no more is taken than all slots can use,
+    and as much again for cached prefixes.
     """
-    useful = blocks_per_seq * max_num_seqs
+    useful = blocks_per_seq * max_num_seqs * (2 if config.enable_prefix_caching else 1)
     free = _free_bytes(config, device)
     fixed = weights_bytes + other_bytes
     needed = fixed + blocks_per_seq * block_bytes
@@ -39,7 +40,7 @@ def size_kv_cache(
         num_blocks, source = config.num_gpu_blocks_override, "num_gpu_blocks_override"
         needed = fixed + num_blocks * block_bytes
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks = min(config.kv_cache_memory_bytes // block_bytes, useful)
+        num_blocks = config.kv_cache_memory_bytes // block_bytes
         source = "kv_cache_memory_bytes"
         needed = fixed + num_blocks * block_bytes
     else:

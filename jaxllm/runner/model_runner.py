@@ -82,7 +82,7 @@ class ModelRunner:
             logger.info("compiled %s", self._programs.compile_all())
         self._state: DeviceState | None = DeviceState.zeros(plan)
         self._compiles_at_start = compilation_counter.compiles
-        self.num_padded_tokens = 0
+        self.num_token_rows = 0
         self.pack_s = 0.0
 
     @property
@@ -102,7 +102,7 @@ class ModelRunner:
         packed = self._packer.pack(schedule)
         self._write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start
-        self.num_padded_tokens += packed.bucket.num_tokens
+        self.num_token_rows += packed.bucket.num_tokens
         program = self._programs[packed.bucket]
         self._state, outputs = program(self._weights, self._state, packed.buffer)
         return PendingStep(schedule, outputs)

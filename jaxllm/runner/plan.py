@@ -32,9 +32,14 @@ from jaxllm.models.architecture import Architecture, read_architecture
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.parallel.sharding import make_mesh, sharding
 from jaxllm.runner.buckets import Bucket, make_ladder
+from jaxllm.runner.generation_config import (
+    read_default_sampling_params,
+    read_eos_token_ids,
+)
 from jaxllm.runner.memory import format_bytes, size_kv_cache
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.sampling.slot_state import SlotState
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.weights.checkpoint import read_json, resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
 
@@ -82,6 +87,7 @@ class EnginePlan:
     max_logprobs: int
     logits_processors: tuple[Any, ...]
     eos_token_ids: tuple[int, ...]
+    default_sampling_params: SamplingParams
     compile_at_start: bool
     compilation_cache_dir: Path | None
 
@@ -103,6 +109,7 @@ class EnginePlan:
             max_model_len=self.max_model_len,
             max_logprobs=self.max_logprobs,
             eos_token_ids=list(self.eos_token_ids),
+            default_sampling_params=self.default_sampling_params,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_blocks=self.num_blocks,
@@ -239,7 +246,10 @@ def make_plan(
         ),
         max_logprobs=max_logprobs,
         logits_processors=load_logits_processors(model.logits_processors, config),
-        eos_token_ids=_eos_token_ids(architecture, model_dir),
+        eos_token_ids=read_eos_token_ids(
+            model_dir, of_config=architecture.eos_token_ids, vocab_size=vocab_size
+        ),
+        default_sampling_params=read_default_sampling_params(model, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
         compilation_cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
     )
@@ -265,14 +275,6 @@ def _check_divisible(architecture: Architecture, num_shards: int) -> None:
             parameter="tensor_parallel_size",
             value=num_shards,
         )
-
-
-def _eos_token_ids(architecture: Architecture, model_dir: Path) -> tuple[int, ...]:
-    """Those of config.json, and those that generation_config.json adds (ends of turns)."""
-    path = model_dir / "generation_config.json"
-    value = read_json(path).get("eos_token_id") if path.exists() else None
-    more = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys([*architecture.eos_token_ids, *more]))
 
 
 def _choose_dtype(asked: str, architecture: Architecture, platform: str) -> Any:

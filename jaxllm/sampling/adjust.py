@@ -4,11 +4,13 @@ Each change is a function of all rows' logits, f32 [R, V]. It runs only if some 
 it, and reaches only the rows that do.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from jaxllm.errors import ValidationError
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.sampling.row_params import RowParams
@@ -27,21 +29,24 @@ def adjust_logits(
 ) -> jax.Array:
     """Apply everything that comes before temperature, in the sampler's order.
 
-    `flags` i32 [R] are those of `params`, cleared in the rows that sample nothing.
+    `flags` i32 [R] are those of `params`, cleared in the rows that sample nothing. A row that would
+    have no token left keeps its logits with biases and allowed ids alone.
     """
 
     def has(flag: int) -> jax.Array:
         return (flags & flag) != 0
 
     too_early = has(row_params.MIN_TOKENS) & (output_index < params.min_tokens)
-    logits = _in_rows(has(row_params.LOGIT_BIAS), _add_bias, logits, state, slots)
-    logits = _in_rows(has(row_params.BAD_WORDS), _ban_words, logits, state, slots)
+    biased = _in_rows(has(row_params.LOGIT_BIAS), _add_bias, logits, state, slots)
+    logits = _in_rows(has(row_params.BAD_WORDS), _ban_words, biased, state, slots)
     logits = _in_rows(too_early, _hold_back_stop_ids, logits, state, slots)
     for index, processor in enumerate(processors):
         uses = has(row_params.processor_flag(index))
         values = params.processor_params[index]
-        logits = _in_rows(uses, processor.apply, logits, values, output_index)
-    return _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params)
+        logits = _in_rows(uses, functools.partial(_apply, processor), logits, values, output_index)
+    logits = _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params)
+    some_left = jnp.any(logits > -jnp.inf, axis=1, keepdims=True)
+    return jnp.where(some_left, logits, biased)
 
 
 def _in_rows(
@@ -83,6 +88,23 @@ def _mask_tokens(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
     # An index of -1 would mean the last token.
     token_ids = jnp.where(token_ids == NO_TOKEN, vocab_size, token_ids)
     return logits.at[jnp.arange(rows)[:, None], token_ids].set(-jnp.inf, mode="drop")
+
+
+def _apply(
+    processor: LogitsProcessor, logits: jax.Array, values: jax.Array, output_index: jax.Array
+) -> jax.Array:
+    """A user's own change, which must be one of all logits: what is smaller would be broadcast."""
+    changed = processor.apply(logits, values, output_index)
+    made = f"a {type(changed).__name__}"
+    if isinstance(changed, jax.Array):
+        if (changed.shape, changed.dtype) == (logits.shape, logits.dtype):
+            return changed
+        made = f"{changed.dtype}{list(changed.shape)}"
+    raise ValidationError(
+        f"{type(processor).__name__}.apply must return logits as it got them, {logits.dtype}"
+        f"{list(logits.shape)}, and returned {made}",
+        parameter="logits_processors",
+    )
 
 
 def _penalize(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import refused
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def load_logits_processors(
 ) -> tuple[LogitsProcessor, ...]:
     """Make the processors that `EngineConfig` names as classes or as 'module:Class'."""
     if len(specs) > MAX_LOGITS_PROCESSORS:
-        raise _refused(len(specs), f"at most {MAX_LOGITS_PROCESSORS} can be loaded")
+        raise refused(
+            "logits_processors", len(specs), f"at most {MAX_LOGITS_PROCESSORS} can be loaded"
+        )
     return tuple(_find_class(spec)(config) for spec in specs)
 
 
@@ -67,12 +69,11 @@ def encode_request(
     """What each processor makes of a request; raises ValueError when one refuses it."""
     encoded: list[tuple[float, ...] | None] = []
     for processor in processors:
-        values = processor.encode(params)
-        if values is not None and len(values) != processor.num_params:
-            raise ValueError(
-                f"{type(processor).__name__}.encode returned {len(values)} numbers for "
-                f"extra_args={params.extra_args!r}; its num_params is {processor.num_params}"
-            )
+        try:
+            values = processor.encode(params)
+        except Exception as error:  # a user's code: it may raise anything
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise ValueError(f"{type(processor).__name__}.encode: {kind}{error}") from error
         encoded.append(None if values is None else _finite_numbers(processor, values))
     return encoded
 
@@ -81,8 +82,13 @@ def _finite_numbers(processor: LogitsProcessor, values: Sequence[float]) -> tupl
     name = type(processor).__name__
     try:
         encoded = tuple(map(float, values))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}.encode must return numbers: {error}") from error
+    if len(encoded) != processor.num_params:
+        raise ValueError(
+            f"{name}.encode returned {len(encoded)} numbers; its num_params is "
+            f"{processor.num_params}"
+        )
     if not all(abs(number) <= _LARGEST_FLOAT32 for number in encoded):  # nor is NaN
         raise ValueError(f"{name}.encode returned {encoded}; float32 numbers must be finite")
     return encoded
@@ -93,17 +99,11 @@ def _find_class(spec: type | str) -> type[LogitsProcessor]:
     if isinstance(spec, str):
         module, _, name = spec.partition(":")
         if not module or not name:
-            raise _refused(spec, "write it as 'module:Class'")
+            raise refused("logits_processors", spec, "write it as 'module:Class'")
         try:
             found = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise _refused(spec, f"it cannot be imported ({error})") from error
+        except Exception as error:  # a user's code: importing it may raise anything
+            raise refused("logits_processors", spec, f"it cannot be imported ({error})") from error
     if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
-        raise _refused(spec, "it must be a subclass of jaxllm.LogitsProcessor")
+        raise refused("logits_processors", spec, "it must be a subclass of jaxllm.LogitsProcessor")
     return found
-
-
-def _refused(value: object, why: str) -> ValidationError:
-    return ValidationError(
-        f"logits_processors: {value!r}: {why}", parameter="logits_processors", value=value
-    )

@@ -57,15 +57,16 @@ def sample(
     `slots` i32 [R] is out of range for padding; `samples` bool [R] says whose token counts;
     `output_index` i32 [R] is the number of output tokens before this one; `positions` i32 [R] is
     the token's place in its sequence: with the row's seed it decides the draw, so a request's
-    tokens do not depend on its neighbours. A row that would have every token masked by 1 to 5
-    goes on with its logits as they came.
+    tokens do not depend on its neighbours. A row in which 2 to 5 leave no token (the door refuses
+    what always would) goes on with its logits as 1 left them, so that it never gets a token that
+    is not allowed.
     """
     flags = jnp.where(samples, params.flags, 0)
     needed = jnp.bitwise_or.reduce(flags)
     random = (flags & row_params.RANDOM) != 0
 
     def adjust() -> jax.Array:
-        adjusted = adjust_logits(
+        return adjust_logits(
             logits,
             params,
             flags=flags,
@@ -74,8 +75,6 @@ def sample(
             state=state,
             processors=processors,
         )
-        some_left = jnp.any(adjusted > -jnp.inf, axis=1, keepdims=True)
-        return jnp.where(some_left, adjusted, logits)
 
     def choose() -> jax.Array:
         adjusted = jax.lax.cond((needed & row_params.ADJUSTS) != 0, adjust, lambda: logits)

@@ -23,6 +23,7 @@ from jaxllm.sampling_params import Limits, SamplingParams
 # Set in the count of every token that is in the prompt.
 PROMPT_BIT = 1 << 30
 NO_TOKEN = -1
+_MAX_BIAS = 1e30
 # Output tokens that may precede the last token of a bad word.
 _MAX_RECENT = Limits.MAX_BAD_WORD_TOKENS - 1
 
@@ -120,7 +121,10 @@ def slot_row(request: AdmittedRequest, vocab_size: int) -> SlotRow | None:
         row.token_counts[_ids(request.prompt_token_ids)] += PROMPT_BIT
     if flags & row_params.LOGIT_BIAS:
         bias = params.logit_bias or {}
-        row.logit_bias[_ids(bias)] = list(bias.values())
+        # Bounded, so that it cannot overflow when it is added: only a token that is not allowed
+        # has a logit of -inf.
+        values = np.array([float(value) for value in bias.values()])
+        row.logit_bias[_ids(bias)] = np.clip(values, -_MAX_BIAS, _MAX_BIAS)
         if params.allowed_token_ids is not None:
             forbidden = np.ones(vocab_size, bool)
             forbidden[_ids(params.allowed_token_ids)] = False

@@ -41,6 +41,7 @@ class Request:
         "next_prompt_logprob",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_counted_prompt_tokens",
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
@@ -76,6 +77,7 @@ class Request:
         self.num_tokens = self.num_prompt_tokens
         self.max_num_tokens = self.num_prompt_tokens + message.max_tokens
         self.num_computed_tokens = 0
+        self.num_counted_prompt_tokens = 0  # up to where the statistics have them
         # The next prompt position whose logprob is to be computed; past the prompt when none is.
         wants_prompt_logprobs = params.prompt_logprobs is not None
         self.next_prompt_logprob = 1 if wants_prompt_logprobs else self.num_prompt_tokens

@@ -272,8 +272,12 @@ class Scheduler:
         return n
 
     def _count_prompt_tokens(self, request: Request, n: int) -> None:
-        end, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
-        self.stats.num_prompt_tokens += min(end, num_prompt) - min(end - n, num_prompt)
+        """Once each: not when they are computed again after a preemption."""
+        end = min(request.num_computed_tokens, request.num_prompt_tokens)
+        start = max(request.num_computed_tokens - n, request.num_counted_prompt_tokens)
+        if end > start:
+            self.stats.num_prompt_tokens += end - start
+            request.num_counted_prompt_tokens = end
 
     def _advance(self, rows: list[Request]) -> None:
         """Count what the step samples, and let others share what it computes."""

@@ -28,7 +28,8 @@ _BITS = {
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
-_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+# Config and tokenizer; the code of a tokenizer is only run with trust_remote_code.
+_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
 def resolve_model_dir(

@@ -14,7 +14,7 @@ from jaxllm.cli.arguments import (
     CommandParser,
     add_engine_arguments,
     add_sampling_arguments,
-    engine_config_from,
+    engine_options_from,
     integer,
     sampling_params_from,
 )
@@ -36,6 +36,10 @@ def make_parser(**kwargs) -> CommandParser:
 
 def parse(*argv: str) -> argparse.Namespace:
     return make_parser().parse(argv)
+
+
+def config_from(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig.create(**engine_options_from(args))
 
 
 def test_every_sampling_field_has_help_or_a_reason_to_have_no_flag():
@@ -60,11 +64,12 @@ def test_help_names_groups_and_defaults():
 
 
 def test_flags_reach_their_part_of_the_config():
-    config = engine_config_from(
+    config = config_from(
         parse(
             *["m", "--block-size", "32", "--no-enable-prefix-caching", "--max-num-seqs", "8"],
             *["--dtype", "float32"],
             *["--hf-overrides", '{"rope_theta": 1e6}', "--enforce-eager"],
+            *["--logits-processors", "a:B", "c:D"],
         )
     )
     assert config == EngineConfig.create(
@@ -75,17 +80,18 @@ def test_flags_reach_their_part_of_the_config():
         dtype="float32",
         hf_overrides={"rope_theta": 1e6},
         enforce_eager=True,
+        logits_processors=("a:B", "c:D"),
     )
 
 
 def test_no_flags_mean_the_defaults_of_the_config():
-    assert engine_config_from(parse("--model", "m")) == EngineConfig.create("m")
+    assert config_from(parse("--model", "m")) == EngineConfig.create("m")
 
 
 def test_model_is_accepted_with_and_without_its_flag_at_any_place():
-    assert engine_config_from(parse("m", "--seed", "1")).model.model == "m"
-    assert engine_config_from(parse("--seed", "1", "m")).model.model == "m"
-    assert engine_config_from(parse("m", "--model", "m")).model.model == "m"
+    assert config_from(parse("m", "--seed", "1")).model.model == "m"
+    assert config_from(parse("--seed", "1", "m")).model.model == "m"
+    assert config_from(parse("m", "--model", "m")).model.model == "m"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +111,7 @@ def test_model_is_accepted_with_and_without_its_flag_at_any_place():
 )
 def test_bad_flags_are_refused_with_a_remedy(argv, message):
     with pytest.raises(ValidationError) as error:
-        engine_config_from(parse(*argv))
+        config_from(parse(*argv))
     assert message in str(error.value)
 
 
@@ -134,7 +140,8 @@ def test_every_sampling_flag_sets_its_field():
         "stop": ["x"], "stop_token_ids": [4], "include_stop_str_in_output": True,
         "ignore_eos": True, "max_tokens": 7, "min_tokens": 5, "logprobs": 6, "prompt_logprobs": 0,
         "logit_bias": {9: 1.0}, "allowed_token_ids": [9, 8], "bad_words": ["y"],
-        "detokenize": True, "skip_special_tokens": False, "spaces_between_special_tokens": False,
+        "extra_args": {"x": 1}, "detokenize": True, "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
     }  # fmt: skip
     assert values.keys() == SAMPLING_HELP.keys()
     argv = [word for name, value in values.items() for word in as_flag(name, value)]

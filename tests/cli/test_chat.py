@@ -11,6 +11,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.cli.chat import Chat, converse
+from jaxllm.cli.main import main
 from jaxllm.errors import ValidationError
 from jaxllm.testing import make_tiny_checkpoint
 
@@ -116,6 +117,19 @@ def test_a_pipe_gets_answers_only(llm, monkeypatch, capsys):
     assert captured.out == f"{answer}\n{answer}\n"
     assert "/reset" in captured.err
     assert "no command '/nonsense'" in captured.err
+
+
+def test_input_that_is_not_utf8_is_refused(llm, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    with pytest.raises(ValidationError, match="standard input: not UTF-8"):
+        converse(Chat(llm.llm_engine, PARAMS))
+
+
+def test_template_that_is_not_utf8_is_refused(tmp_path, capsys):
+    path = tmp_path / "template.jinja"
+    path.write_bytes(b"\xff")
+    assert main(["chat", "m", "--chat-template", str(path)]) == 2
+    assert f"jaxllm: error: {path}: not UTF-8" in capsys.readouterr().err
 
 
 def test_exit_leaves_the_rest_of_the_input(llm, monkeypatch, capsys):

@@ -116,12 +116,82 @@ def test_a_model_that_does_not_exist_is_one_line(tmp_path, capsys):
 def test_text_file_is_one_prompt_per_line_without_empty_ones(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("Grüße\n\n  \n[1, 2]\n", encoding="utf-8")
-    assert read_prompts(str(path)) == ["Grüße", "[1, 2]"]
+    assert prompts_of(path) == ["Grüße", "[1, 2]"]
+
+
+def prompts_of(path):
+    return [one.prompt for one in read_prompts(str(path))]
+
+
+def test_only_line_feeds_end_a_prompt(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("a\fb\x85c\u2028d\re\r\n\r\ntwo".encode())
+    assert prompts_of(path) == ["a\fb\x85c\u2028d\re", "two"]
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('"a\x85b\u2028c"\r\n"two"\n'.encode())
+    assert prompts_of(path) == ["a\x85b\u2028c", "two"]
+
+
+def test_a_refused_prompt_is_named_by_its_line(model, tmp_path, capsys):
+    path = tmp_path / "prompts.txt"
+    path.write_text("fine\n\n" + "word " * 200)
+    assert main(["generate", model, "--prompts-file", str(path), *ENGINE]) == 2
+    assert f"jaxllm: error: {path}:3: the prompt has" in capsys.readouterr().err
+    path.write_text("\n" + "word " * 200)
+    assert main(["generate", model, "--prompts-file", str(path), *ENGINE]) == 2
+    assert f"jaxllm: error: {path}:2: the prompt has" in capsys.readouterr().err
+
+
+def test_what_the_output_cannot_show_is_replaced(model, expected, monkeypatch):
+    data = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(data, encoding="ascii"))
+    assert main(["generate", model, "--prompt", "Grüße", *GREEDY, *ENGINE]) == 0
+    assert data.getvalue().startswith(b"Gr??e")
+
+
+BROKEN = """
+from jaxllm import LogitsProcessor
+
+class Broken(LogitsProcessor):
+    def encode(self, params):
+        return () if params.extra_args else None
+
+    def apply(self, logits, params, output_index):
+        return logits[0]
+"""
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """Flags for a logits processor with which every step fails."""
+    (tmp_path / "broken_processor.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return ["--logits-processors", "broken_processor:Broken", "--extra-args", '{"x": 1}']
+
+
+def test_answers_that_end_in_an_error_are_shown_and_not_a_success(model, broken, capsys):
+    argv = ["generate", model, "--prompt", "Hello", "--json", *broken, *ENGINE]
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["finish_reason"] == "error"
+    [line] = [line for line in captured.err.splitlines() if line.startswith("jaxllm: error: ")]
+    assert "1 answers ended in an error" in line and "Broken.apply must return" in line
+
+
+def test_a_chat_through_a_pipe_tells_of_lines_without_an_answer(model, broken, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert main(["chat", model, *broken, *ENGINE]) == 2
+    err = capsys.readouterr().err
+    assert "the answer ended in an error" in err and "jaxllm: error: 1 lines had no answer" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO("word " * 300 + "\nHello\n"))
+    assert main(["chat", model, "--max-tokens", "2", *ENGINE]) == 2
+    captured = capsys.readouterr()
+    assert "jaxllm: error: 1 lines had no answer" in captured.err and captured.out.strip()
 
 
 def test_dash_is_standard_input(monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
-    assert read_prompts("-") == ["one", "two"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\r\ntwo\n")))
+    assert read_prompts("-") == [("-:1", "one"), ("-:2", "two")]
 
 
 @pytest.mark.parametrize("line", ["{", "7", "[1, 2]", '{"text": "x"}', "null"])

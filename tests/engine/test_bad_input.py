@@ -265,6 +265,14 @@ def test_missing_directory(refused, tmp_path):
     assert_says(message, str(tmp_path / "nothing"), "no such directory")
 
 
+def test_mistyped_name_is_refused_without_asking_the_hub(refused, monkeypatch):
+    def ask(*args, **kwargs):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", ask)
+    assert_says(refused("tiny-modell", CheckpointError), "'tiny-modell'", "no such directory")
+
+
 def test_directory_without_config(refused, checkpoint):
     (checkpoint / "config.json").unlink()
     assert_says(refused(checkpoint, CheckpointError), "config.json", "missing")
@@ -315,7 +323,7 @@ def test_missing_tensor(refused, checkpoint):
         ({"num_hidden_layers": 3}, ["lacks", "model.layers.2."]),
         ({"num_hidden_layers": 1}, ["no place for", "model.layers.1."]),
         ({"hidden_size": 128, "head_dim": 16}, ["disagree", "128", "64"]),
-        ({"num_key_value_heads": 4}, ["disagree", "qkv_proj"]),
+        ({"num_key_value_heads": 4}, ["disagree", "k_proj"]),
         ({"vocab_size": 385}, ["disagree", "385", "384"]),
         ({"tie_word_embeddings": True}, ["lm_head.weight", "hf_overrides"]),
     ],
@@ -343,6 +351,17 @@ def test_models_that_cannot_run(refused, checkpoint, fields, parts, source):
     else:
         options = {"hf_overrides": fields}
     assert_says(refused(checkpoint, UnsupportedModelError, **options), *parts)
+
+
+@pytest.mark.parametrize("eos", ["2", True, [0, 384], {"id": 0}])
+def test_damaged_eos_ids_are_refused_at_start(refused, checkpoint, eos):
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert_says(refused(checkpoint, CheckpointError), "generation_config.json", "eos_token_id")
+
+
+def test_wrong_generation_config_is_refused_at_start(refused, checkpoint, tmp_path):
+    message = refused(checkpoint, ValidationError, generation_config=str(tmp_path / "none"))
+    assert_says(message, "generation_config=", "'auto' or 'vllm'")
 
 
 # ---- tokenizers

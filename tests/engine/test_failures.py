@@ -1,12 +1,13 @@
 """What goes wrong while requests run stays with those it touches: failed steps, aborts, Ctrl-C."""
 
+import itertools
 import random
 import signal
 from typing import NamedTuple
 
 import pytest
 
-from jaxllm import LLM, LogitsProcessor, SamplingParams
+from jaxllm import LLM, LogitsProcessor, SamplingParams, ValidationError
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.executor.uniproc import UniProcExecutor
@@ -239,6 +240,36 @@ def test_interrupt_while_a_step_is_dispatched_costs_no_more_than_that_step(
     assert {prompt: outcome.token_ids for prompt, outcome in again.items()} == expected
 
 
+@pytest.mark.parametrize("step", [0, 3, 8])
+def test_interrupt_between_planning_and_dispatching_costs_no_more_than_that_step(
+    make_core, expected, step
+):
+    core = make_core(NO_FAULT)
+    dispatch, steps = core._dispatch, itertools.count()
+
+    def interrupted(schedule):
+        if next(steps) == step:
+            raise KeyboardInterrupt
+        return dispatch(schedule)
+
+    def step_on(core):
+        try:
+            return core.step()
+        except KeyboardInterrupt:
+            return []
+
+    core._dispatch = interrupted
+    outcomes = run(core, step_on)
+    assert any(outcome.failed for outcome in outcomes.values())
+    for prompt, outcome in outcomes.items():
+        if outcome.failed:
+            assert outcome.ends[0].error == "RuntimeError: interrupted"
+        else:
+            assert outcome.token_ids == expected[prompt]
+    again = run(core)
+    assert {prompt: outcome.token_ids for prompt, outcome in again.items()} == expected
+
+
 # ---- the same from outside
 
 
@@ -371,3 +402,70 @@ def test_ctrl_c_within_a_step_leaves_the_engine_usable(llm, expected, call):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert answers(llm) == expected
     assert_idle(llm)
+
+
+@pytest.mark.usefixtures("python_handler")
+def test_ctrl_c_in_a_step_by_hand_comes_after_it_and_loses_nothing(llm, expected):
+    PressesCtrlC.calls = 0
+    engine = llm.llm_engine
+    engine.add_request("short", PROMPTS[0], PARAMS[0].clone(max_tokens=1))
+    outputs = engine.step()
+    params = PARAMS[2].clone(extra_args={"interrupt_at_call": 2})
+    engine.add_request("interrupted", PROMPTS[2], params)
+    # This step brings the short one's token.
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert outputs == [] and engine.get_num_unfinished_requests() == 1
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    answers = {out.request_id: out.outputs[0].token_ids for out in outputs if out.finished}
+    assert answers == {
+        "short": expected[tuple(PROMPTS[0])][:1],
+        "interrupted": expected[tuple(PROMPTS[2])],
+    }
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_aborted_request_is_waited_for_and_the_others_with_it(llm, expected, num_steps):
+    ids = llm.enqueue(PROMPTS, PARAMS)
+    for _ in range(num_steps):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request([ids[1], ids[3]])
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    for output in outputs:
+        [answer], tokens = output.outputs, expected[tuple(output.prompt_token_ids)]
+        is_aborted = output.request_id in (ids[1], ids[3])
+        assert output.finished
+        assert answer.finish_reason == ("abort" if is_aborted else "length")
+        assert answer.token_ids == (tokens[: len(answer.token_ids)] if is_aborted else tokens)
+    assert_idle(llm)
+
+
+def test_answers_that_came_in_steps_by_hand_are_waited_for(llm, expected):
+    ids = llm.enqueue(PROMPTS, PARAMS)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [out.outputs[0].token_ids for out in outputs] == [expected[tuple(p)] for p in PROMPTS]
+
+
+def test_ids_of_llm_keep_clear_of_those_of_its_engine(llm, expected):
+    [last] = llm.enqueue(PROMPTS[:1], PARAMS[0])
+    llm.wait_for_completion(use_tqdm=False)
+    llm.llm_engine.add_request(str(int(last) + 1), PROMPTS[2], PARAMS[2])
+    assert answers(llm) == expected
+    assert_idle(llm)
+
+
+def test_step_after_shutdown_says_so(model, options):
+    llm = LLM(model, **options)
+    llm.enqueue(PROMPTS[:1], PARAMS[0])
+    llm.llm_engine.step()
+    llm.shutdown()
+    with pytest.raises(ValidationError, match="shut down"):
+        llm.llm_engine.step()
+    with pytest.raises(ValidationError, match="shut down"):
+        llm.wait_for_completion(use_tqdm=False)

@@ -60,7 +60,7 @@ class Toy:
 
 def search(toy, **params):
     salts = [None] * len(PROMPTS)
-    return beam_search(PROMPTS, salts, BeamSearchParams(**params), info(), toy.generate)
+    return beam_search(PROMPTS, salts, BeamSearchParams(**params), info(), [EOS], toy.generate)
 
 
 @pytest.mark.parametrize("ignore_eos", [True, False])
@@ -125,6 +125,26 @@ def test_search_is_over_when_every_beam_has_ended():
     assert [[s.tokens for s in output.sequences] for output in outputs] == [[p] for p in PROMPTS]
 
 
+def test_a_limit_on_concurrency_changes_nothing_but_the_size_of_batches():
+    toy, sizes = Toy(), []
+
+    def generate(prompts, params):
+        sizes.append(len(prompts))
+        return toy.generate(prompts, params)
+
+    params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
+    salts = [None] * len(PROMPTS)
+    limited = beam_search(
+        PROMPTS, salts, params, info(), [EOS], generate, concurrency_limit=1,
+        on_step=lambda: sizes.append("step"),
+    )  # fmt: skip
+    assert sizes == [1, "step", 2, "step", 2, "step"] * 2
+    assert limited == search(toy, beam_width=2, max_tokens=3, ignore_eos=True)
+    for bad in (0, "1", True):
+        with pytest.raises(ValidationError, match="concurrency_limit="):
+            beam_search(PROMPTS, salts, params, info(), [], generate, concurrency_limit=bad)
+
+
 def test_what_the_engine_cannot_give_is_refused():
     toy = Toy()
     with pytest.raises(ValidationError, match="beam_width=3 needs 6.*max_logprobs=5"):
@@ -133,6 +153,7 @@ def test_what_the_engine_cannot_give_is_refused():
             [None] * len(PROMPTS),
             BeamSearchParams(beam_width=3, max_tokens=2),
             info(max_logprobs=5),
+            [EOS],
             toy.generate,
         )
     with pytest.raises(ValidationError, match="max_tokens=15 with a 2-token prompt"):

@@ -67,6 +67,7 @@ def test_request_crosses_the_process_boundary_unchanged(processor):
         ({"prompt": "a", "cache_salt": 3}, "cache_salt"),
         ({"prompt": "a", "cache_salt": "x" * 129}, "128"),
         ({"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": "a\ud800"}, "cache_salt=.*surrogate"),
         ({"prompt": "a", "cache_salt": "a\0b"}, "cache_salt"),
     ],
 )
@@ -150,10 +151,14 @@ def test_eos_of_model_and_tokenizer_end_a_request_unless_ignored(config, info, b
     processor = InputProcessor(config, info, byte_level)
     params = SamplingParams(stop_token_ids=[5, 5, 6])
     request = process(processor, "hello", params).requests[0]
-    assert request.eos_token_ids == [9, byte_level.eos_token_id]
-    assert request.stop_token_ids == [5, 6]
+    assert processor.eos_token_ids == [byte_level.eos_token_id, 9]
+    # Only the end of sequence proper is not told as the reason to stop.
+    assert request.eos_token_ids == [byte_level.eos_token_id]
+    assert request.stop_token_ids == [5, 6, 9]
     ignoring = process(processor, "hello", SamplingParams(ignore_eos=True)).requests[0]
-    assert ignoring.eos_token_ids == []
+    assert ignoring.eos_token_ids == ignoring.stop_token_ids == []
+    without = InputProcessor(config, info, None)
+    assert process(without, [5], SamplingParams()).requests[0].eos_token_ids == [9]
 
 
 def test_bad_words_are_banned_at_the_head_of_a_text_and_after_a_space(processor, byte_level):
@@ -191,7 +196,8 @@ def test_what_the_user_handed_in_is_neither_kept_nor_changed(processor):
 
 
 def test_priority_is_carried_or_refused(processor, info, byte_level):
-    assert process(processor, priority=-5).requests[0].priority == -5
+    for given in (-5, np.int64(-5)):
+        assert process(processor, priority=given).requests[0].priority == -5
     for bad in (1.0, True, None, 2**63):
         with pytest.raises(ValidationError, match="priority"):
             process(processor, priority=bad)
@@ -229,6 +235,26 @@ def test_wrong_kinds_of_id_and_params_are_refused(processor):
         processor.process("", "hello", SamplingParams())
     with pytest.raises(ValidationError, match="SamplingParams"):
         processor.process("r", "hello", {"n": 1})
+
+
+def test_masks_that_leave_no_token_are_refused(processor, byte_level):
+    [word], [spaced] = ([byte_level.encode(text)[-1]] for text in ("#", " #"))
+    assert byte_level.encode("#", add_special_tokens=False) == [word]
+    banned = SamplingParams(allowed_token_ids=[word], bad_words=["#"])
+    with pytest.raises(ValidationError, match="allowed_token_ids.*bad_words would leave none"):
+        process(processor, params=banned)
+    assert process(processor, params=banned.clone(allowed_token_ids=[word, 7])).requests
+    # What is left by the bad words alone may be put off by min_tokens.
+    both = banned.clone(allowed_token_ids=[word, 7], stop_token_ids=[7], min_tokens=1)
+    with pytest.raises(ValidationError, match="bad_words and min_tokens=1"):
+        process(processor, params=both)
+
+
+def test_n_answers_share_their_parameters(processor):
+    params = SamplingParams(n=4, allowed_token_ids=[5, 6], prompt_logprobs=1)
+    first, *others = (r.sampling_params for r in process(processor, params=params).requests)
+    assert first.prompt_logprobs == 1
+    assert all(other is others[0] for other in others) and others[0].prompt_logprobs is None
 
 
 @pytest.mark.parametrize("arrival_time", ["now", float("nan"), float("inf")])

@@ -6,12 +6,7 @@ import pytest
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ValidationError
-from jaxllm.frontend.tokenizer import (
-    default_sampling_params,
-    load_tokenizer,
-    read_generation_config,
-    render_chat,
-)
+from jaxllm.frontend.tokenizer import load_tokenizer, render_chat
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -25,7 +20,7 @@ def test_importing_does_not_load_transformers_or_jax():
 
 def test_saved_tokenizer_is_loaded_from_its_directory(byte_level, tmp_path):
     byte_level.hf.save_pretrained(tmp_path)
-    loaded = load_tokenizer(ModelConfig(model="elsewhere", tokenizer=str(tmp_path)))
+    loaded = load_tokenizer(ModelConfig(model="m", tokenizer=str(tmp_path)), "elsewhere")
     assert loaded.encode("hello world") == byte_level.encode("hello world")
     assert loaded.eos_token_id == byte_level.eos_token_id
 
@@ -35,7 +30,7 @@ def test_missing_tokenizer_is_refused_with_a_remedy(broken, tmp_path):
     if broken == "damaged file":
         (tmp_path / "tokenizer.json").write_text('{"version": ')
     with pytest.raises(ValidationError, match="skip_tokenizer_init=True"):
-        load_tokenizer(ModelConfig(model=str(tmp_path)))
+        load_tokenizer(ModelConfig(model="m"), str(tmp_path))
 
 
 def test_code_of_a_model_is_not_run_unless_allowed(tmp_path):
@@ -44,11 +39,20 @@ def test_code_of_a_model_is_not_run_unless_allowed(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(auto_map))
     (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(ValidationError, match="trust_remote_code=True"):
-        load_tokenizer(ModelConfig(model=str(tmp_path)))
+        load_tokenizer(ModelConfig(model="m"), str(tmp_path))
 
 
 def test_decode_gives_text_back(byte_level):
     assert byte_level.decode(byte_level.encode("naïve 你好 😀")) == "naïve 你好 😀"
+
+
+def test_decode_may_continue_a_prompt(byte_level, byte_fallback):
+    smile = byte_level.encode("😀", add_special_tokens=False)
+    assert len(smile) > 1
+    assert byte_level.decode(smile[1:], prompt_token_ids=smile[:1]) == "😀"
+    # At the head of a text its space would be stripped.
+    hello = byte_fallback.encode("hello", add_special_tokens=False)
+    assert byte_fallback.decode(hello, prompt_token_ids=hello) == " hello"
 
 
 def test_chat_template_is_rendered_with_one_bos(byte_level):
@@ -103,6 +107,19 @@ def test_text_parts_and_tool_calls_reach_the_template_in_plain_form(byte_level):
         (HELLO, {"chat_template": "{% if %}"}, "chat template"),
         (HELLO, {"chat_template": "{{ raise_exception('no') }}"}, "no"),
         (HELLO, {"continue_final_message": True}, "add_generation_prompt=False"),
+        (HELLO, {"chat_template": "{{ 1 / 0 }}"}, "chat template refuses.*division by zero"),
+        (HELLO, {"chat_template": 5}, "chat_template=5"),
+        (HELLO, {"chat_template_kwargs": 5}, "chat_template_kwargs=5"),
+        (HELLO, {"tools": "clock"}, "tools='clock'"),
+        (5, {}, "messages=5"),
+        ({"role": "user", "content": "hello"}, {}, "messages=.*list of messages"),
+        ([{"role": "user", "content": 5}], {}, "'content' must be text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], {}, "must have a string as 'text'"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], {}, "must have a string"),
+        ([{"role": "user", "content": "a\ud800"}], {}, "surrogate"),
+        ([{"role": "assistant", "tool_calls": 5}], {}, "'tool_calls' must be a list"),
+        ([{"role": "assistant", "tool_calls": [5]}], {}, "tool call must be a dict"),
+        ([{"role": "assistant", "tool_calls": [{"function": 5}]}], {}, "and so its 'function'"),
     ],
 )
 def test_bad_conversations_are_refused(messages, options, message, byte_level):
@@ -113,33 +130,3 @@ def test_bad_conversations_are_refused(messages, options, message, byte_level):
 def test_chat_without_a_template_is_refused_with_a_remedy(byte_fallback):
     with pytest.raises(ValidationError, match="chat_template="):
         render_chat(byte_fallback, HELLO)
-
-
-def test_default_sampling_params_come_from_the_generation_config(tmp_path):
-    given = {
-        "temperature": 0.6,
-        "top_k": 20,
-        "top_p": None,
-        "max_new_tokens": 99,
-        "eos_token_id": 1,
-    }
-    (tmp_path / "generation_config.json").write_text(json.dumps(given))
-    assert read_generation_config(str(tmp_path)) == {
-        "temperature": 0.6,
-        "top_k": 20,
-        "max_tokens": 99,
-    }
-    params = default_sampling_params(ModelConfig(model="m"), str(tmp_path))
-    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 1.0, 99)
-    plain = default_sampling_params(ModelConfig(model="m", generation_config="vllm"), str(tmp_path))
-    assert plain.temperature == 1.0
-
-
-def test_generation_config_that_is_missing_or_wrong_is_refused_only_if_asked_for(tmp_path):
-    model_dir = str(tmp_path)
-    assert default_sampling_params(ModelConfig(model="m"), model_dir).temperature == 1.0
-    with pytest.raises(ValidationError, match="generation_config"):
-        default_sampling_params(ModelConfig(model="m", generation_config=model_dir), model_dir)
-    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
-    with pytest.raises(ValidationError, match="generation_config='vllm'"):
-        default_sampling_params(ModelConfig(model="m"), model_dir)

@@ -171,6 +171,14 @@ def test_what_cannot_run_is_refused_by_name_with_what_can(fields, message):
         ({"attention_bias": "yes"}, "attention_bias='yes'"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"eos_token_id": True}, "eos_token_id"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None"),
+        ({"quantization_config": "awq"}, "quantization_config='awq' must be an object"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
+        ({"rope_parameters": 5}, "rope_parameters=5"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM' must be a list"),
+        ({"architectures": [5]}, "architectures="),
     ],
 )
 def test_broken_configs_say_which_field(fields, message):
@@ -180,6 +188,8 @@ def test_broken_configs_say_which_field(fields, message):
 
 def test_qwen_layer_types_must_fit_the_rest():
     kinds = ["sliding_attention", "full_attention"]
+    with pytest.raises(CheckpointError, match="layer_types=5 must be a list"):
+        read("Qwen2", layer_types=5)
     with pytest.raises(CheckpointError, match="2 entries for num_hidden_layers=3"):
         read("Qwen2", layer_types=kinds)
     with pytest.raises(CheckpointError, match="use_sliding_window"):

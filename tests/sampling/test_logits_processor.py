@@ -107,6 +107,45 @@ def test_a_wrong_number_of_parameters_is_refused():
         row_params.encode(params, 0, load_logits_processors((Miscounts,), CONFIG))
 
 
+class Raises(LogitsProcessor):
+    num_params = 1
+
+    def encode(self, params):
+        return params.extra_args["missing"]
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "why"),
+    [({}, "Raises.encode: KeyError: 'missing'"), ({"missing": 5}, "Raises.encode must return")],
+)
+def test_whatever_a_processor_raises_is_a_refusal_with_its_name(extra_args, why):
+    processors = load_logits_processors((Raises,), CONFIG)
+    with pytest.raises(ValueError, match=why):
+        row_params.encode(SamplingParams(extra_args=extra_args), 0, processors)
+
+
+@pytest.mark.parametrize(
+    ("change", "returned"),
+    [
+        (lambda logits: logits[0], r"returned float32\[50\]"),
+        (lambda logits: logits[:, :1], r"returned float32\[8, 1\]"),
+        (lambda logits: logits.astype(jnp.bfloat16), "returned bfloat16"),
+        (lambda logits: None, "returned a NoneType"),
+    ],
+)
+def test_a_processor_must_return_logits_as_it_got_them(driver, change, returned):
+    class Changes(LogitsProcessor):
+        def apply(self, logits, params, output_index):
+            return change(logits)
+
+        def encode(self, params):
+            return None
+
+    sampler = driver(VOCAB, SLOTS, (Changes(CONFIG),))
+    with pytest.raises(ValidationError, match="Changes.apply must return.*" + returned):
+        sampler.step(np.zeros((1, VOCAB)), [0], num_rows=SLOTS)
+
+
 def test_processors_are_found_by_name():
     (processor,) = load_logits_processors(
         ("jaxllm.sampling.logits_processor:LogitsProcessor",), CONFIG

@@ -6,10 +6,20 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.config import EngineConfig
+from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.sampling_params import SamplingParams
 
 VOCAB = 50
 SLOTS = 8
+
+
+class MasksAll(LogitsProcessor):
+    def encode(self, params):
+        return () if params.extra_args else None
+
+    def apply(self, logits, params, output_index):
+        return logits - np.inf
 
 
 @dataclass
@@ -234,17 +244,34 @@ def test_min_tokens_hold_back_the_stop_ids_and_then_let_them_go(driver):
     assert tokens == [9, 9, 9, 7, 7]
 
 
-def test_a_row_with_every_token_masked_goes_on_without_masks(driver, rng):
+def test_a_row_with_every_token_masked_keeps_to_its_allowed_ids(driver, rng):
     sampler = driver(VOCAB, SLOTS)
+    bad_words = [[4, 4], [4, 5], [5, 4], [5, 5]]
     for slot, temperature in enumerate((0.0, 1.0)):
         params = SamplingParams(
-            temperature=temperature, top_k=1, allowed_token_ids=[4], min_tokens=2, max_tokens=9
+            temperature=temperature, top_k=1, allowed_token_ids=[4, 5], bad_words=["x"]
         )
-        sampler.admit(slot, params, stop_ids=[4])
+        sampler.admit(slot, params, bad_words=bad_words)
     logits = rng.normal(0, 3, (2, VOCAB))
+    logits[:, 4] = logits[:, 5] + 1
     tokens = [sampler.step(logits, [0, 1], num_rows=SLOTS).tokens.tolist() for _ in range(3)]
-    best = logits.argmax(axis=1).tolist()
-    assert tokens == [best, best, [4, 4]]
+    assert tokens == [[4, 4]] * 3
+
+
+def test_a_processor_that_masks_all_does_not_let_other_tokens_in(driver, rng):
+    sampler = driver(VOCAB, SLOTS, (MasksAll(EngineConfig.create("m")),))
+    sampler.admit(0, SamplingParams(temperature=0, allowed_token_ids=[4], extra_args={"all": 1}))
+    assert sampler.step(rng.normal(0, 3, (1, VOCAB)), [0], num_rows=SLOTS).tokens.tolist() == [4]
+
+
+def test_a_bias_of_any_size_neither_overflows_nor_breaks_a_mask(driver, rng):
+    sampler = driver(VOCAB, SLOTS)
+    biases = {3: 1e300, 4: -1e300, 5: -3.4e38}
+    for slot, allowed in enumerate((None, [4], [4, 5, 6])):
+        params = SamplingParams(temperature=0.5, logit_bias=biases, allowed_token_ids=allowed)
+        sampler.admit(slot, params)
+    logits = rng.normal(0, 3, (3, VOCAB))
+    assert sampler.step(logits, range(3), num_rows=SLOTS).tokens.tolist() == [3, 4, 6]
 
 
 def test_logprobs_are_those_of_the_logits_as_they_came(driver, rng):

@@ -1,0 +1,59 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import jaxllm
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError
+
+
+def test_model_may_be_a_path():
+    config = EngineConfig.create(Path("some") / "model", tokenizer=Path("other"))
+    assert (config.model.model, config.model.tokenizer) == ("some/model", "other")
+
+
+def test_logits_processors_may_be_any_list():
+    for given in (["m:A", dict], ("m:A", dict)):
+        config = EngineConfig.create("m", logits_processors=given)
+        assert config.model.logits_processors == ("m:A", dict)
+    for none in (None, [], ()):
+        assert EngineConfig.create("m", logits_processors=none).model.logits_processors == ()
+    with pytest.raises(ValidationError, match="logits_processors='m:A' has type str"):
+        EngineConfig.create("m", logits_processors="m:A")
+
+
+def test_arguments_of_vllm_that_ask_for_nothing_are_accepted():
+    plain = EngineConfig.create("m")
+    for name, value in {
+        "disable_log_stats": True,
+        "quantization": None,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "tokenizer_mode": "auto",
+    }.items():
+        assert dataclasses.asdict(EngineConfig.create("m", **{name: value})) == dataclasses.asdict(
+            plain
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("quantization", "fp8"), ("pipeline_parallel_size", 2), ("tokenizer_mode", "mistral")],
+)
+def test_what_they_ask_for_otherwise_is_refused_by_name(name, value):
+    with pytest.raises(ValidationError, match=f"{name}={value!r}: not supported yet") as caught:
+        EngineConfig.create("m", **{name: value})
+    assert caught.value.parameter == name
+
+
+@pytest.mark.parametrize("name", jaxllm.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(jaxllm, name) is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["RequestStateStats", "CheckpointError", "OutOfMemoryError", "UnsupportedModelError"]
+)
+def test_outputs_and_errors_are_public(name):
+    assert name in jaxllm.__all__

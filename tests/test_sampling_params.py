@@ -1,0 +1,56 @@
+import logging
+import math
+
+import pytest
+
+from jaxllm.errors import ValidationError
+from jaxllm.sampling_params import BeamSearchParams, SamplingParams
+
+
+def test_raising_the_temperature_is_said(caplog):
+    with caplog.at_level(logging.WARNING, "jaxllm"):
+        assert SamplingParams(temperature=0.001).temperature == 0.01
+    assert "temperature=0.001 is raised to 0.01" in caplog.text
+
+
+def test_any_finite_logit_bias_is_accepted():
+    assert SamplingParams(logit_bias={3: 1e30, "4": -200}).logit_bias == {3: 1e30, 4: -200}
+    for bad in (math.inf, math.nan, "1", 10**400):
+        with pytest.raises(ValidationError, match=r"logit_bias\[3\]=.*it must be"):
+            SamplingParams(logit_bias={3: bad})
+
+
+def test_allowed_token_ids_are_kept_once_each():
+    assert SamplingParams(allowed_token_ids=[5, 3, 5, 3]).allowed_token_ids == [5, 3]
+
+
+def test_bounds_that_are_not_there_are_not_named():
+    with pytest.raises(ValidationError, match="it must be finite, above 0.0$"):
+        SamplingParams(repetition_penalty=math.inf)
+    with pytest.raises(ValidationError, match="at least 0.0, at most 2.0$"):
+        SamplingParams(temperature=3)
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_half_a_surrogate_pair_is_no_text(field):
+    with pytest.raises(ValidationError, match=f"{field}=.*surrogate"):
+        SamplingParams(**{field: ["a\ud800"]})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("beam_width", 0),
+        ("max_tokens", None),
+        ("ignore_eos", "x"),
+        ("include_stop_str_in_output", 1),
+        ("skip_special_tokens", None),
+        ("temperature", math.nan),
+        ("length_penalty", 1e4),
+        ("length_penalty", -2000),
+    ],
+)
+def test_bad_beam_search_parameters_are_refused_by_name(field, value):
+    with pytest.raises(ValidationError, match=f"{field}=") as caught:
+        BeamSearchParams(**({"beam_width": 2, "max_tokens": 4} | {field: value}))
+    assert caught.value.parameter == field
