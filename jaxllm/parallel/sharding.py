@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxllm_kernels.platform import Device
 
 # The mesh axis over which a model's matrices are cut.
 TENSOR = "tensor"
@@ -37,7 +38,7 @@ class Part(NamedTuple):
     copies: int = 1  # neighbouring shards with the same share; above 1 where rows are too few
 
 
-def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(devices: Sequence[Device]) -> Mesh:
     """A mesh of devices that run one model together."""
     return Mesh(np.array(devices), (TENSOR,))
 

@@ -44,7 +44,9 @@ class Program:
             self.function, donate_argnums=self.donate, out_shardings=self.out_shardings
         )
         platform = "cuda" if self.platform == "gpu" else self.platform
-        return jitted.trace(*self.arguments).lower(lowering_platforms=platform and (platform,))
+        return jitted.trace(*self.arguments).lower(
+            lowering_platforms=(platform,) if platform else None
+        )
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return lowered.compile(compiler_options=dict(self.compiler_options) or None)

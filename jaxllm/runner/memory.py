@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import jax
-from jaxllm_kernels.platform import chip_of
+from jaxllm_kernels.platform import Device, chip_of
 
 from jaxllm.config import CacheConfig
 from jaxllm.errors import OutOfMemoryError, ValidationError
@@ -23,7 +23,7 @@ def size_kv_cache(
     block_bytes: int,
     blocks_per_seq: int,
     max_num_seqs: int,
-    device: jax.Device,
+    device: Device,
     program_bytes: int | None = None,
 ) -> int:
     """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
@@ -79,7 +79,7 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _free_bytes(config: CacheConfig, device: jax.Device) -> int:
+def _free_bytes(config: CacheConfig, device: Device) -> int:
     """What the engine may take of the device's memory."""
     if device.platform == "cpu":
         return _available_host_bytes()

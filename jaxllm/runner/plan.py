@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxllm_kernels.common import cdiv
-from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, chip_of
+from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, Device, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
     AttentionConfig,
@@ -134,7 +134,7 @@ class EnginePlan:
 
 def make_plan(
     config: EngineConfig,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     *,
     program_bytes: int | None = None,
 ) -> EnginePlan:

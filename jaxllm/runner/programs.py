@@ -66,7 +66,7 @@ def declare_programs(
             donate=(1,),
             out_shardings=(kept, everywhere),
         )
-        for bucket, layout in reversed(layouts.items())
+        for bucket, layout in reversed(list(layouts.items()))
     }
     updates = jax.ShapeDtypeStruct((TABLE_WRITES, 3), np.int32)
     programs[WRITE_TABLES] = program(

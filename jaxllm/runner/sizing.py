@@ -6,7 +6,7 @@ largest step is compiled for a first guess of the plan, looked at, and the plan 
 
 from collections.abc import Sequence
 
-import jax
+from jaxllm_kernels.platform import Device
 
 from jaxllm.config import EngineConfig
 from jaxllm.logging import init_logger
@@ -17,7 +17,7 @@ from jaxllm.runner.programs import declare_programs, make_packer
 logger = init_logger(__name__)
 
 
-def plan_engine(config: EngineConfig, devices: Sequence[jax.Device] | None = None) -> EnginePlan:
+def plan_engine(config: EngineConfig, devices: Sequence[Device] | None = None) -> EnginePlan:
     """Plan an engine for these devices (default: those here)."""
     plan = make_plan(config, devices)
     cache = config.cache

@@ -166,9 +166,10 @@ def _read(
     parameter: Parameter,
     tensors: tuple[np.ndarray, ...],
     num_shards: int,
-    index: tuple[slice, ...],
+    index: tuple[slice, ...] | None,
 ) -> np.ndarray:
     """A piece of a parameter: of one that is cut by rows, whole shards."""
+    index = index or ()
     first, last = index[0].indices(parameter.shape[0])[:2] if index else (0, 0)
     columns = index[1:]
     if not parameter.parts:

@@ -5,8 +5,10 @@ is: a whole TPU chip, except where a chip shows each of its cores as a device (v
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-import jax
+# A jax.Device, a name that type checkers take for a variable.
+Device = Any
 
 # Tokens per KV block where nobody asks for a number. On a CPU the XLA attention backend takes one
 # block per iteration: in processor time of a decode (benchmarks/attention_xla.py, two cores),
@@ -141,7 +143,7 @@ _DEVICE_KINDS = {
 }
 
 
-def chip_of(device: jax.Device) -> Chip:
+def chip_of(device: Device) -> Chip:
     """The chip that a device, real or of a compile-only topology, is.
 
     One that the table lacks gets its name and what the device itself tells.
@@ -156,5 +158,10 @@ def chip_of(device: jax.Device) -> Chip:
         platform=device.platform,
         compiler_options=_GPU_OPTIONS if device.platform == "gpu" else (),
         num_cores=getattr(device, "core_count", 1),
-        compute_capability=tuple(map(int, str(capability).split("."))) if capability else None,
+        compute_capability=_version(capability) if capability else None,
     )
+
+
+def _version(capability: str) -> tuple[int, int]:
+    major, minor = str(capability).split(".")
+    return int(major), int(minor)

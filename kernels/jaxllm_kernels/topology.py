@@ -9,8 +9,9 @@ import os
 from importlib import resources
 from typing import Any, NamedTuple
 
-import jax
 from jax.experimental import topologies
+
+from jaxllm_kernels.platform import Device
 
 
 class _Slice(NamedTuple):
@@ -45,7 +46,7 @@ def topology_names() -> tuple[str, ...]:
     return (*_TPU_SLICES, *_GPUS)
 
 
-def topology_devices(name: str) -> list[jax.Device]:
+def topology_devices(name: str) -> list[Device]:
     """The devices of a TPU slice ("v6e-8") or of one GPU or several ("h200", "h200-8")."""
     # Read by libtpu, whose lock file would otherwise allow one process to compile at a time.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # noqa: TID251
