@@ -255,7 +255,7 @@ class BlockRing:
         And with the part's first row. It is a loop because the time JAX takes to find layouts
         grows quickly with the number of references.
         """
-        columns = 64 if self.head_size % 64 == 0 else self.head_size
+        columns = operand_columns(self.head_size)
         num_across = self.head_size // columns
 
         def visit(i, _):

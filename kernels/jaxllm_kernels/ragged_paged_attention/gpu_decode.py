@@ -33,7 +33,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalar
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import choose_tuning
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeItems, DecodeWork
 
-# Per thread; a multiprocessor has 512 for one of each warpgroup.
+# Per thread. Together no more than the two warpgroups start with, 240 each, or one waits forever.
 _PRODUCER_REGISTERS = 88
 _COMPUTE_REGISTERS = 240
 

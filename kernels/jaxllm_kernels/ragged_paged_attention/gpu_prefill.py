@@ -36,9 +36,10 @@ from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles
 _GROUP_TOKENS = 64  # of a compute warpgroup: the rows of a matrix instruction
 _NUM_GROUPS = PREFILL_TILE_TOKENS // _GROUP_TOKENS
 
-# Per thread, of the 512 that a multiprocessor has for one of each warpgroup: the producer's, and
-# those of the compute warpgroups. A producer that converts blocks holds parts of them.
-_REGISTERS = (32, 240)
+# Per thread: the producer's, and those of each compute warpgroup. A thread block starts with 168
+# for each of its three warpgroups, and one that asks for more than the others gave back waits
+# forever: the sum is at most 504. A producer that converts blocks holds parts of them.
+_REGISTERS = (40, 232)
 _REGISTERS_IF_CONVERTING = (56, 224)
 
 _MATRIX = plgpu.Layout.WGMMA
