@@ -8,5 +8,5 @@ def traced_tpu_name() -> str:
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    version = pltpu.get_tpu_info().chip_version
-    return {"7x": "v7x", "7": "v7x"}.get(str(version), f"v{version}")
+    name = str(pltpu.get_tpu_info().chip_version)
+    return {"7": "v7x", "7x": "v7x"}.get(name, name)

@@ -19,7 +19,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxllm_kernels.platform import CHIPS, chip_of
+from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
     BatchLimits,
@@ -96,7 +96,7 @@ class Program(NamedTuple):
             soft_cap=self.soft_cap,
             kv_dtype=self.kv_dtype,
         )
-        backend = TpuBackend(chip=chip_of(devices[0]).name)
+        backend = TpuBackend()
         shard = backend.cache_shape(
             config, num_blocks=2048, block_size=self.block_size, dtype=self.dtype
         )
