@@ -184,7 +184,7 @@ def test_a_name_is_registered_once():
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="attention_backend to one of .*reference, tpu, xla"):
+    with pytest.raises(ValueError, match="attention_backend to one of .*reference, .*xla"):
         get_backend("flash")
 
 

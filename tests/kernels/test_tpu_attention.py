@@ -58,8 +58,18 @@ def assert_correct(backend: TpuBackend, case: Case, dtype: str, seed: int = 0) -
     assert not races_were_found()
 
 
-# What has neighbours that are much alike: each shape of a program takes seconds to emulate.
-SPARED = {"block_size_32", "block_size_64", "gqa_8", "int8_kv_decodes", "window_of_pages"}
+# What others cover together: each shape of a program takes seconds to emulate.
+SPARED = {
+    "block_size_32",
+    "block_size_64",
+    "gqa_8",
+    "int8_kv_decodes",
+    "mha",
+    "sinks",
+    "soft_cap",
+    "window_below_a_page",
+    "window_of_pages",
+}
 
 
 def slow_marked(case: Case):

@@ -117,7 +117,11 @@ def attend_segments(
         # Groups share nothing, so a chip with two cores gives each its own. The steps of a group
         # follow each other: their items are one sequence.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=sizes.vmem_limit_bytes,
+            # A page's check takes longer than to issue its copy. Only blocks of contexts are ever
+            # followed; the emulator, which always checks, is what tests that.
+            disable_bounds_checks=True,
         ),
         cost_estimate=_estimate_cost(config, q, new, cache, work, max_blocks),
         interpret=interpret,

@@ -152,7 +152,7 @@ class _Step:
         _for_each(0, num_items, attend_item)
         self._store_output(segment)
 
-    # What to fetch.
+    # Where things are.
 
     @property
     def _heads(self) -> int:
@@ -187,6 +187,10 @@ class _Step:
         pages = self._all_pages(segment)
         first = pages.first + item * self.sizes.slot_pages
         return _Pages(first, jnp.minimum(first + self.sizes.slot_pages, pages.end))
+
+    def _offset(self, segment: jax.Array) -> jax.Array:
+        """The place of a segment's first token in its step."""
+        return lax.rem(self.work.tokens[segment], self.sizes.step_tokens)
 
     def _block(self, segment: jax.Array, page: jax.Array) -> jax.Array:
         return self.work.block_tables[self.work.rows[segment] * self.max_blocks + page]
@@ -264,7 +268,7 @@ class _Step:
         start = position - lax.rem(position, tile)
         in_slot = pl.ds(_multiple_of(start - pages.first * self._block_size, tile), tile)
         old = scratch.pages[slot, :, in_slot, :].astype(jnp.float32)
-        new = self.new[lax.rem(self.work.tokens[segment], self.sizes.step_tokens)]  # [K, W]
+        new = self.new[self._offset(segment)]  # [K, W]
         new = new.astype(jnp.float32)
         new = jnp.stack([new[head : head + 1] for head in range(self._heads)])
         is_new = lax.broadcasted_iota(jnp.int32, (1, tile, 1), 1) == position - start
@@ -296,7 +300,7 @@ class _Step:
         start, length = self.work.positions[segment], self.work.lengths[segment]
         precision = _precision(self.q.dtype)
         # Token i of the tile has the position i + shift.
-        offset = self.work.tokens[segment] % tile
+        offset = self._offset(segment)
         shift = start - offset
 
         def is_ours(axis: int) -> jax.Array:
@@ -390,8 +394,7 @@ class _Step:
             shape = (self.scratch.largest.shape[1], keys)
             line = lax.broadcasted_iota(jnp.int32, shape, 0)
             token = line & (tile - 1)  # tiles are powers of two
-            offset = self.work.tokens[segment] % tile
-            shift = self.work.positions[segment] - offset - first
+            shift = self.work.positions[segment] - self._offset(segment) - first
             distance = token + shift - lax.broadcasted_iota(jnp.int32, shape, 1)
         is_seen = distance >= 0
         if self.config.sliding_window is not None:
@@ -439,7 +442,7 @@ class _Step:
     def _load_q(self, segment: jax.Array, heads: Any) -> jax.Array:
         """The queries of a segment: [heads, M, D]."""
         if self.sizes.for_decodes:
-            return self.q[self.work.tokens[segment] % self.sizes.step_tokens, heads]
+            return self.q[self._offset(segment), heads]
         q = self.q[heads]
         return q.reshape(q.shape[0], -1, q.shape[-1])
 
@@ -451,15 +454,15 @@ class _Step:
             out = scratch.weighted[heads] / scratch.total[heads][..., :1]
             return out if self.kv_scales is None else out * self.kv_scales[heads, :, 1:2]
 
-        token = self.work.tokens[segment] % self.sizes.step_tokens
+        offset = self._offset(segment)
         if self.sizes.for_decodes:
-            self.out[token] = output(pl.ds(0, self._heads)).astype(self.out.dtype)
+            self.out[offset] = output(pl.ds(0, self._heads)).astype(self.out.dtype)
             return
 
         def store_head(head: jax.Array) -> None:
             old = self.out[pl.ds(head, 1)].astype(jnp.float32)
             line = lax.broadcasted_iota(jnp.int32, old.shape, 2)
-            is_ours = (token <= line) & (line < token + self.work.lengths[segment])
+            is_ours = (offset <= line) & (line < offset + self.work.lengths[segment])
             new = output(pl.ds(head, 1)).reshape(old.shape)
             self.out[pl.ds(head, 1)] = jnp.where(is_ours, new, old).astype(self.out.dtype)
 

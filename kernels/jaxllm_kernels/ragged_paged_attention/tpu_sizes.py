@@ -155,12 +155,14 @@ def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) ->
         slot_tokens = int(chip.hbm_bytes_per_second * 0.5e-6 / token_bytes)
         return Tuning(
             step_tokens=16,
-            slot_tokens=min(max(slot_tokens, 256), 2048),
-            chunk_tokens=256,
+            slot_tokens=min(max(slot_tokens, 512), 2048),
+            # The products of one head alone are too few to hide each other's latency.
+            chunk_tokens=256 if config.num_kv_heads > 2 else 512,
             num_slots=4,
         )
-    # 512 query lines (tokens x heads of a group) and 512 keys fill the matrix units.
-    lines = 512 * config.num_kv_heads // config.num_heads
+    # 256 query lines (tokens x heads of a group) against 512 keys: of what was compiled for v5e and
+    # v6e, fewer lines or keys take more instructions per score, and more keys waste on short rows.
+    lines = 256 * config.num_kv_heads // config.num_heads
     tile = max(min(1 << max(lines.bit_length() - 1, 0), 256), MIN_TILE_TOKENS)
     return Tuning(step_tokens=tile, slot_tokens=512, chunk_tokens=512, num_slots=2)
 
