@@ -24,7 +24,7 @@ def gpu_interpret_params() -> Any:
     """What makes `plgpu.kernel` run on a CPU: as a GPU would, and looking out for races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return plgpu.InterpretGPUParams(detect_races=True)
+    return plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def smem_transforms(tiling: tuple[int, int], swizzle: int | None) -> tuple[Any, ...]:

@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
+from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.ragged_paged_attention.api import register_backend
+from jaxllm_kernels.ragged_paged_attention.gpu import MosaicGpuBackend
 from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.testing import make_tiny_checkpoint
 
 register_backend(TpuBackend(name="tpu_emulated", chip="v5e", interpret=True))
+register_backend(MosaicGpuBackend(name="gpu_emulated", num_workers=2, interpret=True))
 
 OPTIONS = {
     "dtype": "float32",
@@ -79,3 +82,29 @@ def test_engine_gives_the_same_tokens(backend, change, model, expected):
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
     for (_, mine), (_, other) in zip(got, expected, strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_no_mosaic_gpu() is not None, reason=str(why_no_mosaic_gpu()))
+def test_engine_on_emulated_gpu_kernels_gives_the_same_logprobs(tmp_path):
+    # These kernels compute in 16 bits, where two orders of summation seldom agree on a token.
+    model = make_tiny_checkpoint(tmp_path, "llama", head_dim=64, dtype="bfloat16")
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, logprobs=0)
+
+    def prompt_logprobs(**options):
+        options = {**OPTIONS, "dtype": "bfloat16", **options}
+        outputs = LLM(str(model), **options).generate(PROMPTS, params, use_tqdm=False)
+        return [
+            position[token].logprob
+            for output in outputs
+            for token, position in zip(
+                output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+            )
+        ]
+
+    expected = prompt_logprobs(attention_backend="xla")
+    for tokens_per_step in (16, 64):
+        got = prompt_logprobs(
+            attention_backend="gpu_emulated", max_num_batched_tokens=tokens_per_step
+        )
+        np.testing.assert_allclose(got, expected, atol=0.05)

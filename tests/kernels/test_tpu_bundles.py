@@ -24,13 +24,11 @@ CHIPS = ("v5e", "v6e", "v7x")
 # The flags are read once per process, so every chip has one.
 COMPILE = """
 import importlib.util, sys
-from jax.experimental import topologies
 spec = importlib.util.spec_from_file_location("programs", sys.argv[1])
 programs = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(programs)
-name, options = programs.TOPOLOGIES[sys.argv[2]]
-topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-programs.Program().compile(topology.devices[:1])
+devices = programs.topology_devices(programs.SLICES[sys.argv[2]])
+programs.Program().compile(devices[:1])
 """
 
 

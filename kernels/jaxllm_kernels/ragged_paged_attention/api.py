@@ -64,7 +64,8 @@ class RaggedBatch:
 
     Padding: rows without tokens repeat the total in query_starts and have context length 0; tokens
     at or past query_starts[R] belong to no row. They are not written to the cache and their outputs
-    are finite garbage. No other block or token of the cache than those in the contexts has any
+    are finite garbage. No row may read a block that another row writes in the same step. No other
+    block or token of the cache than those in the contexts has any
     influence, whatever it holds.
     """
 

@@ -203,7 +203,7 @@ class BlockRing:
 
             @self._for_each_part
             def _(part, row):
-                kept = plgpu.load(values.at[part], layout=plgpu.Layout.WGMMA)
+                kept = plgpu.load(values.at[part], layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue]
                 values[part] = _zero_from(kept, num_tokens - row)
 
             plgpu.commit_smem()
@@ -218,7 +218,7 @@ class BlockRing:
         @self._for_each_part
         def _(part, row):
             narrow = refs.staged.at[slot].at[part]
-            wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA, optimized=False)
+            wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA, optimized=False)  # pyright: ignore[reportCallIssue]
             # There is no instruction from 8-bit floats to bfloat16.
             if wide.dtype == jnp.float8_e4m3fn:
                 wide = wide.astype(jnp.float16)

@@ -341,4 +341,4 @@ def _over_rows(x, num_rows: int):
 
 
 def _load(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]

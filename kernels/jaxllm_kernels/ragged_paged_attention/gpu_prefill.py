@@ -128,7 +128,7 @@ def prefill(
                 # The outputs of the item before are in the same memory.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 rows = pl.ds(first_token, _GROUP_TOKENS)
-                queries[group] = plgpu.load(q_ref.at[rows, head], layout=_MATRIX, optimized=False)
+                queries[group] = plgpu.load(q_ref.at[rows, head], layout=_MATRIX, optimized=False)  # pyright: ignore[reportCallIssue]
                 plgpu.commit_smem()
 
                 def attend_block(j, softmax, *, is_masked):
