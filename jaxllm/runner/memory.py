@@ -29,10 +29,10 @@ def size_kv_cache(
     """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
 
     One request of the greatest length must fit, so that no accepted request can wait for ever. What
-    the user asks for is what he gets; of the free memory no more is taken than all slots can use,
-    and as much again for cached prefixes.
+    the user asks for is what he gets. Without that, cached prefixes may fill an accelerator's
+    memory, which nobody else uses; of a host's no more is taken than all slots can use at once.
     """
-    useful = blocks_per_seq * max_num_seqs * (2 if config.enable_prefix_caching else 1)
+    useful = blocks_per_seq * max_num_seqs
     free = _free_bytes(config, device)
     fixed = weights_bytes + other_bytes
     needed = fixed + blocks_per_seq * block_bytes
@@ -51,7 +51,9 @@ def size_kv_cache(
             room = int(left * (1 - _PROGRAM_SHARE))
         else:
             room = max(0, left - program_bytes)
-        num_blocks = min(room // block_bytes, useful)
+        num_blocks = room // block_bytes
+        if device.platform == "cpu" or not config.enable_prefix_caching:
+            num_blocks = min(num_blocks, useful)
         source = "the free memory"
     if needed > free:
         raise OutOfMemoryError(

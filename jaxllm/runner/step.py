@@ -97,6 +97,7 @@ def make_step(plan: EnginePlan, spec: ModelSpec, layout: InputLayout) -> StepFun
                 state=state.slots,
                 max_logprobs=plan.max_logprobs,
                 processors=plan.logits_processors,
+                vocab_size=plan.architecture.vocab_size,
             )
         kept = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
         new_state = DeviceState(

@@ -26,6 +26,7 @@ def adjust_logits(
     output_index: jax.Array,
     state: SlotState,
     processors: Sequence[LogitsProcessor],
+    vocab_size: int,
 ) -> jax.Array:
     """Apply everything that comes before temperature, in the sampler's order.
 
@@ -43,7 +44,8 @@ def adjust_logits(
     for index, processor in enumerate(processors):
         uses = has(row_params.processor_flag(index))
         values = params.processor_params[index]
-        logits = _in_rows(uses, functools.partial(_apply, processor), logits, values, output_index)
+        apply = functools.partial(_apply, processor, vocab_size)
+        logits = _in_rows(uses, apply, logits, values, output_index)
     logits = _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params)
     some_left = jnp.any(logits > -jnp.inf, axis=1, keepdims=True)
     return jnp.where(some_left, logits, biased)
@@ -91,14 +93,19 @@ def _mask_tokens(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 
 def _apply(
-    processor: LogitsProcessor, logits: jax.Array, values: jax.Array, output_index: jax.Array
+    processor: LogitsProcessor,
+    vocab_size: int,
+    padded: jax.Array,
+    values: jax.Array,
+    output_index: jax.Array,
 ) -> jax.Array:
     """A user's own change, which must be one of all logits: what is smaller would be broadcast."""
+    logits, padding = padded[:, :vocab_size], padded[:, vocab_size:]
     changed = processor.apply(logits, values, output_index)
     made = f"a {type(changed).__name__}"
     if isinstance(changed, jax.Array):
         if (changed.shape, changed.dtype) == (logits.shape, logits.dtype):
-            return changed
+            return jnp.concatenate([changed, padding], axis=1) if padding.size else changed
         made = f"{changed.dtype}{list(changed.shape)}"
     raise ValidationError(
         f"{type(processor).__name__}.apply must return logits as it got them, {logits.dtype}"

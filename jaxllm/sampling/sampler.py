@@ -39,8 +39,10 @@ def sample(
     state: SlotState,
     max_logprobs: int,
     processors: Sequence[LogitsProcessor] = (),
+    vocab_size: int | None = None,
 ) -> SampleOutput:
-    """Sample one token per row from logits, f32 [R, V]:
+    """Sample one token per row from logits, f32 [R, V]; columns from `vocab_size` on (default: V)
+    are padding, -inf, which users' processors do not get to see:
 
     1. allowed token ids and logit bias
     2. bad words: mask the last token of each that is otherwise complete
@@ -74,6 +76,7 @@ def sample(
             output_index=output_index,
             state=state,
             processors=processors,
+            vocab_size=logits.shape[1] if vocab_size is None else vocab_size,
         )
 
     def choose() -> jax.Array:

@@ -25,11 +25,21 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 from jaxllm import LLM, SamplingParams
 
+import jax.numpy as jnp
 from jaxllm import LLM, SamplingParams
+from jaxllm.sampling.logits_processor import LogitsProcessor
+
+class Favour(LogitsProcessor):
+    "Prefers tokens by a table as wide as the vocabulary, which padding must not reach."
+    def encode(self, params):
+        return () if params.extra_args else None
+    def apply(self, logits, params, output_index):
+        return logits + jnp.arange(VOCAB) % 7
 
 model, variants = sys.argv[1], json.loads(sys.argv[2])
+VOCAB = json.load(open(model + "/config.json"))["vocab_size"]
 rng = __import__("random").Random(0)
-prompts = [[rng.randrange(300) for _ in range(length)] for length in (1, 7, 33, 70, 40, 12)]
+prompts = [[rng.randrange(300) for _ in range(length)] for length in (1, 7, 33, 70, 40, 12, 9)]
 params = [
     SamplingParams(temperature=0, max_tokens=24, logprobs=3),
     SamplingParams(temperature=1, top_p=0.9, top_k=40, seed=3, max_tokens=20, logprobs=3),
@@ -37,10 +47,12 @@ params = [
     SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.3, logprobs=1),
     SamplingParams(seed=4, max_tokens=12, allowed_token_ids=list(range(5, 90)), logprobs=1),
     SamplingParams(seed=5, max_tokens=12, min_p=0.05, logit_bias={7: 4.0}, n=2, logprobs=1),
+    SamplingParams(seed=6, max_tokens=12, extra_args={"favour": 1}, logprobs=1),
 ]
 base = dict(
     dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32, block_size=8,
     kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True, enforce_eager=True,
+    logits_processors=(Favour,),
 )
 
 def answers(options):

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jaxllm_kernels.platform import CHIPS
 
 from jaxllm.config import CacheConfig
 from jaxllm.runner.memory import size_kv_cache
@@ -9,7 +10,7 @@ from jaxllm.runner.memory import size_kv_cache
 
 @pytest.fixture
 def num_blocks():
-    def num_blocks(**options):
+    def num_blocks(device=None, program_bytes=None, **options):
         return size_kv_cache(
             CacheConfig(**options),
             weights_bytes=1000,
@@ -17,7 +18,8 @@ def num_blocks():
             block_bytes=64,
             blocks_per_seq=4,
             max_num_seqs=2,
-            device=jax.devices("cpu")[0],
+            device=device or jax.devices("cpu")[0],
+            program_bytes=program_bytes,
         )
 
     return num_blocks
@@ -28,6 +30,21 @@ def test_what_the_user_asks_for_is_what_he_gets(num_blocks):
     assert num_blocks(num_gpu_blocks_override=1000) == 1000
 
 
-def test_default_has_room_for_all_slots_and_for_cached_prefixes(num_blocks):
-    assert num_blocks() == 16
+def test_a_host_gives_what_all_slots_can_use(num_blocks):
+    assert num_blocks() == 8
     assert num_blocks(enable_prefix_caching=False) == 8
+
+
+class Accelerator:
+    """A device of the table of chips, with all of its memory free."""
+
+    platform, device_kind = "tpu", "TPU v6e"
+
+    def memory_stats(self):
+        return None
+
+
+def test_cached_prefixes_may_fill_an_accelerator(num_blocks):
+    limit = int(CHIPS["v6e"].hbm_bytes * 0.92)
+    assert num_blocks(Accelerator(), program_bytes=5000) == (limit - 7000) // 64
+    assert num_blocks(Accelerator(), enable_prefix_caching=False) == 8

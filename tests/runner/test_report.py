@@ -1,0 +1,90 @@
+"""The report on a plan tells what the engine of that plan has."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from jaxllm import LLM
+from jaxllm.cli.main import main
+from jaxllm.config import EngineArgs
+from jaxllm.runner.buckets import Bucket
+from jaxllm.runner.plan import make_plan
+from jaxllm.runner.report import report_plan, step_bound
+from jaxllm.testing import make_tiny_checkpoint
+
+OPTIONS = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "num_gpu_blocks_override": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("model")))
+
+
+def test_a_plan_equals_what_the_engine_allocates(model_dir):
+    plan = make_plan(EngineArgs(model=model_dir, **OPTIONS))
+    report = report_plan(plan, context=32, all_programs=False)
+    before = {id(array) for array in jax.live_arrays()}
+    llm = LLM(model_dir, skip_tokenizer_init=True, enforce_eager=True, **OPTIONS)
+    arrays = [array for array in jax.live_arrays() if id(array) not in before]
+    assert llm.llm_engine.info.num_blocks == report.num_blocks
+    allocated = sum(array.nbytes for array in arrays)
+    assert allocated == report.weights_bytes + report.kv_cache_bytes + report.state_bytes
+
+
+def test_the_largest_of_each_kind_is_compiled(model_dir):
+    plan = make_plan(EngineArgs(model=model_dir, **OPTIONS))
+    report = report_plan(plan, context=32, all_programs=False)
+    assert [program.name for program in report.programs] == ["decode 2x2", "mixed 16x2"]
+    assert report.largest_decode.num_decodes == 2
+    assert report.programs[0].bound is None  # nobody knows the rates of a CPU
+    assert report.num_fitting == report.num_tokens // 32
+
+
+def test_a_bound_counts_weights_and_contexts_once(model_dir):
+    plan = make_plan(EngineArgs(model=model_dir, **OPTIONS))
+    chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
+    plan = dataclasses.replace(plan, chip=chip)
+    bucket = Bucket(decode_only=True, num_tokens=2, num_rows=2, max_block_updates=2)
+    bound = step_bound(plan, bucket, context=32)
+    context_bytes = 2 * 32 * plan.kv_cache_bytes / (12 * plan.block_size)
+    assert bound.seconds == pytest.approx((plan.weights_bytes + context_bytes) / 1e6)
+    assert bound.limited_by == "memory bandwidth"
+
+    slow = dataclasses.replace(chip, bf16_flops_per_second=1e3)
+    assert step_bound(dataclasses.replace(plan, chip=slow), bucket, 32).limited_by == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say where"),
+        (["--tpu", "v6e-8", "--gpu", "h200"], "say where"),
+        (["--tpu", "v99-1"], "no topology is named 'v99-1'; known are"),
+        (["--tpu", "v6e-8", "--context", "0"], "--context 0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments, message, model_dir, capsys):
+    assert main(["plan", model_dir, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.tpu_compile
+def test_the_command_prints_a_page_and_json(model_dir, capsys):
+    pytest.importorskip("libtpu")
+    flags = [model_dir, "--tpu", "v6e-1", "--max-num-seqs", "4", "--context", "64"]
+    flags += ["--max-num-batched-tokens", "16", "--dtype", "bfloat16"]
+    assert main(["plan", *flags, "--price-per-chip-hour", "2"]) == 0
+    page = capsys.readouterr().out
+    assert "attention 'tpu'" in page and "no collectives" in page
+    assert "bound, not a prediction" in page and "per million output tokens" in page
+    assert main(["plan", *flags, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["v6e-1"]
+    assert report["chip"] == "v6e" and report["max_tokens_per_second"] > 0
+    assert report["free_bytes"] > 0
