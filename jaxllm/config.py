@@ -80,6 +80,9 @@ class ParallelConfig:
     """Parallelism"""
 
     tensor_parallel_size: int = option(1, "Devices over which every matrix of the model is cut.")
+    data_parallel_size: int = option(
+        1, "Replicas of the model, each on devices of its own, that share the requests."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +203,7 @@ _LOWEST = {
     "kv_cache_memory_bytes": 1,
     "num_gpu_blocks_override": 1,
     "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "long_prefill_token_threshold": 0,
@@ -212,7 +216,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_local_media_path": ("", None),
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
-    "data_parallel_size": (1,),
     "disable_log_stats": (True, False),
     "distributed_executor_backend": (None, "uni"),
     "enable_expert_parallel": (False,),

@@ -48,7 +48,7 @@ SAMPLING_HELP = {
     "extra_args": "JSON object for the logits processors of --logits-processors.",
 }
 
-SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
+SHORT_FLAGS = {"tensor_parallel_size": ("-tp",), "data_parallel_size": ("-dp",)}
 
 # Fields of SamplingParams that have no flag of their own, and why.
 NOT_FLAGS = {

@@ -25,10 +25,10 @@ logger = init_logger(__name__)
 class EngineCore:
     """One engine: a scheduler and the executor that runs its steps."""
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None):
+    def __init__(self, config: EngineConfig, executor: Executor | None = None, replica: int = 0):
         # Looked up first: an unknown policy is refused before anything is loaded.
         policy = get_scheduling_policy(config.scheduler.scheduling_policy)
-        self._executor = executor or UniProcExecutor(config)
+        self._executor = executor or UniProcExecutor(config, replica)
         self.info: EngineInfo = self._executor.info
         overlap = config.scheduler.async_scheduling
         self._stats = EngineStats(overlap=overlap, num_blocks=self.info.num_blocks)

@@ -4,6 +4,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.runner.model_runner import ModelRunner, PendingStep
+from jaxllm.runner.plan import replica_devices
 from jaxllm.runner.sizing import plan_engine
 from jaxllm.scheduler.schedule import Schedule
 
@@ -11,10 +12,10 @@ logger = init_logger(__name__)
 
 
 class UniProcExecutor:
-    """The plan, made real in this process."""
+    """The plan, made real in this process, on the devices of one replica."""
 
-    def __init__(self, config: EngineConfig):
-        plan = plan_engine(config)
+    def __init__(self, config: EngineConfig, replica: int = 0):
+        plan = plan_engine(config, replica_devices(config, replica))
         logger.info("plan: %s", plan.summary())
         self.info: EngineInfo = plan.info()
         self._runner = ModelRunner(plan)

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from jaxllm.config import EngineConfig
+from jaxllm.frontend.router import Router
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
 from jaxllm.metrics.stats import EngineStats
 
@@ -45,14 +46,21 @@ def check_model(config: EngineConfig) -> None:
     make_plan(config)
 
 
+def make_client(config: EngineConfig) -> EngineClient:
+    """Start what the config asks for: an engine core, or several replicas of it."""
+    if config.parallel.data_parallel_size == 1:
+        return InProcessClient(config)
+    return DataParallelClient(config)
+
+
 class InProcessClient:
     """An engine core in this process, which steps when its outputs are asked for."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, replica: int = 0):
         # Here begins the device side: until now neither jax nor a model has been loaded.
         from jaxllm.engine.core import EngineCore
 
-        self._core = EngineCore(config)
+        self._core = EngineCore(config, replica=replica)
         self.info: EngineInfo = self._core.info
 
     def add_request(self, request: EngineRequest) -> None:
@@ -75,3 +83,54 @@ class InProcessClient:
 
     def shutdown(self) -> None:
         self._core.shutdown()
+
+
+class DataParallelClient:
+    """Several engine cores in this process, each with devices of its own and all of the model.
+
+    A step of each is on its devices while the host plans those of the others.
+    """
+
+    def __init__(self, config: EngineConfig):
+        size = config.parallel.data_parallel_size
+        self._cores = [InProcessClient(config, replica) for replica in range(size)]
+        self._router = Router(size)
+        self.info: EngineInfo = self._cores[0].info
+
+    def add_request(self, request: EngineRequest) -> None:
+        replica = self._router.choose(request)
+        try:
+            self._cores[replica].add_request(request)
+        except BaseException:
+            self._router.forget(request.request_id)
+            raise
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            replica = self._router.replica_of(request_id)
+            if replica is not None:
+                self._cores[replica].abort_requests([request_id])
+                self._router.forget(request_id)
+
+    def get_outputs(self) -> list[EngineOutput]:
+        outputs = []
+        for core in self._cores:
+            if core.has_work():
+                outputs += core.get_outputs()
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._router.forget(output.request_id)
+        return outputs
+
+    def has_work(self) -> bool:
+        return any(core.has_work() for core in self._cores)
+
+    def reset_prefix_cache(self) -> bool:
+        return all([core.reset_prefix_cache() for core in self._cores])
+
+    def stats(self) -> EngineStats:
+        return EngineStats.total([core.stats() for core in self._cores])
+
+    def shutdown(self) -> None:
+        for core in self._cores:
+            core.shutdown()

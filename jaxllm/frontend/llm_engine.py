@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
-from jaxllm.frontend.client import EngineClient, InProcessClient, check_model, find_model
+from jaxllm.frontend.client import EngineClient, check_model, find_model, make_client
 from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.output_processor import OutputProcessor
@@ -28,7 +28,7 @@ class LLMEngine:
         self.config = config
         # The tokenizer first: a missing one is said before gigabytes are read.
         self.tokenizer: Tokenizer | None = _load_tokenizer(config)
-        self._client: EngineClient = InProcessClient(config)
+        self._client: EngineClient = make_client(config)
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self._output_processor = OutputProcessor(self.tokenizer)
         self._outputs: list[RequestOutput] = []  # of a step that Ctrl-C was pressed in

@@ -1,5 +1,7 @@
 """Statistics as plain data, filled by the scheduler and the engine core."""
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -30,6 +32,15 @@ class EngineStats:
     update_s: float = 0.0
     device_wait_s: float = 0.0  # host waited for the device
     device_idle_s: float = 0.0  # work was there and the device had none
+
+    @classmethod
+    def total(cls, replicas: Sequence["EngineStats"]) -> "EngineStats":
+        """The figures of several engines as of one."""
+        total = cls()
+        for field in dataclasses.fields(cls):
+            setattr(total, field.name, sum(getattr(stats, field.name) for stats in replicas))
+        total.overlap = all(stats.overlap for stats in replicas)
+        return total
 
     @property
     def kv_cache_usage(self) -> float:

@@ -24,7 +24,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 )
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, refused
 from jaxllm.layers.attention import cache_axes
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
@@ -130,6 +130,20 @@ class EnginePlan:
             f"(max_num_seqs={self.max_num_seqs})\n"
             f"{len(self.buckets)} programs: {', '.join(map(str, self.buckets))}"
         )
+
+
+def replica_devices(config: EngineConfig, replica: int) -> Sequence[Device]:
+    """Those that a replica of the engine may use: neighbours, in JAX's order."""
+    devices, parallel = jax.devices(), config.parallel
+    size, replicas = parallel.tensor_parallel_size, parallel.data_parallel_size
+    if replicas > 1 and size * replicas > len(devices):
+        raise refused(
+            "data_parallel_size",
+            replicas,
+            f"{replicas} replicas with tensor_parallel_size={size} want {size * replicas} devices, "
+            f"and there are {len(devices)}; lower one of them",
+        )
+    return devices[replica * size : (replica + 1) * size] if replicas > 1 else devices
 
 
 def make_plan(

@@ -1,0 +1,65 @@
+"""Replicas of a model serve one stream of requests, with the tokens of a single engine."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxllm.testing import make_tiny_checkpoint
+
+SCRIPT = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+from jaxllm import LLM, SamplingParams
+from jaxllm.errors import ValidationError
+
+base = dict(
+    model=sys.argv[1], dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32,
+    kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True, enforce_eager=True,
+)
+prompts = [[3 + (i * 31 + j) % 300 for j in range(2 + 3 * i)] for i in range(8)]
+params = [SamplingParams(seed=i, max_tokens=4 + i, n=1 + i % 2, ignore_eos=True) for i in range(8)]
+
+def tokens(llm):
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [[c.token_ids for c in output.outputs] for output in outputs]
+
+def metrics(llm):
+    return {metric.name: metric.value for metric in llm.get_metrics()}
+
+one = tokens(LLM(**base))
+for shards in (1, 2):
+    llm = LLM(**base, data_parallel_size=2, tensor_parallel_size=shards)
+    assert tokens(llm) == one, shards
+    assert metrics(llm)["jaxllm:num_requests_finished"] == sum(len(row) for row in one)
+    assert metrics(llm)["jaxllm:num_blocks_used"] == 0
+    # Both have worked: each has its cache on devices of its own.
+    used = {shard.device for array in jax.live_arrays() for shard in array.addressable_shards}
+    assert len(used) >= 2 * shards, used
+
+# Aborted wherever it is; the others go on.
+ids = llm.enqueue(prompts, params)
+llm.llm_engine.abort_request(ids[3])
+reasons = [o.outputs[0].finish_reason for o in llm.wait_for_completion(use_tqdm=False)]
+assert reasons == ["length"] * 3 + ["abort"] + ["length"] * 4, reasons
+assert llm.reset_prefix_cache()
+
+try:
+    LLM(**base, data_parallel_size=3, tensor_parallel_size=2)
+except ValidationError as error:
+    assert "want 6 devices, and there are 4" in str(error), error
+else:
+    raise AssertionError("three replicas of two on four devices")
+print("well")
+"""
+
+
+@pytest.mark.slow
+def test_replicas_give_the_tokens_of_one_engine(tmp_path):
+    model_dir = make_tiny_checkpoint(tmp_path, num_attention_heads=4, num_key_value_heads=2)
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model_dir)], capture_output=True, text=True, timeout=900
+    )
+    assert process.stdout.strip().endswith("well"), process.stderr[-3000:]
