@@ -77,7 +77,11 @@ def slow_marked(case: Case):
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if is_slow else [])
 
 
-@pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
+# Thirty thousand tokens take the emulator many minutes; a TPU computes them, too.
+EMULATED_CASES = [case for case in CASES if case.max_blocks < 1000]
+
+
+@pytest.mark.parametrize("case", [slow_marked(case) for case in EMULATED_CASES])
 def test_every_case_is_right(case):
     assert_correct(EMULATED, case, "float32")
 

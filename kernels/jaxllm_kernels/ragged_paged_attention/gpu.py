@@ -69,6 +69,8 @@ class MosaicGpuBackend:
     """Attention by Mosaic GPU kernels for Hopper (sm_90)."""
 
     name: str = "mosaic_sm90"
+    # Whose measurements to go by.
+    chip: str = "h200"
     # Thread blocks of the persistent kernels: the multiprocessors of an H100 or H200 (SXM).
     num_workers: int = 132
     # Run the kernels on a CPU, as a GPU would, with a detector of races: for tests.
@@ -82,7 +84,7 @@ class MosaicGpuBackend:
         """One thread block for each multiprocessor, where the chip's number is known."""
         if self.interpret or chip.num_cores == 1:
             return self
-        return dataclasses.replace(self, num_workers=chip.num_cores)
+        return dataclasses.replace(self, chip=chip.name, num_workers=chip.num_cores)
 
     def check(
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
@@ -131,7 +133,7 @@ class MosaicGpuBackend:
         places = locate_tokens(batch, num_tokens)
         decodes = {}
         for config in configs:
-            key = _decode_key(config)
+            key = self._decode_key(config)
             if key not in decodes:
                 decodes[key] = split_decodes(
                     batch,
@@ -198,10 +200,11 @@ class MosaicGpuBackend:
             jnp.pad(grouped, ((0, 0), (0, 0), padding, (0, 0))),
             cache,
             batch.block_tables,
-            prepared.decodes[_decode_key(config)],
+            prepared.decodes[self._decode_key(config)],
             scalars._replace(sinks=jnp.pad(sinks, ((0, 0), padding), constant_values=UNSEEN)),
             out,
             config=config,
+            tuning=choose_tuning("decode", config, self.chip),
             interpret=self._interpret_params(),
         )
 
@@ -226,13 +229,13 @@ class MosaicGpuBackend:
             out,
             config=config,
             num_workers=self.num_workers,
+            tuning=choose_tuning("prefill", config, self.chip),
             interpret=self._interpret_params(),
         )
 
+    def _decode_key(self, config: AttentionConfig) -> DecodeKey:
+        block_tokens = choose_tuning("decode", config, self.chip).block_tokens
+        return DecodeKey(config.num_kv_heads, config.sliding_window or 0, block_tokens)
+
     def _interpret_params(self):
         return gpu_interpret_params() if self.interpret else False
-
-
-def _decode_key(config: AttentionConfig) -> DecodeKey:
-    block_tokens = choose_tuning("decode", config).block_tokens
-    return DecodeKey(config.num_kv_heads, config.sliding_window or 0, block_tokens)

@@ -30,7 +30,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     operand_transforms,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
-from jaxllm_kernels.ragged_paged_attention.gpu_tuning import choose_tuning
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import Tuning
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeItems, DecodeWork
 
 # Per thread. Together no more than the two warpgroups start with, 240 each, or one waits forever.
@@ -59,13 +59,13 @@ def decode(
     out: jax.Ref,
     *,
     config: AttentionConfig,
+    tuning: Tuning,
     interpret: Any,
 ) -> None:
     """Write the attention of queries [R, K, G, H] to the first rows of out [T, N, H].
 
     G is the padded group; the sinks are [K, G]. Rows that the work lacks are not written.
     """
-    tuning = choose_tuning("decode", config)
     ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=1)
     partials = _attend_items(q, cache, block_tables, work, scalars, config, ring, interpret)
     _merge(partials, work, scalars, out, num_rows=q.shape[0], config=config, interpret=interpret)

@@ -30,7 +30,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     operand_transforms,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
-from jaxllm_kernels.ragged_paged_attention.gpu_tuning import PREFILL_TILE_TOKENS, choose_tuning
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import PREFILL_TILE_TOKENS, Tuning
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles
 
 _GROUP_TOKENS = 64  # of a compute warpgroup: the rows of a matrix instruction
@@ -56,10 +56,10 @@ def prefill(
     *,
     config: AttentionConfig,
     num_workers: int,
+    tuning: Tuning,
     interpret: Any,
 ) -> None:
     """Write the attention of those queries [T, N, H] that are in tiles to out [T, N, H]."""
-    tuning = choose_tuning("prefill", config)
     ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=_NUM_GROUPS)
     _, num_heads, head_size = q.shape
     heads_per_kv_head = num_heads // config.num_kv_heads

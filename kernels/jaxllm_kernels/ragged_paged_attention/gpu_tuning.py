@@ -5,6 +5,7 @@ from typing import Literal
 
 from jaxllm_kernels.common import round_up
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
+from jaxllm_kernels.ragged_paged_attention.tuned import lookup
 
 # What a thread block of a Hopper GPU may allocate, less what the kernels need beside queries and
 # stages: barriers, weights and the scratch of reductions.
@@ -29,13 +30,25 @@ def padded_group_size(config: AttentionConfig) -> int:
     return round_up(config.num_heads // config.num_kv_heads, 8)
 
 
-def choose_tuning(kernel: Literal["decode", "prefill"], config: AttentionConfig) -> Tuning:
-    """The parameters of a kernel for a layer.
+def choose_tuning(
+    kernel: Literal["decode", "prefill"], config: AttentionConfig, chip: str
+) -> Tuning:
+    """The parameters of a kernel for a layer: those measured on the chip, or else by a formula."""
+    key = {
+        "group_size": config.num_heads // config.num_kv_heads,
+        "head_size": config.head_size,
+        "kv_dtype": config.kv_dtype,
+    }
+    measured = lookup(chip, f"gpu_{kernel}", key)
+    return default_tuning(kernel, config) if measured is None else Tuning(**measured)
+
+
+def default_tuning(kernel: Literal["decode", "prefill"], config: AttentionConfig) -> Tuning:
+    """What nobody has measured.
 
     Blocks of 128 keys where several fit, and as many stages as there is room for: about 33 KB in
     flight per multiprocessor cover the latency of an H200's memory at full bandwidth (4.3 TB/s for
-    a microsecond), and more than four blocks are of no use. This formula has not been timed;
-    parameters measured on a chip would be looked up here, before it.
+    a microsecond), and more than four blocks are of no use. The formula has not been timed.
     """
     head_size = config.head_size
     block_tokens = 128 if head_size <= 128 else 64
