@@ -24,16 +24,20 @@ def size_kv_cache(
     blocks_per_seq: int,
     max_num_seqs: int,
     device: Device,
+    num_devices: int = 1,
     program_bytes: int | None = None,
 ) -> int:
     """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
 
+    Sizes are those of one device; the engine and its replicas have `num_devices`, and if these are
+    CPUs they share the host's memory.
+
     One request of the greatest length must fit, so that no accepted request can wait for ever. What
-    the user asks for is what he gets. Without that, cached prefixes may fill an accelerator's
+    the user asks for is what he gets. If he does not, cached prefixes may fill an accelerator's
     memory, which nobody else uses; of a host's no more is taken than all slots can use at once.
     """
     useful = blocks_per_seq * max_num_seqs
-    free = _free_bytes(config, device)
+    free = _free_bytes(config, device, num_devices)
     fixed = weights_bytes + other_bytes
     needed = fixed + blocks_per_seq * block_bytes
     if config.num_gpu_blocks_override is not None:
@@ -81,10 +85,10 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _free_bytes(config: CacheConfig, device: Device) -> int:
+def _free_bytes(config: CacheConfig, device: Device, num_devices: int) -> int:
     """What the engine may take of the device's memory."""
     if device.platform == "cpu":
-        return _available_host_bytes()
+        return _available_host_bytes() // num_devices
     try:
         stats = device.memory_stats() or {}
     except jax.errors.JaxRuntimeError:

@@ -229,6 +229,7 @@ def make_plan(
         blocks_per_seq=cdiv(max_model_len, block_size),
         max_num_seqs=max_num_seqs,
         device=device,
+        num_devices=num_shards * config.parallel.data_parallel_size,
         program_bytes=program_bytes,
     )
     cache_dir = config.compilation.compilation_cache_dir

@@ -5,17 +5,20 @@ import pytest
 from jaxllm_kernels.platform import CHIPS
 
 from jaxllm.config import CacheConfig
+from jaxllm.errors import OutOfMemoryError
+from jaxllm.runner import memory
 from jaxllm.runner.memory import size_kv_cache
 
 
 @pytest.fixture
 def num_blocks():
-    def num_blocks(device=None, program_bytes=None, **options):
+    def num_blocks(device=None, program_bytes=None, num_devices=1, block_bytes=64, **options):
         return size_kv_cache(
             CacheConfig(**options),
             weights_bytes=1000,
             other_bytes=1000,
-            block_bytes=64,
+            block_bytes=block_bytes,
+            num_devices=num_devices,
             blocks_per_seq=4,
             max_num_seqs=2,
             device=device or jax.devices("cpu")[0],
@@ -48,3 +51,10 @@ def test_cached_prefixes_may_fill_an_accelerator(num_blocks):
     limit = int(CHIPS["v6e"].hbm_bytes * 0.92)
     assert num_blocks(Accelerator(), program_bytes=5000) == (limit - 7000) // 64
     assert num_blocks(Accelerator(), enable_prefix_caching=False) == 8
+
+
+def test_cpu_devices_share_the_memory_of_their_host(num_blocks, monkeypatch):
+    monkeypatch.setattr(memory, "_available_host_bytes", lambda: 2000 + 64 * 1000)
+    assert num_blocks(kv_cache_memory_bytes=64 * 900) == 900
+    with pytest.raises(OutOfMemoryError, match="but only"):
+        num_blocks(kv_cache_memory_bytes=64 * 900, num_devices=2)
