@@ -191,7 +191,7 @@ def _advice(report: "PlanReport") -> str:
 
 
 def _cost(report: "PlanReport", price: float) -> float:
-    return price * report.num_devices / 3600 / report.max_tokens_per_second * 1e6
+    return price * report.num_chips / 3600 / report.max_tokens_per_second * 1e6
 
 
 def as_table(reports: "dict[str, PlanReport | JaxLLMError]", price: float | None) -> str:

@@ -51,6 +51,7 @@ class PlanReport:
     model: str
     chip: str
     num_devices: int
+    num_chips: int
     dtype: str
     attention_backend: str
     hbm_bytes: int
@@ -142,6 +143,7 @@ def report_plan(
         model=plan.model_name,
         chip=plan.chip.name,
         num_devices=plan.mesh.size,
+        num_chips=-(-plan.mesh.size // plan.chip.devices_per_chip),
         dtype=str(plan.dtype),
         attention_backend=plan.attention.name,
         hbm_bytes=plan.chip.hbm_bytes,

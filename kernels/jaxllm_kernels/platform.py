@@ -41,7 +41,9 @@ class Chip:
     # Peak rates, from the makers' data sheets.
     hbm_bytes_per_second: float = 0
     bf16_flops_per_second: float = 0
-    # TensorCores of a TPU, streaming multiprocessors of a GPU.
+    # How many devices a chip shows itself as.
+    devices_per_chip: int = 1
+    # TensorCores of a device of a TPU, streaming multiprocessors of a GPU.
     num_cores: int = 1
     # Memory of a core that a kernel manages by hand: VMEM of a TPU, shared memory of a GPU.
     vmem_bytes: int = 0
@@ -101,6 +103,7 @@ CHIPS = {
             hbm_bytes=int(94.74 * _GIB),
             hbm_bytes_per_second=3.69e12,
             bf16_flops_per_second=1155e12,
+            devices_per_chip=2,
             vmem_bytes=64 * _MIB,
             smem_bytes=_MIB,
         ),
