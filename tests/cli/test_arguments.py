@@ -11,6 +11,7 @@ import pytest
 from jaxllm.cli.arguments import (
     NOT_FLAGS,
     SAMPLING_HELP,
+    SHORT_FLAGS,
     CommandParser,
     add_engine_arguments,
     add_sampling_arguments,
@@ -50,8 +51,14 @@ def test_every_sampling_field_has_help_or_a_reason_to_have_no_flag():
 
 @pytest.mark.parametrize("f", ENGINE_FIELDS, ids=lambda f: f.name)
 def test_every_engine_field_is_in_the_help(f):
-    flag = "--" + f.name.replace("_", "-")
-    assert (f"  {flag}" in make_parser().format_help()) == f.metadata["flag"]
+    flags = [action.option_strings for action in make_parser()._actions if action.dest == f.name]
+    wanted = [*SHORT_FLAGS.get(f.name, ()), "--" + f.name.replace("_", "-")]
+    assert [found[: len(wanted)] for found in flags] == [wanted] * f.metadata["flag"]
+
+
+def test_a_short_flag_is_as_good_as_the_long_one():
+    options = engine_options_from(make_parser().parse(["model", "-tp", "4", "-dp", "2"]))
+    assert (options["tensor_parallel_size"], options["data_parallel_size"]) == (4, 2)
 
 
 def test_help_names_groups_and_defaults():
