@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
-from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.platform import CHIPS, chip_of
 from jaxllm_kernels.ragged_paged_attention import tuned
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
@@ -300,8 +300,20 @@ def test_measured_sizes_are_found_and_missing_ones_are_logged_once(tmp_path, mon
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_is_right_on_a_tpu(case, dtype):
-    if jax.devices()[0].platform != "tpu":
-        pytest.skip("needs a TPU")
-    result = run_case(get_backend("tpu"), case, dtype)
+    chip = chip_of(jax.devices()[0])
+    if chip.platform != "tpu":
+        pytest.skip(f"needs a TPU, and this is a {chip.name}")
+    backend = get_backend("tpu").tuned_for(chip)
+    limits = BatchLimits(
+        num_tokens=case.num_tokens,
+        num_rows=case.num_rows,
+        max_blocks=case.max_blocks,
+        block_size=case.block_size,
+    )
+    try:
+        backend.check(case.config, limits, dtype=dtype, chip=chip)
+    except ValueError as refused:
+        pytest.skip(str(refused))
+    result = run_case(backend, case, dtype)
     assert result.all_finite
     assert result.error < TOLERANCES[dtype]

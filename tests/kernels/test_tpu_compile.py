@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.platform import CHIPS, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
     BatchLimits,
@@ -79,7 +79,7 @@ class Program(NamedTuple):
             soft_cap=self.soft_cap,
             kv_dtype=self.kv_dtype,
         )
-        backend = TpuBackend()
+        backend = TpuBackend(chip=chip_of(devices[0]).name)
         shard = backend.cache_shape(
             config, num_blocks=2048, block_size=self.block_size, dtype=self.dtype
         )
