@@ -104,6 +104,8 @@ CHIPS = {
             hbm_bytes_per_second=3.69e12,
             bf16_flops_per_second=1155e12,
             devices_per_chip=2,
+            # Else XLA gives some uses of a 16-bit weight another layout, and copies all of it.
+            compiler_options=(("xla_tpu_control_large_2nd_minor_layout_for_x16", "false"),),
             vmem_bytes=64 * _MIB,
             smem_bytes=_MIB,
         ),

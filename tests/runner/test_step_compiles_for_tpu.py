@@ -58,7 +58,7 @@ def test_a_model_cut_over_chips_exchanges_two_sums_per_layer(slice_name, num_sha
         model=llama_3_8b,
         hf_overrides={"num_hidden_layers": num_layers},
         max_num_seqs=64,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=256,
         tensor_parallel_size=num_shards,
     )
     plan = make_plan(args, topology_devices(slice_name))
@@ -66,7 +66,7 @@ def test_a_model_cut_over_chips_exchanges_two_sums_per_layer(slice_name, num_sha
     programs = Programs(declared)
     for bucket in (
         next(b for b in plan.buckets if b.decode_only and b.num_tokens == 64),
-        next(b for b in plan.buckets if not b.decode_only and b.num_tokens == 512),
+        next(b for b in plan.buckets if not b.decode_only and b.num_tokens == 256),
     ):
         compiled = programs[bucket]
         weights, state, _ = declared[bucket].arguments
