@@ -118,7 +118,6 @@ def as_json(report: "PlanReport | JaxLLMError") -> dict[str, Any]:
         **dataclasses.asdict(report),
         "num_tokens": report.num_tokens,
         "free_bytes": report.free_bytes,
-        "max_tokens_per_second": report.max_tokens_per_second,
     }
 
 
@@ -191,6 +190,7 @@ def _advice(report: "PlanReport") -> str:
 
 
 def _cost(report: "PlanReport", price: float) -> float:
+    assert report.max_tokens_per_second is not None, report.chip
     return price * report.num_chips / 3600 / report.max_tokens_per_second * 1e6
 
 

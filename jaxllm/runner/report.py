@@ -64,6 +64,9 @@ class PlanReport:
     max_model_len: int
     max_num_seqs: int
     context: int  # tokens of every row in the bounds
+    # No more output tokens per second than this, of as many rows as have room in the cache; None
+    # where the chip's rates are not known.
+    max_tokens_per_second: float | None
     programs: list[ProgramReport]
 
     @property
@@ -87,13 +90,6 @@ class PlanReport:
     def num_fitting(self) -> int:
         """Rows of the given context for which the cache has room."""
         return self.num_tokens // self.context
-
-    @property
-    def max_tokens_per_second(self) -> float:
-        """No more output tokens per second than this, at the given context."""
-        bound = self.largest_decode.bound
-        assert bound is not None
-        return min(self.largest_decode.num_decodes, self.num_fitting) / bound.seconds
 
 
 def report_plan(
@@ -134,9 +130,15 @@ def report_plan(
                 whole_array_copies=[
                     f"{copy.dtype}{list(copy.shape)}" for copy in whole_array_copies(hlo, arrays)
                 ],
-                bound=step_bound(plan, key, context) if isinstance(key, Bucket) else None,
+                bound=(
+                    step_bound(plan, key.num_tokens, key.num_rows, context)
+                    if isinstance(key, Bucket)
+                    else None
+                ),
             )
         )
+    num_decodes = min(plan.max_num_seqs, plan.num_blocks * plan.block_size // context)
+    decode = step_bound(plan, num_decodes, num_decodes, context)
     state = DeviceState.abstract(plan)
     beside_caches = jax.tree.leaves((state.tokens, state.block_tables, state.slots))
     return PlanReport(
@@ -157,30 +159,34 @@ def report_plan(
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         context=context,
+        max_tokens_per_second=num_decodes / decode.seconds if decode else None,
         programs=programs,
     )
 
 
-def step_bound(plan: EnginePlan, bucket: Bucket, context: int) -> Bound | None:
-    """The least time of a full step: every weight is read once, every row's context once.
+def step_bound(plan: EnginePlan, num_tokens: int, num_rows: int, context: int) -> Bound | None:
+    """The least time of a step: every matrix is read once, and what a row sees of its context.
 
-    Each token is worth two operations per weight of a matrix and four per attended token, query
-    head and element of a head.
+    Each token is worth two operations per weight of a matrix, and four per attended token, query
+    head and element of a head. A row's tokens are the last of its context.
     """
-    chip = plan.chip
+    chip, arch = plan.chip, plan.architecture
     if not chip.hbm_bytes_per_second:
         return None
-    arch = plan.architecture
-    token_bytes = plan.kv_cache_bytes / (plan.num_blocks * plan.block_size)
-    num_bytes = plan.weights_bytes + bucket.num_rows * context * token_bytes
-    # The embedding is a table to look up; where it is also the head, it is multiplied with rows.
-    embedding = arch.vocab_size * arch.hidden_size / plan.mesh.size
-    matrices = plan.weights_bytes / plan.dtype.itemsize - embedding * (
-        1 if arch.tie_word_embeddings else 2
-    )
-    attended = 4 * arch.num_heads / plan.mesh.size * arch.head_size * context * arch.num_layers
-    flops = 2 * matrices * bucket.num_tokens + 2 * embedding * bucket.num_rows
-    flops += attended * bucket.num_tokens
+    itemsize, num_shards = plan.dtype.itemsize, plan.mesh.size
+    # The embedding is a table in which rows are looked up; as a head it is a matrix, for rows only.
+    embedding = plan.num_logits * arch.hidden_size / num_shards
+    matrices = plan.weights_bytes / itemsize - embedding * (1 if arch.tie_word_embeddings else 2)
+    token_bytes = plan.kv_cache_bytes / (plan.num_blocks * plan.block_size) / arch.num_layers
+    # In the mean over a row's tokens; a window hides the rest.
+    attended = max(context - (num_tokens / max(num_rows, 1) - 1) / 2, 1)
+    seen = [min(context, window or context) for window in arch.layer_windows]
+    num_bytes = (matrices + embedding) * itemsize + num_rows * sum(seen) * token_bytes
+    flops = 2 * (matrices * num_tokens + embedding * num_rows)
+    flops += (
+        4 * arch.num_heads / num_shards * arch.head_size * num_tokens
+        * sum(min(attended, window) for window in seen)
+    )  # fmt: skip
     reading = num_bytes / chip.hbm_bytes_per_second
     computing = flops / chip.bf16_flops_per_second
     if reading >= computing:

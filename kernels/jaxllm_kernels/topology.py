@@ -1,11 +1,11 @@
 """Devices that need not exist: what the compiler of a chip takes in the place of real ones.
 
 A TPU slice wants libtpu installed (`pip install jax[tpu]`), a GPU the wheels of jax's CUDA plugin
-and CUDA's compiler; neither wants the hardware. Programs for such devices can be lowered, compiled
-and looked at, but not run.
+and CUDA's compiler; neither wants the hardware. libtpu lets one process at a time use it, unless
+ALLOW_MULTIPLE_LIBTPU_LOAD=1 is in the environment. Programs for such devices can be lowered,
+compiled and looked at, but not run.
 """
 
-import os
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -48,8 +48,6 @@ def topology_names() -> tuple[str, ...]:
 
 def topology_devices(name: str) -> list[Device]:
     """The devices of a TPU slice ("v6e-8") or of one GPU or several ("h200", "h200-8")."""
-    # Read by libtpu, whose lock file would otherwise allow one process to compile at a time.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # noqa: TID251
     if name in _TPU_SLICES:
         topology, chips_per_host, chip_config = _TPU_SLICES[name]
         options: dict[str, Any] = {}

@@ -54,6 +54,8 @@ def test_every_engine_field_is_in_the_help(f):
     flags = [action.option_strings for action in make_parser()._actions if action.dest == f.name]
     wanted = [*SHORT_FLAGS.get(f.name, ()), "--" + f.name.replace("_", "-")]
     assert [found[: len(wanted)] for found in flags] == [wanted] * f.metadata["flag"]
+    shown = f"  {wanted[0]} " in make_parser().format_help().replace(",", " ").replace("\n", " ")
+    assert shown == f.metadata["flag"]
 
 
 def test_a_short_flag_is_as_good_as_the_long_one():

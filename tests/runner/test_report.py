@@ -9,7 +9,6 @@ import pytest
 from jaxllm import LLM
 from jaxllm.cli.main import main
 from jaxllm.config import EngineArgs
-from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.plan import make_plan
 from jaxllm.runner.report import report_plan, step_bound
 from jaxllm.testing import make_tiny_checkpoint
@@ -51,14 +50,26 @@ def test_a_bound_counts_weights_and_contexts_once(model_dir):
     plan = make_plan(EngineArgs(model=model_dir, **OPTIONS))
     chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
     plan = dataclasses.replace(plan, chip=chip)
-    bucket = Bucket(decode_only=True, num_tokens=2, num_rows=2, max_block_updates=2)
-    bound = step_bound(plan, bucket, context=32)
+    bound = step_bound(plan, 2, 2, context=32)
     context_bytes = 2 * 32 * plan.kv_cache_bytes / (12 * plan.block_size)
-    assert bound.seconds == pytest.approx((plan.weights_bytes + context_bytes) / 1e6)
+    # The embedding is not read, but for two rows of it.
+    table_bytes = plan.architecture.vocab_size * plan.architecture.hidden_size * 4
+    read = plan.weights_bytes - table_bytes + context_bytes
+    assert bound.seconds == pytest.approx(read / 1e6)
     assert bound.limited_by == "memory bandwidth"
 
     slow = dataclasses.replace(chip, bf16_flops_per_second=1e3)
-    assert step_bound(dataclasses.replace(plan, chip=slow), bucket, 32).limited_by == "arithmetic"
+    assert step_bound(dataclasses.replace(plan, chip=slow), 2, 2, 32).limited_by == "arithmetic"
+
+
+def test_tokens_per_second_are_those_of_the_rows_that_have_room(model_dir):
+    plan = make_plan(EngineArgs(model=model_dir, **OPTIONS))
+    chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
+    # One row of 300 tokens fits into 12 blocks of 32, and not the two of the largest decode.
+    report = report_plan(dataclasses.replace(plan, chip=chip), context=300, all_programs=False)
+    alone = step_bound(dataclasses.replace(plan, chip=chip), 1, 1, context=300)
+    assert report.num_fitting == 1
+    assert report.max_tokens_per_second == pytest.approx(1 / alone.seconds)
 
 
 @pytest.mark.parametrize(
