@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import os
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,6 +83,17 @@ class ParallelConfig:
     tensor_parallel_size: int = option(1, "Devices over which every matrix of the model is cut.")
     data_parallel_size: int = option(
         1, "Replicas of the model, each on devices of its own, that share the requests."
+    )
+    nnodes: int | Literal["auto"] = option(
+        1,
+        "Processes that run the engine together, one on each host, all started by the same command "
+        "but for --node-rank; 'auto' asks the environment (a TPU pod, SLURM).",
+    )
+    node_rank: int = option(0, "Which of them this is; 0 has the prompts and the answers.")
+    master_addr: str = option("127.0.0.1", "Address of the host of rank 0, for all of them.")
+    master_port: int = option(29501, "Port on it where the ranks meet.")
+    distributed_executor_backend: Literal["uni", "ray"] | None = option(
+        None, "'ray' starts the ranks but this one on the other nodes of a Ray cluster."
     )
 
 
@@ -159,7 +171,7 @@ class EngineConfig:
                 _check_type(f.name, getattr(part, f.name), hints[f.name])
         for name, low in _LOWEST.items():
             value = self.get(name)
-            if value is not None and value < low:
+            if isinstance(value, int) and value < low:
                 raise ValidationError(
                     f"{name}={value} is too small; give at least {low}", parameter=name, value=value
                 )
@@ -177,6 +189,7 @@ class EngineConfig:
                 parameter="block_size",
                 value=block_size,
             )
+        self._validate_hosts()
         tokens, seqs = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             raise ValidationError(
@@ -185,6 +198,13 @@ class EngineConfig:
                 parameter="max_num_batched_tokens",
                 value=tokens,
             )
+
+    def _validate_hosts(self) -> None:
+        nnodes, rank = self.parallel.nnodes, self.parallel.node_rank
+        if nnodes != "auto" and rank >= nnodes:
+            raise refused("node_rank", rank, f"nnodes={nnodes}; ranks are 0 to {nnodes - 1}")
+        if not 0 < self.parallel.master_port < 2**16:
+            raise refused("master_port", self.parallel.master_port, "ports are 1 to 65535")
 
     def get(self, name: str) -> Any:
         """The value of a flat option name."""
@@ -204,6 +224,8 @@ _LOWEST = {
     "num_gpu_blocks_override": 1,
     "tensor_parallel_size": 1,
     "data_parallel_size": 1,
+    "nnodes": 1,
+    "node_rank": 0,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "long_prefill_token_threshold": 0,
@@ -217,7 +239,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "disable_log_stats": (True, False),
-    "distributed_executor_backend": (None, "uni"),
     "enable_expert_parallel": (False,),
     "enable_lora": (False,),
     "enable_sleep_mode": (False,),
@@ -261,20 +282,19 @@ def _unknown(name: str, known: Mapping[str, str]) -> str:
 
 
 def _check_type(name: str, value: object, hint: Any) -> None:
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        allowed = typing.get_args(hint)
-        if value not in allowed:
-            raise ValidationError(
-                f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}",
-                parameter=name,
-                value=value,
-            )
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    members = typing.get_args(hint) if union else (hint,)
+    words = [w for m in members if typing.get_origin(m) is Literal for w in typing.get_args(m)]
+    if isinstance(value, str) and value in words:
         return
-    kinds = typing.get_args(hint) if origin is not tuple and origin is not None else (hint,)
-    if origin is Mapping or origin is tuple:
-        kinds = (origin,)
-    kinds = tuple(typing.get_origin(kind) or kind for kind in kinds)
+    kinds = tuple(typing.get_origin(member) or member for member in members)
+    kinds = tuple(kind for kind in kinds if kind is not Literal)
+    if words and (not kinds or isinstance(value, str)):
+        raise ValidationError(
+            f"{name}={value!r} is not one of {', '.join(map(repr, words))}",
+            parameter=name,
+            value=value,
+        )
     if float in kinds:
         kinds += (int,)
     if isinstance(value, bool) and bool not in kinds or not isinstance(value, kinds):

@@ -43,3 +43,7 @@ class UnsupportedModelError(JaxLLMError, ValueError):
 
 class OutOfMemoryError(JaxLLMError, MemoryError):
     """The model or its KV cache does not fit; said before anything is loaded."""
+
+
+class EngineDeadError(JaxLLMError, RuntimeError):
+    """The engine has ended and cannot come back: a part of it, on this host or another, is gone."""

@@ -181,11 +181,23 @@ def _add_flag(group: Any, name: str, hint: Any, default: Any, text: str) -> None
     )
 
 
+def _or_words(settings: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """The settings of a value that may also be one of these words."""
+    parse = settings["type"]
+    return {
+        "type": lambda text: text if text in words else parse(text),
+        "metavar": "|".join((settings["metavar"], *words)),
+    }
+
+
 def _settings(hint: Any) -> dict[str, Any]:
     """What add_argument needs for a value of this type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         # `list[str] | str | None` takes what its first member takes.
-        hint = typing.get_args(hint)[0]
+        hint, *others = typing.get_args(hint)
+        words = [w for m in others if typing.get_origin(m) is Literal for w in typing.get_args(m)]
+        if words:
+            return _or_words(_settings(hint), words)
     origin = typing.get_origin(hint) or hint
     if origin is bool:
         return {"action": argparse.BooleanOptionalAction}

@@ -8,9 +8,9 @@ import time
 from collections import deque
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError
 from jaxllm.executor.base import Executor, PendingResult
-from jaxllm.executor.uniproc import UniProcExecutor
+from jaxllm.executor.launch import make_executors
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
 from jaxllm.metrics.stats import EngineStats
@@ -22,13 +22,19 @@ from jaxllm.scheduler.scheduler import Scheduler
 logger = init_logger(__name__)
 
 
+def make_cores(config: EngineConfig) -> "list[EngineCore]":
+    """Start what the config asks for: an engine core for each replica."""
+    # Looked up first: an unknown policy is refused before anything is loaded.
+    get_scheduling_policy(config.scheduler.scheduling_policy)
+    return [EngineCore(config, executor) for executor in make_executors(config)]
+
+
 class EngineCore:
     """One engine: a scheduler and the executor that runs its steps."""
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None, replica: int = 0):
-        # Looked up first: an unknown policy is refused before anything is loaded.
+    def __init__(self, config: EngineConfig, executor: Executor):
         policy = get_scheduling_policy(config.scheduler.scheduling_policy)
-        self._executor = executor or UniProcExecutor(config, replica)
+        self._executor = executor
         self.info: EngineInfo = self._executor.info
         overlap = config.scheduler.async_scheduling
         self._stats = EngineStats(overlap=overlap, num_blocks=self.info.num_blocks)
@@ -53,12 +59,13 @@ class EngineCore:
         self._max_in_flight = 1 if overlap else 0
         self._in_flight: deque[tuple[Schedule, PendingResult]] = deque()
         self._idle_since: float | None = None
-        self._is_shut_down = False
+        # Set when there is nothing to go on with.
+        self._end: JaxLLMError | None = None
 
     def add_request(self, request: EngineRequest) -> None:
         """Take over a validated request; a duplicate id is refused."""
-        if self._is_shut_down:
-            raise _shut_down()
+        if self._end is not None:
+            raise self._end
         self._scheduler.add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -73,8 +80,8 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Dispatch one step, if there is one to dispatch, and return what an earlier one
         brought."""
-        if self._is_shut_down:
-            raise _shut_down()
+        if self._end is not None:
+            raise self._end
         start = time.perf_counter()
         schedule = self._scheduler.schedule()
         if schedule is not None:
@@ -99,7 +106,7 @@ class EngineCore:
         return self._stats
 
     def shutdown(self) -> None:
-        self._is_shut_down = True
+        self._end = ValidationError("the engine has been shut down; make a new one")
         self._in_flight.clear()
         self._executor.shutdown()
 
@@ -135,12 +142,15 @@ class EngineCore:
 
     def _recover(self, error: Exception) -> list[EngineOutput]:
         """The oldest step failed. The requests in it, and in those dispatched after it, end with an
-        error; the KV cache is gone, so all others start over; the engine lives on."""
+        error; the KV cache is gone, so all others start over, if there is an engine left."""
         lost = [schedule for schedule, _ in self._in_flight]
         logger.exception("a step failed; %d steps in flight are lost", len(lost), exc_info=error)
         message = f"{type(error).__name__}: {error}"[:500]
         outputs = [out for schedule in lost for out in self._scheduler.fail(schedule, message)]
         self._in_flight.clear()
+        if isinstance(error, EngineDeadError):
+            self._end = error
+            return outputs + self._scheduler.fail_all(message)
         self._scheduler.restart()
         self._executor.reset()
         return outputs
@@ -158,7 +168,3 @@ class _NotDispatched:
 
 # Stands for a step until it is dispatched.
 _INTERRUPTED = _NotDispatched()
-
-
-def _shut_down() -> ValidationError:
-    return ValidationError("the engine has been shut down; make a new one")

@@ -1,1 +1,1 @@
-"""Where steps run: in this process, or (later) on the ranks of several hosts."""
+"""Where steps run: in this process, or on the ranks of several hosts."""

@@ -1,11 +1,15 @@
 """How the frontend reaches an engine core. The only file on this side that knows the engine."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from jaxllm.config import EngineConfig
 from jaxllm.frontend.router import Router
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
 from jaxllm.metrics.stats import EngineStats
+
+if TYPE_CHECKING:
+    from jaxllm.engine.core import EngineCore
 
 
 class EngineClient(Protocol):
@@ -48,20 +52,19 @@ def check_model(config: EngineConfig) -> None:
 
 def make_client(config: EngineConfig) -> EngineClient:
     """Start what the config asks for: an engine core, or several replicas of it."""
-    if config.parallel.data_parallel_size == 1:
-        return InProcessClient(config)
-    return DataParallelClient(config)
+    # Here begins the device side: until now neither jax nor a model has been loaded.
+    from jaxllm.engine.core import make_cores
+
+    clients = [InProcessClient(core) for core in make_cores(config)]
+    return clients[0] if len(clients) == 1 else DataParallelClient(clients)
 
 
 class InProcessClient:
     """An engine core in this process, which steps when its outputs are asked for."""
 
-    def __init__(self, config: EngineConfig, replica: int = 0):
-        # Here begins the device side: until now neither jax nor a model has been loaded.
-        from jaxllm.engine.core import EngineCore
-
-        self._core = EngineCore(config, replica=replica)
-        self.info: EngineInfo = self._core.info
+    def __init__(self, core: "EngineCore"):
+        self._core = core
+        self.info: EngineInfo = core.info
 
     def add_request(self, request: EngineRequest) -> None:
         self._core.add_request(request)
@@ -86,15 +89,14 @@ class InProcessClient:
 
 
 class DataParallelClient:
-    """Several engine cores in this process, each with devices of its own and all of the model.
+    """Several engine cores, each with devices of its own and all of the model.
 
     A step of each is on its devices while the host plans those of the others.
     """
 
-    def __init__(self, config: EngineConfig):
-        size = config.parallel.data_parallel_size
-        self._cores = [InProcessClient(config, replica) for replica in range(size)]
-        self._router = Router(size)
+    def __init__(self, cores: Sequence[EngineClient]):
+        self._cores = cores
+        self._router = Router(len(cores))
         self.info: EngineInfo = self._cores[0].info
 
     def add_request(self, request: EngineRequest) -> None:

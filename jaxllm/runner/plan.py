@@ -166,7 +166,9 @@ def make_plan(
             parameter="tensor_parallel_size",
             value=num_shards,
         )
-    mesh, device = make_mesh(devices[:num_shards]), devices[0]
+    mesh = make_mesh(devices[:num_shards])
+    # One of those that this process can ask about itself, if any is.
+    device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_json(model_dir / "config.json")

@@ -375,6 +375,16 @@ class Scheduler:
         self._drop_finished()
         return outputs
 
+    def fail_all(self, message: str) -> list[EngineOutput]:
+        """End every request that there is: there will be no more steps."""
+        now = time.monotonic()
+        outputs = [
+            self._end(request, FinishReason.ERROR, now, error=message)
+            for request in list(self._requests.values())
+        ]
+        self._drop_finished()
+        return outputs
+
     def restart(self) -> None:
         """Let all running requests start over, and forget every prefix: the device's KV cache is
         lost. No step may be on its way."""

@@ -45,7 +45,9 @@ def load_weights(
     if load_format == "dummy":
         for index, (name, parameter) in enumerate(parameters.items()):
             values = _random((seed % 2**32, index), parameter)
-            arrays[name] = jax.device_put(values, sharding(mesh, parameter.axes))
+            arrays[name] = jax.make_array_from_callback(
+                parameter.shape, sharding(mesh, parameter.axes), values.__getitem__
+            )
     else:
         with Checkpoint(model_dir) as checkpoint:
             names = abstract_model.checkpoint_names

@@ -10,6 +10,7 @@ import pytest
 from jaxllm import LLM, LogitsProcessor, SamplingParams, ValidationError
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
+from jaxllm.errors import EngineDeadError
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import EngineRequest, FinishReason
 from jaxllm.testing import make_tiny_checkpoint
@@ -268,6 +269,20 @@ def test_interrupt_between_planning_and_dispatching_costs_no_more_than_that_step
             assert outcome.token_ids == expected[prompt]
     again = run(core)
     assert {prompt: outcome.token_ids for prompt, outcome in again.items()} == expected
+
+
+@pytest.mark.parametrize("where", ["execute", "result"])
+def test_an_engine_that_cannot_go_on_ends_every_request_with_the_reason(make_core, expected, where):
+    core = make_core(Fault(3, where, EngineDeadError("rank 1 is gone")))
+    outcomes = run(core)
+    failed = [outcome.ends[0].error for outcome in outcomes.values() if outcome.failed]
+    assert failed and set(failed) == {"EngineDeadError: rank 1 is gone"}
+    for prompt, outcome in outcomes.items():
+        if not outcome.failed:
+            assert outcome.token_ids == expected[prompt]
+    assert not core.has_work()
+    with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+        core.step()
 
 
 # ---- the same from outside

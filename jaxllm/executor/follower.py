@@ -1,0 +1,124 @@
+"""Any rank but 0: runs the steps that rank 0 sends, in its order, and ends with it."""
+
+import functools
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import NoReturn
+
+from jaxllm.config import EngineConfig
+from jaxllm.executor.layout import Layout, options_of
+from jaxllm.executor.link import Invitation, PeerLink
+from jaxllm.executor.reader import Reader, Reading
+from jaxllm.executor.wire import (
+    Build,
+    Failed,
+    Figures,
+    Hello,
+    Ready,
+    StepDone,
+    Stop,
+    decode_from_leader,
+    encode,
+)
+from jaxllm.logging import init_logger
+from jaxllm.parallel.distributed import broadcast
+from jaxllm.runner.model_runner import ModelRunner
+
+logger = init_logger(__name__)
+
+EXIT_LOST = 1
+
+
+def follow(config: EngineConfig, rank: int) -> NoReturn:
+    """Serve rank 0 until it stops, then end the process."""
+    invitation = Invitation.decode(broadcast(None))
+    link = PeerLink(invitation, rank, on_loss=_end_now)
+    _leave_ends_to_rank_0()
+    try:
+        reason = _Follower(config, link, rank).run()
+    except BaseException as error:
+        logger.error("rank %d: %s", rank, error, exc_info=error)
+        link.send(encode(Failed(rank, _text(error))))
+        link.close()
+        _end_now("it cannot go on without this rank")
+    if reason:
+        _end_now(reason)
+    link.close()
+    logger.info("rank 0 is done")
+    sys.exit(0)
+
+
+class _Follower:
+    def __init__(self, config: EngineConfig, link: PeerLink, rank: int):
+        self._config = config
+        self._link = link
+        self._rank = rank
+        self._runners: dict[int, ModelRunner] = {}
+        self._readers: dict[int, Reader] = {}
+
+    def run(self) -> str:
+        """Do what rank 0 says until it says stop; returns why, if not all is well."""
+        layout = Layout(self._config)
+        fits = layout.what_fits(self._rank)
+        self._link.send(encode(Hello(self._rank, options_of(self._config), fits)))
+        while True:
+            message = decode_from_leader(self._link.receive())
+            if isinstance(message, Stop):
+                return message.reason
+            if isinstance(message, Build):
+                self._build(layout, message.num_blocks)
+            else:
+                pending = self._runners[message.replica].execute(message.schedule)
+                self._readers[message.replica].read(pending)
+
+    def _build(self, layout: Layout, num_blocks: dict[int, int]) -> None:
+        infos = {}
+        for replica in layout.replicas_of(self._rank):
+            plan = layout.plan(replica, num_blocks[replica])
+            self._runners[replica] = ModelRunner(plan)
+            is_first = layout.ranks[replica][0] == self._rank
+            report = functools.partial(self._report, replica, is_first)
+            self._readers[replica] = Reader(report)
+            infos[replica] = plan.info()
+        self._link.send(encode(Ready(self._rank, infos)))
+
+    def _report(self, replica: int, is_first: bool, reading: Reading) -> None:
+        """Tell rank 0 what a step brought, if it does not see it itself; and in any case if it
+        failed here."""
+        try:
+            result = reading.result()
+        except Exception as error:
+            self._link.send(encode(Failed(self._rank, _text(error))))
+            return
+        if is_first:
+            runner = self._runners[replica]
+            figures = Figures(
+                num_token_rows=runner.num_token_rows,
+                pack_s=runner.pack_s,
+                num_compiles_after_warmup=runner.num_compiles_after_warmup,
+            )
+            self._link.send(encode(StepDone(replica, result, figures)))
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _end_now(reason: str) -> NoReturn:
+    """End the process from any thread; the main one may be waiting for a lost device for ever."""
+    logger.error("this rank ends: %s", reason)
+    sys.stderr.flush()
+    os._exit(EXIT_LOST)
+
+
+def _leave_ends_to_rank_0() -> None:
+    """When a whole pod is told to end, rank 0 decides when, and needs the others until then."""
+
+    def on_terminate(number: int, frame: FrameType | None) -> None:
+        logger.info("rank 0 says when this one ends")
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_terminate)

@@ -1,0 +1,84 @@
+"""Which ranks run which replica of an engine over several hosts, and with what plan."""
+
+import dataclasses
+import hashlib
+
+import jax
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError, refused
+from jaxllm.executor.wire import Hello
+from jaxllm.runner.plan import EnginePlan, replica_devices
+from jaxllm.runner.sizing import plan_engine
+from jaxllm.weights.checkpoint import resolve_model_dir
+
+# What may differ from rank to rank.
+_OWN_OPTIONS = {"node_rank", "download_dir", "compilation_cache_dir"}
+
+
+class Layout:
+    """The same on every rank: JAX numbers the devices of all processes alike."""
+
+    def __init__(self, config: EngineConfig):
+        parallel = config.parallel
+        size, replicas = parallel.tensor_parallel_size, parallel.data_parallel_size
+        self._config = config
+        self._devices = [replica_devices(config, replica)[:size] for replica in range(replicas)]
+        self.ranks = [sorted({d.process_index for d in devices}) for devices in self._devices]
+        idle = set(range(jax.process_count())).difference(*self.ranks)
+        if idle:
+            raise refused(
+                "nnodes",
+                jax.process_count(),
+                f"ranks {sorted(idle)} would have nothing to do: tensor_parallel_size={size} x "
+                f"data_parallel_size={replicas} are {size * replicas} of the "
+                f"{len(jax.devices())} devices; raise one of them, or take fewer ranks",
+            )
+
+    def replicas_of(self, rank: int) -> list[int]:
+        """Those that have a device on this rank."""
+        return [replica for replica, ranks in enumerate(self.ranks) if rank in ranks]
+
+    def what_fits(self, rank: int) -> dict[int, int]:
+        """How many KV blocks each replica could have, as far as this rank's memory goes."""
+        return {
+            replica: plan_engine(self._config, self._devices[replica]).num_blocks
+            for replica in self.replicas_of(rank)
+        }
+
+    def plan(self, replica: int, num_blocks: int) -> EnginePlan:
+        """The plan of a replica with as many blocks as all its ranks agree on."""
+        cache = dataclasses.replace(self._config.cache, num_gpu_blocks_override=num_blocks)
+        config = dataclasses.replace(self._config, cache=cache)
+        return plan_engine(config, self._devices[replica])
+
+
+def options_of(config: EngineConfig) -> dict[str, str]:
+    """What all ranks must have been started with, by name."""
+    options = {
+        f.name: repr(getattr(part, f.name))
+        for part in (getattr(config, group.name) for group in dataclasses.fields(config))
+        for f in dataclasses.fields(part)
+        if f.name not in _OWN_OPTIONS
+    }
+    model = config.model
+    model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
+    options["config.json"] = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
+    options["jax"] = jax.__version__
+    return options
+
+
+def check_same(options: dict[str, str], hello: Hello) -> None:
+    """Refuse a rank that was started with other options than rank 0."""
+    names = sorted(
+        name
+        for name in options.keys() | hello.options.keys()
+        if options.get(name) != hello.options.get(name)
+    )
+    if names:
+        name = names[0]
+        raise ValidationError(
+            f"rank {hello.rank} was started with another {name} than rank 0: "
+            f"{hello.options.get(name)}, not {options.get(name)}; give every rank the same command",
+            parameter=name,
+        )

@@ -1,0 +1,225 @@
+"""An engine over several processes, one on each host, that are one JAX together.
+
+Rank 0 has the frontend and the schedulers. It sends each Schedule to every rank that has a device
+of the replica, and all of them dispatch the same step; the tokens come back on each. A replica that
+has no device on rank 0 reports its results from the first of its ranks.
+
+What one rank cannot do, none can: an error in a step or the loss of a rank is the end of the engine
+(`EngineDeadError`), never a hang.
+"""
+
+import atexit
+import os
+import sys
+from collections import deque
+from typing import TypeVar
+
+import jax
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import EngineDeadError
+from jaxllm.executor.base import PendingResult
+from jaxllm.executor.follower import follow
+from jaxllm.executor.layout import Layout, check_same, options_of
+from jaxllm.executor.link import LeaderLink
+from jaxllm.executor.reader import Reader, Reading
+from jaxllm.executor.wire import (
+    Build,
+    Execute,
+    Failed,
+    Figures,
+    Hello,
+    Ready,
+    StepDone,
+    Stop,
+    ToLeader,
+    decode_to_leader,
+    encode,
+)
+from jaxllm.logging import init_logger
+from jaxllm.messages import EngineInfo
+from jaxllm.parallel.distributed import broadcast, join_hosts, own_address
+from jaxllm.runner.model_runner import ModelRunner
+from jaxllm.scheduler.schedule import Schedule, StepResult
+
+logger = init_logger(__name__)
+
+EXIT_LOST = 1
+# How long a waiting rank 0 goes without looking whether the others live.
+_LOOK_S = 0.2
+# After a step has failed: another rank may have the reason.
+_GRACE_S = 3.0
+
+_Message = TypeVar("_Message", bound=ToLeader)
+
+
+def start(config: EngineConfig) -> "list[MultiHostExecutor]":
+    """Join the other ranks. On rank 0, return an executor for each replica; any other rank runs
+    what rank 0 sends, and ends the process when rank 0 is done."""
+    rank = join_hosts(config.parallel)
+    if rank:
+        follow(config, rank)
+    return _lead(config)
+
+
+def _lead(config: EngineConfig) -> "list[MultiHostExecutor]":
+    others = range(1, jax.process_count())
+    link = LeaderLink(own_address(config.parallel), len(others))
+    atexit.register(_leave, link)
+    try:
+        broadcast(link.invitation.encode())
+        layout = Layout(config)
+        link.await_peers()
+        num_blocks = layout.what_fits(0)
+        inbox = _Inbox(link)
+        options = options_of(config)
+        for _ in others:
+            hello = inbox.await_message(Hello)
+            check_same(options, hello)
+            for replica, count in hello.num_blocks.items():
+                num_blocks[replica] = min(count, num_blocks.get(replica, count))
+        link.send(others, encode(Build(num_blocks)))
+        plans = {r: layout.plan(r, num_blocks[r]) for r in layout.replicas_of(0)}
+        runners = {replica: ModelRunner(plan) for replica, plan in plans.items()}
+        infos = {replica: plan.info() for replica, plan in plans.items()}
+        for _ in others:
+            infos |= inbox.await_message(Ready).infos
+    except BaseException as error:
+        link.lose(f"rank 0: {type(error).__name__}: {error}"[:500])
+        link.close(encode(Stop(link.reason or "")))
+        raise
+    logger.info("%d replicas on %d ranks", len(layout.ranks), len(others) + 1)
+    return [
+        MultiHostExecutor(inbox, replica, ranks, infos[replica], runners.get(replica))
+        for replica, ranks in enumerate(layout.ranks)
+    ]
+
+
+def _leave(link: LeaderLink) -> None:
+    """At exit. JAX would wait for the devices, and these for a rank that is gone."""
+    reason = link.reason
+    link.close(encode(Stop(reason or "")))
+    if reason is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_LOST)
+
+
+class _Inbox:
+    """What the other ranks report to rank 0. Of a replica that rank 0 runs, too, it needs no
+    results."""
+
+    def __init__(self, link: LeaderLink):
+        self.link = link
+        self._done: dict[int, deque[StepDone]] = {}  # by replica, the oldest first
+
+    def await_message(self, kind: type[_Message]) -> _Message:
+        """The next message, which is of this kind."""
+        message = None
+        while message is None:
+            message = self.look(1.0)
+        assert isinstance(message, kind), message
+        return message
+
+    def look(self, wait_s: float = 0.0) -> ToLeader | None:
+        """Take the next message in, if there is one within this time; raises when a rank is
+        lost."""
+        data = self.link.receive(wait_s)
+        message = None if data is None else decode_to_leader(data)
+        if isinstance(message, Failed):
+            self.link.lose(f"rank {message.rank}: {message.reason}")
+            self.link.check()
+        if isinstance(message, StepDone):
+            self._done.setdefault(message.replica, deque()).append(message)
+        return message
+
+    def await_step(self, replica: int) -> StepDone:
+        """The oldest result of a replica that nobody has asked for."""
+        while not self._done.get(replica):
+            self.look(1.0)
+        return self._done[replica].popleft()
+
+
+class MultiHostExecutor:
+    """One replica, seen from rank 0."""
+
+    def __init__(
+        self,
+        inbox: _Inbox,
+        replica: int,
+        ranks: list[int],
+        info: EngineInfo,
+        runner: ModelRunner | None,
+    ):
+        self.info = info
+        self._inbox = inbox
+        self._link = inbox.link
+        self._replica = replica
+        self._others = [rank for rank in ranks if rank]
+        self._runner = runner
+        self._reader = Reader()
+        self._figures = Figures()  # of a replica that is elsewhere
+
+    @property
+    def num_token_rows(self) -> int:
+        return (self._runner or self._figures).num_token_rows
+
+    @property
+    def pack_s(self) -> float:
+        return (self._runner or self._figures).pack_s
+
+    @property
+    def num_compiles_after_warmup(self) -> int:
+        return (self._runner or self._figures).num_compiles_after_warmup
+
+    def execute(self, schedule: Schedule) -> PendingResult:
+        # The others first, so that they pack while this rank does.
+        self._link.send(self._others, encode(Execute(self._replica, schedule)))
+        if self._runner is None:
+            return _Pending(self, None)
+        try:
+            pending = self._runner.execute(schedule)
+        except Exception as error:
+            raise self._dead(error) from error
+        return _Pending(self, self._reader.read(pending))
+
+    def reset(self) -> None:
+        raise AssertionError("an engine on several hosts does not outlive a failed step")
+
+    def shutdown(self) -> None:
+        if self._runner is not None:
+            self._runner.free()
+        self._link.close(encode(Stop(self._link.reason or "")))
+
+    def wait(self, reading: Reading | None) -> StepResult:
+        """Wait for a step, and no longer than the other ranks live."""
+        if reading is None:
+            done = self._inbox.await_step(self._replica)
+            self._figures = done.figures
+            return done.result
+        while not reading.done.wait(_LOOK_S):
+            self._inbox.look()
+        try:
+            return reading.result()
+        except Exception as error:
+            raise self._dead(error) from error
+
+    def _dead(self, error: Exception) -> EngineDeadError:
+        """A step failed here. If that is because a rank is gone, it is known soon."""
+        try:
+            self._inbox.look(_GRACE_S)
+        except EngineDeadError as reason:
+            return reason
+        self._link.lose(f"rank 0: {type(error).__name__}: {error}"[:500])
+        return EngineDeadError(self._link.reason)
+
+
+class _Pending:
+    """A step that all ranks of a replica have dispatched."""
+
+    def __init__(self, executor: MultiHostExecutor, reading: Reading | None):
+        self._executor = executor
+        self._reading = reading  # None: it is read elsewhere
+
+    def result(self) -> StepResult:
+        return self._executor.wait(self._reading)

@@ -1,0 +1,105 @@
+"""What travels between the ranks of an engine: msgpack of typed structs, arrays as they lie in
+memory. No pickle."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxllm.messages import EngineInfo
+from jaxllm.scheduler.schedule import Schedule, StepResult
+
+# ---- from rank 0
+
+
+class Build(msgspec.Struct, tag=True):
+    """Load the model and compile."""
+
+    num_blocks: dict[int, int]  # by replica: what fits on all of its ranks
+
+
+class Execute(msgspec.Struct, tag=True):
+    """Run a step of a replica."""
+
+    replica: int
+    schedule: Schedule
+
+
+class Stop(msgspec.Struct, tag=True):
+    """End. With a reason, it is not as it should be."""
+
+    reason: str = ""
+
+
+# ---- to rank 0
+
+
+class Hello(msgspec.Struct, tag=True):
+    """A rank is there, and this is what it was started with."""
+
+    rank: int
+    options: dict[str, str]
+    num_blocks: dict[int, int]  # by replica: what would fit on this rank
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The model is loaded and compiled."""
+
+    rank: int
+    infos: dict[int, EngineInfo]  # by replica
+
+
+class Figures(msgspec.Struct):
+    """What a runner has counted."""
+
+    num_token_rows: int = 0
+    pack_s: float = 0.0
+    num_compiles_after_warmup: int = 0
+
+
+class StepDone(msgspec.Struct, tag=True):
+    """What a step brought, of a replica that has no device on rank 0."""
+
+    replica: int
+    result: StepResult
+    figures: Figures
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A rank cannot go on."""
+
+    rank: int
+    reason: str
+
+
+FromLeader = Build | Execute | Stop
+ToLeader = Hello | Ready | StepDone | Failed
+
+
+def encode(message: FromLeader | ToLeader) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_from_leader(data: bytes) -> FromLeader:
+    return _from_leader.decode(data)
+
+
+def decode_to_leader(data: bytes) -> ToLeader:
+    return _to_leader.decode(data)
+
+
+def _array_to_plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    raise NotImplementedError(f"{type(value)} does not travel between ranks")
+
+
+def _array_from_plain(kind: type, value: Any) -> Any:
+    assert kind is np.ndarray, kind
+    dtype, shape, data = value
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_array_to_plain)
+_from_leader = msgspec.msgpack.Decoder(FromLeader, dec_hook=_array_from_plain)
+_to_leader = msgspec.msgpack.Decoder(ToLeader, dec_hook=_array_from_plain)

@@ -1,0 +1,72 @@
+"""The wires between ranks let in who was invited, keep the order, and notice who is gone."""
+
+import threading
+
+import msgspec
+import pytest
+import zmq
+
+from jaxllm.errors import EngineDeadError
+from jaxllm.executor.link import LeaderLink, PeerLink
+
+
+@pytest.fixture
+def leader():
+    link = LeaderLink("127.0.0.1", 2)
+    yield link
+    link.close(b"end")
+
+
+def test_messages_arrive_in_order_at_those_they_are_for(leader):
+    peers = [PeerLink(leader.invitation, rank, pytest.fail) for rank in (1, 2)]
+    leader.await_peers()
+    for number in range(100):
+        leader.send([1, 2] if number % 2 else [2], b"%d" % number)
+    assert [peers[1].receive() for _ in range(100)] == [b"%d" % n for n in range(100)]
+    assert [peers[0].receive() for _ in range(50)] == [b"%d" % n for n in range(1, 100, 2)]
+    assert leader.receive() is None
+    peers[0].send(b"one")
+    assert leader.receive(10) == b"one"
+    for peer in peers:
+        peer.close()
+
+
+def test_who_has_no_key_is_not_let_in(leader):
+    _, secret = zmq.curve_keypair()
+    own = msgspec.structs.replace(
+        leader.invitation, client_key=zmq.curve_public(secret), client_secret=secret
+    )
+    stranger = PeerLink(own, 1, lambda reason: None)
+    stranger.send(b"let me in")
+    guest = PeerLink(leader.invitation, 2, pytest.fail)
+    guest.send(b"hello")
+    assert leader.receive(10) == b"hello"
+    assert leader.receive(1) is None
+    stranger.close()
+    guest.close()
+
+
+def test_who_hangs_up_is_missed(leader):
+    peers = [PeerLink(leader.invitation, rank, pytest.fail) for rank in (1, 2)]
+    leader.await_peers()
+    peers[1].close()
+    with pytest.raises(EngineDeadError, match="rank 2 is gone: its connection broke"):
+        while True:
+            leader.receive(1)
+    assert leader.reason == "rank 2 is gone: its connection broke"
+    peers[0].close()
+
+
+def test_a_leader_that_hangs_up_is_missed():
+    leader, lost = LeaderLink("127.0.0.1", 1), threading.Event()
+    peer = PeerLink(leader.invitation, 1, lambda reason: lost.set())
+    leader.await_peers()
+    leader.close(b"end")
+    assert peer.receive() == b"end"
+    assert lost.wait(60)
+    peer.close()
+
+
+def test_an_address_of_another_host_is_refused():
+    with pytest.raises(EngineDeadError, match="must be an address of the host of rank 0"):
+        LeaderLink("203.0.113.1", 1)

@@ -1,0 +1,64 @@
+"""Ray starts the ranks: on a real cluster, whose nodes are all on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.testing import make_tiny_checkpoint
+
+pytest.importorskip("ray")
+
+SCRIPT = """
+import json, sys
+import ray
+from ray.cluster_utils import Cluster
+from jaxllm import LLM, SamplingParams
+
+cluster = Cluster(
+    initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+)
+for _ in range(2):
+    cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address, log_to_driver=False)
+try:
+    LLM(sys.argv[1], distributed_executor_backend="ray", nnodes=9)
+except ValueError as error:
+    print(error)
+llm = LLM(
+    sys.argv[1], distributed_executor_backend="ray", nnodes=2, tensor_parallel_size=2,
+    **json.loads(sys.argv[2])
+)
+outputs = llm.generate(json.loads(sys.argv[3]), SamplingParams(temperature=0), use_tqdm=False)
+print(json.dumps([output.outputs[0].token_ids for output in outputs]), flush=True)
+"""
+
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "kv_cache_memory_bytes": 1 << 20,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+}
+PROMPTS = [[5, 6, 7], list(range(40)), [9] * 17]
+
+
+@pytest.mark.slow
+def test_ray_starts_the_ranks_of_an_engine(tmp_path):
+    model = str(make_tiny_checkpoint(tmp_path, num_attention_heads=4, num_key_value_heads=2))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "16"}
+    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    command = [sys.executable, "-c", SCRIPT, model, json.dumps(OPTIONS), json.dumps(PROMPTS)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    refusal, *_, tokens = [
+        line for line in done.stdout.splitlines() if line.startswith(("[[", "nn"))
+    ]
+    assert refusal == "nnodes=9: the Ray cluster has 3 such nodes"
+    one = LLM(model, **OPTIONS).generate(PROMPTS, SamplingParams(temperature=0), use_tqdm=False)
+    assert json.loads(tokens) == [output.outputs[0].token_ids for output in one]

@@ -1,0 +1,64 @@
+import numpy as np
+
+from jaxllm.executor.wire import (
+    Execute,
+    Figures,
+    StepDone,
+    decode_from_leader,
+    decode_to_leader,
+    encode,
+)
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.schedule import Admission, LogprobArrays, Schedule, StepResult
+
+
+def assert_same(one, other):
+    """Equal, with arrays of the same type and shape."""
+    if isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        np.testing.assert_array_equal(one, other)
+    elif isinstance(one, tuple):
+        for mine, its in zip(one, other, strict=True):
+            assert_same(mine, its)
+    else:
+        assert one == other
+
+
+def test_a_schedule_travels_whole():
+    rows = np.arange(3, dtype=np.int32)
+    admission = Admission(
+        slot=2,
+        sampling_params=SamplingParams(top_k=4, logit_bias={3: 1.5}, extra_args={"a": [1, "b"]}),
+        seed=2**64 - 1,
+        stop_token_ids=[1],
+        bad_word_ids=[[1, 2]],
+        prompt_token_ids=[1, 2],
+        output_token_ids=[],
+    )
+    schedule = Schedule(
+        step=7,
+        num_decodes=2,
+        slots=rows,
+        num_tokens=rows[::-1],  # not as it lies in memory
+        context_lens=rows,
+        output_index=rows,
+        samples=rows > 1,
+        token_ids=np.array([-1], np.int32),
+        block_updates=np.zeros((0, 3), np.int32),
+        admissions=[admission],
+        wants_logprobs=True,
+    )
+    message = decode_from_leader(encode(Execute(3, schedule)))
+    assert isinstance(message, Execute) and message.replica == 3
+    for name in Schedule.__slots__:
+        assert_same(getattr(schedule, name), getattr(message.schedule, name))
+
+
+def test_a_result_travels_whole():
+    logprobs = LogprobArrays(
+        np.ones((2, 3), np.int32), np.full((2, 3), -0.5, np.float32), np.ones(2, np.int32)
+    )
+    result = StepResult(np.arange(2, dtype=np.int32), logprobs, None)
+    message = decode_to_leader(encode(StepDone(1, result, Figures(num_token_rows=5))))
+    assert isinstance(message, StepDone) and message.figures == Figures(num_token_rows=5)
+    assert_same(result, message.result)
