@@ -62,16 +62,17 @@ restore() {
 # Copy the results as they are now; never half a file over a whole one.
 save() {
   if [[ $results == gs://* ]]; then
-    on_workers 0 "$(quote gcloud storage rsync "$batch/results" "$results")"
+    # One after the other, so that the last is the newest.
+    on_workers 0 "$(quote flock "$batch/saving" gcloud storage rsync "$batch/results" "$results")"
   else
     run mkdir -p "$results/.incoming" &&
       copy 0 "$name:$batch/results/*" "$results/.incoming/" &&
-      run mv "$results"/.incoming/* "$results/" && run rmdir "$results/.incoming"
+      run find "$results/.incoming" -type f -exec mv "{}" "$results/" ";"
   fi
 }
 
 keep_saving() {
-  while sleep "$save_seconds"; do
+  while sleep "$save_seconds" && kill -0 $$; do # as long as this script is there
     save &>"$scratch/save" || note "nothing saved: $(tail -n 1 "$scratch/save")"
   done
 }

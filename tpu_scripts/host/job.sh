@@ -31,6 +31,7 @@ case $action in
     if mkdir "$job" 2>/dev/null; then
       set -m # a process group of its own, for stop
       trap '' HUP
+      touch "$job/log" # before there is a pid that says to follow it
       run_job "$@" </dev/null &>"$job/log" &
       echo $! >"$job/pid"
     fi

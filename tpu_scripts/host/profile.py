@@ -29,7 +29,9 @@ def main() -> None:
     llm = LLM(**options, skip_tokenizer_init=True)
     rng = random.Random(0)
     # Ids that every vocabulary has.
-    prompts = [[rng.randrange(100) for _ in range(args.prompt_len)] for _ in range(args.num_prompts)]
+    prompts = [
+        [rng.randrange(100) for _ in range(args.prompt_len)] for _ in range(args.num_prompts)
+    ]
     params = SamplingParams(
         temperature=0, max_tokens=args.output_len, ignore_eos=True, detokenize=False
     )
