@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Run a batch file through `jaxllm run-batch` on a TPU that is set up: one host, or a pod.
-# Started again with the same flags it goes on where the results end.
+# Started again with the same flags it goes on where it was, also on another TPU.
 #
 #   batch.sh --project ID --zone ZONE --name NAME --tpu SLICE \
 #     --input requests.jsonl --results results -- --model MODEL -tp 8
 #
 #   --input FILE           the requests: a file, or gs://bucket/file
-#   --results DIR          where output.jsonl comes: a folder here, or gs://bucket/folder
-#   --save-seconds N       between two copies of the results while they grow (60)
+#   --results DIR          where output.jsonl comes, and saved.tar.gz meanwhile, to go on from: a
+#                          folder here, or gs://bucket/folder
+#   --save-seconds N       from one saved.tar.gz to the next (60)
 #   -- FLAGS               the flags of `jaxllm run-batch`, without -i and -o
 #
 # The batch outlives this script: Ctrl-C ends only the looking on; stop.sh ends the batch.
@@ -23,6 +24,9 @@ require input results
 [[ $save_seconds =~ ^[1-9][0-9]*$ ]] || die "--save-seconds ${save_seconds@Q} is no number above 0"
 [[ $input == gs://* || $input == /* ]] || input=$PWD/$input
 [[ $results == gs://* || $results == /* ]] || results=$PWD/$results
+results=${results%/}
+bucket=""
+[[ $results != gs://* ]] || bucket=$results
 
 # Its place on the TPU VM: the same for the same results.
 batch=jaxllm/batch/$(cksum <<<"$results" | cut -d' ' -f1)
@@ -32,7 +36,7 @@ command=(jaxllm/venv/bin/jaxllm run-batch
 
 # The input is moved into its place, because a batch that runs may be reading the one before it.
 send_input() {
-  on_workers all "mkdir -p $batch/results $batch/saved"
+  on_workers all "mkdir -p $batch/results"
   if [[ $input == gs://* ]]; then
     on_workers all "$(quote gcloud storage cp "$input" "$batch/input.new")"
   else
@@ -41,34 +45,27 @@ send_input() {
   on_workers all "mv $batch/input.new $batch/input.jsonl"
 }
 
-# What an earlier TPU saved goes to worker 0, the one that writes results, if it has none itself.
-restore() {
-  local has_none="[ -z \"\$(ls -A $batch/results)\" ]" files
-  if [[ $results == gs://* ]]; then
-    # The first copy shows that the bucket can be written, before there is anything to lose.
-    on_workers 0 "touch $batch/started; $(
-      quote gcloud storage cp "$batch/started" "$results/started"
-    ) && if $has_none; then $(quote gcloud storage rsync "$results" "$batch/results"); fi"
-    return
-  fi
-  shopt -s nullglob
-  files=("$results"/output.jsonl*)
-  if ((${#files[@]})); then
-    copy 0 "${files[@]}" "$name:$batch/saved/"
-    on_workers 0 "if $has_none; then cp $batch/saved/* $batch/results/; fi"
-  fi
+# Results are those of worker 0.
+on_results() {
+  on_workers 0 "$(quote bash jaxllm/host/results.sh "$1" "$batch" ${bucket:+"$bucket"})"
 }
 
-# Copy the results as they are now; never half a file over a whole one.
-save() {
-  if [[ $results == gs://* ]]; then
-    # One after the other, so that the last is the newest.
-    on_workers 0 "$(quote flock "$batch/saving" gcloud storage rsync "$batch/results" "$results")"
-  else
-    run mkdir -p "$results/.incoming" &&
-      copy 0 "$name:$batch/results/*" "$results/.incoming/" &&
-      run find "$results/.incoming" -type f -exec mv "{}" "$results/" ";"
+restore() {
+  if [[ -z $bucket && -e $results/saved.tar.gz ]]; then
+    copy 0 "$results/saved.tar.gz" "$name:$batch/"
   fi
+  on_results restore
+}
+
+save() { on_results save && { [[ $bucket ]] || fetch saved.tar.gz; }; }
+
+deliver() { if [[ $bucket ]]; then on_results deliver; else fetch "results/*.jsonl"; fi; }
+
+# Copy files here; never half a file over a whole one.
+fetch() {
+  run mkdir -p "$results/.incoming" &&
+    copy 0 "$name:$batch/$1" "$results/.incoming/" &&
+    run find "$results/.incoming" -type f -exec mv "{}" "$results/" ";"
 }
 
 keep_saving() {
@@ -77,14 +74,14 @@ keep_saving() {
   done
 }
 
-send_input
-restore
-
 saver=""
 stop_saving() {
   [[ -z $saver ]] || kill -- "-$saver" 2>/dev/null || true
   saver=""
 }
+
+send_input
+restore
 if [[ -z $dry_run ]]; then
   set -m # a process group of its own, which ends as a whole
   keep_saving &
@@ -97,9 +94,10 @@ id=$(date +%Y%m%d-%H%M%S)-$$
 status=0
 on_workers all "$(quote bash jaxllm/host/job.sh run "$id" "${command[@]}")" || status=$?
 stop_saving
-((status == 0)) || note "the batch ended with status $status"
-if ! save; then
-  note "the last results could not be copied"
-  ((status)) || status=1
+if ((status)); then
+  note "the batch ended with status $status"
+  save || note "its last results could not be saved"
+  exit "$status"
 fi
-exit "$status"
+save
+deliver

@@ -29,8 +29,9 @@ def main(argv: list[str]) -> int:
         calls.write(json.dumps(argv) + "\n")
     if argv[:2] == ["storage", "cp"]:
         return storage_copy(argv[2], argv[3])
-    if argv[:2] == ["storage", "rsync"]:
-        return storage_rsync(argv[2], argv[3])
+    if argv[:2] == ["storage", "ls"]:
+        print(*(argv[2] + path.name for path in storage_path(argv[2]).iterdir()), sep="\n")
+        return 0
     kind, action, *rest = argv[2:]
     file = VM if kind == "tpu-vm" else REQUEST
     match action:
@@ -135,18 +136,12 @@ def storage_path(url: str) -> Path:
 
 
 def storage_copy(source: str, target: str) -> int:
-    storage_path(target).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(storage_path(source), storage_path(target))
-    return 0
-
-
-def storage_rsync(source: str, target: str) -> int:
-    storage_path(target).mkdir(parents=True, exist_ok=True)
-    for path in storage_path(source).iterdir():
-        # A temporary name first: what is in a bucket is whole.
-        part = storage_path(target) / f"{path.name}.part{os.getpid()}"
-        shutil.copy(path, part)
-        part.rename(storage_path(target) / path.name)
+    path = storage_path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A temporary name first: what is in a bucket is whole.
+    part = path.with_name(f"{path.name}.part{os.getpid()}")
+    shutil.copy(storage_path(source), part)
+    part.rename(path)
     return 0
 
 

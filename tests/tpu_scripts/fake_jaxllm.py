@@ -1,6 +1,6 @@
 """Stands for `jaxllm` on a host of the fake TPU: answers a line of a batch with itself, upper case.
 
-$CLOUD/preempt_when names a file: when it has a line, half of the batch is done and the TPU is taken
+$CLOUD/preempt_when names a file: when it is there and half of the batch is done, the TPU is taken
 away. $CLOUD/fail_with is the status of a batch that fails, $CLOUD/hold a file that it waits for.
 """
 
@@ -35,17 +35,22 @@ def run_batch(input: Path, output: Path) -> int:
     wait_for(CLOUD / "hold", gone=True)
     if fail.exists():
         return int(fail.read_text())
+    journal = output.with_name(output.name + ".journal")
+    journal.mkdir(exist_ok=True)
+    (journal / "manifest.json").write_text("{}")
     todo = input.read_text().splitlines()
     done = output.read_text().splitlines() if output.exists() else []
+    assert not done or (journal / "journal").exists(), "results without their journal"
     print(f"{len(done)} of {len(todo)} are done", flush=True)
-    with open(output, "a") as answers:
+    with open(output, "a") as answers, open(journal / "journal", "a") as counts:
         for number, line in enumerate(todo[len(done) :], len(done)):
             if preempt.exists() and 2 * number >= len(todo):
                 wait_for(Path(preempt.read_text()))
                 preempt.unlink()
                 (CLOUD / "vm").write_text("PREEMPTED")
-                return 143
+                return 75
             print(line.upper(), file=answers, flush=True)
+            print(".", end="", file=counts, flush=True)
     return 0
 
 

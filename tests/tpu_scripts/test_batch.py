@@ -52,20 +52,21 @@ def test_a_pod_runs_the_same_command_on_all_hosts(cloud):
 
 
 @pytest.mark.parametrize("results", ["results", "gs://bucket/results"])
-def test_a_batch_goes_on_where_saved_results_end(ready, results):
-    saved = ready.folder / results.replace("gs://", "buckets/")
-    saved.mkdir(parents=True)
-    (saved / "output.jsonl").write_text("ONE\n")
+def test_a_finished_batch_is_finished_on_another_tpu(ready, results):
+    ready.run("batch.sh", *flags(results))
+    ready.run("delete.sh", "--yes")
+    ready.run("create.sh")
+    ready.run("setup.sh", "--package", "jaxllm==1")
     done = ready.run("batch.sh", *flags(results))
-    assert "1 of 4 are done" in done.stdout
-    assert (saved / "output.jsonl").read_text() == ANSWERS
+    assert "4 of 4 are done" in done.stdout
+    output = ready.folder / results.replace("gs://", "buckets/") / "output.jsonl"
+    assert output.read_text() == ANSWERS
 
 
 def test_saved_results_do_not_replace_newer_ones_of_the_host(ready):
     ready.run("batch.sh", *flags("results"))
-    (ready.folder / "results" / "output.jsonl").write_text("ONE\n")
+    (ready.folder / "results" / "saved.tar.gz").write_text("not even an archive")
     assert "4 of 4 are done" in ready.run("batch.sh", *flags("results")).stdout
-    assert (ready.folder / "results" / "output.jsonl").read_text() == ANSWERS
 
 
 def test_a_failed_batch_fails_with_its_status(ready):
@@ -133,10 +134,10 @@ def test_one_job_has_the_tpu_at_a_time(ready):
 
 @pytest.mark.parametrize("results", ["results", "gs://bucket/results"])
 def test_a_batch_survives_that_its_tpu_is_taken_away(cloud, results):
-    saved = cloud.folder / results.replace("gs://", "buckets/") / "output.jsonl"
-    cloud.write("preempt_when", str(saved))
+    folder = cloud.folder / results.replace("gs://", "buckets/")
+    cloud.write("preempt_when", str(folder / "saved.tar.gz"))
     done = cloud.run("spot_batch.sh", "--package", "jaxllm==1", *flags(results))
-    assert saved.read_text() == ANSWERS
+    assert (folder / "output.jsonl").read_text() == ANSWERS
     assert "0 of 4 are done" in done.stdout
     assert "2 of 4 are done" in done.stdout
     lives = [a for a in cloud.actions() if a.startswith("queued-resources")]
@@ -151,14 +152,13 @@ def test_a_batch_survives_that_its_tpu_is_taken_away(cloud, results):
 
 
 def test_a_tpu_that_was_there_is_not_deleted_without_yes(ready):
-    preempt = ready.folder / "results" / "output.jsonl"
-    ready.write("preempt_when", str(preempt))
+    ready.write("preempt_when", str(ready.folder / "results" / "saved.tar.gz"))
     spot_batch = ["spot_batch.sh", "--package", "jaxllm==1"]
     done = ready.run(*spot_batch, *flags("results"), ok=False)
     assert "my-tpu was there before, and is PREEMPTED; --yes lets this delete it" in done.stderr
     assert not [a for a in ready.actions() if " delete " in a]
     done = ready.run(*spot_batch, "--yes", "--keep", *flags("results"))
-    assert preempt.read_text() == ANSWERS
+    assert (ready.folder / "results" / "output.jsonl").read_text() == ANSWERS
     assert "my-tpu is left as it is" in done.stderr
     assert (ready.folder / "vm").read_text() == "READY"
 

@@ -3,7 +3,7 @@
 set -euo pipefail
 jaxllm=jaxllm/venv/bin/jaxllm
 
-if ! "$jaxllm" --help | grep -q '^  serve '; then
+if ! "$jaxllm" --help | grep '^  serve ' >/dev/null; then
   echo "error: the jaxllm on this TPU VM has no serve command; install a newer one with setup.sh" >&2
   exit 2
 fi
