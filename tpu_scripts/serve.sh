@@ -19,5 +19,6 @@ require model
 
 # With a terminal (-t) the server gets the Ctrl-C, and ends with the connection.
 run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --quiet --worker=0 \
-  --ssh-flag="-t -L $port:127.0.0.1:$port" \
-  "--command=$(quote bash jaxllm/host/serve.sh "$model" --port "$port" --host 127.0.0.1 "${rest[@]}")"
+  --ssh-flag="-t -L $port:127.0.0.1:$port" "--command=$(
+    quote bash jaxllm/host/serve.sh "$model" --port "$port" --host 127.0.0.1 "${rest[@]}"
+  )"

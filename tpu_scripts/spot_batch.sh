@@ -23,13 +23,16 @@ require input results
 [[ $attempts =~ ^[1-9][0-9]*$ ]] || die "--attempts ${attempts@Q} is no number above 0"
 
 attempt() {
-  "$here/create.sh" "${target[@]}" --queued --spot \
+  "$here/create.sh" "${target[@]}" "$@" --queued --spot \
     ${runtime_version:+--runtime-version "$runtime_version"} &&
-    "$here/setup.sh" "${target[@]}" ${jax:+--jax "$jax"} ${package:+--package "$package"} \
+    "$here/setup.sh" "${target[@]}" "$@" ${jax:+--jax "$jax"} ${package:+--package "$package"} \
       ${hf_token_file:+--hf-token-file "$hf_token_file"} &&
-    "$here/batch.sh" "${target[@]}" --input "$input" --results "$results" \
+    "$here/batch.sh" "${target[@]}" "$@" --input "$input" --results "$results" \
       ${save_seconds:+--save-seconds "$save_seconds"} -- "${rest[@]}"
 }
+
+# What one of them would refuse is refused before anything is created.
+[[ $dry_run ]] || attempt --dry-run >/dev/null || exit
 
 state=$(tpu_state)
 may_delete=$yes

@@ -167,7 +167,13 @@ def test_a_batch_that_fails_by_itself_is_not_repeated(cloud):
     cloud.write("fail_with", "3")
     done = cloud.run("spot_batch.sh", "--package", "jaxllm==1", *flags("results"), ok=False)
     assert "status 3, and my-tpu was not taken away: it is READY, and left as it is" in done.stderr
-    assert len([a for a in cloud.actions() if " job.sh run " in a or "job.sh run" in a]) == 1
+    assert len([action for action in cloud.actions() if "job.sh run" in action]) == 1
+
+
+def test_what_a_batch_would_refuse_is_refused_before_a_tpu_is_created(cloud):
+    done = cloud.run("spot_batch.sh", "--input", "nowhere", "--results", "r", *ENGINE, ok=False)
+    assert "batch.sh: error: --input 'nowhere' cannot be read" in done.stderr
+    assert cloud.calls() == []
 
 
 def test_attempts_end(cloud):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a TPU VM, called by batch.sh: what a batch has so far as one file, BATCH/saved.tar.gz, and back.
+# On a TPU VM, called by batch.sh: what a batch has so far, to and from BATCH/saved.tar.gz.
 #   results.sh save BATCH [gs://...]      pack it; upload it if there is a bucket for it
 #   results.sh restore BATCH [gs://...]   unpack it, unless the batch has results here
 #   results.sh deliver BATCH gs://...     upload the finished results

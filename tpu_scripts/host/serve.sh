@@ -4,7 +4,7 @@ set -euo pipefail
 jaxllm=jaxllm/venv/bin/jaxllm
 
 if ! "$jaxllm" --help | grep '^  serve ' >/dev/null; then
-  echo "error: the jaxllm on this TPU VM has no serve command; install a newer one with setup.sh" >&2
+  echo "error: the jaxllm on this TPU VM has no serve command; setup.sh installs another" >&2
   exit 2
 fi
 mkdir -p jaxllm/jobs

@@ -12,7 +12,10 @@ fi
 
 mkdir -p jobs
 exec 9>jobs/lock
-flock --nonblock 9 || { echo "error: a job runs with what is installed; stop.sh ends it" >&2 && exit 2; }
+if ! flock --nonblock 9; then
+  echo "error: a job runs with what is installed; stop.sh ends it" >&2
+  exit 2
+fi
 
 # The Python of the VM may be older than jaxllm wants. uv brings one, and needs no root.
 PATH=$PWD/uv:$PATH
