@@ -9,7 +9,8 @@
 #   --results DIR          where output.jsonl comes, and saved.tar.gz meanwhile, to go on from: a
 #                          folder here, or gs://bucket/folder
 #   --save-seconds N       from one saved.tar.gz to the next (60)
-#   -- FLAGS               the flags of `jaxllm run-batch`, without -i and -o
+#   -- FLAGS               the flags of `jaxllm run-batch`, but for -i, -o, --error-file and
+#                          --journal-dir
 #
 # The batch outlives this script: Ctrl-C ends only the looking on; stop.sh ends the batch.
 set -euo pipefail
@@ -99,5 +100,5 @@ if ((status)); then
   save || note "its last results could not be saved"
   exit "$status"
 fi
-save
 deliver
+save || note "the results are all there, but saved.tar.gz is not the newest"

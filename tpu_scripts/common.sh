@@ -139,14 +139,23 @@ copy() {
   run gcloud compute tpus tpu-vm scp "${@:2}" "${where[@]}" --quiet "--worker=$1"
 }
 
-# The state of a tpu-vm or a queued-resources, empty if it does not exist.
+# The state of a tpu-vm or a queued-resources, empty if it does not exist. A network that is away
+# for a while is waited for.
 state_of() {
-  local ask=(gcloud compute tpus "$1" describe "$name" "${where[@]}" "--format=value($2)")
+  local ask=(gcloud compute tpus "$1" describe "$name" "${where[@]}" "--format=value($2)") errors
   if [[ $dry_run ]]; then
     run "${ask[@]}"
-  elif ! "${ask[@]}" 2>"$scratch/errors"; then
-    grep -q NOT_FOUND "$scratch/errors" || die "cannot ask for $name: $(<"$scratch/errors")"
+    return
   fi
+  for _ in 1 2 3 4 5; do
+    ! "${ask[@]}" 2>"$scratch/errors" || return 0
+    errors=$(<"$scratch/errors")
+    [[ $errors != *NOT_FOUND* ]] || return 0
+    [[ ! $errors =~ PERMISSION_DENIED|INVALID_ARGUMENT|UNAUTHENTICATED ]] || break
+    note "cannot ask for $name, trying again in $poll_seconds s: $errors"
+    sleep "$poll_seconds"
+  done
+  die "cannot ask for $name: $errors"
 }
 
 # The state of the TPU: of the VM, or of the request in the queue that has no VM (yet, or any more).

@@ -8,6 +8,7 @@ really copy; what is quoted wrongly arrives wrongly. All state is in files under
     num_hosts        of a TPU that is created
     coming_states    what a queued request will go through, one state a look
     refuse           why every describe fails
+    fail_once        why the next describe fails
     hosts/0/         a home directory
     buckets/NAME/    gs://NAME/
 """
@@ -72,6 +73,10 @@ def start_vm() -> None:
 def describe(file: Path) -> int:
     if (CLOUD / "refuse").exists():
         print((CLOUD / "refuse").read_text(), file=sys.stderr)
+        return 1
+    if (CLOUD / "fail_once").exists():
+        print((CLOUD / "fail_once").read_text(), file=sys.stderr)
+        (CLOUD / "fail_once").unlink()
         return 1
     if not file.exists():
         print("ERROR: (gcloud) NOT_FOUND: Resource was not found", file=sys.stderr)

@@ -55,6 +55,13 @@ def test_an_unanswered_question_is_not_taken_for_no_tpu(cloud):
     assert cloud.actions() == []
 
 
+def test_a_network_that_is_away_is_waited_for(ready):
+    ready.write("fail_once", "Unable to find the server at tpu.googleapis.com")
+    done = ready.run("status.sh")
+    assert "trying again in 0 s: Unable to find the server" in done.stderr
+    assert "my-tpu: VM READY" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("tpu", "accelerator", "runtime", "chips", "hosts"),
     [

@@ -43,7 +43,7 @@ def test_what_is_installed_is_installed_once(ready):
     assert uv_calls(ready.host())[-1][-2:] == ["jax[tpu]==0.11.2", "jaxllm==2"]
 
 
-def test_nothing_is_installed_under_a_job(ready, tmp_path):
+def test_nothing_is_installed_under_a_job(ready):
     lock = ready.host() / "jaxllm" / "jobs" / "lock"
     with subprocess.Popen(
         ["flock", lock, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
