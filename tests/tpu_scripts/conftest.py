@@ -22,12 +22,13 @@ class Cloud:
         (folder / "hosts").mkdir()
         fakes = {"gcloud": "fake_gcloud.py", "uv": "fake_uv.py", "host-jaxllm": "fake_jaxllm.py"}
         for name, file in fakes.items():
-            self._executable(name, f'exec {sys.executable} -S {HERE / file} "$@"')
-        self._executable("host-python", 'printf "%s\\n" "$@" >"$HOME/python"; mkdir -p "$3"')
+            self.executable(name, f'exec {sys.executable} -S {HERE / file} "$@"')
+        self.executable("host-python", 'printf "%s\\n" "$@" >"$HOME/python"; mkdir -p "$3"')
         self.write("num_hosts", "1")
         self.write("help", "commands:\n  generate  Generate.")
 
-    def _executable(self, name: str, line: str) -> None:
+    def executable(self, name: str, line: str) -> None:
+        """Put a command on everyone's PATH."""
         path = self.folder / "bin" / name
         path.write_text(f"#!/bin/sh\n{line}\n")
         path.chmod(0o755)

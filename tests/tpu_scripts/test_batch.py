@@ -3,10 +3,13 @@
 import os
 import signal
 import subprocess
+import tarfile
 import time
+from pathlib import Path
 
 import pytest
 
+SCRIPTS = Path(__file__).parents[2] / "tpu_scripts"
 REQUESTS = "one\ntwo\nthree\nfour\n"
 ANSWERS = "ONE\nTWO\nTHREE\nFOUR\n"
 MODEL = """/mnt/o'Brien's "best" model $HOME `x` \\"""
@@ -67,6 +70,23 @@ def test_saved_results_do_not_replace_newer_ones_of_the_host(ready):
     ready.run("batch.sh", *flags("results"))
     (ready.folder / "results" / "saved.tar.gz").write_text("not even an archive")
     assert "4 of 4 are done" in ready.run("batch.sh", *flags("results")).stdout
+
+
+def test_a_copy_of_growing_results_counts_none_that_it_lacks(ready, tmp_path):
+    results = ready.host() / "batch" / "results"
+    journal = results / "output.jsonl.journal"
+    journal.mkdir(parents=True)
+    (journal / "manifest.json").write_text("{}")
+    grow = f'echo A >>"{results}/output.jsonl"; printf . >>"{journal}/journal"'
+    subprocess.run(["sh", "-c", grow], check=True)
+    ready.executable("cp", f'/bin/cp "$@"; {grow}')
+    save = ["bash", SCRIPTS / "host" / "results.sh", "save", "batch"]
+    subprocess.run(save, cwd=ready.host(), env=ready.environment(), check=True)
+    copy = tmp_path / "copy"
+    with tarfile.open(ready.host() / "batch" / "saved.tar.gz") as tar:
+        tar.extractall(copy, filter="data")
+    assert (copy / "output.jsonl.journal" / "journal").read_text() == "."
+    assert (copy / "output.jsonl").read_text() == "A\nA\n"
 
 
 def test_a_failed_batch_fails_with_its_status(ready):
