@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": "jaxllm.llm",
     "LLMEngine": "jaxllm.frontend.llm_engine",
+    "AsyncLLMEngine": "jaxllm.frontend.async_llm_engine",
     "EngineArgs": "jaxllm.config",
     "EngineConfig": "jaxllm.config",
     "SamplingParams": "jaxllm.sampling_params",
@@ -29,6 +30,7 @@ _PUBLIC = {
     "JaxLLMError": "jaxllm.errors",
     "ValidationError": "jaxllm.errors",
     "CheckpointError": "jaxllm.errors",
+    "EngineDeadError": "jaxllm.errors",
     "OutOfMemoryError": "jaxllm.errors",
     "UnsupportedModelError": "jaxllm.errors",
 }
@@ -39,11 +41,13 @@ if TYPE_CHECKING:
     from jaxllm.config import EngineArgs, EngineConfig
     from jaxllm.errors import (
         CheckpointError,
+        EngineDeadError,
         JaxLLMError,
         OutOfMemoryError,
         UnsupportedModelError,
         ValidationError,
     )
+    from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
     from jaxllm.frontend.llm_engine import LLMEngine
     from jaxllm.llm import LLM
     from jaxllm.messages import (

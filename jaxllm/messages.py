@@ -3,10 +3,11 @@ carry, no pickle), and between the engine and its user (outputs with vLLM's name
 
 import enum
 from dataclasses import dataclass, field
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
+from jaxllm.config import EngineConfig
 from jaxllm.sampling_params import SamplingParams
 
 # ---- what a user may pass as a prompt
@@ -113,6 +114,83 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     stats: RequestStats | None = None  # with the first and the last output
     error: str | None = None  # with FinishReason.ERROR
 
+
+# ---- between a frontend and an engine in a process of its own
+
+
+class Assignment(msgspec.Struct):
+    """What an engine process is started with."""
+
+    config: EngineConfig
+    directory: str  # of its sockets; only this user may enter it
+    python_path: list[str]  # where classes that the config names are found
+
+    @property
+    def input_address(self) -> str:
+        return f"ipc://{self.directory}/input"
+
+    @property
+    def output_address(self) -> str:
+        return f"ipc://{self.directory}/output"
+
+
+class Hello(msgspec.Struct, tag=True):
+    """A frontend is there, and wants to hear when the engine is ready."""
+
+
+# Between the name of a frontend and the rest of the ids of its requests.
+OWNER_MARK = "/"
+
+
+class Add(msgspec.Struct, tag=True):
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class Call(msgspec.Struct, tag=True):
+    """Ask the engine for something beside requests; answered by a Returned of the same number."""
+
+    number: int
+    name: str
+    arguments: dict[str, str] = {}
+
+
+class Stop(msgspec.Struct, tag=True):
+    """End now. Requests that are under way have been ended by those who wait for them."""
+
+
+ToEngine = Hello | Add | Abort | Call | Stop
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The engine takes requests."""
+
+    info: EngineInfo
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """What a step brought for the requests of one frontend."""
+
+    outputs: list[EngineOutput]
+
+
+class Returned(msgspec.Struct, tag=True):
+    number: int
+    value: Any = None
+    error: str | None = None
+
+
+class Dead(msgspec.Struct, tag=True):
+    """The engine has ended. `kind` is the name of the error that says why, as a user knows it."""
+
+    reason: str
+    kind: str = "EngineDeadError"
+
+
+FromEngine = Ready | Outputs | Returned | Dead
 
 # ---- engine -> user
 

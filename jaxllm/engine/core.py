@@ -10,7 +10,6 @@ from collections import deque
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError
 from jaxllm.executor.base import Executor, PendingResult
-from jaxllm.executor.launch import make_executors
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
 from jaxllm.metrics.stats import EngineStats
@@ -20,13 +19,6 @@ from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.scheduler import Scheduler
 
 logger = init_logger(__name__)
-
-
-def make_cores(config: EngineConfig) -> "list[EngineCore]":
-    """Start what the config asks for: an engine core for each replica."""
-    # Looked up first: an unknown policy is refused before anything is loaded.
-    get_scheduling_policy(config.scheduler.scheduling_policy)
-    return [EngineCore(config, executor) for executor in make_executors(config)]
 
 
 class EngineCore:

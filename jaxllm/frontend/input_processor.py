@@ -346,3 +346,18 @@ def _check_salt(salt: object) -> None:
         raise refused("cache_salt", salt, f"at most {Limits.MAX_SALT_CHARS} characters")
     if any(char in salt for char in "@/\\\0"):
         raise refused("cache_salt", salt, "it must not contain '@', '/', '\\' or NUL")
+
+
+def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`tokenization_kwargs` as arguments of `process`."""
+    if options is not None and not isinstance(options, Mapping):
+        raise refused("tokenization_kwargs", options, "it must be a dict")
+    options = dict(options or {})
+    unknown = options.keys() - {"truncate_prompt_tokens"}
+    if unknown:
+        raise ValidationError(
+            f"tokenization_kwargs: {sorted(map(str, unknown))} are not supported; "
+            "only 'truncate_prompt_tokens' is",
+            parameter="tokenization_kwargs",
+        )
+    return options

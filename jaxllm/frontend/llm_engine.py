@@ -11,11 +11,15 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
-from jaxllm.frontend.client import EngineClient, check_model, find_model, make_client
-from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput
+from jaxllm.frontend.client import EngineClient, load_engine_tokenizer, start_engine
+from jaxllm.frontend.input_processor import (
+    InputProcessor,
+    ProcessedInput,
+    tokenization_options,
+)
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.output_processor import OutputProcessor
-from jaxllm.frontend.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo, PromptType, RequestOutput
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.sampling_params import SamplingParams
@@ -27,8 +31,8 @@ class LLMEngine:
     def __init__(self, config: EngineConfig):
         self.config = config
         # The tokenizer first: a missing one is said before gigabytes are read.
-        self.tokenizer: Tokenizer | None = _load_tokenizer(config)
-        self._client: EngineClient = make_client(config)
+        self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
+        self._engine: EngineClient = start_engine(config)
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self._output_processor = OutputProcessor(self.tokenizer)
         self._outputs: list[RequestOutput] = []  # of a step that Ctrl-C was pressed in
@@ -39,7 +43,7 @@ class LLMEngine:
 
     @property
     def info(self) -> EngineInfo:
-        return self._client.info
+        return self._engine.info
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -73,7 +77,7 @@ class LLMEngine:
             params,
             priority=priority,
             arrival_time=time.time() if arrival_time is None else arrival_time,
-            **_tokenization(tokenization_kwargs),
+            **tokenization_options(tokenization_kwargs),
         )
 
     def submit(
@@ -87,7 +91,7 @@ class LLMEngine:
         self._output_processor.add_request(processed, on_finish)
         try:
             for request in processed.requests:
-                self._client.add_request(request)
+                self._engine.add_request(request)
         except BaseException:
             self.abort_request(processed.request_id)
             raise
@@ -119,7 +123,7 @@ class LLMEngine:
         the `on_finish` that a request was submitted with hears of its end."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         for request_id in ids:
-            self._client.abort_requests(self._output_processor.abort(request_id))
+            self._engine.abort_requests(self._output_processor.abort(request_id))
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine and return what there is to say; may be empty.
@@ -127,11 +131,11 @@ class LLMEngine:
         Ctrl-C is raised when the step is over, and what the step brought is returned by the next.
         """
         with InterruptsBetweenSteps():
-            processed = self._output_processor.process(self._client.get_outputs())
+            processed = self._output_processor.process(self._engine.step())
             self._outputs += processed.request_outputs
             if processed.abort_ids:
                 # Ended by a stop string, which only the frontend can see.
-                self._client.abort_requests(processed.abort_ids)
+                self._engine.abort_requests(processed.abort_ids)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -140,7 +144,7 @@ class LLMEngine:
         return (
             self._output_processor.has_unfinished()
             or bool(self._outputs)
-            or self._client.has_work()
+            or self._engine.has_work()
         )
 
     def get_num_unfinished_requests(self) -> int:
@@ -162,36 +166,10 @@ class LLMEngine:
         ):
             if value:
                 raise refused(name, value, "it is not supported yet; leave it at False")
-        return self._client.reset_prefix_cache()
+        return self._engine.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        return self._client.stats()
+        return self._engine.stats()
 
     def shutdown(self) -> None:
-        self._client.shutdown()
-
-
-def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    if config.model.skip_tokenizer_init:
-        return None
-    model_dir = find_model(config)
-    try:
-        return load_tokenizer(config.model, model_dir)
-    except ValidationError:
-        # Often it is the model that is broken, and then that is the better answer.
-        check_model(config)
-        raise
-
-
-def _tokenization(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    if options is not None and not isinstance(options, Mapping):
-        raise refused("tokenization_kwargs", options, "it must be a dict")
-    options = dict(options or {})
-    unknown = options.keys() - {"truncate_prompt_tokens"}
-    if unknown:
-        raise ValidationError(
-            f"tokenization_kwargs: {sorted(map(str, unknown))} are not supported; "
-            "only 'truncate_prompt_tokens' is",
-            parameter="tokenization_kwargs",
-        )
-    return options
+        self._engine.shutdown()

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxllm.frontend.router import Router
+from jaxllm.engine.router import Router
 from jaxllm.messages import EngineRequest
 from jaxllm.sampling_params import SamplingParams
 

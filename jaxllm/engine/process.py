@@ -1,0 +1,90 @@
+"""An engine in a process of its own: `python -m jaxllm.engine.process`, started by a frontend.
+
+Standard input brings the Assignment and then nothing more: its end means that the parent is gone,
+however that came about, and this process with it. Ends of the process are the parent's to decide,
+so signals that reach the whole group are ignored.
+"""
+
+import gc
+import os
+import queue
+import shutil
+import signal
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+import zmq
+
+from jaxllm.engine.busy_loop import EVERYBODY, BusyLoop, Inbox, Letter, Outbox
+from jaxllm.engine.io_threads import InputThread, OutputThread
+from jaxllm.engine.launch import make_engine
+from jaxllm.errors import JaxLLMError
+from jaxllm.logging import init_logger
+from jaxllm.messages import Assignment, Dead
+
+logger = init_logger(__name__)
+
+EXIT_DEAD = 1
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    assignment = read_assignment(sys.stdin.buffer)
+    threading.Thread(
+        target=_end_with_parent, args=(assignment.directory,), name="parent", daemon=True
+    ).start()
+    sys.path[:] = assignment.python_path
+    context = zmq.Context()
+    inbox: Inbox = queue.SimpleQueue()
+    outbox: Outbox = queue.SimpleQueue()
+    InputThread(_listen(context, assignment.input_address), inbox).start()
+    output = OutputThread(_listen(context, assignment.output_address), outbox)
+    output.start()
+    status = 0
+    try:
+        engine = make_engine(assignment.config)
+        # What is there now stays: no need to look through it for garbage again and again.
+        gc.collect()
+        gc.freeze()
+        BusyLoop(engine, inbox, outbox).run()
+        engine.shutdown()
+    except Exception as error:
+        status = EXIT_DEAD
+        if not isinstance(error, JaxLLMError):
+            logger.exception("the engine has died")
+        outbox.put(Letter(EVERYBODY, Dead(f"{error}"[:2000] or repr(error), type(error).__name__)))
+    outbox.put(None)
+    output.join()
+    context.term()  # waits until the last words have gone out
+    sys.stderr.flush()
+    if status:
+        # Devices may never come back, and JAX would wait for them.
+        os._exit(status)
+
+
+def read_assignment(stream: BinaryIO) -> Assignment:
+    """The first line of a stream."""
+    return msgspec.json.decode(stream.readline(), type=Assignment)
+
+
+def _end_with_parent(directory: str) -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    shutil.rmtree(directory, ignore_errors=True)  # nobody else will
+    os._exit(EXIT_DEAD)
+
+
+def _listen(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
+    socket = context.socket(zmq.ROUTER)
+    # Frontends always read; a limit would lose what they are late for.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.bind(address)
+    return socket
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Several engine cores as one: replicas of a model that share the requests."""
+
+from collections.abc import Sequence
+
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.router import Router
+from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
+from jaxllm.metrics.stats import EngineStats
+
+
+class Replicas:
+    """Engine cores, each with devices of its own and all of the model.
+
+    A step of each is on its devices while the host plans those of the others.
+    """
+
+    def __init__(self, cores: Sequence[EngineCore]):
+        self._cores = cores
+        self._router = Router(len(cores))
+        self.info: EngineInfo = cores[0].info
+
+    def add_request(self, request: EngineRequest) -> None:
+        replica = self._router.choose(request)
+        try:
+            self._cores[replica].add_request(request)
+        except BaseException:
+            self._router.forget(request.request_id)
+            raise
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            replica = self._router.replica_of(request_id)
+            if replica is not None:
+                self._cores[replica].abort_requests([request_id])
+                self._router.forget(request_id)
+
+    def has_work(self) -> bool:
+        return any(core.has_work() for core in self._cores)
+
+    def step(self) -> list[EngineOutput]:
+        outputs = []
+        for core in self._cores:
+            if core.has_work():
+                outputs += core.step()
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._router.forget(output.request_id)
+        return outputs
+
+    def reset_prefix_cache(self) -> bool:
+        return all([core.reset_prefix_cache() for core in self._cores])
+
+    def stats(self) -> EngineStats:
+        return EngineStats.total([core.stats() for core in self._cores])
+
+    def shutdown(self) -> None:
+        for core in self._cores:
+            core.shutdown()

@@ -1,0 +1,171 @@
+"""The wires from an event loop to an engine in another process."""
+
+import asyncio
+import itertools
+import threading
+import uuid
+from typing import Any
+
+import msgspec
+import zmq
+
+from jaxllm import errors
+from jaxllm.errors import EngineDeadError
+from jaxllm.frontend.engine_process import EngineProcess
+from jaxllm.messages import (
+    OWNER_MARK,
+    Call,
+    Dead,
+    EngineInfo,
+    EngineRequest,
+    FromEngine,
+    Hello,
+    Ready,
+    Returned,
+    ToEngine,
+)
+
+# How long the end of the engine's process may go unnoticed.
+_LOOK_MS = 200
+
+
+class AsyncClient:
+    """One frontend's connection. Making it waits until the engine is ready; `listen` then ties it
+    to the event loop that runs."""
+
+    def __init__(self, process: EngineProcess):
+        self._process = process
+        self._name = uuid.uuid4().hex[:12].encode()
+        self._context = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._input = self._connect(process.assignment.input_address)
+        self._output = self._connect(process.assignment.output_address)
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._receiver: threading.Thread | None = None
+        self._closing = threading.Event()
+        try:
+            self._output.send(b"")
+            self.send(Hello())
+            self.info: EngineInfo = self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: ToEngine) -> None:
+        """Never waits: the engine always reads."""
+        self._input.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def own(self, requests: list[EngineRequest]) -> None:
+        """Give the requests of one prompt ids that nothing else has or has had: what is on its way
+        for an aborted request must not reach another of the same name."""
+        serial = next(self._numbers)
+        for request in requests:
+            request.request_id = self._id(serial, request.request_id)
+            if request.prefix_leader_id is not None:
+                request.prefix_leader_id = self._id(serial, request.prefix_leader_id)
+
+    def _id(self, serial: int, request_id: str) -> str:
+        return f"{self._name.decode()}{OWNER_MARK}{serial}{OWNER_MARK}{request_id}"
+
+    def listen(self) -> None:
+        """From now on messages come to the running event loop."""
+        loop = asyncio.get_running_loop()
+        self._incoming: asyncio.Queue[FromEngine | BaseException] = asyncio.Queue()
+        self._receiver = threading.Thread(
+            target=self._receive, args=(loop,), name="receive", daemon=True
+        )
+        self._receiver.start()
+
+    async def receive(self) -> FromEngine:
+        """The next message that is not an answer to a call; raises EngineDeadError when there will
+        be no more."""
+        while True:
+            message = await self._incoming.get()
+            if isinstance(message, BaseException):
+                raise message
+            if isinstance(message, Dead):
+                raise _error_of(message)
+            if not isinstance(message, Returned):
+                return message
+            future = self._calls.pop(message.number, None)
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    async def call(self, name: str, **arguments: str) -> Any:
+        """Ask the engine for something; somebody must be receiving."""
+        number = next(self._numbers)
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        self.send(Call(number, name, arguments))
+        returned: Returned = await future
+        if returned.error is not None:
+            raise errors.JaxLLMError(f"{name}: {returned.error}")
+        return returned.value
+
+    def fail_calls(self, error: BaseException) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._receiver is not None:
+            self._receiver.join()
+        self._input.close(linger=1000)
+        self._output.close(linger=0)
+        self._context.term()
+
+    def _connect(self, address: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self._name)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(address)
+        return socket
+
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The thread that reads and decodes, and notices the end of the process."""
+        while not self._closing.is_set():
+            message = self._next()
+            if message is not None:
+                try:
+                    loop.call_soon_threadsafe(self._incoming.put_nowait, message)
+                except RuntimeError:
+                    return  # the loop has ended
+            if isinstance(message, BaseException):
+                return
+
+    def _next(self) -> FromEngine | BaseException | None:
+        """What comes within a short while: a message, or the end of the engine."""
+        has_ended = self._process.status is not None  # asked first: its last words may be here
+        if self._output.poll(_LOOK_MS):
+            return self._decoder.decode(self._output.recv())
+        return self._death() if has_ended else None
+
+    def _await_ready(self) -> EngineInfo:
+        message = None
+        while message is None:
+            message = self._next()
+        if isinstance(message, BaseException):
+            raise message
+        if isinstance(message, Dead):
+            raise _error_of(message)
+        assert isinstance(message, Ready), message
+        return message.info
+
+    def _death(self) -> BaseException:
+        status = self._process.status
+        if status == 0:
+            # A host that only follows has followed to the end.
+            return SystemExit(0)
+        return EngineDeadError(f"the engine process has ended with status {status}: see its log")
+
+
+def _error_of(dead: Dead) -> errors.JaxLLMError:
+    """The error that ended the engine, as one of ours."""
+    kind = getattr(errors, dead.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.JaxLLMError):
+        return kind(dead.reason)
+    return EngineDeadError(f"{dead.kind}: {dead.reason}")

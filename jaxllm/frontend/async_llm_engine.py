@@ -1,0 +1,258 @@
+"""AsyncLLMEngine: requests and outputs on an event loop, the engine in a process of its own.
+
+Each request has a collector, where outputs merge until they are asked for: a slow consumer holds up
+nobody and needs no more memory than its answer.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import EngineDeadError, ValidationError, refused
+from jaxllm.frontend.async_client import AsyncClient
+from jaxllm.frontend.client import load_engine_tokenizer
+from jaxllm.frontend.engine_process import EngineProcess
+from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput, tokenization_options
+from jaxllm.frontend.output_collector import OutputCollector
+from jaxllm.frontend.output_processor import OutputProcessor
+from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.logging import init_logger
+from jaxllm.messages import (
+    Abort,
+    Add,
+    EngineInfo,
+    EngineOutput,
+    Outputs,
+    PromptType,
+    RequestOutput,
+    Stop,
+)
+from jaxllm.metrics.stats import EngineStats
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+logger = init_logger(__name__)
+
+# So many outputs are worked through before others get their turn on the event loop.
+_OUTPUTS_AT_ONCE = 128
+_STOP_GRACE_S = 10.0
+
+
+class AsyncLLMEngine:
+    """An engine for applications with an event loop. All methods are for one loop."""
+
+    def __init__(self, config: EngineConfig):
+        """Start the engine; returns when it is ready, which may take minutes."""
+        self.config = config
+        self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
+        self._process = EngineProcess(config)
+        try:
+            self._client = AsyncClient(self._process)
+        except BaseException:
+            self._process.stop(grace_s=0)
+            raise
+        self._input_processor = InputProcessor(config, self.info, self.tokenizer)
+        self._output_processor = OutputProcessor(self.tokenizer)
+        self._collectors: dict[str, OutputCollector] = {}
+        # One thread: tokenizers keep state. It is not the event loop's.
+        self._pool = ThreadPoolExecutor(1, "tokenize")
+        self._reader: asyncio.Task[None] | None = None
+        self._dead: BaseException | None = None
+        self._is_shut_down = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        # Sees every output, before its consumer does.
+        self.on_output: Callable[[RequestOutput], None] = lambda output: None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "AsyncLLMEngine":
+        return cls(engine_args)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._client.info
+
+    @property
+    def is_running(self) -> bool:
+        return self._dead is None
+
+    @property
+    def errored(self) -> bool:
+        return self._dead is not None
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._collectors)
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a prompt, with an output whenever there is news. Whoever stops asking, or is
+        cancelled, has aborted the request."""
+        if lora_request is not None:
+            raise refused("lora_request", lora_request, "LoRA is not supported yet; give None")
+        self._check()
+        self._start_reading()
+        collector = self._reserve(request_id)
+        try:
+            processed = await self._process_input(
+                request_id,
+                prompt,
+                sampling_params,
+                priority=priority,
+                arrival_time=time.time() if arrival_time is None else arrival_time,
+                **tokenization_options(tokenization_kwargs),
+            )
+            self._check()
+            self._client.own(processed.requests)
+            collector.aggregate = processed.params.output_kind is RequestOutputKind.DELTA
+            self._output_processor.add_request(processed, on_finish=self._deliver)
+            for request in processed.requests:
+                self._client.send(Add(request))
+            finished = False
+            while not finished:
+                output = await collector.get()
+                finished = output.finished
+                yield output
+        finally:
+            # Before the collector goes: who has stopped asking wants no last output.
+            self._end(request_id)
+            del self._collectors[request_id]
+            if not self._collectors:
+                self._idle.set()
+
+    async def abort(self, request_id: str | list[str]) -> None:
+        """End requests: whoever waits for them gets a last output with finish_reason 'abort'."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            self._end(one)
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if there is no engine any more."""
+        self._check()
+
+    async def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer."""
+        if self.tokenizer is None:
+            raise ValidationError("there is no tokenizer: skip_tokenizer_init=True")
+        return self.tokenizer.hf
+
+    async def stats(self) -> EngineStats:
+        """The engine's figures as of now."""
+        return msgspec.convert(await self._call("stats"), EngineStats)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompt blocks; False, and nothing happens, when some are in use."""
+        return await self._call("reset_prefix_cache")
+
+    async def start_profile(self, directory: str) -> None:
+        """Write a profile of the engine, for TensorBoard or xprof, into this directory."""
+        await self._call("start_profile", directory=directory)
+
+    async def stop_profile(self) -> None:
+        await self._call("stop_profile")
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Wait until no request is under way; False if some still are after this time."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+            return True
+        except TimeoutError:
+            return False
+
+    def shutdown(self) -> None:
+        """End the engine and its process; requests under way end with it."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        if self._dead is None:
+            self._client.send(Stop())
+        self._die(EngineDeadError("the engine has been shut down; make a new one"))
+        if self._reader is not None:
+            self._reader.cancel()
+        self._client.close()
+        self._process.stop(_STOP_GRACE_S)
+        self._pool.shutdown(wait=False)
+
+    def _check(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _reserve(self, request_id: str) -> OutputCollector:
+        if request_id in self._collectors:
+            raise refused("request_id", request_id, "an unfinished request has this id")
+        self._idle.clear()
+        collector = self._collectors[request_id] = OutputCollector()
+        return collector
+
+    async def _process_input(self, *args: Any, **kwargs: Any) -> ProcessedInput:
+        process = functools.partial(self._input_processor.process, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, process)
+
+    async def _call(self, name: str, **arguments: str) -> Any:
+        self._check()
+        self._start_reading()
+        return await self._client.call(name, **arguments)
+
+    def _end(self, request_id: str) -> None:
+        """End a request, if it has not ended; its last output goes to whoever waits."""
+        engine_ids = self._output_processor.abort(request_id)
+        if engine_ids and self._dead is None:
+            self._client.send(Abort(engine_ids))
+
+    def _start_reading(self) -> None:
+        if self._reader is None:
+            self._client.listen()
+            self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        """Take in what the engine sends, for as long as it lives."""
+        try:
+            while True:
+                message = await self._client.receive()
+                if isinstance(message, Outputs):
+                    await self._take(message.outputs)
+        except EngineDeadError as error:
+            self._die(error)
+        except Exception as error:
+            logger.exception("the frontend has failed")
+            self._die(EngineDeadError(f"the frontend has failed: {type(error).__name__}: {error}"))
+
+    async def _take(self, outputs: list[EngineOutput]) -> None:
+        for first in range(0, len(outputs), _OUTPUTS_AT_ONCE):
+            if first:
+                await asyncio.sleep(0)
+            some = outputs[first : first + _OUTPUTS_AT_ONCE]
+            processed = self._output_processor.process(some)
+            for output in processed.request_outputs:
+                if not output.finished:  # a last one has been delivered
+                    self._deliver(output)
+            if processed.abort_ids:
+                # Ended by a stop string, which only the frontend can see.
+                self._client.send(Abort(processed.abort_ids))
+
+    def _deliver(self, output: RequestOutput) -> None:
+        self.on_output(output)
+        collector = self._collectors.get(output.request_id)
+        if collector is not None:
+            collector.put(output)
+
+    def _die(self, error: BaseException) -> None:
+        """There is no engine any more: everybody who waits hears of it."""
+        if self._dead is None:
+            self._dead = error
+            for collector in self._collectors.values():
+                collector.fail(error)
+            self._client.fail_calls(error)

@@ -1,0 +1,231 @@
+"""An engine in a process of its own answers as LLM does, many at once, and ends as it should."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxllm import (
+    LLM,
+    AsyncLLMEngine,
+    EngineDeadError,
+    LogitsProcessor,
+    RequestOutputKind,
+    SamplingParams,
+    ValidationError,
+)
+from jaxllm.config import EngineArgs
+from jaxllm.testing import make_tiny_checkpoint
+
+PROMPTS = ["Once upon a time", "The answer", [5, 6, 7], "a b c d e f g " * 5, {"prompt": "Hi"}]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, logprobs=2),
+    SamplingParams(seed=1, n=3, max_tokens=7),
+    SamplingParams(seed=2, max_tokens=9, prompt_logprobs=1),
+    SamplingParams(seed=3, max_tokens=20, stop=["e", "a"]),
+    SamplingParams(seed=4, max_tokens=5, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    return {
+        "model": str(make_tiny_checkpoint(tmp_path_factory.mktemp("model"))),
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "kv_cache_memory_bytes": 1 << 20,
+        "enforce_eager": True,
+        "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(options):
+    outputs = LLM(**options).generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [answers(output) for output in outputs]
+
+
+def answers(output):
+    return [(a.text, a.token_ids, a.finish_reason, a.stop_reason) for a in output.outputs]
+
+
+def with_engine(options, use):
+    """Run `use(engine)` on an event loop."""
+    engine = AsyncLLMEngine.from_engine_args(EngineArgs(**options))
+    try:
+        return asyncio.run(asyncio.wait_for(use(engine), 300))
+    finally:
+        engine.shutdown()
+        assert engine._process.status is not None
+
+
+async def last(engine, prompt, params, request_id):
+    output = None
+    async for output in engine.generate(prompt, params, request_id):
+        assert output.request_id == request_id
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_answers_are_those_of_llm(kind, options, expected):
+    async def use(engine):
+        async def one(index):
+            parts = []
+            params = PARAMS[index].clone(output_kind=kind)
+            async for output in engine.generate(PROMPTS[index], params, str(index)):
+                parts.append(output)
+            assert parts[-1].finished and not any(part.finished for part in parts[:-1])
+            total = parts[0]
+            for part in parts[1:]:
+                total.add(part, aggregate=kind is RequestOutputKind.DELTA)
+            total.outputs.sort(key=lambda answer: answer.index)
+            return answers(total)
+
+        found = await asyncio.gather(*map(one, range(len(PROMPTS))))
+        stats = await engine.stats()
+        assert stats.num_requests_running == stats.num_requests_waiting == 0
+        assert await engine.reset_prefix_cache()
+        assert engine.num_unfinished == 0
+        return found
+
+    assert with_engine(options, use) == expected
+
+
+@pytest.mark.slow
+def test_who_lets_go_of_a_request_aborts_it_and_the_others_go_on(options):
+    endless = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
+
+    async def use(engine):
+        # A task is cancelled, a loop is left, a request is aborted by name.
+        cancelled = asyncio.create_task(last(engine, "a", endless, "cancelled"))
+        aborted = asyncio.create_task(last(engine, "b", endless, "aborted"))
+        stream = engine.generate("c", endless, "left")
+        await anext(stream)
+        cancelled.cancel()
+        await stream.aclose()
+        await engine.abort(["aborted", "unknown"])
+        assert (await aborted).outputs[0].finish_reason == "abort"
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        other = await last(engine, "d", endless.clone(max_tokens=9), "cancelled")
+        assert len(other.outputs[0].token_ids) == 9
+        assert await engine.drain(60)
+        while (stats := await engine.stats()).num_requests_running:
+            await asyncio.sleep(0.05)
+        assert stats.num_blocks_used == 0
+
+        # What the door refuses leaves nothing behind.
+        with pytest.raises(ValidationError, match="max_tokens"):
+            await last(engine, "a", SamplingParams(max_tokens=-1), "bad")
+        with pytest.raises(ValidationError, match="an unfinished request has this id"):
+            stream = engine.generate("c", endless, "twice")
+            await anext(stream)
+            await last(engine, "c", endless, "twice")
+        await stream.aclose()
+        assert engine.num_unfinished == 0
+
+    with_engine(options, use)
+
+
+@pytest.mark.slow
+def test_a_slow_consumer_delays_nobody_and_gets_everything(options):
+    async def use(engine):
+        params = SamplingParams(
+            max_tokens=120, ignore_eos=True, seed=1, output_kind=RequestOutputKind.DELTA
+        )
+        slow = engine.generate("a", params, "slow")
+        total = await anext(slow)
+        # Meanwhile others come and go.
+        for index in range(3):
+            await last(engine, "b", params, str(index))
+        num_outputs = 1
+        async for output in slow:
+            total.add(output, aggregate=True)
+            num_outputs += 1
+        assert len(total.outputs[0].token_ids) == 120
+        assert num_outputs < 60  # they have been merged
+        whole = await last(
+            engine, "a", params.clone(output_kind=RequestOutputKind.FINAL_ONLY), "whole"
+        )
+        assert answers(total) == answers(whole)
+
+    with_engine(options, use)
+
+
+@pytest.mark.slow
+def test_a_killed_engine_is_told_to_everybody_who_waits(options):
+    async def use(engine):
+        endless = SamplingParams(max_tokens=200, ignore_eos=True)
+        stream = engine.generate("a", endless, "a")
+        await anext(stream)
+        os.kill(engine._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="ended with status -9"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await last(engine, "b", endless, "b")
+
+    with_engine(options, use)
+
+
+def test_what_keeps_an_engine_from_starting_is_told_as_llm_tells_it(options):
+    for wrong, message in (
+        ({"block_size": 64, "num_gpu_blocks_override": 1}, "num_gpu_blocks_override gives 1"),
+        ({"tensor_parallel_size": 64}, "tensor_parallel_size=64, but there are"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            AsyncLLMEngine(EngineArgs(**options | wrong))
+
+
+def test_a_class_that_another_process_cannot_import_is_refused(options):
+    class Local(LogitsProcessor):
+        pass
+
+    with pytest.raises(ValidationError, match="which cannot import it"):
+        AsyncLLMEngine(EngineArgs(**options, logits_processors=[Local]))
+
+
+SCRIPT = """
+import sys
+from jaxllm import AsyncLLMEngine
+from jaxllm.config import EngineArgs
+engine = AsyncLLMEngine(EngineArgs(sys.argv[1], max_model_len=64, enforce_eager=True))
+print(engine._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_no_engine_outlives_its_parent(options):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, options["model"]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    pid = int(parent.stdout.readline())
+    os.kill(pid, 0)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while _runs(pid):
+        assert time.monotonic() < deadline, "the engine is still there"
+        time.sleep(0.1)
+
+
+def _runs(pid):
+    """Whether there is such a process, and not only its name for somebody to collect."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
