@@ -8,6 +8,8 @@ import hashlib
 import sqlite3
 from pathlib import Path
 
+from jaxllm.errors import JaxLLMError
+
 
 class CustomIds:
     """A set of strings in a scratch file."""
@@ -15,20 +17,28 @@ class CustomIds:
     def __init__(self, path: Path):
         path.unlink(missing_ok=True)
         self._path = path
-        # A crash may spoil it: no run reads that of another.
         self._database = sqlite3.connect(path, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = OFF")
-        self._database.execute("PRAGMA synchronous = OFF")
-        self._database.execute("CREATE TABLE ids (hash BLOB PRIMARY KEY) WITHOUT ROWID")
-        self._database.execute("BEGIN")
+        # A crash may spoil it: no run reads that of another.
+        self._execute("PRAGMA journal_mode = OFF")
+        self._execute("PRAGMA synchronous = OFF")
+        self._execute("CREATE TABLE ids (hash BLOB PRIMARY KEY) WITHOUT ROWID")
+        self._execute("BEGIN")
 
     def add(self, custom_id: str) -> bool:
         """Add one; False if it was there already."""
         digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
-        cursor = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?)", (digest,))
-        return cursor.rowcount == 1
+        return self._execute("INSERT OR IGNORE INTO ids VALUES (?)", digest).rowcount == 1
 
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):
             self._database.close()
         self._path.unlink(missing_ok=True)
+
+    def _execute(self, statement: str, *values: bytes) -> sqlite3.Cursor:
+        try:
+            return self._database.execute(statement, values)
+        except sqlite3.OperationalError as error:
+            raise JaxLLMError(
+                f"{self._path} cannot be written: {error}. Results that were written are safe; "
+                "make room and run the same command to go on"
+            ) from error

@@ -4,6 +4,7 @@ model is loaded, and a second run of the same command goes on where the first on
 import contextlib
 import fcntl
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from jaxllm.batch.manifest import (
     write_manifest,
 )
 from jaxllm.batch.progress import Progress
-from jaxllm.batch.run import BatchRun
+from jaxllm.batch.run import BatchRun, unfinished_items
 from jaxllm.batch.signals import Stopped, StopSignal
 from jaxllm.batch.storage import Location
 from jaxllm.config import EngineConfig
@@ -148,18 +149,25 @@ class _Job:
             file = cleanup.enter_context(self._input.open())
             custom_ids = CustomIds(self.folder / "custom_ids")
             cleanup.callback(custom_ids.close)
+            reader = LineReader(batch_id, custom_ids)
+            progress = Progress(self._fingerprint.size, self._options.price_per_hour)
+            items = unfinished_items(
+                read_items(file, self._options.max_line_bytes), journal, reader, progress
+            )
+            first = next(items, None)
+            if first is None:
+                return True  # it was killed after its last line: no model is needed
             engine = LLMEngine(config)
             cleanup.callback(engine.shutdown)
-            # Counts from here: what the model takes to load says nothing about the rest.
-            progress = Progress(self._fingerprint.size, self._options.price_per_hour)
+            progress.start()
             cleanup.callback(progress.close)
             run = BatchRun(
                 engine,
                 ServedModel.of(
                     engine, self._options.served_model_name, self._options.chat_template
                 ),
-                read_items(file, self._options.max_line_bytes),
-                LineReader(batch_id, custom_ids),
+                itertools.chain([first], items),
+                reader,
                 journal,
                 progress,
                 stop,

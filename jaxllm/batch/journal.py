@@ -124,7 +124,8 @@ class Journal:
                 f"{path} has {size} bytes, but {end} were written to it; it was changed or cut. "
                 f"Restore it, or delete it and {self._path.parent} to start anew"
             )
-        file.truncate(end)
+        if size > end:
+            file.truncate(end)
         return file
 
 

@@ -22,10 +22,18 @@ class Progress:
         self._input_bytes = input_bytes
         self._price_per_hour = price_per_hour
         self._bytes_before = self._bytes_done = 0
+        self._bar: tqdm | None = None
         self._started = self._logged = time.monotonic()
-        self._bar = None
+
+    def start(self) -> None:
+        """Start the clock: what it took to load the model says nothing about the rest."""
+        self._started = self._logged = time.monotonic()
         if sys.stderr.isatty():
-            self._bar = tqdm(total=input_bytes, bar_format="{percentage:3.0f}%|{bar:20}| {desc}")
+            self._bar = tqdm(
+                total=self._input_bytes,
+                initial=self._bytes_before,
+                bar_format="{percentage:3.0f}%|{bar:20}| {desc}",
+            )
 
     def skip(self, num_bytes: int) -> None:
         """Count a line that an earlier run finished."""

@@ -61,6 +61,18 @@ class _Pending:
         return sum(len(one.prompt_token_ids) for one in self.inputs)
 
 
+def unfinished_items(
+    items: Iterator[Item], journal: Journal, reader: LineReader, progress: Progress
+) -> Iterator[Item]:
+    """Pass over what an earlier run finished."""
+    for item in items:
+        if item.number in journal.finished:
+            reader.skip(item)
+            progress.skip(item.num_bytes)
+        else:
+            yield item
+
+
 class BatchRun:
     """One run over the items of a batch that are not finished yet."""
 
@@ -99,8 +111,7 @@ class BatchRun:
         ends, what is finished is committed; only a disk that takes nothing more prevents that."""
         try:
             while not self._stop.is_due:
-                if not self._stop.is_requested:
-                    self._feed()
+                self._feed()
                 if not self._engine.has_unfinished_requests():
                     if self._stop.is_requested or self._is_all_done:
                         break
@@ -130,12 +141,14 @@ class BatchRun:
     def _feed(self) -> None:
         """Start items until the engine has enough, or for a while: it should not wait for us."""
         if self._to_retry or self._is_one_alone:
-            self._retry()
+            if not self._stop.is_requested:
+                self._retry()
             return
         for _ in range(_LINES_PER_TURN):
             item = self._next
             if (
                 item is None
+                or self._stop.is_requested
                 or self._num_requests >= self._max_requests
                 or self._num_prompt_tokens >= self._max_prompt_tokens
                 or self._journal.num_pending_bytes >= _COMMIT_BYTES
@@ -146,10 +159,6 @@ class BatchRun:
             self._next = next(self._items, None)
 
     def _start(self, item: Item) -> None:
-        if item.number in self._journal.finished:
-            self._reader.skip(item)
-            self._progress.skip(item.num_bytes)
-            return
         line = self._reader.read(item)
         try:
             inputs = self._process(item, line)
