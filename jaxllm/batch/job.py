@@ -68,6 +68,7 @@ def run_batch(options: BatchOptions, engine_options: dict[str, Any]) -> bool:
             with _locked(job.folder):
                 return job.run(config, stop)
         except Stopped:
+            logger.warning("batch: stopped before the end; the same command goes on")
             return False
 
 
@@ -127,13 +128,14 @@ class _Job:
 
     def _begin(self) -> Manifest:
         """Take up the batch that was begun, or begin one."""
-        path = self.folder / "manifest.json"
+        path, journal = self.folder / "manifest.json", self.folder / "journal"
         manifest = read_manifest(path)
-        if manifest is not None:
+        if manifest is not None and (manifest.is_delivered or _size(journal)):
             check_same_batch(path, manifest, self._now)
             return manifest
+        # A run that brought nothing, for want of the model for instance, binds nobody.
         for target in self._targets.values():
-            if target.exists():
+            if target.exists() and target.size():
                 raise ValidationError(
                     f"{target} exists, and {self.folder} has no journal to go on with; move it "
                     "away, or give another output"
@@ -238,6 +240,10 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"{folder}: another process is at work on this batch; wait for it or end it"
             ) from None
         yield
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _beside(name: str, suffix: str) -> str:

@@ -1,4 +1,4 @@
-"""How far a batch is: a bar for a person, a line in the log now and then for a file."""
+"""How far a batch is, how fast and at what cost: a bar for a person, else a line in the log."""
 
 import sys
 import time
@@ -23,10 +23,11 @@ class Progress:
         self._price_per_hour = price_per_hour
         self._bytes_before = self._bytes_done = 0
         self._bar: tqdm | None = None
-        self._started = self._logged = time.monotonic()
+        self._paid_since = self._started = self._logged = time.monotonic()
 
     def start(self) -> None:
-        """Start the clock: what it took to load the model says nothing about the rest."""
+        """Start the clock of the rates: what it took to load the model says nothing about the rest.
+        It has to be paid, though."""
         self._started = self._logged = time.monotonic()
         if sys.stderr.isatty():
             self._bar = tqdm(
@@ -66,10 +67,10 @@ class Progress:
         if left_s >= 1:
             parts[-1] += f", {_duration(left_s)} left"
         if self._price_per_hour is not None:
-            cost = elapsed / 3600 * self._price_per_hour
-            parts.append(f"${cost:.2f}")
+            paid_s = time.monotonic() - self._paid_since
+            parts.append(f"${paid_s / 3600 * self._price_per_hour:.2f}")
             if left_s >= 1:
-                parts[-1] += f" of ${cost + left_s / 3600 * self._price_per_hour:.2f}"
+                parts[-1] += f" of ${(paid_s + left_s) / 3600 * self._price_per_hour:.2f}"
         return ", ".join(parts)
 
     def close(self) -> None:

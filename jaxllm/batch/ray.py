@@ -110,11 +110,11 @@ class EngineActor:
         if self._stepping is None and self._waiting:
             self._stepping = asyncio.create_task(self._step())
         rows = await asyncio.gather(*answers)
-        types = (pyarrow.string(), pyarrow.list_(pyarrow.int64()), pyarrow.string(),
-                 pyarrow.string())  # fmt: skip
-        columns = zip(*rows, strict=True) if rows else [()] * len(types)
-        for name, values, kind in zip(ANSWER_COLUMNS, columns, types, strict=True):
-            batch = batch.append_column(name, pyarrow.array(values, kind))
+        text = pyarrow.string()
+        for place, name in enumerate(ANSWER_COLUMNS):
+            kind = pyarrow.list_(pyarrow.int64()) if name == "generated_token_ids" else text
+            # With its type, which a batch of nothing but errors would not show.
+            batch = batch.append_column(name, pyarrow.array([row[place] for row in rows], kind))
         yield batch
 
     def _start(self, row: dict[str, Any]) -> "asyncio.Future[_Answer]":
@@ -143,10 +143,9 @@ class EngineActor:
             # Arrow gives every message the fields of all.
             plain = [{k: v for k, v in one.items() if v is not None} for one in messages]
             return render_chat(self._engine.tokenizer, plain)
-        token_ids = row.get("prompt_token_ids")
-        return row.get("prompt", "") if token_ids is None else TokensPrompt(
-            prompt_token_ids=token_ids
-        )  # fmt: skip
+        if row.get("prompt_token_ids") is not None:
+            return TokensPrompt(prompt_token_ids=row["prompt_token_ids"])
+        return row.get("prompt", "")
 
     def _finish(self, output: RequestOutput) -> None:
         answer = self._waiting.pop(output.request_id)
@@ -167,7 +166,7 @@ class EngineActor:
                 self._engine.step()
                 await asyncio.sleep(0)
         except Exception as error:
-            # Those who wait must hear of it: Ray then starts their rows again.
+            # Those who wait must hear of it.
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(error)

@@ -34,8 +34,10 @@ _REQUESTS_PER_SEAT = 3
 # Their prompts, as a multiple of the tokens that the KV cache holds.
 _PROMPTS_PER_CACHE = 2
 _LINES_PER_TURN = 1024
-# Results are durable after so long, or so much, whichever comes first.
+# Results are durable after so long, or so much, whichever comes first. While the disk syncs, the
+# engine waits: where that is slow it may take a fiftieth of the time, and results wait longer.
 _COMMIT_EVERY_S = 1.0
+_COMMIT_SHARE = 1 / 50
 _COMMIT_BYTES = 4 << 20
 _MAX_TRIES = 3  # the last one alone
 _MAX_FAILURES_IN_A_ROW = 8  # of requests that were alone
@@ -100,7 +102,7 @@ class BatchRun:
         self._num_requests = self._num_prompt_tokens = 0  # under way
         self._is_one_alone = False  # whether what is under way must stay alone
         self._failures_in_a_row = 0
-        self._committed_at = time.monotonic()
+        self._commit_at = time.monotonic() + _COMMIT_EVERY_S
         replicas = engine.config.parallel.data_parallel_size
         info = engine.info
         self._max_requests = _REQUESTS_PER_SEAT * info.max_num_seqs * replicas
@@ -270,16 +272,17 @@ class BatchRun:
         self._progress.error(item.num_bytes)
 
     def _commit_if_due(self) -> None:
-        is_late = time.monotonic() - self._committed_at >= _COMMIT_EVERY_S
-        if is_late or self._journal.num_pending_bytes >= _COMMIT_BYTES:
+        if time.monotonic() >= self._commit_at or self._journal.num_pending_bytes >= _COMMIT_BYTES:
             self._commit()
 
     def _commit(self) -> None:
+        start = time.monotonic()
         try:
             self._journal.commit()
         except OSError as error:
             raise _JournalError(error) from error
-        self._committed_at = time.monotonic()
+        end = time.monotonic()
+        self._commit_at = end + max(_COMMIT_EVERY_S, (end - start) / _COMMIT_SHARE)
 
 
 class _JournalError(JaxLLMError):

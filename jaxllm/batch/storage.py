@@ -53,23 +53,28 @@ class Location:
     def exists(self) -> bool:
         return self.fs.exists(self.path)
 
+    def size(self) -> int:
+        """In bytes; 0 if nobody knows."""
+        return self.fs.size(self.path) or 0
+
     def open(self) -> BinaryIO:
         """Open it for reading, from its beginning."""
+        if self.is_local and self.local_path.exists() and not self.local_path.is_file():
+            raise ValidationError(f"{self.name} is not a regular file; give one that can be reread")
         try:
             # 8 MiB at a time, and no more than that in memory.
             opened = self.fs.open(self.path, "rb", block_size=8 << 20)
         except FileNotFoundError:
             raise ValidationError(f"{self.name}: no such file; check the path") from None
-        except IsADirectoryError:
-            raise ValidationError(f"{self.name} is a directory; give a file") from None
         return cast(BinaryIO, opened)
 
     def fingerprint(self) -> Fingerprint:
         with self.open() as file:
             head = file.read(_SAMPLE_BYTES)
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _SAMPLE_BYTES))
-            tail = file.read(_SAMPLE_BYTES)
+            size, tail = self.size(), b""
+            if file.seekable():  # over HTTP not always
+                file.seek(max(0, size - _SAMPLE_BYTES))
+                tail = file.read(_SAMPLE_BYTES)
         return Fingerprint(size, hashlib.sha256(head).hexdigest(), hashlib.sha256(tail).hexdigest())
 
     def check_writable(self) -> None:

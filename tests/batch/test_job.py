@@ -156,6 +156,14 @@ def test_only_the_same_batch_is_gone_on_with(bench, capsys):
     assert begun + "the input had" in refusal()
 
 
+def test_a_run_that_brought_nothing_binds_nobody(bench):
+    bench.write(plain())
+    assert bench.run("--model=/no/such/model") == 2
+    bench.write(plain(), plain())
+    assert bench.run() == 0
+    assert len(bench.answers()) == 2
+
+
 def test_two_processes_do_not_share_a_batch(bench, capsys):
     bench.write(plain())
     bench.journal.mkdir()
@@ -218,6 +226,10 @@ class TestRefusedBeforeTheModelIsLoaded:
     def test_input(self, bench, capsys):
         os.unlink(bench.input)
         assert "in.jsonl: no such file; check the path" in self.refusal(bench, capsys)
+
+    def test_input_that_can_be_read_once(self, bench, capsys):
+        err = self.refusal(bench, capsys, "-i", "/dev/null")
+        assert "/dev/null is not a regular file; give one that can be reread" in err
 
     def test_output_in_no_directory(self, bench, capsys):
         err = self.refusal(bench, capsys, "-o", "/no/such/out.jsonl")

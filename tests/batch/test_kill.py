@@ -101,3 +101,17 @@ def test_a_terminated_batch_ends_with_status_75_and_goes_on(bench):
     assert process.returncode == 0, err
     assert sorted(int(one["custom_id"]) for one in bench.errors()) == bad
     assert sorted(int(one["custom_id"]) for one in bench.answers()) == good
+
+
+def test_terminated_while_the_model_loads_a_batch_can_be_begun_again(bench):
+    write_lines(bench, 10)
+    process = start(bench)
+    while not (bench.journal / "manifest.json").exists():
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.terminate()
+    _, err = process.communicate()
+    assert process.returncode == 75, err
+    assert "Traceback" not in err
+    assert bench.run() == 0
+    assert len(bench.answers()) == 9
