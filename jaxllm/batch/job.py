@@ -7,7 +7,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from jaxllm.batch.custom_ids import CustomIds
@@ -91,8 +91,9 @@ class _Job:
         else:
             self.folder = Path(answers.path.rpartition("/")[2] + ".journal")
         settings = {
-            "output_file": answers.name,
-            "error_file": errors.name,
+            # By their last names: all of it may have moved to another disk.
+            "output_file": PurePath(answers.path).name,
+            "error_file": PurePath(errors.path).name,
             "ordered": options.ordered,
             "served_model_name": list(options.served_model_name),
             "chat_template": options.chat_template and _digest(options.chat_template),
@@ -128,18 +129,19 @@ class _Job:
 
     def _begin(self) -> Manifest:
         """Take up the batch that was begun, or begin one."""
-        path, journal = self.folder / "manifest.json", self.folder / "journal"
-        manifest = read_manifest(path)
-        if manifest is not None and (manifest.is_delivered or _size(journal)):
-            check_same_batch(path, manifest, self._now)
-            return manifest
-        # A run that brought nothing, for want of the model for instance, binds nobody.
-        for target in self._targets.values():
-            if target.exists() and target.size():
+        path = self.folder / "manifest.json"
+        begun = read_manifest(path)
+        used = [target for target in self._targets.values() if target.exists() and target.size()]
+        if begun is None:
+            if used:
                 raise ValidationError(
-                    f"{target} exists, and {self.folder} has no journal to go on with; move it "
+                    f"{used[0]} exists, and {self.folder} has no journal to go on with; move it "
                     "away, or give another output"
                 )
+        elif begun.is_delivered or used or _size(self.folder / "journal"):
+            check_same_batch(path, begun, self._now)
+            return begun
+        # A run that brought nothing, for want of the model for instance, binds nobody.
         write_manifest(path, self._now)
         return self._now
 

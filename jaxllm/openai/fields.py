@@ -118,7 +118,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 Request = TypeVar("Request", bound=RequestFields)
 
 
-def read_body(body: object, kind: type[Request], own_neutral: Mapping[str, Any] = {}) -> Request:  # noqa: B006
+def read_body(body: object, kind: type[Request], own_neutral: Mapping[str, Any]) -> Request:
     """Make a request of a decoded body; what is unknown, unsupported or no such type is refused.
 
     Args:

@@ -164,6 +164,15 @@ def test_a_run_that_brought_nothing_binds_nobody(bench):
     assert len(bench.answers()) == 2
 
 
+def test_killed_in_its_very_first_commit_a_batch_goes_on(bench):
+    """The results are there, and the journal does not know of them yet."""
+    bench.write(plain(), plain())
+    assert bench.run("--tensor-parallel-size=512") == 2
+    bench.output.write_text('{"line": 2, "outp')
+    assert bench.run() == 0
+    assert sorted(one["line"] for one in bench.answers()) == [1, 2]
+
+
 def test_two_processes_do_not_share_a_batch(bench, capsys):
     bench.write(plain())
     bench.journal.mkdir()

@@ -13,6 +13,8 @@ from jaxllm.openai.errors import AnswerError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.testing import make_tiny_checkpoint
 
+pytestmark = pytest.mark.slow  # the first one compiles
+
 OPTIONS = {
     "enforce_eager": True,
     "max_model_len": 64,
