@@ -18,7 +18,8 @@ The second takes the parameters of SamplingParams, and gives
    "finish_reason", "stop_reason"}}], "num_cached_tokens"}}, or {{"line", "custom_id", "error"}}.
 
 Every line that is not empty has one line of result: in the output if it was answered, else in the
-error file; there the first form stands also for a line that is no request at all. Results are in the order in which they were finished, unless --ordered is given.
+error file; there the first form stands also for a line that is no request at all. Results are in
+the order in which they were finished, unless --ordered is given.
 
 A run that was stopped or killed is gone on with by the same command. SIGTERM and Ctrl-C let what
 is under way finish within the grace period; a second one stops at once.
