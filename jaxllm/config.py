@@ -96,6 +96,11 @@ class ParallelConfig:
         None, "'ray' starts the ranks but this one on the other nodes of a Ray cluster."
     )
 
+    @property
+    def may_follow(self) -> bool:
+        """Whether this process may be one that only does what another one says."""
+        return self.nnodes != 1 and self.distributed_executor_backend != "ray"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:

@@ -1,7 +1,7 @@
 """`jaxllm <command>`: find the command, run it, and turn errors into one line.
 
-Commands are modules with `add_arguments(parser)` and `run(args)`; a module is imported only when
-its command is used, so that `jaxllm --help` needs no jax.
+Commands are modules with `add_arguments(parser)` and `run(args)`, which may return an exit status;
+a module is imported only when its command is used, so that `jaxllm --help` needs no jax.
 """
 
 import importlib
@@ -26,6 +26,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "generate": Command("jaxllm.cli.generate", "Generate text for prompts."),
     "chat": Command("jaxllm.cli.chat", "Talk to a model in the terminal."),
+    "run-batch": Command("jaxllm.cli.run_batch", "Answer a file of requests."),
     "plan": Command("jaxllm.cli.plan", "See what an engine would be on chips that are not here."),
     "make-tiny-model": Command(
         "jaxllm.cli.make_tiny_model", "Write a small model with random weights, to try things out."
@@ -46,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # nothing of it.
         sys.stdout.reconfigure(errors="replace")
     try:
-        run(argv)
+        status = run(argv)
         # Output that is still buffered would meet a closed pipe after main, at exit.
         sys.stdout.flush()
-        return 0
+        return status
     except BrokenPipeError:
         # The reader has left. Let what is buffered go nowhere, or exit would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,21 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
 
 
-def run(argv: Sequence[str]) -> None:
+def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(overview())
-        return
+        return 0
     name, *rest = argv
     if name in ("-v", "--version"):
         print(f"jaxllm {jaxllm.__version__}")
-        return
+        return 0
     if name not in COMMANDS:
         raise ValidationError(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     module = importlib.import_module(command.module)
     parser = CommandParser(f"jaxllm {name}", command.summary)
     module.add_arguments(parser)
-    module.run(parser.parse(rest))
+    return module.run(parser.parse(rest)) or 0
 
 
 def overview() -> str:

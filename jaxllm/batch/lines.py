@@ -1,0 +1,280 @@
+"""A line of the input is a request of one of two forms, and its result is a line of the same form.
+
+OpenAI's batch form:  {"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}
+The plain form:       {"prompt": ...} or {"prompt_token_ids": [...]}, and sampling parameters
+"""
+
+import difflib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from jaxllm.batch.custom_ids import CustomIds
+from jaxllm.batch.input import Item
+from jaxllm.errors import ValidationError, refused
+from jaxllm.messages import CompletionOutput, PromptType, RequestOutput, TextPrompt, TokensPrompt
+from jaxllm.openai.answer import check_finished
+from jaxllm.openai.endpoints import ENDPOINTS, Request, read_request
+from jaxllm.openai.errors import error_body
+from jaxllm.openai.logprobs import Position
+from jaxllm.openai.served_model import ServedModel
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+class LineError(ValidationError):
+    """The line is no request at all, or a second one of the same name."""
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+class Line(Protocol):
+    """A line that is a request of one of the forms, whether or not it is a good one."""
+
+    custom_id: str | None
+
+    def read(self, served: ServedModel) -> "Prompts":
+        """What it asks for; raises ValidationError."""
+        ...
+
+    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+        """The result, from the last outputs of all prompts; raises AnswerError."""
+        ...
+
+    def error(self, error: Exception) -> bytes:
+        """The result when there is no answer."""
+        ...
+
+
+class Prompts(msgspec.Struct, frozen=True):
+    """What a line asks of the engine."""
+
+    prompts: list[PromptType]
+    params: SamplingParams
+    priority: int
+    truncate_prompt_tokens: int | None
+
+
+class LineReader:
+    """Finds the form of each line, and those whose custom_id was there before."""
+
+    def __init__(self, batch_id: str, custom_ids: CustomIds):
+        self._batch_id = batch_id
+        self._custom_ids = custom_ids
+
+    def skip(self, item: Item) -> None:
+        """Remember a line that an earlier run finished."""
+        self.read(item)
+
+    def read(self, item: Item) -> Line:
+        """Lines must come in order: the first of several with one custom_id is the good one."""
+        try:
+            fields = _decode(item.text)
+        except LineError as error:
+            return BadLine(self._batch_id, item, None, error)
+        is_plain = "prompt" in fields or "prompt_token_ids" in fields
+        custom_id = fields.get("custom_id")
+        try:
+            if custom_id is None:
+                if not is_plain:
+                    raise LineError("invalid_line", _NO_FORM)
+            elif not isinstance(custom_id, str):
+                custom_id = None
+                raise LineError("invalid_line", "'custom_id' must be a string")
+            elif not self._custom_ids.add(custom_id):
+                raise LineError(
+                    "duplicate_custom_id", f"custom_id {custom_id!r:.80} is on an earlier line, too"
+                )
+        except LineError as error:
+            return BadLine(self._batch_id, item, custom_id, error)
+        if is_plain:
+            return PlainLine(item, fields, custom_id)
+        return BatchLine(self._batch_id, item, fields, custom_id)
+
+
+_NO_FORM = (
+    "an object with 'custom_id', 'method', 'url' and 'body' is wanted, or one with 'prompt' or "
+    "'prompt_token_ids'"
+)
+
+
+def _decode(text: str | ValidationError) -> dict[str, Any]:
+    if isinstance(text, ValidationError):
+        raise LineError("invalid_line", str(text))
+    try:
+        fields = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LineError("invalid_json", f"not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise LineError("invalid_line", _NO_FORM)
+    return fields
+
+
+class BatchLine:
+    """A line in OpenAI's batch form."""
+
+    def __init__(self, batch_id: str, item: Item, fields: dict[str, Any], custom_id: str | None):
+        self.custom_id = custom_id
+        self._fields = fields
+        self._answer_id = f"{batch_id}-{item.number}"
+        self._request: Request | None = None
+
+    def read(self, served: ServedModel) -> Prompts:
+        unknown = self._fields.keys() - {"custom_id", "method", "url", "body"}
+        if unknown:
+            raise refused("line", sorted(unknown), "a batch line has no such fields")
+        method, url = self._fields.get("method", "POST"), self._fields.get("url")
+        if method != "POST":
+            raise refused("method", method, "it must be 'POST'")
+        if not isinstance(url, str):
+            raise refused("url", url, f"it must be {' or '.join(ENDPOINTS)}")
+        self._request = request = read_request(url, self._fields.get("body"))
+        served.check_name(request.model)
+        return Prompts(
+            request.prompts(served),
+            request.sampling_params(served.default_params),
+            request.priority or 0,
+            request.truncate_prompt_tokens,
+        )
+
+    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+        assert self._request is not None, "it was not read"
+        body = self._request.answer(self._answer_id, int(time.time()), outputs, served)
+        return self._record(200, body)
+
+    def error(self, error: Exception) -> bytes:
+        body = error_body(error)
+        return self._record(body.error.code, body)
+
+    def _record(self, status: int, body: object) -> bytes:
+        response = {"status_code": status, "request_id": f"req_{self._answer_id}", "body": body}
+        return _batch_record(self._answer_id, self.custom_id, response, None)
+
+
+class BadLine:
+    """A line that is no request; its error is in OpenAI's batch form, whatever it was meant for."""
+
+    def __init__(self, batch_id: str, item: Item, custom_id: str | None, error: LineError):
+        self.custom_id = custom_id
+        self._id = f"{batch_id}-{item.number}"
+        self._line = item.line
+        self._error = error
+
+    def read(self, served: ServedModel) -> Prompts:
+        raise self._error
+
+    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+        raise self._error
+
+    def error(self, error: Exception) -> bytes:
+        code = error.code if isinstance(error, LineError) else "internal_error"
+        said = {"code": code, "message": f"line {self._line}: {error}"}
+        return _batch_record(self._id, self.custom_id, None, said)
+
+
+def _batch_record(
+    id: str, custom_id: str | None, response: object, error: dict[str, str] | None
+) -> bytes:
+    record = {
+        "id": f"batch_req_{id}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
+    return msgspec.json.encode(record)
+
+
+class PlainLine:
+    """A line in the plain form."""
+
+    def __init__(self, item: Item, fields: dict[str, Any], custom_id: str | None):
+        self.custom_id = custom_id
+        self._fields = {name: value for name, value in fields.items() if value is not None}
+        self._line = item.line
+
+    def read(self, served: ServedModel) -> Prompts:
+        fields = dict(self._fields)
+        for name in fields.keys() - _PLAIN_FIELDS:
+            near = difflib.get_close_matches(name, _PLAIN_FIELDS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise refused(name, fields[name], f"there is no such field{hint}")
+        prompt = {name: fields.pop(name) for name in _PROMPT_FIELDS if name in fields}
+        fields.pop("custom_id", None)
+        priority = fields.pop("priority", 0)
+        truncate = fields.pop("truncate_prompt_tokens", None)
+        params = served.default_params.clone(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
+        return Prompts([_as_prompt(prompt)], params, priority, truncate)
+
+    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+        check_finished(outputs)
+        (output,) = outputs
+        record = PlainRecord(
+            line=self._line,
+            custom_id=self.custom_id,
+            prompt=output.prompt,
+            prompt_token_ids=output.prompt_token_ids,
+            outputs=[_plain_output(one) for one in output.outputs],
+            prompt_logprobs=output.prompt_logprobs,
+            num_cached_tokens=output.num_cached_tokens or 0,
+        )
+        return msgspec.json.encode(record)
+
+    def error(self, error: Exception) -> bytes:
+        record = {"line": self._line, "custom_id": self.custom_id, "error": error_body(error).error}
+        return msgspec.json.encode(record)
+
+
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+_PLAIN_FIELDS = {
+    *_PROMPT_FIELDS,
+    "custom_id",
+    "priority",
+    "truncate_prompt_tokens",
+    *SamplingParams.__struct_fields__,
+} - {"output_kind"}
+
+
+def _as_prompt(fields: Mapping[str, Any]) -> PromptType:
+    """The door checks the types."""
+    if "prompt_token_ids" in fields:
+        return TokensPrompt(**fields)
+    return TextPrompt(**fields)
+
+
+class PlainOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One of the n answers of a plain line; logprobs only if they were asked for."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    cumulative_logprob: float | None = None
+    logprobs: list[Position] | None = None
+
+
+class PlainRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The answer to a plain line, which is told by its place in the file, counted from 1."""
+
+    line: int
+    custom_id: str | None
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[PlainOutput]
+    prompt_logprobs: list[Position | None] | None = None
+    num_cached_tokens: int
+
+
+def _plain_output(one: CompletionOutput) -> PlainOutput:
+    return PlainOutput(
+        index=one.index,
+        text=one.text,
+        token_ids=one.token_ids,
+        finish_reason=one.finish_reason,
+        stop_reason=one.stop_reason,
+        cumulative_logprob=one.cumulative_logprob if one.logprobs is not None else None,
+        logprobs=one.logprobs,
+    )

@@ -1,0 +1,110 @@
+"""What a batch was begun with: a run that goes on with it must be given the same."""
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxllm.batch.journal import sync_folder
+from jaxllm.batch.storage import Fingerprint
+from jaxllm.errors import JaxLLMError, ValidationError
+
+_VERSION = 1
+
+# Engine options that say where and how fast a model runs, not what it answers: a batch may go on
+# with others, on another machine for instance.
+_MAY_CHANGE = {
+    "async_scheduling",
+    "check_invariants",
+    "compilation_cache_dir",
+    "data_parallel_size",
+    "distributed_executor_backend",
+    "download_dir",
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "long_prefill_token_threshold",
+    "master_addr",
+    "master_port",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "nnodes",
+    "node_rank",
+    "num_gpu_blocks_override",
+    "pipeline_parallel_size",
+    "program_bundle",
+    "tensor_parallel_size",
+}
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """The first thing that is written of a batch; `is_delivered` the last."""
+
+    version: int = _VERSION
+    batch_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex[:12])
+    input: Fingerprint
+    settings: dict[str, Any]
+    is_delivered: bool = False
+
+
+def make_manifest(
+    input_file: Fingerprint, settings: dict[str, Any], engine_options: dict[str, Any]
+) -> Manifest:
+    """The manifest of a new batch."""
+    kept = {name: value for name, value in engine_options.items() if name not in _MAY_CHANGE}
+    # As it will be read back: what has no place in JSON is compared by its name.
+    plain = msgspec.json.decode(msgspec.json.encode({**settings, **kept}, enc_hook=repr))
+    return Manifest(input=input_file, settings=plain)
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """Read one, if there is one."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise JaxLLMError(f"{path} is damaged: {error}; {_anew(path)}") from None
+    if manifest.version != _VERSION:
+        raise JaxLLMError(
+            f"{path} is of another version of jaxllm (format {manifest.version}, not {_VERSION}); "
+            f"go on with that version, or {_anew(path)}"
+        )
+    return manifest
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write it whole or not at all."""
+    beside = path.with_name(path.name + ".tmp")
+    with open(beside, "wb") as file:
+        file.write(msgspec.json.encode(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    sync_folder(path.parent)
+
+
+def check_same_batch(path: Path, begun: Manifest, now: Manifest) -> None:
+    """Refuse to go on with another input or other settings than the batch was begun with."""
+    differences = []
+    if begun.input.size != now.input.size:
+        differences.append(f"the input had {begun.input.size} bytes and has {now.input.size}")
+    elif begun.input != now.input:
+        differences.append("the content of the input is another")
+    for name in sorted(begun.settings.keys() | now.settings.keys()):
+        was, given = begun.settings.get(name), now.settings.get(name)
+        if was != given:
+            differences.append(f"{name} was {was!r:.80} and is {given!r:.80}")
+    if differences:
+        raise ValidationError(
+            f"this batch was begun with something else: {'; '.join(differences)}. Give what it was "
+            f"begun with, give another output, or {_anew(path)}"
+        )
+
+
+def _anew(path: Path) -> str:
+    return f"delete {path.parent} and the outputs to start anew"

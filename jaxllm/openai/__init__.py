@@ -1,0 +1,4 @@
+"""The OpenAI protocol: bodies of requests to prompts and parameters, outputs to bodies of answers.
+
+Knows of no transport: a batch file and an HTTP server speak it alike.
+"""

@@ -1,0 +1,47 @@
+"""What all answers have in common: usage, and a look at whether there is an answer at all."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from jaxllm.messages import RequestOutput
+from jaxllm.openai.errors import AnswerError
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(outputs: Sequence[RequestOutput], *, num_hidden: int = 0) -> Usage:
+    """Count tokens; a prompt counts once, however many answers it has.
+
+    Args:
+      num_hidden: of the generated tokens, those that the answer does not show.
+    """
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    generated = sum(len(one.token_ids) for output in outputs for one in output.outputs) - num_hidden
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=PromptTokensDetails(
+            sum(output.num_cached_tokens or 0 for output in outputs)
+        ),
+    )
+
+
+def check_finished(outputs: Sequence[RequestOutput]) -> None:
+    """Raise if one of the answers ended because of the engine and not by itself."""
+    for output in outputs:
+        for one in output.outputs:
+            if one.finish_reason == "error":
+                raise AnswerError(f"the engine could not finish the answer: {one.stop_reason}")
+            if one.finish_reason == "abort":
+                raise AnswerError("the request was aborted before its answer was finished")

@@ -1,0 +1,162 @@
+"""/v1/completions: prompts in, their continuations out."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import msgspec
+
+from jaxllm.errors import refused
+from jaxllm.messages import CompletionOutput, PromptType, RequestOutput, TextPrompt, TokensPrompt
+from jaxllm.openai.answer import Usage, check_finished, usage_of
+from jaxllm.openai.fields import RequestFields, read_body
+from jaxllm.openai.logprobs import CompletionLogprobs, Position, completion_logprobs
+from jaxllm.openai.served_model import ServedModel, id_as_text
+from jaxllm.sampling_params import SamplingParams
+
+MAX_PROMPTS = 1024
+
+_NOT_OF_COMPLETIONS = {
+    "add_generation_prompt": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "continue_final_message": (),
+    "max_completion_tokens": (),
+    "messages": (),
+    "top_logprobs": (),
+}
+
+
+class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
+    """The body of a completion request."""
+
+    prompt: Any  # one prompt or several, each a string or a list of token ids
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @classmethod
+    def read(cls, body: object) -> Self:
+        return read_body(body, cls, _NOT_OF_COMPLETIONS)
+
+    def prompts(self, served: ServedModel) -> list[PromptType]:
+        """Each of the prompts."""
+        given = self.prompt
+        several = isinstance(given, list) and given and isinstance(given[0], str | list)
+        prompts = given if several else [given]
+        if len(prompts) > MAX_PROMPTS:
+            raise refused("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} are allowed")
+        return [self._prompt(one, served) for one in prompts]
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """With `echo` the prompt has logprobs, too."""
+        params: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.max_tokens is not None:
+            # The engine always makes one token; of a mere echo it is not shown.
+            params["max_tokens"] = 1 if self._is_mere_echo else self.max_tokens
+        if self.echo and self.prompt_logprobs is None:
+            params["prompt_logprobs"] = self.logprobs
+        return self.params_over(defaults, **params)
+
+    def answer(
+        self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
+    ) -> "Completion":
+        """The body of the answer; raises if the engine failed. Choices are ordered by prompt."""
+        check_finished(outputs)
+        choices = [
+            self._choice(len(output.outputs) * place + one.index, one, output, served)
+            for place, output in enumerate(outputs)
+            for one in output.outputs
+        ]
+        hidden = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        return Completion(
+            id=f"cmpl-{self.request_id or answer_id}",
+            created=created,
+            model=served.names[0],
+            choices=choices,
+            usage=usage_of(outputs, num_hidden=hidden if self._is_mere_echo else 0),
+        )
+
+    @property
+    def _is_mere_echo(self) -> bool:
+        """Whether only the prompt is wanted back, for its logprobs."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def _prompt(self, given: object, served: ServedModel) -> PromptType:
+        prompt: TextPrompt | TokensPrompt
+        if isinstance(given, str):
+            if self.add_special_tokens is False and served.tokenizer is not None:
+                ids = served.tokenizer.encode(given, add_special_tokens=False)
+                prompt = TokensPrompt(prompt=given, prompt_token_ids=ids)
+            else:
+                prompt = TextPrompt(prompt=given)
+        elif isinstance(given, list):
+            prompt = TokensPrompt(prompt_token_ids=given)
+        else:
+            raise refused(
+                "prompt",
+                given,
+                "it must be a string, a list of token ids, or a list of several of these",
+            )
+        if self.cache_salt is not None:
+            prompt["cache_salt"] = self.cache_salt
+        return prompt
+
+    def _choice(
+        self, index: int, one: CompletionOutput, output: RequestOutput, served: ServedModel
+    ) -> "CompletionChoice":
+        token_ids, positions, text = list(one.token_ids), one.logprobs, one.text
+        if self._is_mere_echo:
+            token_ids, positions, text = [], positions and [], ""
+        if self.echo:
+            token_ids = output.prompt_token_ids + token_ids
+            text = self._prompt_text(output, served) + text
+            if positions is not None and output.prompt_logprobs is not None:
+                positions = output.prompt_logprobs + positions
+        logprobs = None
+        if positions is not None:
+            text_of = id_as_text if self.return_tokens_as_token_ids else served.text_of
+            logprobs = completion_logprobs(token_ids, positions, text_of)
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason="length" if self._is_mere_echo else one.finish_reason,
+            stop_reason=None if self._is_mere_echo else one.stop_reason,
+            prompt_logprobs=None if self.prompt_logprobs is None else output.prompt_logprobs,
+            prompt_token_ids=output.prompt_token_ids if self.return_token_ids else None,
+            token_ids=one.token_ids if self.return_token_ids else None,
+        )
+
+    def _prompt_text(self, output: RequestOutput, served: ServedModel) -> str:
+        if output.prompt is not None and self.truncate_prompt_tokens is None:
+            return output.prompt
+        if served.tokenizer is None:
+            return ""
+        return served.tokenizer.decode(
+            output.prompt_token_ids, skip_special_tokens=self.skip_special_tokens is not False
+        )
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One continuation. The fields from `stop_reason` on are vLLM's."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: list[Position | None] | None
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The body of a completion answer."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: None = None

@@ -1,0 +1,61 @@
+"""The paths that are served, and what their requests have in common."""
+
+from collections.abc import Sequence
+from typing import Protocol, Self
+
+from jaxllm.messages import PromptType, RequestOutput
+from jaxllm.openai.answer import Usage
+from jaxllm.openai.chat import ChatRequest
+from jaxllm.openai.completions import CompletionRequest
+from jaxllm.openai.errors import NotFoundError
+from jaxllm.openai.served_model import ServedModel
+from jaxllm.sampling_params import SamplingParams
+
+
+class Answer(Protocol):
+    """The body of an answer."""
+
+    @property
+    def usage(self) -> Usage: ...
+
+
+class Request(Protocol):
+    """A request of any kind: one or several prompts that share their parameters."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def truncate_prompt_tokens(self) -> int | None: ...
+
+    @classmethod
+    def read(cls, body: object) -> Self:
+        """Make a request of a decoded body; raises ValidationError."""
+        ...
+
+    def prompts(self, served: ServedModel) -> list[PromptType]: ...
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams: ...
+
+    def answer(
+        self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
+    ) -> Answer:
+        """The answer from the last outputs of all prompts; raises AnswerError."""
+        ...
+
+
+ENDPOINTS: dict[str, type[Request]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+
+
+def read_request(path: str, body: object) -> Request:
+    """Make a request of the body that was sent to a path; raises ValidationError."""
+    kind = ENDPOINTS.get(path)
+    if kind is None:
+        raise NotFoundError(
+            f"url={path!r:.80} is not served here; use {' or '.join(ENDPOINTS)}", parameter="url"
+        )
+    return kind.read(body)

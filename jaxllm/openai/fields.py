@@ -1,0 +1,165 @@
+"""What every kind of request may say, and how a body becomes a request.
+
+Each field works or is refused by its name: those that we have are fields of a struct, those that we
+know and do not have are in `_NEUTRAL` with the values at which they ask for nothing, and any other
+is unknown.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from jaxllm.errors import ValidationError, refused
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that all requests share. None, which is also JSON's null, is the model's default."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: list[str] | str | None = None
+    max_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    # vLLM's extra parameters.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    def params_over(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """The sampling parameters of this request, for one output at its end."""
+        given = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        if self.vllm_xargs is not None:
+            given["extra_args"] = self.vllm_xargs
+        return defaults.clone(**given, **more, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+# Fields of the same name and meaning in SamplingParams.
+_SAMPLING_FIELDS = [
+    name
+    for name in RequestFields.__struct_fields__
+    if name in SamplingParams.__struct_fields__ and name != "max_tokens"
+]
+
+_ANY = object()  # stands for every value: the field asks nothing of the engine
+
+# Known fields that we do not have, and the values at which they ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "documents": (),
+    "function_call": ("none",),
+    "functions": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True, False),  # no parser takes reasoning out of the text
+    "kv_transfer_params": (),
+    "length_penalty": (1.0,),
+    "logprob_token_ids": (),
+    "media_io_kwargs": ({},),
+    "metadata": (_ANY,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),  # there are no tools to call
+    "prediction": (),
+    "prompt_cache_key": (_ANY,),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "return_prompt_text": (False,),
+    "safety_identifier": (_ANY,),
+    "service_tier": ("auto", "default"),
+    "session_id": (_ANY,),
+    "store": (False,),
+    "stream": (False,),
+    "stream_interval": (),
+    "stream_options": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "tool_choice": ("none",),
+    "tools": (),
+    "truncation_side": ("left",),
+    "use_beam_search": (False,),
+    "user": (_ANY,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+Request = TypeVar("Request", bound=RequestFields)
+
+
+def read_body(body: object, kind: type[Request], own_neutral: Mapping[str, Any]) -> Request:
+    """Make a request of a decoded body; what is unknown, unsupported or no such type is refused.
+
+    Args:
+      own_neutral: of fields that other kinds of request have and this one has not.
+    """
+    if not isinstance(body, dict):
+        raise refused("body", body, "it must be a JSON object")
+    neutral = {**_NEUTRAL, **own_neutral}
+    known = set(kind.__struct_fields__)
+    for name, value in body.items():
+        if name in known:
+            continue
+        if name not in neutral:
+            raise ValidationError(_unknown(name, known | neutral.keys()), parameter=name)
+        if value is not None and not any(_same(value, one) for one in neutral[name]):
+            allowed = ["leave it out", *(f"give {one!r}" for one in neutral[name])]
+            raise refused(name, value, f"not supported; {' or '.join(allowed)}")
+    try:
+        return msgspec.convert({k: v for k, v in body.items() if k in known}, kind)
+    except msgspec.ValidationError as error:
+        raise _in_our_words(error, body) from None
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equal, and of the same kind: True is not 1."""
+    if neutral is _ANY:
+        return True
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown field {name!r:.80}{hint}"
+
+
+def _in_our_words(error: msgspec.ValidationError, body: dict[str, Any]) -> ValidationError:
+    """msgspec says "Expected `int`, got `str` - at `$.n`"."""
+    message, _, place = str(error).partition(" - at ")
+    found = re.match(r"`\$\.(\w+)", place)
+    if found is None:  # a field is missing
+        return ValidationError(message)
+    name = found[1]
+    return refused(name, body[name], message.replace("`", ""))

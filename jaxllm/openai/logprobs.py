@@ -1,0 +1,87 @@
+"""Logprobs in the protocol's two shapes: a list of tokens (chat), parallel lists (completions)."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from jaxllm.messages import Logprob
+
+Position = dict[int, Logprob]  # the token that is there first, then the most likely ones
+
+TextOf = Callable[[int], str]  # how a token is shown
+
+# JSON has no infinity; a token that cannot be has this logprob.
+_LOWEST = -9999.0
+
+
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprob, kw_only=True):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+def chat_logprobs(positions: Sequence[Position], top: int, text_of: TextOf) -> ChatLogprobs:
+    """Each token with the `top` likeliest ones at its place; -1 means all that there are."""
+    content = []
+    for position in positions:
+        token_id, entry = next(iter(position.items()))
+        ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+        chosen = _token_logprob(token_id, entry, text_of)
+        content.append(
+            ChatTokenLogprob(
+                token=chosen.token,
+                logprob=chosen.logprob,
+                bytes=chosen.bytes,
+                top_logprobs=[
+                    _token_logprob(other, one, text_of)
+                    for other, one in (ranked if top == -1 else ranked[:top])
+                ],
+            )
+        )
+    return ChatLogprobs(content)
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], positions: Sequence[Position | None], text_of: TextOf
+) -> CompletionLogprobs:
+    """Parallel lists over tokens; a position without logprobs is the first one of a prompt."""
+    result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    offset = 0
+    for token_id, position in zip(token_ids, positions, strict=True):
+        token = text_of(token_id)
+        result.text_offset.append(offset)
+        result.tokens.append(token)
+        offset += len(token)
+        if position is None:
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+        else:
+            result.token_logprobs.append(max(position[token_id].logprob, _LOWEST))
+            result.top_logprobs.append(
+                {text_of(other): max(one.logprob, _LOWEST) for other, one in position.items()}
+            )
+    return result
+
+
+def _token_logprob(token_id: int, entry: Logprob, text_of: TextOf) -> TokenLogprob:
+    text = text_of(token_id)
+    return TokenLogprob(
+        token=text,
+        logprob=max(entry.logprob, _LOWEST),
+        bytes=list(text.encode("utf-8", errors="replace")),
+    )

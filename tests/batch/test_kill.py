@@ -1,0 +1,117 @@
+"""A batch in processes of its own that are killed, stopped and started again."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxllm import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+COMMAND = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled(engine):
+    """A killed process cannot keep what it compiled: here all is compiled before."""
+    params = SamplingParams(temperature=1, max_tokens=8, ignore_eos=True)
+    for number in range(8):
+        engine.add_request(str(number), [number, 7], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def start(bench, *more) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *bench.argv, *more],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_results(bench, process) -> None:
+    """Wait until the process has committed something, or has ended."""
+    journal = bench.journal / "journal"
+    before = os.path.getsize(journal) if journal.exists() else 0
+    while process.poll() is None:
+        if journal.exists() and os.path.getsize(journal) > before:
+            return
+        time.sleep(0.005)
+
+
+def write_lines(bench, count: int) -> tuple[list[int], list[int]]:
+    """The numbers of the lines that are good, and those that are bad: now and then one."""
+    good = [i for i in range(count) if i % 97 != 5]
+    bad = [i for i in range(count) if i % 97 == 5]
+    bench.write(
+        *(
+            {
+                "custom_id": str(i),
+                "prompt_token_ids": [1 + i % 300, 7],
+                "max_tokens": 0 if i in bad else 8,
+                "ignore_eos": True,
+            }
+            for i in range(count)
+        )
+    )
+    return good, bad
+
+
+def test_killed_ten_times_a_batch_ends_complete_and_in_order(bench):
+    rng = random.Random(0)
+    good, bad = write_lines(bench, 2000)
+    for number in range(10):
+        process = start(bench, "--ordered")
+        if number % 3:
+            wait_for_results(bench, process)
+            time.sleep(rng.uniform(0, 0.2))
+        else:
+            time.sleep(rng.uniform(0, 5))
+        process.kill()
+        _, err = process.communicate()
+        assert process.returncode == -signal.SIGKILL, err
+    # Each time something was left to do, and in the end something had been done.
+    assert not bench.output.exists()
+    assert os.path.getsize(bench.journal / "journal") > 0
+    process = start(bench, "--ordered")
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert [int(one["custom_id"]) for one in bench.errors()] == bad
+    assert [int(one["custom_id"]) for one in bench.answers()] == good
+    assert all(len(one["outputs"][0]["token_ids"]) == 8 for one in bench.answers())
+
+
+def test_a_terminated_batch_ends_with_status_75_and_goes_on(bench):
+    good, bad = write_lines(bench, 600)
+    process = start(bench)
+    wait_for_results(bench, process)
+    process.terminate()
+    _, err = process.communicate()
+    assert process.returncode == 75, err
+    assert "stopped before the end; the same command goes on" in err
+    assert 0 < len(bench.answers()) < len(good)
+    process = start(bench)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert sorted(int(one["custom_id"]) for one in bench.errors()) == bad
+    assert sorted(int(one["custom_id"]) for one in bench.answers()) == good
+
+
+def test_terminated_while_the_model_loads_a_batch_can_be_begun_again(bench):
+    write_lines(bench, 10)
+    process = start(bench)
+    while not (bench.journal / "manifest.json").exists():
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.terminate()
+    _, err = process.communicate()
+    assert process.returncode == 75, err
+    assert "Traceback" not in err
+    assert bench.run() == 0
+    assert len(bench.answers()) == 9

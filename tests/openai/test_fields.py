@@ -1,0 +1,180 @@
+"""What a body may say: each field works, is neutral, or is refused by its name."""
+
+import pytest
+
+from jaxllm import SamplingParams, ValidationError
+from jaxllm.openai.endpoints import ENDPOINTS, read_request
+from jaxllm.openai.errors import AnswerError, NotFoundError, error_body
+from jaxllm.openai.served_model import ServedModel
+from jaxllm.sampling_params import RequestOutputKind
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+NEEDED = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"prompt": "Hi"}}
+DEFAULTS = SamplingParams(temperature=0.6, top_k=20)
+
+# For the fields that both endpoints hand to the sampler as they are.
+SAMPLING = {
+    "n": 3,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 7,
+    "min_p": 0.1,
+    "presence_penalty": 0.3,
+    "frequency_penalty": -0.4,
+    "repetition_penalty": 1.2,
+    "seed": 11,
+    "stop": ["x", "y"],
+    "stop_token_ids": [4, 5],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "prompt_logprobs": 1,
+    "logit_bias": {7: 1.5},
+    "allowed_token_ids": [7, 8, 9],
+    "bad_words": ["no"],
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+}
+
+
+@pytest.fixture(params=ENDPOINTS)
+def path(request) -> str:
+    return request.param
+
+
+def read(path: str, **fields):
+    return read_request(path, NEEDED[path] | fields)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_fields_reach_the_sampler(path, name):
+    # JSON objects have string keys.
+    in_json = {"7": 1.5} if name == "logit_bias" else SAMPLING[name]
+    params = read(path, **{name: in_json}).sampling_params(DEFAULTS)
+    assert getattr(params, name) == SAMPLING[name]
+
+
+def test_what_is_not_said_is_the_model_s_default(path):
+    params = read(path, temperature=None, top_p=0.5).sampling_params(DEFAULTS)
+    assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.5)
+    assert params.output_kind is RequestOutputKind.FINAL_ONLY
+
+
+def test_extra_arguments_are_for_logits_processors(path):
+    assert read(path, vllm_xargs={"a": 1}).sampling_params(DEFAULTS).extra_args == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", None),
+        ("user", "me"),
+        ("metadata", {"a": "b"}),
+        ("stream", False),
+        ("stream_options", None),
+        ("response_format", {"type": "text"}),
+        ("tool_choice", "none"),
+        ("store", False),
+        ("service_tier", "auto"),
+        ("best_of", 1),
+        ("length_penalty", 1),
+        ("suffix", None),
+    ],
+)
+def test_neutral_values_are_accepted(path, name, value):
+    read(path, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tools", [{"type": "function"}], "not supported; leave it out"),
+        ("stream", True, "stream=True: not supported; leave it out or give False"),
+        ("response_format", {"type": "json_object"}, "not supported; leave it out or give {'type"),
+        ("best_of", 2, "best_of=2: not supported"),
+        ("best_of", True, "best_of=True: not supported"),
+        ("use_beam_search", True, "not supported"),
+        ("temprature", 1, "unknown field 'temprature'; did you mean 'temperature'?"),
+        ("n", "two", "n='two': Expected int | null, got str"),
+        ("max_tokens", 1.5, "max_tokens=1.5: Expected int"),
+        ("ignore_eos", 1, "ignore_eos=1: Expected bool"),
+        ("stop", [1], "stop=[1]: Expected str"),
+        ("chat_template", "{{ 1 }}", "not supported; leave it out"),
+    ],
+)
+def test_what_is_refused_is_named(path, name, value, message):
+    with pytest.raises(ValidationError) as caught:
+        read(path, **{name: value})
+    assert caught.value.parameter == name
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (CHAT, {"echo": True}, "echo=True: not supported; leave it out or give False"),
+        (CHAT, {"logprobs": 2}, "logprobs=2: Expected bool"),
+        (CHAT, {"messages": "Hi"}, "messages='Hi': Expected array"),
+        (CHAT, {"prompt": "Hi"}, "unknown field 'prompt'"),
+        (COMPLETIONS, {"messages": []}, "messages=[]: not supported"),
+        (COMPLETIONS, {"top_logprobs": 2}, "top_logprobs=2: not supported"),
+        (COMPLETIONS, {"logprobs": True}, "logprobs=True: Expected int"),
+    ],
+)
+def test_fields_of_the_other_endpoint_are_refused(path, fields, message):
+    with pytest.raises(ValidationError) as caught:
+        read(path, **fields)
+    assert message in str(caught.value)
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValidationError, match="missing required field `messages`"):
+        read_request(CHAT, {"model": "m"})
+    with pytest.raises(ValidationError, match="it must be a JSON object"):
+        read_request(CHAT, ["messages"])
+
+
+def test_other_paths_are_not_found():
+    with pytest.raises(NotFoundError, match="url='/v1/embeddings' is not served here"):
+        read_request("/v1/embeddings", {})
+
+
+def test_chat_may_fill_the_context_and_completions_make_16_tokens():
+    assert read(CHAT).sampling_params(DEFAULTS).max_tokens is None
+    assert read(CHAT, max_completion_tokens=5).sampling_params(DEFAULTS).max_tokens == 5
+    assert read(CHAT, max_completion_tokens=5, max_tokens=5).sampling_params(DEFAULTS)
+    assert read(COMPLETIONS).sampling_params(DEFAULTS).max_tokens == 16
+    with pytest.raises(ValidationError, match="max_tokens=4 says otherwise; give one of them"):
+        read(CHAT, max_completion_tokens=5, max_tokens=4).sampling_params(DEFAULTS)
+
+
+def test_top_logprobs_need_logprobs():
+    with pytest.raises(ValidationError, match="top_logprobs=2: it needs logprobs=true"):
+        read(CHAT, top_logprobs=2).sampling_params(DEFAULTS)
+    assert read(CHAT, logprobs=True).sampling_params(DEFAULTS).logprobs == 0
+    assert read(CHAT, logprobs=True, top_logprobs=2).sampling_params(DEFAULTS).logprobs == 2
+    assert read(CHAT, logprobs=False).sampling_params(DEFAULTS).logprobs is None
+
+
+def test_a_request_must_mean_this_model():
+    served = ServedModel(names=("a", "b"), tokenizer=None, default_params=DEFAULTS)
+    served.check_name("b")
+    served.check_name(None)
+    with pytest.raises(NotFoundError, match="model='c' is not served here; the names are 'a', 'b'"):
+        served.check_name("c")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kind", "message"),
+    [
+        (ValidationError("no", parameter="n"), 400, "BadRequestError", "no"),
+        (NotFoundError("no", parameter="n"), 404, "NotFoundError", "no"),
+        (AnswerError("no"), 500, "InternalServerError", "no"),
+        (KeyError("/secret/path"), 500, "InternalServerError", "internal error; see the log"),
+    ],
+)
+def test_errors_have_the_protocol_s_shape(error, code, kind, message):
+    said = error_body(error).error
+    assert (said.code, said.type, said.message) == (code, kind, message)
+    assert said.param == getattr(error, "parameter", None)
