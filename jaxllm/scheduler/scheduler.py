@@ -25,10 +25,11 @@ from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler.draft import PromptSpan, StepDraft
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.limits import make_limits
 from jaxllm.scheduler.logprobs import prompt_logprobs, row_logprobs
 from jaxllm.scheduler.policy import SchedulingPolicy, checked_key, fcfs
-from jaxllm.scheduler.request import Request, RequestStatus
+from jaxllm.scheduler.request import NO_LANE, Request, RequestStatus
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 
@@ -52,6 +53,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         kv: KVCacheManager,
+        lanes: Lanes | None = None,
         policy: SchedulingPolicy = fcfs,
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
@@ -75,6 +77,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._kv = kv
+        self._lanes = lanes
         self._policy = policy
         self._limits = make_limits(
             enable_chunked_prefill=enable_chunked_prefill,
@@ -160,24 +163,30 @@ class Scheduler:
         if not preempted:
             budget = self._schedule_waiting(draft, budget)
         rows = draft.rows
+        if not rows and preempted:
+            return self.schedule()  # a lane that had to go leaves its room to the next
         if not rows:
             assert self._dispatched or not self._requests, (
                 f"{len(self._requests)} unfinished requests, and none of them can ever run"
             )
             self._settle()
             return None
+        if self._lanes is not None:
+            draft.carried_from = self._lanes.carried_from(rows)
         schedule, spans = draft.build(self._num_steps, rows)
         self._num_steps += 1
         self._dispatched.append(_Dispatched(schedule, rows, spans))
         self._advance(rows)
+        if self._lanes is not None:
+            self._lanes.dispatch(schedule.step, rows)
         self.stats.num_scheduled_tokens += schedule.total_tokens
         self._settle()
         return schedule
 
     def _schedule_running(self, draft: StepDraft, budget: int) -> tuple[int, bool]:
         """Serve running requests. Return the budget left, and whether one was preempted."""
-        running, block_size = self._running, self._kv.block_size
-        num_running = len(running)
+        num_running, block_size = len(self._running), self._kv.block_size
+        running = self._running if self._lanes is None else self._lanes.take_turn(self._running)
         add_decode = draft.decodes.append
         index = 0
         while index < len(running) and budget:
@@ -192,7 +201,7 @@ class Scheduler:
                 if n == 0:
                     continue
             if num_computed + n > len(request.block_ids) * block_size:
-                if not self._make_room(request):
+                if not self._make_room(request, running):
                     break
                 draft.add_blocks(request, len(request.block_ids) - 1)
             request.num_computed_tokens = num_computed + n
@@ -203,9 +212,9 @@ class Scheduler:
                 draft.add_row(request, n)
             if num_computed < request.num_prompt_tokens:
                 self._count_prompt_tokens(request, n)
-        return budget, len(running) < num_running
+        return budget, len(self._running) < num_running
 
-    def _make_room(self, request: Request) -> bool:
+    def _make_room(self, request: Request, served: list[Request]) -> bool:
         """Give a running request one more block, if need be by preempting those served last.
 
         Running requests are served in order, so no victim is in this step already. False if the
@@ -215,6 +224,8 @@ class Scheduler:
         assert request.num_tokens <= len(request.block_ids) * self._kv.block_size + 1, request
         while not self._kv.grow(request):
             victim = self._running.pop()
+            if served and served[-1] is victim:  # another list, with lanes
+                served.pop()
             self._preempt(victim)
             if victim is request:
                 return False
@@ -421,7 +432,7 @@ class Scheduler:
         """Take slot and blocks from a request that ran."""
         self._kv.free(request)
         self._free_slots.append(request.slot)
-        request.slot = -1
+        request.slot, request.lane = -1, NO_LANE
 
     def _release_followers(self, leader: Request) -> None:
         for follower in leader.followers:
