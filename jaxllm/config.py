@@ -80,6 +80,9 @@ class ParallelConfig:
     """Parallelism"""
 
     tensor_parallel_size: int = option(1, "Devices over which every matrix of the model is cut.")
+    pipeline_parallel_size: int = option(
+        1, "Stages into which the layers are cut, each on devices of its own, with a step in each."
+    )
     data_parallel_size: int = option(
         1, "Replicas of the model, each on devices of its own, that share the requests."
     )
@@ -203,6 +206,7 @@ _LOWEST = {
     "kv_cache_memory_bytes": 1,
     "num_gpu_blocks_override": 1,
     "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
@@ -225,7 +229,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "limit_mm_per_prompt": (None, {}),
     "logprobs_mode": ("raw_logprobs",),
     "mm_processor_kwargs": (None,),
-    "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "runner": ("auto", "generate"),
     "speculative_config": (None,),

@@ -45,8 +45,24 @@ class ProgramReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageReport:
+    """What a stage of a pipeline takes on each of its devices; without one, the whole model."""
+
+    num_layers: int
+    num_devices: int
+    weights_bytes: int
+    kv_cache_bytes: int
+    state_bytes: int  # of the sampler, block tables, and hidden states that come and go
+    program_bytes: int  # the largest program's temporaries; code of all, if all were the largest
+
+    @property
+    def used_bytes(self) -> int:
+        return self.weights_bytes + self.kv_cache_bytes + self.state_bytes + self.program_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A plan on its chips. Bytes are those of one device."""
+    """A plan on its chips. Bytes are those of one device, of the stage that takes most."""
 
     model: str
     chip: str
@@ -57,15 +73,17 @@ class PlanReport:
     hbm_bytes: int
     weights_bytes: int
     kv_cache_bytes: int
-    state_bytes: int  # of the sampler, and block tables
-    program_bytes: int  # the largest program's temporaries; code of all, if all were the largest
+    state_bytes: int
+    program_bytes: int
+    stages: list[StageReport]
     block_size: int
     num_blocks: int
     max_model_len: int
     max_num_seqs: int
     context: int  # tokens of every row in the bounds
-    # No more output tokens per second than this, of as many rows as have room in the cache; None
-    # where the chip's rates are not known.
+    # No more output tokens per second than this, of as many rows as have room in the cache, with
+    # a step in every stage: the slowest stage sets the pace. None where the chip's rates are not
+    # known.
     max_tokens_per_second: float | None
     programs: list[ProgramReport]
 
@@ -101,12 +119,14 @@ def report_plan(
 ) -> PlanReport:
     """Compile the programs of a plan, or the largest of each kind. Rows have `context` tokens in
     the bounds."""
-    declared = declare_programs(plan, make_packer(plan).layouts)
-    if not all_programs:
-        decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
-        mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
-        declared = {bucket: declared[bucket] for bucket in (decodes[-1], mixed[-1])}
-    programs = []
+    layouts = make_packer(plan).layouts
+    stages, programs = [], []
+    for stage in plan.stages:
+        declared = declare_stage_programs(plan, stage, layouts)
+        if not all_programs:
+            decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
+            mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
+            declared = {bucket: declared[bucket] for bucket in (decodes[-1], mixed[-1])}
     for key, program in declared.items():
         on_program(str(key))
         start = time.perf_counter()
