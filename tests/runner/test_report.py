@@ -50,7 +50,7 @@ def test_a_bound_counts_weights_and_contexts_once(model_dir):
     plan = make_plan(EngineArgs(model=model_dir, **OPTIONS))
     chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
     plan = dataclasses.replace(plan, chip=chip)
-    bound = step_bound(plan, 2, 2, context=32)
+    bound = step_bound(plan, *plan.stages, 2, 2, context=32)
     context_bytes = 2 * 32 * plan.kv_cache_bytes / (12 * plan.block_size)
     # The embedding is not read, but for two rows of it.
     table_bytes = plan.architecture.vocab_size * plan.architecture.hidden_size * 4
@@ -59,7 +59,8 @@ def test_a_bound_counts_weights_and_contexts_once(model_dir):
     assert bound.limited_by == "memory bandwidth"
 
     slow = dataclasses.replace(chip, bf16_flops_per_second=1e3)
-    assert step_bound(dataclasses.replace(plan, chip=slow), 2, 2, 32).limited_by == "arithmetic"
+    plan = dataclasses.replace(plan, chip=slow)
+    assert step_bound(plan, *plan.stages, 2, 2, context=32).limited_by == "arithmetic"
 
 
 def test_tokens_per_second_are_those_of_the_rows_that_have_room(model_dir):
@@ -67,7 +68,7 @@ def test_tokens_per_second_are_those_of_the_rows_that_have_room(model_dir):
     chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
     # One row of 300 tokens fits into 12 blocks of 32, and not the two of the largest decode.
     report = report_plan(dataclasses.replace(plan, chip=chip), context=300, all_programs=False)
-    alone = step_bound(dataclasses.replace(plan, chip=chip), 1, 1, context=300)
+    alone = step_bound(dataclasses.replace(plan, chip=chip), *plan.stages, 1, 1, context=300)
     assert report.num_fitting == 1
     assert report.max_tokens_per_second == pytest.approx(1 / alone.seconds)
 
