@@ -179,7 +179,8 @@ def _report_program(
     for collective in collectives(hlo):
         counts[collective.opcode] += 1
         sizes[collective.opcode] += collective.num_bytes
-    arrays = [a for a in jax.tree.leaves(program.arguments) if a.dtype == plan.dtype]
+    # Weights and state: what else goes in is no larger than activations.
+    arrays = [a for a in jax.tree.leaves(program.arguments[:2]) if a.dtype == plan.dtype]
     return ProgramReport(
         name=str(program_key(stage, key)),
         num_decodes=key.num_rows if isinstance(key, Bucket) and key.decode_only else 0,

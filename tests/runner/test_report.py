@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm import LLM
 from jaxllm.cli.main import main
+from jaxllm.cli.plan import as_text
 from jaxllm.config import EngineArgs
 from jaxllm.runner.plan import make_plan
 from jaxllm.runner.report import report_plan, step_bound
@@ -71,6 +72,29 @@ def test_tokens_per_second_are_those_of_the_rows_that_have_room(model_dir):
     alone = step_bound(dataclasses.replace(plan, chip=chip), *plan.stages, 1, 1, context=300)
     assert report.num_fitting == 1
     assert report.max_tokens_per_second == pytest.approx(1 / alone.seconds)
+
+
+def test_a_pipeline_is_reported_by_stages_and_its_slowest_one_sets_the_pace(model_dir):
+    args = EngineArgs(model=model_dir, pipeline_parallel_size=2, **OPTIONS)
+    plan = make_plan(args, jax.devices()[:1] * 2)
+    chip = dataclasses.replace(
+        plan.chip, hbm_bytes=1 << 30, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18
+    )
+    plan = dataclasses.replace(plan, chip=chip)
+    report = report_plan(plan, context=32, all_programs=False)
+    assert [p.name for p in report.programs] == [
+        "stage 0, decode 2x2", "stage 0, mixed 16x2", "stage 1, decode 2x2", "stage 1, mixed 16x2"
+    ]  # fmt: skip
+    first, last = report.stages
+    # The last one has the head and the sampler; both have a layer.
+    assert (first.num_layers, last.num_layers) == (1, 1)
+    assert last.used_bytes > first.used_bytes and last.state_bytes > first.state_bytes
+    assert report.free_bytes == (1 << 30) - last.used_bytes
+    # Two rows, one in each stage.
+    pace = max(step_bound(plan, stage, 1, 1, context=32).seconds for stage in plan.stages)
+    assert report.max_tokens_per_second == pytest.approx(1 / pace)
+    page = as_text("cpu", report, None)
+    assert "stage 0   stage 1" in page and "each of the 2 stages" in page
 
 
 @pytest.mark.parametrize(
