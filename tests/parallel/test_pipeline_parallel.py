@@ -30,6 +30,7 @@ def test_any_number_of_stages_gives_the_same_tokens(engines, same_answers, tmp_p
         {"pipeline_parallel_size": 2, "async_scheduling": False},
         {"pipeline_parallel_size": 2, **few_blocks},
         {"pipeline_parallel_size": 4},
+        again=True,
     )
     for other in (two, plain, few, four):
         same_answers(other, one)
@@ -54,6 +55,7 @@ def test_stages_of_shards_and_replicas_of_stages_give_the_same_tokens(
         {},
         {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2, "data_parallel_size": 2},
+        again=True,
     )
     for other in more:
         same_answers(other, one)
