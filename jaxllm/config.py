@@ -81,6 +81,9 @@ class ParallelConfig:
     """Parallelism"""
 
     tensor_parallel_size: int = option(1, "Devices over which every matrix of the model is cut.")
+    pipeline_parallel_size: int = option(
+        1, "Stages into which the layers are cut, each on devices of its own, with a step in each."
+    )
     data_parallel_size: int = option(
         1, "Replicas of the model, each on devices of its own, that share the requests."
     )
@@ -206,6 +209,13 @@ class EngineConfig:
 
     def _validate_hosts(self) -> None:
         nnodes, rank = self.parallel.nnodes, self.parallel.node_rank
+        stages = self.parallel.pipeline_parallel_size
+        if nnodes != 1 and stages > 1:
+            raise refused(
+                "pipeline_parallel_size",
+                stages,
+                "stages are on the devices of one host; over several, raise tensor_parallel_size",
+            )
         if nnodes != "auto" and rank >= nnodes:
             raise refused("node_rank", rank, f"nnodes={nnodes}; ranks are 0 to {nnodes - 1}")
         if not 0 < self.parallel.master_port < 2**16:
@@ -228,6 +238,7 @@ _LOWEST = {
     "kv_cache_memory_bytes": 1,
     "num_gpu_blocks_override": 1,
     "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "nnodes": 1,
     "node_rank": 0,
@@ -251,7 +262,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "limit_mm_per_prompt": (None, {}),
     "logprobs_mode": ("raw_logprobs",),
     "mm_processor_kwargs": (None,),
-    "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "runner": ("auto", "generate"),
     "speculative_config": (None,),

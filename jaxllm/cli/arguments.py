@@ -48,7 +48,11 @@ SAMPLING_HELP = {
     "extra_args": "JSON object for the logits processors of --logits-processors.",
 }
 
-SHORT_FLAGS = {"tensor_parallel_size": ("-tp",), "data_parallel_size": ("-dp",)}
+SHORT_FLAGS = {
+    "tensor_parallel_size": ("-tp",),
+    "pipeline_parallel_size": ("-pp",),
+    "data_parallel_size": ("-dp",),
+}
 
 # Fields of SamplingParams that have no flag of their own, and why.
 NOT_FLAGS = {

@@ -94,7 +94,8 @@ def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) ->
             f"there is no compiler for {name} here ({error}); for TPUs install jaxllm[tpu], for "
             "GPUs jaxllm[cuda]"
         ) from error
-    config = EngineConfig.create(**{"tensor_parallel_size": len(devices), **options})
+    num_shards = max(1, len(devices) // options.get("pipeline_parallel_size", 1))
+    config = EngineConfig.create(**{"tensor_parallel_size": num_shards, **options})
 
     def show(text: str) -> None:
         if sys.stderr.isatty():
@@ -123,31 +124,23 @@ def as_json(report: "PlanReport | JaxLLMError") -> dict[str, Any]:
 
 def as_text(name: str, report: "PlanReport", price: float | None) -> str:
     """A page about one plan."""
-    rows = [
-        ("weights", report.weights_bytes),
-        ("KV cache", report.kv_cache_bytes),
-        ("sampler, block tables", report.state_bytes),
-        ("programs", report.program_bytes),
-        ("left", report.free_bytes),
-        ("in all", report.hbm_bytes),
-    ]
+    width = max(20, *(len(program.name) + 2 for program in report.programs))
     lines = [
         f"{report.model} on {name}: {report.num_devices} x {report.chip}, {report.dtype}, "
         f"attention {report.attention_backend!r}",
         "",
-        "memory of each device        GiB",
-        *(f"  {what:<22}{size / 2**30:10.2f}" for what, size in rows),
+        *_memory_lines(report),
         "",
         f"KV cache: {report.num_blocks} blocks of {report.block_size} = {report.num_tokens} "
         f"tokens: {report.num_tokens // report.max_model_len} requests of {report.max_model_len}, "
         f"{report.num_fitting} of {report.context}",
         "",
-        f"{'program':<20}{'compiled':>9}{'temp':>10}{'code':>9}{'least time':>12}  limited by",
+        f"{'program':<{width}}{'compiled':>9}{'temp':>10}{'code':>9}{'least time':>12}  limited by",
     ]
     for program in report.programs:
         bound = program.bound
         lines.append(
-            f"{program.name:<20}{program.compile_seconds:>7.1f} s"
+            f"{program.name:<{width}}{program.compile_seconds:>7.1f} s"
             f"{program.temp_bytes / 2**20:>6.0f} MiB{program.code_bytes / 2**20:>5.0f} MiB"
             + (f"{1e3 * bound.seconds:>9.2f} ms  {bound.limited_by}" if bound else "")
         )
@@ -156,6 +149,28 @@ def as_text(name: str, report: "PlanReport", price: float | None) -> str:
     lines.append(f"copies of whole weights or caches: {', '.join(copies) or 'none'}")
     lines += ["", *_bound_lines(report, price)]
     return "\n".join(lines)
+
+
+def _memory_lines(report: "PlanReport") -> list[str]:
+    """A column for each stage."""
+    stages = report.stages
+    rows = [
+        ("weights", [stage.weights_bytes for stage in stages]),
+        ("KV cache", [stage.kv_cache_bytes for stage in stages]),
+        ("sampler, block tables", [stage.state_bytes for stage in stages]),
+        ("programs", [stage.program_bytes for stage in stages]),
+        ("left", [report.hbm_bytes - stage.used_bytes for stage in stages]),
+        ("in all", [report.hbm_bytes for _ in stages]),
+    ]
+    lines = ["memory of each device        GiB"]
+    if len(stages) > 1:
+        rows[2] = ("sampler, tables, steps", rows[2][1])  # and the hidden states between stages
+        layers = "".join(f"{stage.num_layers:>10}" for stage in stages)
+        names = "".join(f"{f'stage {index}':>10}" for index in range(len(stages)))
+        lines = [f"{'GiB of each device':<24}{names}", f"  {'layers':<22}{layers}"]
+    return lines + [
+        f"  {what:<22}" + "".join(f"{size / 2**30:10.2f}" for size in sizes) for what, sizes in rows
+    ]
 
 
 def _collectives(program: "ProgramReport") -> str:
@@ -167,13 +182,18 @@ def _collectives(program: "ProgramReport") -> str:
 
 
 def _bound_lines(report: "PlanReport", price: float | None) -> list[str]:
-    bound = report.largest_decode.bound
-    assert bound is not None
+    assert report.pace is not None
     lines = [
         f"bound, not a prediction: at most {report.max_tokens_per_second:,.0f} output tokens per "
-        f"second with {report.context} tokens of context, limited by {bound.limited_by}",
+        f"second with {report.context} tokens of context, limited by {report.pace.limited_by}",
         _advice(report),
     ]
+    if len(report.stages) > 1:
+        lines.insert(
+            1,
+            f"(each of the {len(report.stages)} stages has a step of its share of the rows; the "
+            "slowest sets the pace)",
+        )
     if price is not None:
         lines.append(f"at least {_cost(report, price):.3f} per million output tokens")
     return lines

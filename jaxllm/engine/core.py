@@ -1,7 +1,8 @@
 """The engine core: schedule → execute → update, over and over.
 
 With overlap (the default) a step is dispatched before the tokens of the one before it are read,
-so the device finds its next step waiting. Single-threaded; nothing here waits for a client.
+so the device finds its next step waiting. A pipeline has as many steps under way as stages, and
+with overlap one more. Single-threaded; nothing here waits for a client.
 """
 
 import time
@@ -14,6 +15,7 @@ from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.policy import get_scheduling_policy
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.scheduler import Scheduler
@@ -29,6 +31,7 @@ class EngineCore:
         self._executor = executor
         self.info: EngineInfo = self._executor.info
         overlap = config.scheduler.async_scheduling
+        self._num_stages = config.parallel.pipeline_parallel_size
         self._stats = EngineStats(overlap=overlap, num_blocks=self.info.num_blocks)
         if not overlap:
             logger.info("async_scheduling is off: the device waits for the host at every step")
@@ -43,12 +46,17 @@ class EngineCore:
                 block_size=self.info.block_size,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
             ),
+            lanes=(
+                Lanes(self._num_stages, max_in_flight=1 if overlap else 0)
+                if self._num_stages > 1
+                else None
+            ),
             policy=policy,
             check_invariants=config.scheduler.check_invariants,
             stats=self._stats,
         )
         # Steps that may be on the device when the next one is dispatched.
-        self._max_in_flight = 1 if overlap else 0
+        self._max_in_flight = self._num_stages - 1 + (1 if overlap else 0)
         self._in_flight: deque[tuple[Schedule, PendingResult]] = deque()
         self._idle_since: float | None = None
         # Set when there is nothing to go on with.
@@ -80,9 +88,12 @@ class EngineCore:
             # First of all: the scheduler counts on hearing of every step, whatever comes between.
             self._in_flight.append((schedule, _INTERRUPTED))
         self._stats.schedule_s += time.perf_counter() - start
-        going_on = schedule is not None and self._dispatch(schedule)
+        if schedule is None:
+            num_kept = len(self._in_flight) - 1  # when one has come back, somebody may go on
+        else:
+            num_kept = self._max_in_flight if self._dispatch(schedule) else 0
         outputs: list[EngineOutput] = []
-        while len(self._in_flight) > (self._max_in_flight if going_on else 0):
+        while self._in_flight and len(self._in_flight) > num_kept:
             outputs += self._collect()
         return outputs
 
@@ -114,7 +125,16 @@ class EngineCore:
             return False
         self._in_flight[-1] = (schedule, pending)
         self._stats.num_steps += 1
+        self._count_stages(schedule)
         return True
+
+    def _count_stages(self, schedule: Schedule) -> None:
+        """Count the stages that have a step to run now. Of the steps that the newest waits for, the
+        last has to be through before it begins, so only those after it are beside it."""
+        waits_for = schedule.carried_from
+        beside = len(self._in_flight) if waits_for is None else schedule.step - waits_for
+        self._stats.num_stages_offered += self._num_stages
+        self._stats.num_stages_filled += min(beside, len(self._in_flight), self._num_stages)
 
     def _collect(self) -> list[EngineOutput]:
         schedule, pending = self._in_flight[0]

@@ -30,7 +30,13 @@ _GAUGES = {
     "num_blocks_used",
     "overlap",
 }
-_DERIVED = ("kv_cache_usage", "prefix_cache_hit_rate", "padding_waste", "host_us_per_step")
+_DERIVED = (
+    "kv_cache_usage",
+    "prefix_cache_hit_rate",
+    "padding_waste",
+    "pipeline_bubble_share",
+    "host_us_per_step",
+)
 
 
 def read_metrics(stats: EngineStats) -> list[Metric]:

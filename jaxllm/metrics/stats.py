@@ -26,6 +26,10 @@ class EngineStats:
     num_scheduled_tokens: int = 0  # token rows that carried a token
     num_token_rows: int = 0  # token rows of the programs that ran
     num_compiles_after_warmup: int = 0
+    # Stages of the pipeline, and how many of them had a step to run that waits for no other; as of
+    # each dispatch. Without a pipeline there is one, and it has.
+    num_stages_offered: int = 0
+    num_stages_filled: int = 0
     # seconds
     schedule_s: float = 0.0
     pack_s: float = 0.0
@@ -56,6 +60,15 @@ class EngineStats:
         """Share of token rows that were padding."""
         rows = self.num_token_rows
         return 1.0 - self.num_scheduled_tokens / rows if rows else 0.0
+
+    @property
+    def pipeline_bubble_share(self) -> float:
+        """Share of the stages that had nothing to run, for lack of steps that wait for no other.
+
+        As the host sees it: a step counts as under way until its tokens are taken in, and stages
+        as equally fast."""
+        offered = self.num_stages_offered
+        return 1.0 - self.num_stages_filled / offered if offered else 0.0
 
     @property
     def host_us_per_step(self) -> float:

@@ -19,6 +19,7 @@ from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import Rotary, rotary
 from jaxllm.models.architecture import Architecture
 from jaxllm.models.checkpoint_names import DECODER_NAMES, CheckpointNames
+from jaxllm.models.part import ModelPart
 from jaxllm.parallel.sharding import Part
 
 
@@ -40,27 +41,39 @@ class DecoderForCausalLM(nnx.Module):
         )
 
     @classmethod
-    def abstract(cls, architecture: Architecture, dtype: DTypeLike, num_shards: int = 1) -> Self:
-        """The model with shapes in place of weights, to be cut over so many devices."""
-        return nnx.eval_shape(lambda: cls(architecture, num_shards=num_shards, dtype=dtype))
+    def abstract(
+        cls,
+        architecture: Architecture,
+        dtype: DTypeLike,
+        num_shards: int = 1,
+        part: ModelPart | None = None,
+    ) -> Self:
+        """The model with shapes in place of weights, to be cut over so many devices; or a part of
+        it, whose parameters have the names that they have in the whole."""
+        model = nnx.eval_shape(lambda: cls(architecture, num_shards=num_shards, dtype=dtype))
+        if part is not None:
+            model._keep(part)
+        return model
 
     @property
     def attention_configs(self) -> tuple[AttentionConfig, ...]:
         """What each layer's attention is on one shard, and so its cache."""
-        return tuple(layer.self_attn.config for layer in self.model.layers)
+        return tuple(layer.self_attn.config for layer in self.model.own_layers)
 
     def __call__(
         self,
-        token_ids: jax.Array,
+        inputs: jax.Array,
         positions: jax.Array,
         caches: tuple[jax.Array, ...],
         context: AttentionContext,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Run a step's tokens [T] at positions [T] (in their sequences).
 
-        Returns the hidden states [T, D] after the final norm, and the layers' caches, updated.
+        Returns the hidden states [T, D] after the final norm, and the layers' caches, updated. A
+        part of a model takes the hidden states of the part before in place of token ids, and
+        leaves those for the part after.
         """
-        return self.model(token_ids, positions, caches, context)
+        return self.model(inputs, positions, caches, context)
 
     @property
     def num_logits(self) -> int:
@@ -73,36 +86,67 @@ class DecoderForCausalLM(nnx.Module):
 
     @property
     def _head(self) -> Embedding:
-        return self.model.embed_tokens if self.lm_head is None else self.lm_head
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None, "this part of the model makes no logits"
+        return head
+
+    def _keep(self, part: ModelPart) -> None:
+        """Drop what other parts have. A tied embedding is in the first part and in the last."""
+        is_tied = self.lm_head is None
+        self.model.keep(part, is_head=is_tied and part.has_head)
+        if not part.has_head:
+            self.lm_head = None
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm."""
+    """Embedding, layers, final norm; in a part of a model, None where other parts have them."""
 
     def __init__(self, architecture: Architecture, *, num_shards: int, dtype: DTypeLike):
         self.rope = architecture.rope
-        self.embed_tokens = _embedding(architecture, num_shards, dtype)
-        self.layers = nnx.List(
+        self.embeds = True
+        self.embed_tokens: Embedding | None = _embedding(architecture, num_shards, dtype)
+        self.layers: nnx.List[DecoderLayer | None] = nnx.List(
             DecoderLayer(architecture, window=window, num_shards=num_shards, dtype=dtype)
             for window in architecture.layer_windows
         )
-        self.norm = RMSNorm(architecture.hidden_size, eps=architecture.rms_norm_eps, dtype=dtype)
+        self.norm: RMSNorm | None = RMSNorm(
+            architecture.hidden_size, eps=architecture.rms_norm_eps, dtype=dtype
+        )
+
+    @property
+    def own_layers(self) -> list["DecoderLayer"]:
+        """Those that this part of the model has; their indices in the whole stay theirs."""
+        return [layer for layer in self.layers if layer is not None]
+
+    def keep(self, part: ModelPart, *, is_head: bool) -> None:
+        """Drop what other parts have; the embedding stays where it is also the head."""
+        self.embeds = part.embeds
+        for index in range(len(self.layers)):
+            if index not in part.layers:
+                self.layers[index] = None
+        if not (part.embeds or is_head):
+            self.embed_tokens = None
+        if not part.has_head:
+            self.norm = None
 
     def __call__(
         self,
-        token_ids: jax.Array,
+        inputs: jax.Array,
         positions: jax.Array,
         caches: tuple[jax.Array, ...],
         context: AttentionContext,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        hidden = self.embed_tokens(token_ids)
+        hidden = inputs
+        if self.embeds:
+            assert self.embed_tokens is not None
+            hidden = self.embed_tokens(inputs)
         rotations = rotary(self.rope, positions)
         new_caches = []
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self.own_layers, caches, strict=True):
             graphdef, weights = nnx.split(layer)
             hidden, cache = _run_layer(graphdef, weights, hidden, rotations, cache, context)
             new_caches.append(cache)
-        return self.norm(hidden), tuple(new_caches)
+        return hidden if self.norm is None else self.norm(hidden), tuple(new_caches)
 
 
 class DecoderLayer(nnx.Module):

@@ -1,8 +1,8 @@
-"""Runs Schedules: pack, run, carry, unpack. Owns the weights, the device state and the programs.
+"""Runs Schedules: pack, run, carry, unpack. Loads the model and compiles its programs.
 
 The device runs steps in the order in which they are dispatched, and `execute` returns as soon as a
 step is dispatched; so the host plans the next step while this one runs, and reads the tokens one
-step later. Only this class holds the device state: each step consumes it and leaves a new one.
+step later. Weights and device state belong to the model's stage, or to the stages of a pipeline.
 """
 
 import time
@@ -13,19 +13,14 @@ import numpy as np
 
 from jaxllm.logging import init_logger
 from jaxllm.runner.compile import Programs, compilation_counter, use_compilation_cache
+from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.programs import (
-    TABLE_WRITES,
-    WRITE_SLOT,
-    WRITE_TABLES,
-    declare_programs,
-    make_packer,
-)
-from jaxllm.runner.state import DeviceState
+from jaxllm.runner.programs import declare_programs, make_packer
+from jaxllm.runner.stage import Stage
 from jaxllm.runner.step import StepOutputs
 from jaxllm.sampling.slot_state import slot_row
 from jaxllm.scheduler.schedule import LogprobArrays, Schedule, StepResult
-from jaxllm.weights.loader import load_weights
+from jaxllm.weights.loader import load_parts
 
 logger = init_logger(__name__)
 
@@ -64,23 +59,23 @@ class ModelRunner:
     def __init__(self, plan: EnginePlan):
         self._plan = plan
         use_compilation_cache(plan.compilation_cache_dir)
-        abstract = plan.model_class.abstract(plan.architecture, plan.dtype, plan.mesh.size)
         self._packer = make_packer(plan)
-        self._programs = Programs(declare_programs(plan, self._packer.layouts))
+        programs = Programs(declare_programs(plan, self._packer.layouts))
         start = time.perf_counter()
-        self._weights = jax.tree.leaves(
-            load_weights(
-                plan.model_dir,
-                abstract,
-                mesh=plan.mesh,
-                load_format=plan.load_format,
-                seed=plan.seed,
-            )
+        weights = load_parts(
+            plan.model_dir,
+            [(plan.abstract_model(stage), stage.mesh) for stage in plan.stages],
+            load_format=plan.load_format,
+            seed=plan.seed,
         )
         logger.info("weights loaded in %.1f s", time.perf_counter() - start)
         if plan.compile_at_start:
-            logger.info("compiled %s", self._programs.compile_all())
-        self._state: DeviceState | None = DeviceState.zeros(plan)
+            logger.info("compiled %s", programs.compile_all())
+        stages = [
+            Stage(plan, stage, programs, jax.tree.leaves(state))
+            for stage, state in zip(plan.stages, weights, strict=True)
+        ]
+        self._model = stages[0] if len(stages) == 1 else Pipeline(plan, stages)
         self._compiles_at_start = compilation_counter.compiles
         self.num_token_rows = 0
         self.pack_s = 0.0
@@ -92,35 +87,26 @@ class ModelRunner:
     def execute(self, schedule: Schedule) -> PendingStep:
         """Dispatch one step and return without waiting for it."""
         start = time.perf_counter()
-        if self._state is None:
-            self._state = DeviceState.zeros(self._plan)
         for admission in schedule.admissions:
             self._packer.admit(admission)
             row = slot_row(admission, self._plan.num_logits)
             if row is not None:
-                self._state = self._programs[WRITE_SLOT](self._state, np.int32(admission.slot), row)
+                self._model.write_slot(admission.slot, row)
         packed = self._packer.pack(schedule)
-        self._write_block_tables(packed.more_block_updates)
+        self._model.write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start
         self.num_token_rows += packed.bucket.num_tokens
-        program = self._programs[packed.bucket]
-        self._state, outputs = program(self._weights, self._state, packed.buffer)
+        outputs = self._model.run(packed)
+        assert isinstance(outputs, StepOutputs)
         return PendingStep(schedule, outputs)
 
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
-        self._state = None  # made anew by the next step: there may be no room for two caches
+        self._model.reset()
 
     def free(self) -> None:
         """Give the devices' memory back; nothing can run any more."""
-        self._weights, self._state = [], None
-
-    def _write_block_tables(self, updates: np.ndarray) -> None:
-        for first in range(0, len(updates), TABLE_WRITES):
-            chunk = updates[first : first + TABLE_WRITES]
-            padded = np.full((TABLE_WRITES, 3), self._plan.max_num_seqs, np.int32)
-            padded[: len(chunk)] = chunk
-            self._state = self._programs[WRITE_TABLES](self._state, padded)
+        self._model.free()
 
 
 def _columns(logprobs: Any) -> tuple[jax.Array, jax.Array, jax.Array] | None:

@@ -18,6 +18,8 @@ class PackedStep(NamedTuple):
     buffer: np.ndarray  # i32, by the bucket's InputLayout
     # Block-table changes that the buffer has no room for, i32 [n, 3]; rarely any.
     more_block_updates: np.ndarray
+    step: int
+    carried_from: int | None  # as in the Schedule
 
 
 class StepPacker:
@@ -56,5 +58,9 @@ class StepPacker:
         )
         layout = self.layouts[bucket]
         return PackedStep(
-            bucket, layout.pack(schedule, self._slot_params), layout.overflow(schedule)
+            bucket,
+            layout.pack(schedule, self._slot_params),
+            layout.overflow(schedule),
+            step=schedule.step,
+            carried_from=schedule.carried_from,
         )

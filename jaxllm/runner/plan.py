@@ -29,14 +29,17 @@ from jaxllm.layers.attention import cache_axes
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.models.architecture import Architecture, read_architecture
+from jaxllm.models.decoder import DecoderForCausalLM
+from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.parallel.sharding import make_mesh, sharding
+from jaxllm.parallel.sharding import sharding
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.generation_config import (
     read_default_sampling_params,
     read_eos_token_ids,
 )
 from jaxllm.runner.memory import format_bytes, size_kv_cache
+from jaxllm.runner.stage_plan import StagePlan, activation_bytes, check_num_stages, stage_meshes
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.sampling_params import SamplingParams
@@ -67,8 +70,7 @@ class EnginePlan:
     model_name: str
     model_dir: Path
     architecture: Architecture
-    model_class: type
-    mesh: Mesh
+    model_class: type[DecoderForCausalLM]
     chip: Chip
     dtype: Any
     load_format: Literal["auto", "safetensors", "dummy"]
@@ -81,8 +83,7 @@ class EnginePlan:
     num_logits: int  # the vocabulary and, where it is cut, padding
     attention: AttentionBackend
     attention_configs: tuple[AttentionConfig, ...]
-    cache_shapes: tuple[jax.ShapeDtypeStruct, ...]
-    weights_bytes: int  # of one device
+    stages: tuple[StagePlan, ...]
     buckets: tuple[Bucket, ...]
     max_logprobs: int
     logits_processors: tuple[Any, ...]
@@ -96,9 +97,22 @@ class EnginePlan:
         return cdiv(self.max_model_len, self.block_size)
 
     @property
+    def num_devices(self) -> int:
+        return sum(stage.mesh.size for stage in self.stages)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the device that has most."""
+        return max(stage.weights_bytes for stage in self.stages)
+
+    @property
     def kv_cache_bytes(self) -> int:
-        """Of one device."""
-        return sum(_nbytes(shape) for shape in self.cache_shapes) // self.mesh.size
+        """Of the device that has most."""
+        return max(stage.kv_cache_bytes for stage in self.stages)
+
+    def abstract_model(self, stage: StagePlan) -> DecoderForCausalLM:
+        """What a stage has of the model, with shapes in place of weights."""
+        return self.model_class.abstract(self.architecture, self.dtype, stage.mesh.size, stage.part)
 
     def info(self) -> EngineInfo:
         """What the frontend validates requests by."""
@@ -120,8 +134,9 @@ class EnginePlan:
         """The decisions in a few lines, logged at start."""
         arch = self.architecture
         tokens = self.num_blocks * self.block_size
+        stages = f" in {len(self.stages)} stages" if len(self.stages) > 1 else ""
         return (
-            f"{arch.name}, {arch.num_layers} layers, {jnp.dtype(self.dtype).name} on "
+            f"{arch.name}, {arch.num_layers} layers{stages}, {jnp.dtype(self.dtype).name} on "
             f"{self.chip.name}; weights {format_bytes(self.weights_bytes)}; attention "
             f"{self.attention.name!r}\n"
             f"KV cache {format_bytes(self.kv_cache_bytes)}: {self.num_blocks} blocks of "
@@ -135,13 +150,15 @@ class EnginePlan:
 def replica_devices(config: EngineConfig, replica: int) -> Sequence[Device]:
     """Those that a replica of the engine may use: neighbours, in JAX's order."""
     devices, parallel = jax.devices(), config.parallel
-    size, replicas = parallel.tensor_parallel_size, parallel.data_parallel_size
+    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    replicas = parallel.data_parallel_size
     if replicas > 1 and size * replicas > len(devices):
         raise refused(
             "data_parallel_size",
             replicas,
-            f"{replicas} replicas with tensor_parallel_size={size} want {size * replicas} devices, "
-            f"and there are {len(devices)}; lower one of them",
+            f"{replicas} replicas with tensor_parallel_size={parallel.tensor_parallel_size} and "
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} want {size * replicas} "
+            f"devices, and there are {len(devices)}; lower one of them",
         )
     return devices[replica * size : (replica + 1) * size] if replicas > 1 else devices
 
@@ -150,23 +167,17 @@ def make_plan(
     config: EngineConfig,
     devices: Sequence[Device] | None = None,
     *,
-    program_bytes: int | None = None,
+    program_bytes: Sequence[int] | None = None,
 ) -> EnginePlan:
     """Decide everything that can be decided before weights are read.
 
     The devices to choose from are those here, if none are given. They may be of a compile-only
-    topology. `program_bytes` is what programs need beside their arguments, where it is known.
+    topology. `program_bytes` is what programs of each stage need beside their arguments, where it
+    is known.
     """
     devices = jax.devices() if devices is None else devices
-    num_shards = config.parallel.tensor_parallel_size
-    if num_shards > len(devices):
-        raise ValidationError(
-            f"tensor_parallel_size={num_shards}, but there are {len(devices)} devices "
-            f"({devices[0].device_kind}); lower it",
-            parameter="tensor_parallel_size",
-            value=num_shards,
-        )
-    mesh = make_mesh(devices[:num_shards])
+    meshes = stage_meshes(devices, config.parallel)
+    num_shards = meshes[0].size
     # One of those that this process can ask about itself, if any is.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     model = config.model
@@ -186,8 +197,11 @@ def make_plan(
     block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
 
     _check_divisible(architecture, num_shards)
-    abstract_model = model_class.abstract(architecture, dtype, num_shards)
-    attention_configs = abstract_model.attention_configs
+    check_num_stages(len(meshes), architecture.num_layers)
+    parts = split_model(architecture.num_layers, len(meshes))
+    in_parts = [model_class.abstract(architecture, dtype, num_shards, part) for part in parts]
+    num_logits = in_parts[-1].num_logits
+    attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
         num_rows=max_num_seqs,
@@ -200,39 +214,50 @@ def make_plan(
         functools.partial(_check_all, attention_configs, limits, dtype, chip),
     ).tuned_for(chip)
 
-    def cache_shapes(num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        shards = (
-            attention.cache_shape(
-                c, num_blocks=num_blocks, block_size=block_size, dtype=jnp.dtype(dtype)
-            )
-            for c in attention_configs
-        )
-        axis = attention.cache_head_axis
+    def plan_stages(num_blocks: int) -> tuple[StagePlan, ...]:
         return tuple(
-            jax.ShapeDtypeStruct(
-                (*s.shape[:axis], s.shape[axis] * num_shards, *s.shape[axis + 1 :]),
-                s.dtype,
-                sharding=sharding(mesh, cache_axes(attention)),
+            StagePlan(
+                index=index,
+                part=part,
+                mesh=mesh,
+                cache_shapes=tuple(
+                    _cache_shape(attention, c, num_blocks, block_size, dtype, mesh)
+                    for c in abstract.attention_configs
+                ),
+                weights_bytes=weights_bytes(abstract, mesh.size),
             )
-            for s in shards
+            for index, (part, mesh, abstract) in enumerate(
+                zip(parts, meshes, in_parts, strict=True)
+            )
         )
 
     vocab_size = architecture.vocab_size
     max_logprobs = model.max_logprobs
     max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
-    slots = SlotState.abstract(max_num_seqs, abstract_model.num_logits // num_shards)
-    num_blocks = size_kv_cache(
-        config.cache,
-        weights_bytes=weights_bytes(abstract_model, num_shards),
-        # Sampler state; and logprobs, an id and a value each, of the step running and the next.
-        other_bytes=sum(map(_nbytes, jax.tree.leaves(slots)))
-        + 2 * max_num_batched_tokens * (1 + max_logprobs) * 8,
-        block_bytes=sum(_nbytes(shape) for shape in cache_shapes(1)) // num_shards,
-        blocks_per_seq=cdiv(max_model_len, block_size),
-        max_num_seqs=max_num_seqs,
-        device=device,
-        num_devices=num_shards * config.parallel.data_parallel_size,
-        program_bytes=program_bytes,
+    slots = SlotState.abstract(max_num_seqs, num_logits // num_shards)
+    # Sampler state; and logprobs, an id and a value each, of the steps running and the next.
+    sampler_bytes = sum(map(_nbytes, jax.tree.leaves(slots)))
+    sampler_bytes += (1 + len(meshes)) * max_num_batched_tokens * (1 + max_logprobs) * 8
+    num_blocks = min(
+        size_kv_cache(
+            config.cache,
+            weights_bytes=stage.weights_bytes,
+            other_bytes=(sampler_bytes if stage.part.has_head else 0)
+            + activation_bytes(
+                stage,
+                len(meshes),
+                num_tokens=max_num_batched_tokens,
+                hidden_size=architecture.hidden_size,
+                itemsize=jnp.dtype(dtype).itemsize,
+            ),
+            block_bytes=stage.kv_cache_bytes,
+            blocks_per_seq=cdiv(max_model_len, block_size),
+            max_num_seqs=max_num_seqs,
+            device=stage.mesh.devices.flat[0],
+            num_devices=num_shards * len(meshes) * config.parallel.data_parallel_size,
+            program_bytes=program_bytes[stage.index] if program_bytes is not None else None,
+        )
+        for stage in plan_stages(num_blocks=1)
     )
     cache_dir = config.compilation.compilation_cache_dir
     return EnginePlan(
@@ -240,7 +265,6 @@ def make_plan(
         model_dir=model_dir,
         architecture=architecture,
         model_class=model_class,
-        mesh=mesh,
         chip=chip,
         dtype=dtype,
         load_format=model.load_format,
@@ -250,11 +274,10 @@ def make_plan(
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         num_blocks=num_blocks,
-        num_logits=abstract_model.num_logits,
+        num_logits=num_logits,
         attention=attention,
         attention_configs=attention_configs,
-        cache_shapes=cache_shapes(num_blocks),
-        weights_bytes=weights_bytes(abstract_model, num_shards),
+        stages=plan_stages(num_blocks),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -376,6 +399,26 @@ def _check_all(
 ) -> None:
     for config in set(configs):
         backend.check(config, limits, dtype=dtype, chip=chip)
+
+
+def _cache_shape(
+    attention: AttentionBackend,
+    config: AttentionConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: Any,
+    mesh: Mesh,
+) -> jax.ShapeDtypeStruct:
+    """A layer's cache over all devices of a mesh; the config is that of one."""
+    shard = attention.cache_shape(
+        config, num_blocks=num_blocks, block_size=block_size, dtype=jnp.dtype(dtype)
+    )
+    axis = attention.cache_head_axis
+    return jax.ShapeDtypeStruct(
+        (*shard.shape[:axis], shard.shape[axis] * mesh.size, *shard.shape[axis + 1 :]),
+        shard.dtype,
+        sharding=sharding(mesh, cache_axes(attention)),
+    )
 
 
 def _nbytes(shape: jax.ShapeDtypeStruct) -> int:

@@ -6,7 +6,7 @@ same ones for a device that exists only as a description.
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,8 @@ from jaxllm.runner.compile import Program
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.state import DeviceState
+from jaxllm.runner.stage_plan import StagePlan
+from jaxllm.runner.state import DeviceState, abstract_tokens
 from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
 from jaxllm.sampling.slot_state import SlotRow, write_slot
 from jaxllm.weights.loader import abstract_weights
@@ -34,20 +35,45 @@ def make_packer(plan: EnginePlan) -> StepPacker:
     return StepPacker(plan.buckets, num_slots=plan.max_num_seqs, processors=plan.logits_processors)
 
 
+class StageKey(NamedTuple):
+    """Of a program in a pipeline: the stage, and the key that it has within the stage."""
+
+    stage: int
+    key: Hashable
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, {self.key}"
+
+
+def program_key(stage: StagePlan, key: Hashable) -> Hashable:
+    """The key of a stage's program among those of the engine."""
+    return key if stage.part.is_whole else StageKey(stage.index, key)
+
+
 def declare_programs(
     plan: EnginePlan, layouts: Mapping[Bucket, InputLayout]
 ) -> dict[Hashable, Program]:
-    """All programs of an engine; a step's key is its bucket."""
-    model = plan.model_class.abstract(plan.architecture, plan.dtype, plan.mesh.size)
+    """All programs of an engine; a step's key is its bucket, and that of a stage's a StageKey."""
+    return {
+        program_key(stage, key): program
+        for stage in plan.stages
+        for key, program in declare_stage_programs(plan, stage, layouts).items()
+    }
+
+
+def declare_stage_programs(
+    plan: EnginePlan, stage: StagePlan, layouts: Mapping[Bucket, InputLayout]
+) -> dict[Hashable, Program]:
+    """The programs of one stage by the keys that they have within it."""
+    model = plan.abstract_model(stage)
     spec = ModelSpec.of(model)
-    weights, state = abstract_weights(model, plan.mesh), DeviceState.abstract(plan)
-    everywhere = sharding(plan.mesh)
+    weights, state = abstract_weights(model, stage.mesh), DeviceState.abstract(plan, stage)
+    everywhere = sharding(stage.mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
-    row = SlotRow.abstract(plan.num_logits)
 
     def program(name: str, function: Callable[..., Any], *arguments: Any, **how: Any) -> Program:
         return Program(
-            name=name,
+            name=name if stage.part.is_whole else f"stage{stage.index}_{name}",
             function=function,
             arguments=arguments,
             platform=plan.chip.platform,
@@ -59,10 +85,11 @@ def declare_programs(
     programs: dict[Hashable, Program] = {
         bucket: program(
             f"step_{bucket}".replace(" ", "_"),
-            make_step(plan, spec, layout),
+            make_step(plan, stage, spec, layout),
             weights,
             state,
             place(layout.abstract(), everywhere),
+            *_arriving(plan, stage, bucket),
             donate=(1,),
             out_shardings=(kept, everywhere),
         )
@@ -77,16 +104,29 @@ def declare_programs(
         donate=(0,),
         out_shardings=kept,
     )
-    programs[WRITE_SLOT] = program(
-        WRITE_SLOT,
-        _write_slot,
-        state,
-        place(jax.ShapeDtypeStruct((), np.int32), everywhere),
-        place(row, everywhere),
-        donate=(0,),
-        out_shardings=kept,
-    )
+    if stage.part.has_head:
+        programs[WRITE_SLOT] = program(
+            WRITE_SLOT,
+            _write_slot,
+            state,
+            place(jax.ShapeDtypeStruct((), np.int32), everywhere),
+            place(SlotRow.abstract(plan.num_logits), everywhere),
+            donate=(0,),
+            out_shardings=kept,
+        )
     return programs
+
+
+def _arriving(
+    plan: EnginePlan, stage: StagePlan, bucket: Bucket
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What comes to a stage from the one before: at the first, from the last."""
+    if stage.part.is_whole:
+        return ()
+    if stage.part.embeds:
+        return (abstract_tokens(plan, stage),)
+    hidden = (bucket.num_tokens, plan.architecture.hidden_size)
+    return (place(jax.ShapeDtypeStruct(hidden, plan.dtype), sharding(stage.mesh)),)
 
 
 def _write_tables(state: DeviceState, updates: jax.Array) -> DeviceState:
@@ -95,4 +135,5 @@ def _write_tables(state: DeviceState, updates: jax.Array) -> DeviceState:
 
 
 def _write_slot(state: DeviceState, slot: jax.Array, row: SlotRow) -> DeviceState:
+    assert state.slots is not None
     return dataclasses.replace(state, slots=write_slot(state.slots, slot, row))

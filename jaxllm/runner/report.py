@@ -7,16 +7,18 @@ rates of the chip's data sheet. Nothing is as fast, and nothing here predicts ho
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
 import jax
 
 from jaxllm.runner.buckets import Bucket
+from jaxllm.runner.compile import Program
 from jaxllm.runner.hlo import collectives, whole_array_copies
 from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.programs import declare_programs, make_packer
+from jaxllm.runner.programs import declare_stage_programs, make_packer, program_key
+from jaxllm.runner.stage_plan import StagePlan, activation_bytes
 from jaxllm.runner.state import DeviceState
 
 
@@ -45,8 +47,24 @@ class ProgramReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageReport:
+    """What a stage of a pipeline takes on each of its devices; without one, the whole model."""
+
+    num_layers: int
+    num_devices: int
+    weights_bytes: int
+    kv_cache_bytes: int
+    state_bytes: int  # of the sampler, block tables, and hidden states that come and go
+    program_bytes: int  # the largest program's temporaries; code of all, if all were the largest
+
+    @property
+    def used_bytes(self) -> int:
+        return self.weights_bytes + self.kv_cache_bytes + self.state_bytes + self.program_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A plan on its chips. Bytes are those of one device."""
+    """A plan on its chips. Bytes are those of one device, of the stage that takes most."""
 
     model: str
     chip: str
@@ -57,16 +75,19 @@ class PlanReport:
     hbm_bytes: int
     weights_bytes: int
     kv_cache_bytes: int
-    state_bytes: int  # of the sampler, and block tables
-    program_bytes: int  # the largest program's temporaries; code of all, if all were the largest
+    state_bytes: int
+    program_bytes: int
+    stages: list[StageReport]
     block_size: int
     num_blocks: int
     max_model_len: int
     max_num_seqs: int
     context: int  # tokens of every row in the bounds
-    # No more output tokens per second than this, of as many rows as have room in the cache; None
-    # where the chip's rates are not known.
+    # No more output tokens per second than this, of as many rows as have room in the cache, dealt
+    # out evenly over a step in every stage; and the least time of the slowest stage, which sets the
+    # pace. None where the chip's rates are not known.
     max_tokens_per_second: float | None
+    pace: Bound | None
     programs: list[ProgramReport]
 
     @property
@@ -82,9 +103,9 @@ class PlanReport:
 
     @property
     def largest_decode(self) -> ProgramReport:
-        """The decode step with most rows."""
+        """The decode step with most rows; in a pipeline, of the stage that takes longest."""
         decodes = (program for program in self.programs if program.num_decodes)
-        return max(decodes, key=lambda program: program.num_decodes)
+        return max(decodes, key=lambda p: (p.num_decodes, p.bound.seconds if p.bound else 0))
 
     @property
     def num_fitting(self) -> int:
@@ -99,73 +120,113 @@ def report_plan(
     all_programs: bool = True,
     on_program: Callable[[str], None] = lambda name: None,
 ) -> PlanReport:
-    """Compile the programs of a plan, or the largest of each kind. Rows have `context` tokens in
-    the bounds."""
-    declared = declare_programs(plan, make_packer(plan).layouts)
-    if not all_programs:
-        decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
-        mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
-        declared = {bucket: declared[bucket] for bucket in (decodes[-1], mixed[-1])}
-    programs = []
-    for key, program in declared.items():
-        on_program(str(key))
-        start = time.perf_counter()
-        compiled = program.compile(program.lower())
-        seconds = time.perf_counter() - start
-        memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
-        counts: Counter[str] = Counter()
-        sizes: Counter[str] = Counter()
-        for collective in collectives(hlo):
-            counts[collective.opcode] += 1
-            sizes[collective.opcode] += collective.num_bytes
-        arrays = [a for a in jax.tree.leaves(program.arguments) if a.dtype == plan.dtype]
-        programs.append(
-            ProgramReport(
-                name=str(key),
-                num_decodes=key.num_rows if isinstance(key, Bucket) and key.decode_only else 0,
-                compile_seconds=seconds,
-                temp_bytes=memory.temp_size_in_bytes if memory else 0,
-                code_bytes=memory.generated_code_size_in_bytes if memory else 0,
-                collectives={name: (counts[name], sizes[name]) for name in counts},
-                whole_array_copies=[
-                    f"{copy.dtype}{list(copy.shape)}" for copy in whole_array_copies(hlo, arrays)
-                ],
-                bound=(
-                    step_bound(plan, key.num_tokens, key.num_rows, context)
-                    if isinstance(key, Bucket)
-                    else None
-                ),
-            )
-        )
-    num_decodes = min(plan.max_num_seqs, plan.num_blocks * plan.block_size // context)
-    decode = step_bound(plan, num_decodes, num_decodes, context)
-    state = DeviceState.abstract(plan)
-    beside_caches = jax.tree.leaves((state.tokens, state.block_tables, state.slots))
+    """Compile the programs of a plan, or the largest of each kind, for every stage. Rows have
+    `context` tokens in the bounds."""
+    layouts = make_packer(plan).layouts
+    stages, programs = [], []
+    for stage in plan.stages:
+        declared = declare_stage_programs(plan, stage, layouts)
+        num_programs = len(declared)
+        if not all_programs:
+            decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
+            mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
+            declared = {bucket: declared[bucket] for bucket in (decodes[-1], mixed[-1])}
+        compiled = []
+        for key, program in declared.items():
+            on_program(str(program_key(stage, key)))
+            compiled.append(_report_program(plan, stage, key, program, context))
+        programs += compiled
+        stages.append(_report_stage(plan, stage, compiled, num_programs))
+    fullest = max(stages, key=lambda stage: stage.used_bytes)
+    num_rows = min(plan.max_num_seqs, plan.num_blocks * plan.block_size // context)
+    rows_of_step = num_rows / min(len(plan.stages), max(num_rows, 1))
+    bounds = [step_bound(plan, s, rows_of_step, rows_of_step, context) for s in plan.stages]
+    pace = max((bound for bound in bounds if bound), key=lambda b: b.seconds, default=None)
     return PlanReport(
         model=plan.model_name,
         chip=plan.chip.name,
-        num_devices=plan.mesh.size,
-        num_chips=-(-plan.mesh.size // plan.chip.devices_per_chip),
+        num_devices=plan.num_devices,
+        num_chips=-(-plan.num_devices // plan.chip.devices_per_chip),
         dtype=str(plan.dtype),
         attention_backend=plan.attention.name,
         hbm_bytes=plan.chip.hbm_bytes,
-        weights_bytes=plan.weights_bytes,
-        kv_cache_bytes=plan.kv_cache_bytes,
-        state_bytes=sum(map(_shard_bytes, beside_caches)),
-        program_bytes=max(p.temp_bytes for p in programs)
-        + max(p.code_bytes for p in programs) * (len(plan.buckets) + 2),
+        weights_bytes=fullest.weights_bytes,
+        kv_cache_bytes=fullest.kv_cache_bytes,
+        state_bytes=fullest.state_bytes,
+        program_bytes=fullest.program_bytes,
+        stages=stages,
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         context=context,
-        max_tokens_per_second=num_decodes / decode.seconds if decode else None,
+        max_tokens_per_second=rows_of_step / pace.seconds if pace else None,
+        pace=pace,
         programs=programs,
     )
 
 
-def step_bound(plan: EnginePlan, num_tokens: int, num_rows: int, context: int) -> Bound | None:
-    """The least time of a step: every matrix is read once, and what a row sees of its context.
+def _report_program(
+    plan: EnginePlan, stage: StagePlan, key: Hashable, program: Program, context: int
+) -> ProgramReport:
+    """Compile a program and look at it."""
+    start = time.perf_counter()
+    compiled = program.compile(program.lower())
+    seconds = time.perf_counter() - start
+    memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for collective in collectives(hlo):
+        counts[collective.opcode] += 1
+        sizes[collective.opcode] += collective.num_bytes
+    # Weights and state: what else goes in is no larger than activations.
+    arrays = [a for a in jax.tree.leaves(program.arguments[:2]) if a.dtype == plan.dtype]
+    return ProgramReport(
+        name=str(program_key(stage, key)),
+        num_decodes=key.num_rows if isinstance(key, Bucket) and key.decode_only else 0,
+        compile_seconds=seconds,
+        temp_bytes=memory.temp_size_in_bytes if memory else 0,
+        code_bytes=memory.generated_code_size_in_bytes if memory else 0,
+        collectives={name: (counts[name], sizes[name]) for name in counts},
+        whole_array_copies=[
+            f"{copy.dtype}{list(copy.shape)}" for copy in whole_array_copies(hlo, arrays)
+        ],
+        bound=(
+            step_bound(plan, stage, key.num_tokens, key.num_rows, context)
+            if isinstance(key, Bucket)
+            else None
+        ),
+    )
+
+
+def _report_stage(
+    plan: EnginePlan, stage: StagePlan, programs: list[ProgramReport], num_programs: int
+) -> StageReport:
+    state = DeviceState.abstract(plan, stage)
+    beside_caches = jax.tree.leaves((state.tokens, state.block_tables, state.slots))
+    return StageReport(
+        num_layers=len(stage.part.layers),
+        num_devices=stage.mesh.size,
+        weights_bytes=stage.weights_bytes,
+        kv_cache_bytes=stage.kv_cache_bytes,
+        state_bytes=sum(map(_shard_bytes, beside_caches))
+        + activation_bytes(
+            stage,
+            len(plan.stages),
+            num_tokens=plan.max_num_batched_tokens,
+            hidden_size=plan.architecture.hidden_size,
+            itemsize=plan.dtype.itemsize,
+        ),
+        program_bytes=max(p.temp_bytes for p in programs)
+        + max(p.code_bytes for p in programs) * num_programs,
+    )
+
+
+def step_bound(
+    plan: EnginePlan, stage: StagePlan, num_tokens: float, num_rows: float, context: int
+) -> Bound | None:
+    """The least time of a step on one stage: every matrix is read once, and what a row sees of its
+    context.
 
     Each token is worth two operations per weight of a matrix, and four per attended token, query
     head and element of a head. A row's tokens are the last of its context.
@@ -173,16 +234,19 @@ def step_bound(plan: EnginePlan, num_tokens: int, num_rows: int, context: int) -
     chip, arch = plan.chip, plan.architecture
     if not chip.hbm_bytes_per_second:
         return None
-    itemsize, num_shards = plan.dtype.itemsize, plan.mesh.size
+    part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.size
     # The embedding is a table in which rows are looked up; as a head it is a matrix, for rows only.
     embedding = plan.num_logits * arch.hidden_size / num_shards
-    matrices = plan.weights_bytes / itemsize - embedding * (1 if arch.tie_word_embeddings else 2)
-    token_bytes = plan.kv_cache_bytes / (plan.num_blocks * plan.block_size) / arch.num_layers
+    is_shared = part.is_whole and arch.tie_word_embeddings
+    num_tables = part.embeds + part.has_head - is_shared
+    matrices = stage.weights_bytes / itemsize - embedding * num_tables
+    head = embedding if part.has_head else 0
+    token_bytes = stage.kv_cache_bytes / (plan.num_blocks * plan.block_size) / len(part.layers)
     # In the mean over a row's tokens; a window hides the rest.
     attended = max(context - (num_tokens / max(num_rows, 1) - 1) / 2, 1)
-    seen = [min(context, window or context) for window in arch.layer_windows]
-    num_bytes = (matrices + embedding) * itemsize + num_rows * sum(seen) * token_bytes
-    flops = 2 * (matrices * num_tokens + embedding * num_rows)
+    seen = [min(context, arch.layer_windows[layer] or context) for layer in part.layers]
+    num_bytes = (matrices + head) * itemsize + num_rows * sum(seen) * token_bytes
+    flops = 2 * (matrices * num_tokens + head * num_rows)
     flops += (
         4 * arch.num_heads / num_shards * arch.head_size * num_tokens
         * sum(min(attended, window) for window in seen)

@@ -12,7 +12,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.logging import init_logger
 from jaxllm.runner.memory import format_bytes
 from jaxllm.runner.plan import EnginePlan, make_plan
-from jaxllm.runner.programs import declare_programs, make_packer
+from jaxllm.runner.programs import declare_stage_programs, make_packer
+from jaxllm.runner.stage_plan import StagePlan
 
 logger = init_logger(__name__)
 
@@ -23,14 +24,14 @@ def plan_engine(config: EngineConfig, devices: Sequence[Device] | None = None) -
     cache = config.cache
     if plan.chip.platform == "cpu" or cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes:
         return plan
-    program_bytes = _program_bytes(plan)
-    logger.info("programs need up to %s beside weights and cache", format_bytes(program_bytes))
+    program_bytes = [_program_bytes(plan, stage) for stage in plan.stages]
+    logger.info("programs need up to %s beside weights and cache", format_bytes(max(program_bytes)))
     return make_plan(config, devices, program_bytes=program_bytes)
 
 
-def _program_bytes(plan: EnginePlan) -> int:
+def _program_bytes(plan: EnginePlan, stage: StagePlan) -> int:
     """Temporaries of the largest step, and the code of all."""
-    programs = declare_programs(plan, make_packer(plan).layouts)
+    programs = declare_stage_programs(plan, stage, make_packer(plan).layouts)
     largest = programs[max(plan.buckets, key=lambda bucket: bucket.num_tokens)]
     memory = largest.compile(largest.lower()).memory_analysis()
     if memory is None:

@@ -1,7 +1,6 @@
 """What stays on the device from step to step. Donated to each step and replaced by its result."""
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.runner.plan import EnginePlan
+from jaxllm.runner.stage_plan import StagePlan
 from jaxllm.sampling.slot_state import SlotState
 
 
@@ -32,29 +32,40 @@ def abstract_slots(mesh: Mesh, num_slots: int, num_logits: int) -> SlotState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceState:
-    """Owned by the runner: nobody else keeps a reference, since every step consumes it."""
+    """Owned by the runner: nobody else keeps a reference, since every step consumes it.
+
+    Each stage of a pipeline has its own; what belongs to sampling is in the last one's.
+    """
 
     caches: tuple[jax.Array, ...]  # KV pages, one array per layer, in the backend's layout
-    tokens: jax.Array  # i32 [S]: the token that each slot sampled last
+    tokens: jax.Array | None  # i32 [S]: the token that each slot sampled last
     block_tables: jax.Array  # i32 [S, P]
-    slots: SlotState  # sampler state of requests that need some
+    slots: SlotState | None  # sampler state of requests that need some
 
     @classmethod
-    def abstract(cls, plan: EnginePlan) -> "DeviceState":
+    def abstract(cls, plan: EnginePlan, stage: StagePlan) -> "DeviceState":
         """Shapes, for compiling and planning."""
-        slots = plan.max_num_seqs
-        on_mesh = functools.partial(place, sharding=sharding(plan.mesh))
+        slots, samples = plan.max_num_seqs, stage.part.has_head
+        tables = jax.ShapeDtypeStruct((slots, plan.blocks_per_seq), jnp.int32)
         shapes: dict[str, Any] = {
-            "caches": plan.cache_shapes,
-            "tokens": on_mesh(jax.ShapeDtypeStruct((slots,), jnp.int32)),
-            "block_tables": on_mesh(jax.ShapeDtypeStruct((slots, plan.blocks_per_seq), jnp.int32)),
-            "slots": abstract_slots(plan.mesh, slots, plan.num_logits),
+            "caches": stage.cache_shapes,
+            "tokens": abstract_tokens(plan, stage) if samples else None,
+            "block_tables": place(tables, sharding(stage.mesh)),
+            "slots": abstract_slots(stage.mesh, slots, plan.num_logits) if samples else None,
         }
         return cls(**shapes)
 
     @classmethod
-    def zeros(cls, plan: EnginePlan) -> "DeviceState":
-        return jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
-            cls.abstract(plan),
-        )
+    def zeros(cls, plan: EnginePlan, stage: StagePlan) -> "DeviceState":
+        return jax.tree.map(zeros, cls.abstract(plan, stage))
+
+
+def abstract_tokens(plan: EnginePlan, stage: StagePlan) -> jax.ShapeDtypeStruct:
+    """The table of the tokens that the slots sampled last, on a stage's devices."""
+    shape = jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32)
+    return place(shape, sharding(stage.mesh))
+
+
+def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of this shape, where it says."""
+    return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)

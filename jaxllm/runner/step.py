@@ -2,10 +2,16 @@
 
     step(weights, state, packed) -> (state, StepOutputs)
 
+In a pipeline a stage has its part of it. What one stage leaves arrives at the next one: hidden
+states, and from the last at the first the table of the tokens that are carried on.
+
+    step(weights, state, packed, arrived) -> (state, hidden states, or StepOutputs at the end)
+
 It is traced once per bucket. Everything a request may ask of the sampler is in that program,
 behind conditionals that look at the step's rows, so there is nothing left to compile later.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +24,7 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm.layers.attention import AttentionContext
 from jaxllm.runner.inputs import InputLayout, StepInputs
 from jaxllm.runner.plan import EnginePlan
+from jaxllm.runner.stage_plan import StagePlan
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling import row_params
 from jaxllm.sampling.sampler import LogprobOutput, sample, token_logprobs
@@ -54,15 +61,20 @@ class ModelSpec:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 
-StepFunction = Callable[[list[jax.Array], DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]
+StepFunction = Callable[..., tuple[DeviceState, "StepOutputs | jax.Array"]]
 
 
-def make_step(plan: EnginePlan, spec: ModelSpec, layout: InputLayout) -> StepFunction:
-    """The step of one bucket, to be jitted with the state donated."""
+def make_step(
+    plan: EnginePlan, stage: StagePlan, spec: ModelSpec, layout: InputLayout
+) -> StepFunction:
+    """The step of one bucket on one stage, to be jitted with the state donated."""
 
     def step(
-        weights: list[jax.Array], state: DeviceState, packed: jax.Array
-    ) -> tuple[DeviceState, StepOutputs]:
+        weights: list[jax.Array],
+        state: DeviceState,
+        packed: jax.Array,
+        arrived: jax.Array | None = None,
+    ) -> tuple[DeviceState, StepOutputs | jax.Array]:
         inputs = layout.unpack(packed)
         model = spec.merge(weights)
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
@@ -80,42 +92,51 @@ def make_step(plan: EnginePlan, spec: ModelSpec, layout: InputLayout) -> StepFun
                 batch, model.attention_configs, num_tokens=layout.bucket.num_tokens
             ),
             backend=plan.attention,
-            mesh=plan.mesh,
+            mesh=stage.mesh,
         )
-        hidden, caches = model(
-            _token_ids(inputs, state.tokens), _positions(inputs), state.caches, context
-        )
-        with jax.named_scope("sample"):
-            last_rows = jnp.maximum(inputs.query_starts[1:] - 1, 0)
-            sampled = sample(
-                model.compute_logits(hidden[last_rows]),
-                row_params.decode(inputs.row_params, plan.logits_processors),
-                slots=inputs.slots,
-                samples=inputs.samples,
-                output_index=inputs.output_index,
-                positions=inputs.context_lens,
-                state=state.slots,
-                max_logprobs=plan.max_logprobs,
-                processors=plan.logits_processors,
-                vocab_size=plan.architecture.vocab_size,
-            )
-        kept = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
-        new_state = DeviceState(
-            caches=caches,
-            tokens=state.tokens.at[kept].set(sampled.tokens, mode="drop"),
-            block_tables=block_tables,
-            slots=sampled.state,
-        )
-        prompt_logprobs = None
-        if inputs.prompt_targets is not None:
-            prompt_logprobs = _prompt_logprobs(
-                model, hidden, inputs.prompt_targets, plan.max_logprobs
-            )
-        return new_state, StepOutputs(
-            tokens=sampled.tokens, logprobs=sampled.logprobs, prompt_logprobs=prompt_logprobs
-        )
+        entering = arrived
+        if stage.part.embeds:
+            carried = state.tokens if arrived is None else arrived
+            assert carried is not None
+            entering = _token_ids(inputs, carried)
+        hidden, caches = model(entering, _positions(inputs), state.caches, context)
+        state = dataclasses.replace(state, caches=caches, block_tables=block_tables)
+        if stage.part.has_head:
+            return _sample(plan, model, inputs, hidden, state)
+        return state, hidden
 
     return step
+
+
+def _sample(
+    plan: EnginePlan, model: Any, inputs: StepInputs, hidden: jax.Array, state: DeviceState
+) -> tuple[DeviceState, StepOutputs]:
+    """The end of a step: from hidden states to tokens."""
+    assert state.tokens is not None and state.slots is not None
+    with jax.named_scope("sample"):
+        last_rows = jnp.maximum(inputs.query_starts[1:] - 1, 0)
+        sampled = sample(
+            model.compute_logits(hidden[last_rows]),
+            row_params.decode(inputs.row_params, plan.logits_processors),
+            slots=inputs.slots,
+            samples=inputs.samples,
+            output_index=inputs.output_index,
+            positions=inputs.context_lens,
+            state=state.slots,
+            max_logprobs=plan.max_logprobs,
+            processors=plan.logits_processors,
+            vocab_size=plan.architecture.vocab_size,
+        )
+    kept = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
+    new_state = dataclasses.replace(
+        state, tokens=state.tokens.at[kept].set(sampled.tokens, mode="drop"), slots=sampled.state
+    )
+    prompt_logprobs = None
+    if inputs.prompt_targets is not None:
+        prompt_logprobs = _prompt_logprobs(model, hidden, inputs.prompt_targets, plan.max_logprobs)
+    return new_state, StepOutputs(
+        tokens=sampled.tokens, logprobs=sampled.logprobs, prompt_logprobs=prompt_logprobs
+    )
 
 
 def update_block_tables(block_tables: jax.Array, updates: jax.Array) -> jax.Array:

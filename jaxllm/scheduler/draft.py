@@ -27,6 +27,7 @@ class StepDraft:
         self.decodes: list[Request] = []  # compute one token
         self.chunks: list[Request] = []  # compute more
         self.chunk_sizes: list[int] = []
+        self.carried_from: int | None = None  # as in Schedule
         self._admissions: list[Admission] = []
         self._update_slots: list[int] = []
         self._update_indices: list[int] = []
@@ -91,6 +92,7 @@ class StepDraft:
                 for r in rows
             ),
             prompt_targets=prompt_targets,
+            carried_from=self.carried_from,
         )
         return schedule, spans
 

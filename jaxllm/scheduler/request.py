@@ -11,6 +11,8 @@ import sys
 
 from jaxllm.messages import EngineRequest, FinishReason, RequestStats
 
+NO_LANE = -1
+
 
 class RequestStatus(enum.IntEnum):
     """Where a request is. It is in exactly one place."""
@@ -34,6 +36,7 @@ class Request:
         "eos_token_ids",
         "followers",
         "hash_root",
+        "lane",
         "max_num_tokens",
         "max_tokens",
         "min_tokens",
@@ -50,6 +53,7 @@ class Request:
         "priority",
         "prompt_token_ids",
         "request_id",
+        "sampled_in",
         "sampling_params",
         "seed",
         "slot",
@@ -85,6 +89,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.order: tuple = ()  # set once, by the scheduling policy
         self.slot = -1
+        self.lane = NO_LANE  # see `lanes`, which owns this and the next
+        self.sampled_in = -1  # the step that samples the newest token
         self.followers: list[Request] = []  # parked until this request's prompt is dispatched
         self.num_cached_tokens = 0  # found in the prefix cache when first admitted
         self.stats = RequestStats()

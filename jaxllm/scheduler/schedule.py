@@ -51,6 +51,9 @@ class Schedule:
     # By flat token position: the prompt token that follows, where its logprob is wanted; else -1.
     # None when no row wants prompt logprobs.
     prompt_targets: np.ndarray | None = None  # int32 [sum(num_tokens)]
+    # The newest step that samples a CARRIED_TOKEN of this one, -1 if there is none; None: any of
+    # those before may.
+    carried_from: int | None = None
 
     @property
     def num_rows(self) -> int:

@@ -25,10 +25,11 @@ from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler.draft import PromptSpan, StepDraft
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.limits import make_limits
 from jaxllm.scheduler.logprobs import prompt_logprobs, row_logprobs
 from jaxllm.scheduler.policy import SchedulingPolicy, checked_key, fcfs
-from jaxllm.scheduler.request import Request, RequestStatus
+from jaxllm.scheduler.request import NO_LANE, Request, RequestStatus
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 
@@ -52,6 +53,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         kv: KVCacheManager,
+        lanes: Lanes | None = None,
         policy: SchedulingPolicy = fcfs,
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
@@ -75,6 +77,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._kv = kv
+        self._lanes = lanes
         self._policy = policy
         self._limits = make_limits(
             enable_chunked_prefill=enable_chunked_prefill,
@@ -136,15 +139,8 @@ class Scheduler:
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """End requests now. Ids that are unknown, or finished already, are ignored."""
-        now = time.monotonic()
-        outputs = []
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
-                outputs.append(self._end(request, FinishReason.ABORT, now))
-        if outputs:
-            self._drop_finished()
-        return outputs
+        found = map(self._requests.get, request_ids)
+        return self._end_all((one for one in found if one is not None), FinishReason.ABORT)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing happens, while a request holds blocks."""
@@ -160,24 +156,30 @@ class Scheduler:
         if not preempted:
             budget = self._schedule_waiting(draft, budget)
         rows = draft.rows
+        if not rows and preempted:
+            return self.schedule()  # a lane that had to go leaves its room to the next
         if not rows:
             assert self._dispatched or not self._requests, (
                 f"{len(self._requests)} unfinished requests, and none of them can ever run"
             )
             self._settle()
             return None
+        if self._lanes is not None:
+            draft.carried_from = self._lanes.carried_from(rows)
         schedule, spans = draft.build(self._num_steps, rows)
         self._num_steps += 1
         self._dispatched.append(_Dispatched(schedule, rows, spans))
         self._advance(rows)
+        if self._lanes is not None:
+            self._lanes.dispatch(schedule.step, rows)
         self.stats.num_scheduled_tokens += schedule.total_tokens
         self._settle()
         return schedule
 
     def _schedule_running(self, draft: StepDraft, budget: int) -> tuple[int, bool]:
         """Serve running requests. Return the budget left, and whether one was preempted."""
-        running, block_size = self._running, self._kv.block_size
-        num_running = len(running)
+        num_running, block_size = len(self._running), self._kv.block_size
+        running = self._running if self._lanes is None else self._lanes.take_turn(self._running)
         add_decode = draft.decodes.append
         index = 0
         while index < len(running) and budget:
@@ -192,7 +194,7 @@ class Scheduler:
                 if n == 0:
                     continue
             if num_computed + n > len(request.block_ids) * block_size:
-                if not self._make_room(request):
+                if not self._make_room(request, running):
                     break
                 draft.add_blocks(request, len(request.block_ids) - 1)
             request.num_computed_tokens = num_computed + n
@@ -203,9 +205,9 @@ class Scheduler:
                 draft.add_row(request, n)
             if num_computed < request.num_prompt_tokens:
                 self._count_prompt_tokens(request, n)
-        return budget, len(running) < num_running
+        return budget, len(self._running) < num_running
 
-    def _make_room(self, request: Request) -> bool:
+    def _make_room(self, request: Request, served: list[Request]) -> bool:
         """Give a running request one more block, if need be by preempting those served last.
 
         Running requests are served in order, so no victim is in this step already. False if the
@@ -215,6 +217,8 @@ class Scheduler:
         assert request.num_tokens <= len(request.block_ids) * self._kv.block_size + 1, request
         while not self._kv.grow(request):
             victim = self._running.pop()
+            if served and served[-1] is victim:  # another list, with lanes
+                served.pop()
             self._preempt(victim)
             if victim is request:
                 return False
@@ -377,13 +381,7 @@ class Scheduler:
 
     def fail_all(self, message: str) -> list[EngineOutput]:
         """End every request that there is: there will be no more steps."""
-        now = time.monotonic()
-        outputs = [
-            self._end(request, FinishReason.ERROR, now, error=message)
-            for request in list(self._requests.values())
-        ]
-        self._drop_finished()
-        return outputs
+        return self._end_all(list(self._requests.values()), FinishReason.ERROR, message)
 
     def restart(self) -> None:
         """Let all running requests start over, and forget every prefix: the device's KV cache is
@@ -396,6 +394,14 @@ class Scheduler:
         self._settle()
 
     # ---- ends
+
+    def _end_all(
+        self, requests: Iterable[Request], reason: FinishReason, error: str | None = None
+    ) -> list[EngineOutput]:
+        now = time.monotonic()
+        outputs = [self._end(request, reason, now, error) for request in requests]
+        self._drop_finished()
+        return outputs
 
     def _end(
         self, request: Request, reason: FinishReason, now: float, error: str | None = None
@@ -431,7 +437,7 @@ class Scheduler:
         """Take slot and blocks from a request that ran."""
         self._kv.free(request)
         self._free_slots.append(request.slot)
-        request.slot = -1
+        request.slot, request.lane = -1, NO_LANE
 
     def _release_followers(self, leader: Request) -> None:
         for follower in leader.followers:

@@ -6,10 +6,12 @@ in memory.
 
 import functools
 import math
-from collections.abc import Iterator
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -39,33 +41,43 @@ def load_weights(
     They lie on the mesh (default: the first device) as their axes say, and of the checkpoint only
     what goes to devices of this process is read.
     """
-    mesh = mesh or make_mesh(jax.devices()[:1])
-    parameters = _parameters(abstract_model)
-    arrays: dict[str, jax.Array] = {}
+    part = (abstract_model, mesh or make_mesh(jax.devices()[:1]))
+    (state,) = load_parts(model_dir, [part], load_format=load_format, seed=seed)
+    return state
+
+
+def load_parts(
+    model_dir: Path,
+    parts: Sequence[tuple[DecoderForCausalLM, Mesh]],
+    *,
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+    seed: int = 0,
+) -> list[nnx.State]:
+    """The same for a model in parts, each on a mesh of its own: together they use what the whole
+    would use, and each gets what it would have there."""
+    parameters = [_parameters(abstract_model) for abstract_model, _ in parts]
     if load_format == "dummy":
-        for index, (name, parameter) in enumerate(parameters.items()):
-            values = _random((seed % 2**32, index), parameter)
-            arrays[name] = jax.make_array_from_callback(
-                parameter.shape, sharding(mesh, parameter.axes), values.__getitem__
-            )
+        arrays = [
+            {name: _dummy(name, p, mesh, seed) for name, p in of_part.items()}
+            for of_part, (_, mesh) in zip(parameters, parts, strict=True)
+        ]
     else:
+        names = parts[0][0].checkpoint_names
         with Checkpoint(model_dir) as checkpoint:
-            names = abstract_model.checkpoint_names
             _check_names(checkpoint, parameters, names)
-            _check_shapes(checkpoint, parameters, names)
-            for name, parameter in parameters.items():
-                tensors = tuple(checkpoint.read(source) for source in names.sources(name))
-                arrays[name] = jax.make_array_from_callback(
-                    parameter.shape,
-                    sharding(mesh, parameter.axes),
-                    functools.partial(_read, parameter, tensors, mesh.size),
-                )
-                for source in names.sources(name):
-                    checkpoint.release(source)
-    state = nnx.state(abstract_model)
-    leaves, treedef = jax.tree.flatten(state)
-    assert len(leaves) == len(arrays), (len(leaves), len(arrays))
-    return jax.tree.unflatten(treedef, list(arrays.values()))
+            for of_part in parameters:
+                _check_shapes(checkpoint, of_part, names)
+            arrays = [
+                {
+                    name: _load(checkpoint, names.sources(name), p, mesh)
+                    for name, p in of_part.items()
+                }
+                for of_part, (_, mesh) in zip(parameters, parts, strict=True)
+            ]
+    return [
+        _as_state(abstract_model, of_part)
+        for (abstract_model, _), of_part in zip(parts, arrays, strict=True)
+    ]
 
 
 def weights_bytes(abstract_model: nnx.Module, num_shards: int = 1) -> int:
@@ -116,11 +128,21 @@ def _parameters(abstract_model: nnx.Module) -> dict[str, Parameter]:
     }
 
 
+def _as_state(abstract_model: nnx.Module, arrays: dict[str, jax.Array]) -> nnx.State:
+    leaves, treedef = jax.tree.flatten(nnx.state(abstract_model))
+    assert len(leaves) == len(arrays), (len(leaves), len(arrays))
+    return jax.tree.unflatten(treedef, list(arrays.values()))
+
+
 def _check_names(
-    checkpoint: Checkpoint, parameters: dict[str, Any], names: CheckpointNames
+    checkpoint: Checkpoint, parts: Sequence[dict[str, Parameter]], names: CheckpointNames
 ) -> None:
-    """Every tensor and every parameter is used exactly once, or we say which is not."""
-    wanted = [source for name in parameters for source in names.sources(name)]
+    """Every tensor and every parameter is used exactly once, or we say which is not. Two parts may
+    share what serves twice: a tied embedding."""
+    of_parts = Counter(name for parameters in parts for name in parameters)
+    shared = {name for name, count in of_parts.items() if count > 1}
+    assert shared <= set(names.copies.values()), f"two parts have {shared}"
+    wanted = [source for name in of_parts for source in names.sources(name)]
     missing = [name for name in wanted if name not in checkpoint.tensors]
     if missing:
         raise CheckpointError(
@@ -164,6 +186,20 @@ def _check_shapes(
         )
 
 
+def _load(
+    checkpoint: Checkpoint, sources: tuple[str, ...], parameter: Parameter, mesh: Mesh
+) -> jax.Array:
+    tensors = tuple(checkpoint.read(source) for source in sources)
+    array = jax.make_array_from_callback(
+        parameter.shape,
+        sharding(mesh, parameter.axes),
+        functools.partial(_read, parameter, tensors, mesh.size),
+    )
+    for source in sources:
+        checkpoint.release(source)
+    return array
+
+
 def _read(
     parameter: Parameter,
     tensors: tuple[np.ndarray, ...],
@@ -203,9 +239,13 @@ def _row_slices(array: np.ndarray) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(array), step))
 
 
-def _random(seed: tuple[int, int], parameter: Parameter) -> np.ndarray:
+def _dummy(name: str, parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:
     # Random bits for a whole model would take longer than reading it, so they repeat. And small,
-    # so that activations of a deep model stay finite in every type.
+    # so that activations of a deep model stay finite in every type. Drawn by name, so that they are
+    # the same however the model is cut.
     count = min(parameter.size, _DUMMY_PERIOD)
-    values = 0.1 * (np.random.default_rng(seed).random(count, np.float32) - 0.5)
-    return np.resize(values.astype(parameter.dtype), parameter.shape)
+    random = np.random.default_rng((seed % 2**32, zlib.crc32(name.encode())))
+    values = 0.1 * (random.random(count, np.float32) - 0.5)
+    values = np.resize(values.astype(parameter.dtype), parameter.shape)
+    place = sharding(mesh, parameter.axes)
+    return jax.make_array_from_callback(parameter.shape, place, values.__getitem__)

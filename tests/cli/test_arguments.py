@@ -59,8 +59,10 @@ def test_every_engine_field_is_in_the_help(f):
 
 
 def test_a_short_flag_is_as_good_as_the_long_one():
-    options = engine_options_from(make_parser().parse(["model", "-tp", "4", "-dp", "2"]))
-    assert (options["tensor_parallel_size"], options["data_parallel_size"]) == (4, 2)
+    flags = ["-tp", "4", "-pp", "3", "-dp", "2"]
+    options = engine_options_from(make_parser().parse(["model", *flags]))
+    sizes = [options[f"{kind}_parallel_size"] for kind in ("tensor", "pipeline", "data")]
+    assert sizes == [4, 3, 2]
 
 
 def test_help_names_groups_and_defaults():

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm import LLM
 from jaxllm.cli.main import main
+from jaxllm.cli.plan import as_text
 from jaxllm.config import EngineArgs
 from jaxllm.runner.plan import make_plan
 from jaxllm.runner.report import report_plan, step_bound
@@ -50,7 +51,7 @@ def test_a_bound_counts_weights_and_contexts_once(model_dir):
     plan = make_plan(EngineArgs(model=model_dir, **OPTIONS))
     chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
     plan = dataclasses.replace(plan, chip=chip)
-    bound = step_bound(plan, 2, 2, context=32)
+    bound = step_bound(plan, *plan.stages, 2, 2, context=32)
     context_bytes = 2 * 32 * plan.kv_cache_bytes / (12 * plan.block_size)
     # The embedding is not read, but for two rows of it.
     table_bytes = plan.architecture.vocab_size * plan.architecture.hidden_size * 4
@@ -59,7 +60,8 @@ def test_a_bound_counts_weights_and_contexts_once(model_dir):
     assert bound.limited_by == "memory bandwidth"
 
     slow = dataclasses.replace(chip, bf16_flops_per_second=1e3)
-    assert step_bound(dataclasses.replace(plan, chip=slow), 2, 2, 32).limited_by == "arithmetic"
+    plan = dataclasses.replace(plan, chip=slow)
+    assert step_bound(plan, *plan.stages, 2, 2, context=32).limited_by == "arithmetic"
 
 
 def test_tokens_per_second_are_those_of_the_rows_that_have_room(model_dir):
@@ -67,9 +69,32 @@ def test_tokens_per_second_are_those_of_the_rows_that_have_room(model_dir):
     chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
     # One row of 300 tokens fits into 12 blocks of 32, and not the two of the largest decode.
     report = report_plan(dataclasses.replace(plan, chip=chip), context=300, all_programs=False)
-    alone = step_bound(dataclasses.replace(plan, chip=chip), 1, 1, context=300)
+    alone = step_bound(dataclasses.replace(plan, chip=chip), *plan.stages, 1, 1, context=300)
     assert report.num_fitting == 1
     assert report.max_tokens_per_second == pytest.approx(1 / alone.seconds)
+
+
+def test_a_pipeline_is_reported_by_stages_and_its_slowest_one_sets_the_pace(model_dir):
+    args = EngineArgs(model=model_dir, pipeline_parallel_size=2, **OPTIONS)
+    plan = make_plan(args, jax.devices()[:1] * 2)
+    chip = dataclasses.replace(
+        plan.chip, hbm_bytes=1 << 30, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18
+    )
+    plan = dataclasses.replace(plan, chip=chip)
+    report = report_plan(plan, context=32, all_programs=False)
+    assert [p.name for p in report.programs] == [
+        "stage 0, decode 2x2", "stage 0, mixed 16x2", "stage 1, decode 2x2", "stage 1, mixed 16x2"
+    ]  # fmt: skip
+    first, last = report.stages
+    # The last one has the head and the sampler; both have a layer.
+    assert (first.num_layers, last.num_layers) == (1, 1)
+    assert last.used_bytes > first.used_bytes and last.state_bytes > first.state_bytes
+    assert report.free_bytes == (1 << 30) - last.used_bytes
+    # Two rows, one in each stage.
+    pace = max(step_bound(plan, stage, 1, 1, context=32).seconds for stage in plan.stages)
+    assert report.max_tokens_per_second == pytest.approx(1 / pace)
+    page = as_text("cpu", report, None)
+    assert "stage 0   stage 1" in page and "each of the 2 stages" in page
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 from jaxllm.messages import EngineOutput, EngineRequest, FinishReason, PositionLogprobs
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.policy import fcfs
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, LogprobArrays, Schedule, StepResult
 from jaxllm.scheduler.scheduler import Scheduler
@@ -72,6 +73,7 @@ class FakeDevice:
         self.histories: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.num_prompt_tokens = [0] * max_num_seqs
         self.last_token = [-1] * max_num_seqs
+        self.sampled_in = [-1] * max_num_seqs
         self.is_broken = False
 
     def run(self, schedule: Schedule) -> StepResult:
@@ -104,6 +106,10 @@ class FakeDevice:
             attended = self.kv[self.address(slot, 0, start)]
             np.testing.assert_array_equal(attended, self.histories[slot][:start], f"slot {slot}")
         flat_histories: list[int] = []
+        carried = [slot for slot, _, _, tokens in rows if CARRIED_TOKEN in tokens]
+        if schedule.carried_from is not None:
+            newest = max((self.sampled_in[slot] for slot in carried), default=-1)
+            assert schedule.carried_from == newest
         for slot, start, end, tokens in rows:
             if CARRIED_TOKEN in tokens:
                 assert tokens == [CARRIED_TOKEN]
@@ -132,6 +138,7 @@ class FakeDevice:
                 row_logprobs.logprobs[row] = logprob(history[-1], token)
                 history.append(extend_history(history[-1], token))
                 self.last_token[slot] = token
+                self.sampled_in[slot] = schedule.step
             sampled.append(token)
         prompt_logprobs = None
         if schedule.prompt_targets is not None:
@@ -210,6 +217,8 @@ class FakeEngine:
         self,
         *,
         depth: int = 1,
+        num_stages: int = 1,
+        lanes: Lanes | None = None,
         num_blocks: int = 16,
         block_size: int = 4,
         max_num_seqs: int = 4,
@@ -232,6 +241,7 @@ class FakeEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             kv=self.kv,
+            lanes=lanes or (Lanes(num_stages) if num_stages > 1 else None),
             policy=policy,
             check_invariants=True,
             **options,

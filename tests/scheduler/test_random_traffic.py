@@ -58,14 +58,19 @@ class Traffic:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
-@pytest.mark.parametrize("depth", [0, 1], ids=["plain", "overlapped"])
+@pytest.mark.parametrize(
+    ("depth", "num_stages"),
+    [(0, 1), (1, 1), (1, 2), (4, 4)],
+    ids=["plain", "overlapped", "plain pipeline", "overlapped pipeline"],
+)
 def test_thousands_of_requests_come_and_go(
-    make_engine, make_request, depth, chunked, caching, policy
+    make_engine, make_request, depth, num_stages, chunked, caching, policy
 ):
     rng = np.random.default_rng([depth, chunked, caching, policy == "fcfs"])
     options = {"policy": priority} if policy == "priority" else {}
     engine = make_engine(
         depth=depth,
+        num_stages=num_stages,
         num_blocks=20,
         block_size=4,
         max_num_seqs=5,
@@ -134,9 +139,12 @@ def test_any_sequence_of_calls_keeps_the_invariants(make_engine, make_request):
             max_num_seqs=st.integers(1, 4),
             caching=st.booleans(),
             by_priority=st.booleans(),
+            num_stages=st.integers(1, 4),
         )
-        def start(self, num_blocks, budget, max_num_seqs, caching, by_priority):
+        def start(self, num_blocks, budget, max_num_seqs, caching, by_priority, num_stages):
+            self.num_stages = num_stages
             self.engine = make_engine(
+                num_stages=num_stages,
                 num_blocks=num_blocks,
                 block_size=4,
                 max_num_seqs=max_num_seqs,
@@ -173,7 +181,7 @@ def test_any_sequence_of_calls_keeps_the_invariants(make_engine, make_request):
                 )
                 leader_id = leader_id or request_id
 
-        @precondition(lambda self: len(self.engine.in_flight) < 2)
+        @precondition(lambda self: len(self.engine.in_flight) < 1 + self.num_stages)
         @rule(fails=st.sampled_from([False] * 9 + [True]))
         def dispatch(self, fails):
             self.engine.dispatch(fails=fails)

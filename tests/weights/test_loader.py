@@ -11,15 +11,17 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.architecture import read_architecture
+from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
+from jaxllm.parallel.sharding import make_mesh
 from jaxllm.testing import make_tiny_checkpoint
 from jaxllm.weights.checkpoint import read_json
-from jaxllm.weights.loader import load_weights, weights_bytes
+from jaxllm.weights.loader import load_parts, load_weights, weights_bytes
 
 
-def abstract_model(model_dir, dtype=jnp.float32):
+def abstract_model(model_dir, dtype=jnp.float32, part=None):
     architecture = read_architecture(read_json(model_dir / "config.json"))
-    return ModelRegistry.resolve([architecture.name]).abstract(architecture, dtype)
+    return ModelRegistry.resolve([architecture.name]).abstract(architecture, dtype, part=part)
 
 
 def load(model_dir, dtype=jnp.float32, **options):
@@ -152,6 +154,38 @@ def test_dummy_weights_need_no_files_and_repeat(tmp_path):
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True):
         assert np.ptp(a) > 0 and np.abs(a).max() <= 0.05
         assert not np.array_equal(a, b)
+
+
+def load_in_parts(model_dir, **options):
+    """The parameters of all parts, by name."""
+    models = [abstract_model(model_dir, part=part) for part in split_model(5, 3)]
+    mesh = make_mesh(jax.devices()[:1])
+    states = load_parts(model_dir, [(model, mesh) for model in models], **options)
+    return [dict(nnx.to_flat_state(state)) for state in states]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_parts_hold_what_the_whole_holds(is_tied, load_format, tmp_path):
+    options = {"num_hidden_layers": 5, "tie_word_embeddings": is_tied}
+    model_dir = make_tiny_checkpoint(tmp_path, "qwen3", **options)
+    whole = dict(nnx.to_flat_state(nnx.state(load(model_dir, load_format=load_format))))
+    parts = load_in_parts(model_dir, load_format=load_format)
+    assert {name for part in parts for name in part} == set(whole)
+    for part in parts:
+        for name, leaf in part.items():
+            np.testing.assert_array_equal(leaf[...], whole[name][...])
+
+
+def test_parts_together_miss_and_leave_nothing(tmp_path):
+    model_dir = make_tiny_checkpoint(tmp_path, "qwen3", num_hidden_layers=5)
+    name = "model.layers.3.mlp.up_proj.weight"
+    edit(model_dir, lambda tensors: tensors.update({name + "_scale": np.zeros(8, "f4")}))
+    with pytest.raises(CheckpointError, match=f"no place for: {name}_scale"):
+        load_in_parts(model_dir)
+    edit(model_dir, lambda tensors: [tensors.pop(name + "_scale"), tensors.pop(name)])
+    with pytest.raises(CheckpointError, match=f"lacks 1 .*{name}"):
+        load_in_parts(model_dir)
 
 
 def test_weights_bytes_follow_the_dtype(tmp_path):

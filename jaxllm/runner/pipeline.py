@@ -1,0 +1,71 @@
+"""The stages of a model one after the other, with a step under way in each.
+
+Dispatching a step sends it through all stages at once, as far as the host is concerned: each
+stage's program waits on its devices for the hidden states of the stage before, which go from mesh
+to mesh without the host. So the stages overlap by themselves, if steps do not wait for each other's
+tokens. These go back the same way: after each step the last stage's table of sampled tokens is
+copied to the first stage, and a step takes the copy that was made when all that it goes on from was
+there. A newer one would do as well, but the step would wait for it.
+"""
+
+from collections import deque
+
+import jax
+import numpy as np
+
+from jaxllm.runner.packer import PackedStep
+from jaxllm.runner.plan import EnginePlan
+from jaxllm.runner.stage import Stage
+from jaxllm.runner.state import abstract_tokens, zeros
+from jaxllm.runner.step import StepOutputs
+from jaxllm.sampling.slot_state import SlotRow
+
+
+class Pipeline:
+    """Does for several stages what Stage does for one that is the whole model."""
+
+    def __init__(self, plan: EnginePlan, stages: list[Stage]):
+        self._stages = stages
+        self._first, *self._others = stages
+        self._no_tokens = zeros(abstract_tokens(plan, plan.stages[0]))
+        # The tables by the step after which they were copied, oldest first. A step that is older
+        # than the pipeline is deep, and one more, is through.
+        self._tokens: deque[tuple[int, jax.Array]] = deque(maxlen=len(stages) + 1)
+
+    def run(self, packed: PackedStep) -> StepOutputs:
+        """Dispatch a step on all stages."""
+        left = self._first.run(packed, self._tokens_since(packed.carried_from))
+        for stage in self._others:
+            assert isinstance(left, jax.Array)
+            left = stage.run(packed, jax.device_put(left, stage.everywhere))
+        tokens = jax.device_put(self._stages[-1].tokens, self._first.everywhere)
+        self._tokens.append((packed.step, tokens))
+        assert isinstance(left, StepOutputs)
+        return left
+
+    def write_slot(self, slot: int, row: SlotRow) -> None:
+        """Set what the sampler keeps about the request in a slot."""
+        self._stages[-1].write_slot(slot, row)
+
+    def write_block_tables(self, updates: np.ndarray) -> None:
+        """Apply the block-table changes that a step has no room for, i32 [n, 3]."""
+        for stage in self._stages:
+            stage.write_block_tables(updates)
+
+    def reset(self) -> None:
+        """Start over with an empty cache, after a step has failed and its state is lost."""
+        self._tokens.clear()
+        for stage in self._stages:
+            stage.reset()
+
+    def free(self) -> None:
+        """Give the devices' memory back; nothing can run any more."""
+        self._tokens.clear()
+        for stage in self._stages:
+            stage.free()
+
+    def _tokens_since(self, step: int | None) -> jax.Array:
+        """The first table that has what this step sampled; None: the newest."""
+        if step is None:
+            return self._tokens[-1][1] if self._tokens else self._no_tokens
+        return next((table for after, table in self._tokens if after >= step), self._no_tokens)

@@ -1,0 +1,73 @@
+"""A part of the model on its devices; without pipeline parallelism, all of it.
+
+The devices run what a stage dispatches in the order of its calls, and no call waits for them. Only
+this class holds the device state: each program consumes it and leaves a new one.
+"""
+
+import jax
+import numpy as np
+
+from jaxllm.parallel.sharding import sharding
+from jaxllm.runner.compile import Programs
+from jaxllm.runner.packer import PackedStep
+from jaxllm.runner.plan import EnginePlan
+from jaxllm.runner.programs import TABLE_WRITES, WRITE_SLOT, WRITE_TABLES, program_key
+from jaxllm.runner.stage_plan import StagePlan
+from jaxllm.runner.state import DeviceState
+from jaxllm.runner.step import StepOutputs
+from jaxllm.sampling.slot_state import SlotRow
+
+
+class Stage:
+    """Owns the weights and the state of a part of the model."""
+
+    def __init__(
+        self, plan: EnginePlan, stage: StagePlan, programs: Programs, weights: list[jax.Array]
+    ):
+        self._plan, self._stage = plan, stage
+        self._programs = programs
+        self._weights = weights
+        self._state: DeviceState | None = DeviceState.zeros(plan, stage)
+        self.everywhere = sharding(stage.mesh)
+
+    @property
+    def tokens(self) -> jax.Array:
+        """The table of the tokens that the slots sampled last; the next step consumes it."""
+        assert self._state is not None and self._state.tokens is not None
+        return self._state.tokens
+
+    def run(self, packed: PackedStep, *arrived: jax.Array) -> StepOutputs | jax.Array:
+        """Dispatch a step; in a pipeline, with what has arrived from the stage before. Returns
+        what the step leaves: for the next stage, or for the host."""
+        program = self._programs[program_key(self._stage, packed.bucket)]
+        state = self._take_state()
+        self._state, left = program(self._weights, state, packed.buffer, *arrived)
+        return left
+
+    def write_slot(self, slot: int, row: SlotRow) -> None:
+        """Set what the sampler keeps about the request in a slot."""
+        program = self._programs[program_key(self._stage, WRITE_SLOT)]
+        self._state = program(self._take_state(), np.int32(slot), row)
+
+    def write_block_tables(self, updates: np.ndarray) -> None:
+        """Apply the block-table changes that a step has no room for, i32 [n, 3]."""
+        for first in range(0, len(updates), TABLE_WRITES):
+            chunk = updates[first : first + TABLE_WRITES]
+            padded = np.full((TABLE_WRITES, 3), self._plan.max_num_seqs, np.int32)
+            padded[: len(chunk)] = chunk
+            program = self._programs[program_key(self._stage, WRITE_TABLES)]
+            self._state = program(self._take_state(), padded)
+
+    def reset(self) -> None:
+        """Start over with an empty cache, after a step has failed and its state is lost."""
+        self._state = None  # made anew by the next step: there may be no room for two caches
+
+    def free(self) -> None:
+        """Give the devices' memory back; nothing can run any more."""
+        self._weights, self._state = [], None
+
+    def _take_state(self) -> DeviceState:
+        """The state, for a program that consumes it."""
+        if self._state is None:
+            self._state = DeviceState.zeros(self._plan, self._stage)
+        return self._state
