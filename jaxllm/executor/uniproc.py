@@ -3,6 +3,7 @@
 from jaxllm.config import EngineConfig
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
+from jaxllm.runner.compile import use_compilation_cache
 from jaxllm.runner.model_runner import ModelRunner, PendingStep
 from jaxllm.runner.plan import replica_devices
 from jaxllm.runner.sizing import plan_engine
@@ -15,6 +16,8 @@ class UniProcExecutor:
     """The plan, made real in this process, on the devices of one replica."""
 
     def __init__(self, config: EngineConfig, replica: int = 0):
+        # First of all: planning for an accelerator compiles a step.
+        use_compilation_cache(config.compilation.compilation_cache_dir)
         plan = plan_engine(config, replica_devices(config, replica))
         logger.info("plan: %s", plan.summary())
         self.info: EngineInfo = plan.info()

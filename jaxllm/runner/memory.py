@@ -56,6 +56,10 @@ def size_kv_cache(
         else:
             room = max(0, left - program_bytes)
         num_blocks = room // block_bytes
+        if device.platform == "cpu":
+            # The next start finds a little more or less memory free. It should come to the same
+            # number, which is in the shapes of all programs, or none is found in the cache.
+            num_blocks = max(_power_of_two(num_blocks), min(num_blocks, blocks_per_seq))
         if device.platform == "cpu" or not config.enable_prefix_caching:
             num_blocks = min(num_blocks, useful)
         source = "the free memory"
@@ -83,6 +87,11 @@ def format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} B"
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above the number."""
+    return 1 << number.bit_length() >> 1
 
 
 def _free_bytes(config: CacheConfig, device: Device, num_devices: int) -> int:

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 
 from jaxllm.logging import init_logger
-from jaxllm.runner.compile import Programs, compilation_counter, use_compilation_cache
+from jaxllm.runner.compile import Programs, compilation_counter
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.programs import (
+    MAKE_STATE,
     TABLE_WRITES,
     WRITE_SLOT,
     WRITE_TABLES,
@@ -63,7 +64,6 @@ class ModelRunner:
 
     def __init__(self, plan: EnginePlan):
         self._plan = plan
-        use_compilation_cache(plan.compilation_cache_dir)
         abstract = plan.model_class.abstract(plan.architecture, plan.dtype, plan.mesh.size)
         self._packer = make_packer(plan)
         self._programs = Programs(declare_programs(plan, self._packer.layouts))
@@ -80,7 +80,7 @@ class ModelRunner:
         logger.info("weights loaded in %.1f s", time.perf_counter() - start)
         if plan.compile_at_start:
             logger.info("compiled %s", self._programs.compile_all())
-        self._state: DeviceState | None = DeviceState.zeros(plan)
+        self._state: DeviceState | None = self._programs[MAKE_STATE]()
         self._compiles_at_start = compilation_counter.compiles
         self.num_token_rows = 0
         self.pack_s = 0.0
@@ -93,7 +93,7 @@ class ModelRunner:
         """Dispatch one step and return without waiting for it."""
         start = time.perf_counter()
         if self._state is None:
-            self._state = DeviceState.zeros(self._plan)
+            self._state = self._programs[MAKE_STATE]()
         for admission in schedule.admissions:
             self._packer.admit(admission)
             row = slot_row(admission, self._plan.num_logits)

@@ -89,7 +89,6 @@ class EnginePlan:
     eos_token_ids: tuple[int, ...]
     default_sampling_params: SamplingParams
     compile_at_start: bool
-    compilation_cache_dir: Path | None
 
     @property
     def blocks_per_seq(self) -> int:
@@ -232,7 +231,6 @@ def make_plan(
         num_devices=num_shards * config.parallel.data_parallel_size,
         program_bytes=program_bytes,
     )
-    cache_dir = config.compilation.compilation_cache_dir
     return EnginePlan(
         model_name=model.model,
         model_dir=model_dir,
@@ -266,7 +264,6 @@ def make_plan(
         ),
         default_sampling_params=read_default_sampling_params(model, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
-        compilation_cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
     )
 
 

@@ -22,7 +22,8 @@ from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
 from jaxllm.sampling.slot_state import SlotRow, write_slot
 from jaxllm.weights.loader import abstract_weights
 
-# Keys of the two small programs beside the steps, whose keys are their buckets.
+# Keys of the small programs beside the steps, whose keys are their buckets.
+MAKE_STATE = "make_state"
 WRITE_TABLES = "write_block_tables"
 WRITE_SLOT = "write_slot"
 
@@ -55,6 +56,9 @@ def declare_programs(
             **how,
         )
 
+    def make_state() -> DeviceState:
+        return DeviceState.zeros(plan)
+
     # The largest first: it takes longest to compile.
     programs: dict[Hashable, Program] = {
         bucket: program(
@@ -68,6 +72,7 @@ def declare_programs(
         )
         for bucket, layout in reversed(list(layouts.items()))
     }
+    programs[MAKE_STATE] = program(MAKE_STATE, make_state, donate=(), out_shardings=kept)
     updates = jax.ShapeDtypeStruct((TABLE_WRITES, 3), np.int32)
     programs[WRITE_TABLES] = program(
         WRITE_TABLES,

@@ -54,7 +54,5 @@ class DeviceState:
 
     @classmethod
     def zeros(cls, plan: EnginePlan) -> "DeviceState":
-        return jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
-            cls.abstract(plan),
-        )
+        """The state of an engine that has seen nothing; traced."""
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cls.abstract(plan))
