@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxllm.logging import init_logger
+from jaxllm.runner.bundle import load_programs
 from jaxllm.runner.compile import Programs, compilation_counter
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.programs import (
@@ -66,7 +67,8 @@ class ModelRunner:
         self._plan = plan
         abstract = plan.model_class.abstract(plan.architecture, plan.dtype, plan.mesh.size)
         self._packer = make_packer(plan)
-        self._programs = Programs(declare_programs(plan, self._packer.layouts))
+        declared = declare_programs(plan, self._packer.layouts)
+        self._programs = Programs(declared, load_programs(plan, declared))
         start = time.perf_counter()
         self._weights = jax.tree.leaves(
             load_weights(

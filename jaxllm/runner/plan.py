@@ -89,6 +89,8 @@ class EnginePlan:
     eos_token_ids: tuple[int, ...]
     default_sampling_params: SamplingParams
     compile_at_start: bool
+    # Where this plan's programs are, compiled ahead.
+    program_bundle: Path | None = None
 
     @property
     def blocks_per_seq(self) -> int:

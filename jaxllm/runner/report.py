@@ -7,7 +7,7 @@ rates of the chip's data sheet. Nothing is as fast, and nothing here predicts ho
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,9 +98,10 @@ def report_plan(
     context: int,
     all_programs: bool = True,
     on_program: Callable[[str], None] = lambda name: None,
+    on_compiled: Callable[[Hashable, jax.stages.Compiled], None] = lambda key, compiled: None,
 ) -> PlanReport:
-    """Compile the programs of a plan, or the largest of each kind. Rows have `context` tokens in
-    the bounds."""
+    """Compile the programs of a plan, or the largest of each kind, and let the caller see each.
+    Rows have `context` tokens in the bounds."""
     declared = declare_programs(plan, make_packer(plan).layouts)
     if not all_programs:
         decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
@@ -112,6 +113,7 @@ def report_plan(
         start = time.perf_counter()
         compiled = program.compile(program.lower())
         seconds = time.perf_counter() - start
+        on_compiled(key, compiled)
         memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
         counts: Counter[str] = Counter()
         sizes: Counter[str] = Counter()

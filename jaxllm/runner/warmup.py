@@ -49,7 +49,7 @@ def warm_up(config: EngineConfig) -> WarmupReport:
             value=True,
         )
     use_compilation_cache(config.compilation.compilation_cache_dir)
-    cache_dir = jax.config.read("jax_compilation_cache_dir")
+    cache_dir = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not cache_dir:
         raise JaxLLMError(
             "there is no compilation cache to fill; give --compilation-cache-dir a directory that "

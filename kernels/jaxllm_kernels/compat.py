@@ -22,7 +22,7 @@ def without_source_locations() -> Iterator[None]:
     tracebacks of errors.
     """
     name = "jax_traceback_in_locations_limit"
-    before = jax.config.read(name)
+    before = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update(name, 0)
     try:
         yield
