@@ -65,11 +65,11 @@ def size_kv_cache(
         source = "the free memory"
     if needed > free:
         raise OutOfMemoryError(
-            f"weights {format_bytes(weights_bytes)}, a KV cache of at least "
-            f"{format_bytes(needed - fixed)} and {format_bytes(other_bytes)} of sampler state and "
-            f"outputs need {format_bytes(needed)}, but only "
-            f"{format_bytes(free)} are free; use a smaller model or dtype, or lower max_model_len "
-            "or kv_cache_memory_bytes"
+            f"each device has {format_bytes(free)} free and needs {format_bytes(needed)}: weights "
+            f"{format_bytes(weights_bytes)}, a KV cache of at least {format_bytes(needed - fixed)} "
+            f"and {format_bytes(other_bytes)} of sampler state and outputs; "
+            f"{format_bytes(needed - free)} are missing. Use more devices (tensor_parallel_size), "
+            "or a smaller model or dtype, or lower max_model_len or kv_cache_memory_bytes"
         )
     if num_blocks < blocks_per_seq:
         raise ValidationError(
