@@ -1,5 +1,6 @@
 """How many KV blocks fit: the memory side of the plan."""
 
+import resource
 from pathlib import Path
 
 import jax
@@ -92,6 +93,17 @@ def format_bytes(count: int) -> str:
 def _power_of_two(number: int) -> int:
     """The largest that is not above the number."""
     return 1 << number.bit_length() >> 1
+
+
+def peak_host_bytes() -> int:
+    """The most memory that this process has had, pages of mapped files included."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # In bytes where there is no /proc. On Linux it may be the peak of the parent, in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _free_bytes(config: CacheConfig, device: Device, num_devices: int) -> int:

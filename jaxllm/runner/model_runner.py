@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.logging import init_logger
 from jaxllm.runner.bundle import load_programs
 from jaxllm.runner.compile import Programs, compilation_counter
+from jaxllm.runner.memory import format_bytes, peak_host_bytes
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.programs import (
     MAKE_STATE,
@@ -79,7 +80,12 @@ class ModelRunner:
                 seed=plan.seed,
             )
         )
-        logger.info("weights loaded in %.1f s", time.perf_counter() - start)
+        logger.info(
+            "weights loaded in %.1f s: %s on this process's devices; peak host memory %s",
+            time.perf_counter() - start,
+            format_bytes(plan.weights_bytes * len(plan.mesh.local_devices)),
+            format_bytes(peak_host_bytes()),
+        )
         if plan.compile_at_start:
             logger.info("compiled %s", self._programs.compile_all())
         self._state: DeviceState | None = self._programs[MAKE_STATE]()
