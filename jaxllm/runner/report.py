@@ -103,6 +103,7 @@ def report_plan(
     """Compile the programs of a plan, or the largest of each kind, and let the caller see each.
     Rows have `context` tokens in the bounds."""
     declared = declare_programs(plan, make_packer(plan).layouts)
+    num_programs = len(declared)
     if not all_programs:
         decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
         mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
@@ -155,7 +156,7 @@ def report_plan(
         kv_cache_bytes=plan.kv_cache_bytes,
         state_bytes=sum(map(_shard_bytes, beside_caches)),
         program_bytes=max(p.temp_bytes for p in programs)
-        + max(p.code_bytes for p in programs) * (len(plan.buckets) + 2),
+        + max(p.code_bytes for p in programs) * num_programs,
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,

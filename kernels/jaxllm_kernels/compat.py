@@ -19,7 +19,7 @@ def without_source_locations() -> Iterator[None]:
     The body of a Pallas kernel is part of its program's key in the compilation cache, and with it
     the files and lines of all callers: moving the sources, or starting the same engine in another
     way, would compile everything again. Names of scopes and operations stay, and so do the
-    tracebacks of errors.
+    tracebacks of errors. A kernel that is compiled by itself, as its tests do, keeps its lines.
     """
     name = "jax_traceback_in_locations_limit"
     before = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
