@@ -135,6 +135,11 @@ class CompilationConfig:
         "~/.cache/jaxllm/xla",
         "Where compiled programs are kept between starts; '' leaves it to JAX's setting.",
     )
+    program_bundle: str | None = option(
+        None,
+        "Directory of programs compiled ahead by 'jaxllm plan --out'. Loading it runs the code in "
+        "it: give only what you or somebody you trust has made.",
+    )
     attention_backend: str = option(
         "auto", "Attention implementation: 'auto' (by platform) or the name of a registered one."
     )

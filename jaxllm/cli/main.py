@@ -28,6 +28,9 @@ COMMANDS = {
     "chat": Command("jaxllm.cli.chat", "Talk to a model in the terminal."),
     "run-batch": Command("jaxllm.cli.run_batch", "Answer a file of requests."),
     "plan": Command("jaxllm.cli.plan", "See what an engine would be on chips that are not here."),
+    "warmup": Command(
+        "jaxllm.cli.warmup", "Compile an engine's programs now, so that its next start finds them."
+    ),
     "make-tiny-model": Command(
         "jaxllm.cli.make_tiny_model", "Write a small model with random weights, to try things out."
     ),

@@ -1,4 +1,7 @@
-"""`jaxllm plan`: what an engine would be on chips that are not here, found by compiling it."""
+"""`jaxllm plan`: what an engine would be on chips that are not here, found by compiling it.
+
+What was compiled can be kept, as a bundle for an engine on such chips.
+"""
 
 import argparse
 import dataclasses
@@ -9,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.arguments import add_engine_arguments, engine_options_from
 from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.logging import init_logger
 
 if TYPE_CHECKING:
     from jaxllm.runner.report import PlanReport, ProgramReport
+
+logger = init_logger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("Where")
     where.add_argument("--tpu", metavar="SLICE", help="A TPU slice, for example v6e-8.")
     where.add_argument("--gpu", metavar="NAME", help="A GPU, h200, or several, h200-8.")
+    where.add_argument("--cpu", action="store_true", help="The CPU of this machine.")
     where.add_argument(
         "--compare", metavar="A,B,...", help="Several of them, side by side: v5e-8,v6e-4,h200."
     )
@@ -38,14 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Compile every program, and not only the largest of each kind.",
     )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="Compile every program, and keep them there for an engine with the same flags and "
+        "--program-bundle DIR, on such chips.",
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON, for programs.")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, without=("program_bundle",))
 
 
 def run(args: argparse.Namespace) -> None:
-    names = args.compare.split(",") if args.compare else [args.tpu or args.gpu]
-    if sum(map(bool, (args.tpu, args.gpu, args.compare))) != 1:
-        raise ValidationError("say where: one of --tpu SLICE, --gpu NAME and --compare A,B,...")
+    names = args.compare.split(",") if args.compare else [args.tpu or args.gpu or "cpu"]
+    if sum(map(bool, (args.tpu, args.gpu, args.cpu, args.compare))) != 1:
+        raise ValidationError(
+            "say where: one of --tpu SLICE, --gpu NAME, --cpu and --compare A,B,..."
+        )
+    if args.out and args.compare:
+        raise ValidationError("--out keeps the programs of one plan; leave out --compare")
     if args.context < 1:
         raise ValidationError(f"--context {args.context} must be at least 1")
     options = engine_options_from(args)
@@ -82,6 +99,7 @@ def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) ->
     from jaxllm_kernels.topology import topology_devices
 
     from jaxllm.config import EngineConfig
+    from jaxllm.runner.bundle import BundleWriter
     from jaxllm.runner.report import report_plan
     from jaxllm.runner.sizing import plan_engine
 
@@ -102,13 +120,17 @@ def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) ->
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     plan = plan_engine(config, devices)
+    writer = BundleWriter(Path(args.out), plan) if args.out else None
     report = report_plan(
         plan,
         context=args.context,
-        all_programs=args.all_programs,
+        all_programs=args.all_programs or writer is not None,
         on_program=lambda program: show(f"compiling {program} for {name} ..."),
+        on_compiled=writer.add if writer else lambda key, compiled: None,
     )
     show("")
+    if writer:
+        logger.info("bundle %s", writer.finish())
     return report
 
 
@@ -147,7 +169,8 @@ def as_text(name: str, report: "PlanReport", price: float | None) -> str:
     lines += ["", *(_collectives(program) for program in report.programs)]
     copies = sorted({copy for program in report.programs for copy in program.whole_array_copies})
     lines.append(f"copies of whole weights or caches: {', '.join(copies) or 'none'}")
-    lines += ["", *_bound_lines(report, price)]
+    if report.max_tokens_per_second is not None:
+        lines += ["", *_bound_lines(report, price)]
     return "\n".join(lines)
 
 
@@ -159,9 +182,12 @@ def _memory_lines(report: "PlanReport") -> list[str]:
         ("KV cache", [stage.kv_cache_bytes for stage in stages]),
         ("sampler, block tables", [stage.state_bytes for stage in stages]),
         ("programs", [stage.program_bytes for stage in stages]),
-        ("left", [report.hbm_bytes - stage.used_bytes for stage in stages]),
-        ("in all", [report.hbm_bytes for _ in stages]),
     ]
+    if report.hbm_bytes:
+        rows += [
+            ("left", [report.hbm_bytes - stage.used_bytes for stage in stages]),
+            ("in all", [report.hbm_bytes for _ in stages]),
+        ]
     lines = ["memory of each device        GiB"]
     if len(stages) > 1:
         rows[2] = ("sampler, tables, steps", rows[2][1])  # and the hidden states between stages
@@ -225,13 +251,14 @@ def as_table(reports: "dict[str, PlanReport | JaxLLMError]", price: float | None
         if isinstance(report, JaxLLMError):
             lines.append(f"{name:<10}  {report}")
             continue
-        bound = report.largest_decode.bound
-        assert bound is not None
-        lines.append(
+        line = (
             f"{name:<10}{report.num_devices:>8}{report.weights_bytes / 2**30:>9.2f}"
             f"{report.kv_cache_bytes / 2**30:>10.2f}{report.num_tokens:>10}"
-            f"{1e3 * bound.seconds:>11.2f} ms{report.max_tokens_per_second:>15,.0f}"
-            + (f"{_cost(report, price):>14.3f}" if price is not None else "")
         )
+        bound = report.largest_decode.bound
+        if bound is not None:
+            line += f"{1e3 * bound.seconds:>11.2f} ms{report.max_tokens_per_second:>15,.0f}"
+            line += f"{_cost(report, price):>14.3f}" if price is not None else ""
+        lines.append(line)
     lines.append("GiB of one device; times and rates are bounds and not predictions")
     return "\n".join(lines)

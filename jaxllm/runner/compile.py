@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+from jaxllm_kernels.compat import without_source_locations
 
 from jaxllm.logging import init_logger
 from jaxllm.runner.memory import format_bytes
@@ -44,9 +45,9 @@ class Program:
             self.function, donate_argnums=self.donate, out_shardings=self.out_shardings
         )
         platform = "cuda" if self.platform == "gpu" else self.platform
-        return jitted.trace(*self.arguments).lower(
-            lowering_platforms=(platform,) if platform else None
-        )
+        traced = jitted.trace(*self.arguments)
+        with without_source_locations():
+            return traced.lower(lowering_platforms=(platform,) if platform else None)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return lowered.compile(compiler_options=dict(self.compiler_options) or None)
@@ -54,28 +55,37 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileReport:
-    """What start-up compiled."""
+    """What start-up compiled, or found to be compiled already."""
 
     num_programs: int
-    seconds: float
+    num_loaded: int  # from a bundle
     cache_hits: int
+    seconds: float
     largest_temp_bytes: int
     code_bytes: int
 
+    @property
+    def num_compiled(self) -> int:
+        return self.num_programs - self.num_loaded - self.cache_hits
+
     def __str__(self) -> str:
+        loaded = f", {self.num_loaded} from the bundle" if self.num_loaded else ""
         return (
-            f"{self.num_programs} programs in {self.seconds:.1f} s, {self.cache_hits} from the "
-            f"compilation cache; largest temporary {format_bytes(self.largest_temp_bytes)}, code "
-            f"{format_bytes(self.code_bytes)}"
+            f"{self.num_programs} programs in {self.seconds:.1f} s: {self.num_compiled} compiled, "
+            f"{self.cache_hits} from the compilation cache{loaded}; largest temporary "
+            f"{format_bytes(self.largest_temp_bytes)}, code {format_bytes(self.code_bytes)}"
         )
 
 
 class Programs:
-    """The executables of an engine by key, compiled at start (`compile_all`) or when asked for."""
+    """The executables of an engine by key, compiled at start (`compile_all`) or when asked for, but
+    for those that are given."""
 
-    def __init__(self, programs: Mapping[Hashable, Program]):
+    def __init__(
+        self, programs: Mapping[Hashable, Program], loaded: Mapping[Hashable, Any] | None = None
+    ):
         self._programs = dict(programs)
-        self._compiled: dict[Hashable, Any] = {}
+        self._compiled: dict[Hashable, Any] = dict(loaded or {})
 
     def __getitem__(self, key: Hashable) -> Any:
         compiled = self._compiled.get(key)
@@ -87,16 +97,19 @@ class Programs:
     def compile_all(self) -> CompileReport:
         """Compile everything: lowered here one after another, compiled in threads meanwhile."""
         start, hits = time.perf_counter(), compilation_counter.cache_hits
+        num_loaded = len(self._compiled)
         with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
             pending: dict[Hashable, Future] = {
                 key: pool.submit(program.compile, program.lower())
                 for key, program in self._programs.items()
+                if key not in self._compiled
             }
-            self._compiled = {key: future.result() for key, future in pending.items()}
+            self._compiled |= {key: future.result() for key, future in pending.items()}
         sizes = [compiled.memory_analysis() for compiled in self._compiled.values()]
         sizes = [size for size in sizes if size is not None]
         return CompileReport(
             num_programs=len(self._compiled),
+            num_loaded=num_loaded,
             seconds=time.perf_counter() - start,
             cache_hits=compilation_counter.cache_hits - hits,
             largest_temp_bytes=max((s.temp_size_in_bytes for s in sizes), default=0),
@@ -105,13 +118,16 @@ class Programs:
 
 
 class CompilationCounter:
-    """Counts the compilations of this process; JAX reports them as monitoring events."""
+    """Counts the compilations of this process; JAX reports them as monitoring events.
+
+    To JAX, a program that is fetched from the compilation cache is one that is compiled, too.
+    """
 
     _COMPILE = "/jax/core/compile/backend_compile_duration"
     _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
     def __init__(self) -> None:
-        self.compiles = 0
+        self.compiles = 0  # cache hits included
         self.cache_hits = 0
         # Events come from the threads that compile.
         self._lock = threading.Lock()
@@ -133,13 +149,14 @@ class CompilationCounter:
 compilation_counter = CompilationCounter()
 
 
-def use_compilation_cache(directory: Path | None) -> None:
+def use_compilation_cache(name: str | None) -> None:
     """Keep every compiled program on disk, however small, so that the next start is fast.
 
-    The setting is the process's: None leaves it as it is.
+    The setting is the process's: without a name it stays as it is.
     """
-    if directory is None:
+    if not name:
         return
+    directory = Path(name).expanduser()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -1,5 +1,6 @@
 """How many KV blocks fit: the memory side of the plan."""
 
+import resource
 from pathlib import Path
 
 import jax
@@ -56,16 +57,20 @@ def size_kv_cache(
         else:
             room = max(0, left - program_bytes)
         num_blocks = room // block_bytes
+        if device.platform == "cpu":
+            # The next start finds a little more or less memory free. It should come to the same
+            # number, which is in the shapes of all programs, or none is found in the cache.
+            num_blocks = max(_power_of_two(num_blocks), min(num_blocks, blocks_per_seq))
         if device.platform == "cpu" or not config.enable_prefix_caching:
             num_blocks = min(num_blocks, useful)
         source = "the free memory"
     if needed > free:
         raise OutOfMemoryError(
-            f"weights {format_bytes(weights_bytes)}, a KV cache of at least "
-            f"{format_bytes(needed - fixed)} and {format_bytes(other_bytes)} of sampler state and "
-            f"outputs need {format_bytes(needed)}, but only "
-            f"{format_bytes(free)} are free; use a smaller model or dtype, or lower max_model_len "
-            "or kv_cache_memory_bytes"
+            f"each device has {format_bytes(free)} free and needs {format_bytes(needed)}: weights "
+            f"{format_bytes(weights_bytes)}, a KV cache of at least {format_bytes(needed - fixed)} "
+            f"and {format_bytes(other_bytes)} of sampler state and outputs; "
+            f"{format_bytes(needed - free)} are missing. Use more devices (tensor_parallel_size), "
+            "or a smaller model or dtype, or lower max_model_len or kv_cache_memory_bytes"
         )
     if num_blocks < blocks_per_seq:
         raise ValidationError(
@@ -83,6 +88,22 @@ def format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} B"
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above the number."""
+    return 1 << number.bit_length() >> 1
+
+
+def peak_host_bytes() -> int:
+    """The most memory that this process has had, pages of mapped files included."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # In bytes where there is no /proc. On Linux it may be the peak of the parent, in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _free_bytes(config: CacheConfig, device: Device, num_devices: int) -> int:

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 
 from jaxllm.logging import init_logger
-from jaxllm.runner.compile import Programs, compilation_counter, use_compilation_cache
+from jaxllm.runner.bundle import load_programs
+from jaxllm.runner.compile import Programs, compilation_counter
+from jaxllm.runner.memory import format_bytes, peak_host_bytes
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.programs import declare_programs, make_packer
@@ -58,9 +60,9 @@ class ModelRunner:
 
     def __init__(self, plan: EnginePlan):
         self._plan = plan
-        use_compilation_cache(plan.compilation_cache_dir)
         self._packer = make_packer(plan)
-        programs = Programs(declare_programs(plan, self._packer.layouts))
+        declared = declare_programs(plan, self._packer.layouts)
+        programs = Programs(declared, load_programs(plan, declared))
         start = time.perf_counter()
         weights = load_parts(
             plan.model_dir,
@@ -68,7 +70,12 @@ class ModelRunner:
             load_format=plan.load_format,
             seed=plan.seed,
         )
-        logger.info("weights loaded in %.1f s", time.perf_counter() - start)
+        logger.info(
+            "weights loaded in %.1f s: %s on this process's devices; peak host memory %s",
+            time.perf_counter() - start,
+            format_bytes(_local_bytes(weights)),
+            format_bytes(peak_host_bytes()),
+        )
         if plan.compile_at_start:
             logger.info("compiled %s", programs.compile_all())
         stages = [
@@ -107,6 +114,13 @@ class ModelRunner:
     def free(self) -> None:
         """Give the devices' memory back; nothing can run any more."""
         self._model.free()
+
+
+def _local_bytes(arrays: Any) -> int:
+    """What arrays take on the devices of this process."""
+    return sum(
+        shard.data.nbytes for array in jax.tree.leaves(arrays) for shard in array.addressable_shards
+    )
 
 
 def _columns(logprobs: Any) -> tuple[jax.Array, jax.Array, jax.Array] | None:

@@ -16,7 +16,6 @@ import numpy as np
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.stage import Stage
-from jaxllm.runner.state import abstract_tokens, zeros
 from jaxllm.runner.step import StepOutputs
 from jaxllm.sampling.slot_state import SlotRow
 
@@ -27,7 +26,8 @@ class Pipeline:
     def __init__(self, plan: EnginePlan, stages: list[Stage]):
         self._stages = stages
         self._first, *self._others = stages
-        self._no_tokens = zeros(abstract_tokens(plan, plan.stages[0]))
+        no_tokens = np.zeros(plan.max_num_seqs, np.int32)
+        self._no_tokens = jax.device_put(no_tokens, self._first.everywhere)
         # The tables by the step after which they were copied, oldest first. A step that is older
         # than the pipeline is deep, and one more, is through.
         self._tokens: deque[tuple[int, jax.Array]] = deque(maxlen=len(stages) + 1)

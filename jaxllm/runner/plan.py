@@ -90,7 +90,8 @@ class EnginePlan:
     eos_token_ids: tuple[int, ...]
     default_sampling_params: SamplingParams
     compile_at_start: bool
-    compilation_cache_dir: Path | None
+    # Where this plan's programs are, compiled ahead.
+    program_bundle: Path | None = None
 
     @property
     def blocks_per_seq(self) -> int:
@@ -259,7 +260,6 @@ def make_plan(
         )
         for stage in plan_stages(num_blocks=1)
     )
-    cache_dir = config.compilation.compilation_cache_dir
     return EnginePlan(
         model_name=model.model,
         model_dir=model_dir,
@@ -291,7 +291,6 @@ def make_plan(
         ),
         default_sampling_params=read_default_sampling_params(model, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
-        compilation_cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
     )
 
 

@@ -23,7 +23,8 @@ from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
 from jaxllm.sampling.slot_state import SlotRow, write_slot
 from jaxllm.weights.loader import abstract_weights
 
-# Keys of the two small programs beside the steps, whose keys are their buckets.
+# Keys of the small programs beside the steps, whose keys are their buckets.
+MAKE_STATE = "make_state"
 WRITE_TABLES = "write_block_tables"
 WRITE_SLOT = "write_slot"
 
@@ -48,6 +49,11 @@ class StageKey(NamedTuple):
 def program_key(stage: StagePlan, key: Hashable) -> Hashable:
     """The key of a stage's program among those of the engine."""
     return key if stage.part.is_whole else StageKey(stage.index, key)
+
+
+def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
+    """The stage that runs the program with this key."""
+    return plan.stages[key.stage if isinstance(key, StageKey) else 0]
 
 
 def declare_programs(
@@ -81,6 +87,9 @@ def declare_stage_programs(
             **how,
         )
 
+    def make_state() -> DeviceState:
+        return DeviceState.zeros(plan, stage)
+
     # The largest first: it takes longest to compile.
     programs: dict[Hashable, Program] = {
         bucket: program(
@@ -95,6 +104,7 @@ def declare_stage_programs(
         )
         for bucket, layout in reversed(list(layouts.items()))
     }
+    programs[MAKE_STATE] = program(MAKE_STATE, make_state, donate=(), out_shardings=kept)
     updates = jax.ShapeDtypeStruct((TABLE_WRITES, 3), np.int32)
     programs[WRITE_TABLES] = program(
         WRITE_TABLES,

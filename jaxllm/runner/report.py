@@ -14,7 +14,6 @@ from typing import Literal
 import jax
 
 from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.compile import Program
 from jaxllm.runner.hlo import collectives, whole_array_copies
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.programs import declare_stage_programs, make_packer, program_key
@@ -119,9 +118,10 @@ def report_plan(
     context: int,
     all_programs: bool = True,
     on_program: Callable[[str], None] = lambda name: None,
+    on_compiled: Callable[[Hashable, jax.stages.Compiled], None] = lambda key, compiled: None,
 ) -> PlanReport:
-    """Compile the programs of a plan, or the largest of each kind, for every stage. Rows have
-    `context` tokens in the bounds."""
+    """Compile the programs of a plan, or the largest of each kind, for every stage, and let the
+    caller see each. Rows have `context` tokens in the bounds."""
     layouts = make_packer(plan).layouts
     stages, programs = [], []
     for stage in plan.stages:
@@ -133,8 +133,14 @@ def report_plan(
             declared = {bucket: declared[bucket] for bucket in (decodes[-1], mixed[-1])}
         compiled = []
         for key, program in declared.items():
-            on_program(str(program_key(stage, key)))
-            compiled.append(_report_program(plan, stage, key, program, context))
+            name = program_key(stage, key)
+            on_program(str(name))
+            start = time.perf_counter()
+            executable = program.compile(program.lower())
+            seconds = time.perf_counter() - start
+            on_compiled(name, executable)
+            arrays = [a for a in jax.tree.leaves(program.arguments[:2]) if a.dtype == plan.dtype]
+            compiled.append(_report_program(plan, stage, key, executable, seconds, arrays, context))
         programs += compiled
         stages.append(_report_stage(plan, stage, compiled, num_programs))
     fullest = max(stages, key=lambda stage: stage.used_bytes)
@@ -167,20 +173,22 @@ def report_plan(
 
 
 def _report_program(
-    plan: EnginePlan, stage: StagePlan, key: Hashable, program: Program, context: int
+    plan: EnginePlan,
+    stage: StagePlan,
+    key: Hashable,
+    compiled: jax.stages.Compiled,
+    seconds: float,
+    arrays: list[jax.ShapeDtypeStruct],
+    context: int,
 ) -> ProgramReport:
-    """Compile a program and look at it."""
-    start = time.perf_counter()
-    compiled = program.compile(program.lower())
-    seconds = time.perf_counter() - start
+    """Look at what was compiled. `arrays` are its weights and state: what else goes in is no larger
+    than activations."""
     memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for collective in collectives(hlo):
         counts[collective.opcode] += 1
         sizes[collective.opcode] += collective.num_bytes
-    # Weights and state: what else goes in is no larger than activations.
-    arrays = [a for a in jax.tree.leaves(program.arguments[:2]) if a.dtype == plan.dtype]
     return ProgramReport(
         name=str(program_key(stage, key)),
         num_decodes=key.num_rows if isinstance(key, Bucket) and key.decode_only else 0,

@@ -4,12 +4,16 @@ How much a program needs beside its arguments is known when it is compiled, and 
 largest step is compiled for a first guess of the plan, looked at, and the plan is made again.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxllm_kernels.platform import Device
 
-from jaxllm.config import EngineConfig
+from jaxllm.config import CacheConfig, EngineConfig
+from jaxllm.errors import JaxLLMError
 from jaxllm.logging import init_logger
+from jaxllm.runner.bundle import open_bundle, warn
 from jaxllm.runner.memory import format_bytes
 from jaxllm.runner.plan import EnginePlan, make_plan
 from jaxllm.runner.programs import declare_stage_programs, make_packer
@@ -19,14 +23,43 @@ logger = init_logger(__name__)
 
 
 def plan_engine(config: EngineConfig, devices: Sequence[Device] | None = None) -> EnginePlan:
-    """Plan an engine for these devices (default: those here)."""
+    """Plan an engine for these devices (default: those here), and for its bundle of programs, if it
+    has one that fits."""
+    if config.compilation.program_bundle:
+        directory = Path(config.compilation.program_bundle).expanduser()
+        plan = _plan_for_bundle(config, devices, directory)
+        if plan is not None:
+            return plan
     plan = make_plan(config, devices)
-    cache = config.cache
-    if plan.chip.platform == "cpu" or cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes:
+    if plan.chip.platform == "cpu" or _says_how_large(config.cache):
         return plan
     program_bytes = [_program_bytes(plan, stage) for stage in plan.stages]
     logger.info("programs need up to %s beside weights and cache", format_bytes(max(program_bytes)))
     return make_plan(config, devices, program_bytes=program_bytes)
+
+
+def _plan_for_bundle(
+    config: EngineConfig, devices: Sequence[Device] | None, directory: Path
+) -> EnginePlan | None:
+    """The plan with as many blocks as the bundle's programs are made for; None if they are not the
+    plan's."""
+    bundle = open_bundle(directory)
+    if bundle is None:
+        return None
+    if not _says_how_large(config.cache):
+        cache = dataclasses.replace(config.cache, num_gpu_blocks_override=bundle.num_blocks)
+        config = dataclasses.replace(config, cache=cache)
+    try:
+        plan = make_plan(config, devices)
+        bundle.check(plan)
+    except JaxLLMError as error:
+        warn(directory, error)
+        return None
+    return dataclasses.replace(plan, program_bundle=directory)
+
+
+def _says_how_large(cache: CacheConfig) -> bool:
+    return bool(cache.num_gpu_blocks_override or cache.kv_cache_memory_bytes)
 
 
 def _program_bytes(plan: EnginePlan, stage: StagePlan) -> int:

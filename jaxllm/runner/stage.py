@@ -11,7 +11,13 @@ from jaxllm.parallel.sharding import sharding
 from jaxllm.runner.compile import Programs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.programs import TABLE_WRITES, WRITE_SLOT, WRITE_TABLES, program_key
+from jaxllm.runner.programs import (
+    MAKE_STATE,
+    TABLE_WRITES,
+    WRITE_SLOT,
+    WRITE_TABLES,
+    program_key,
+)
 from jaxllm.runner.stage_plan import StagePlan
 from jaxllm.runner.state import DeviceState
 from jaxllm.runner.step import StepOutputs
@@ -27,7 +33,7 @@ class Stage:
         self._plan, self._stage = plan, stage
         self._programs = programs
         self._weights = weights
-        self._state: DeviceState | None = DeviceState.zeros(plan, stage)
+        self._state: DeviceState | None = programs[program_key(stage, MAKE_STATE)]()
         self.everywhere = sharding(stage.mesh)
 
     @property
@@ -68,6 +74,8 @@ class Stage:
 
     def _take_state(self) -> DeviceState:
         """The state, for a program that consumes it."""
-        if self._state is None:
-            self._state = DeviceState.zeros(self._plan, self._stage)
-        return self._state
+        state = self._state
+        if state is None:
+            state = self._programs[program_key(self._stage, MAKE_STATE)]()
+        self._state = None
+        return state

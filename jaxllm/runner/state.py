@@ -57,15 +57,12 @@ class DeviceState:
 
     @classmethod
     def zeros(cls, plan: EnginePlan, stage: StagePlan) -> "DeviceState":
-        return jax.tree.map(zeros, cls.abstract(plan, stage))
+        """The state of an engine that has seen nothing; traced."""
+        shapes = cls.abstract(plan, stage)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def abstract_tokens(plan: EnginePlan, stage: StagePlan) -> jax.ShapeDtypeStruct:
     """The table of the tokens that the slots sampled last, on a stage's devices."""
     shape = jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32)
     return place(shape, sharding(stage.mesh))
-
-
-def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of this shape, where it says."""
-    return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)

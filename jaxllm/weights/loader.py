@@ -1,7 +1,7 @@
 """Fills a model's parameters from a checkpoint, using every tensor and parameter exactly once.
 
-Parameters are made one after the other, so that beside what is kept there is at most one of them
-in memory.
+Parameters are made one after the other, and what of a file has been copied is let go, so that
+beside what is kept there is at most one of them in memory.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jaxllm.models.decoder import DecoderForCausalLM
 from jaxllm.parallel.sharding import Axes, Part, is_cut, make_mesh, sharding
 from jaxllm.weights.checkpoint import Checkpoint, some_of
 
-_COMPARED_AT_ONCE = 1 << 22  # elements
+_ELEMENTS_AT_ONCE = 1 << 22  # that are read or compared
 _DUMMY_PERIOD = 1_000_003  # a prime: no two rows of a matrix are equal
 
 
@@ -189,20 +189,33 @@ def _check_shapes(
 def _load(
     checkpoint: Checkpoint, sources: tuple[str, ...], parameter: Parameter, mesh: Mesh
 ) -> jax.Array:
-    tensors = tuple(checkpoint.read(source) for source in sources)
-    array = jax.make_array_from_callback(
+    tensors = tuple(_Source(checkpoint, source) for source in sources)
+    return jax.make_array_from_callback(
         parameter.shape,
         sharding(mesh, parameter.axes),
         functools.partial(_read, parameter, tensors, mesh.size),
     )
-    for source in sources:
-        checkpoint.release(source)
-    return array
+
+
+class _Source:
+    """A tensor of a checkpoint, copied piece by piece."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str):
+        self._checkpoint, self._name = checkpoint, name
+        self._tensor = checkpoint.read(name)
+
+    def copy(self, target: np.ndarray, rows: slice, columns: tuple[slice, ...]) -> None:
+        """Fill the target's head with what there is of these rows and columns."""
+        found = self._tensor[rows, *columns]
+        target = target[: len(found)]
+        for some in _row_slices(found):
+            target[some] = found[some]
+            self._checkpoint.release(self._name)
 
 
 def _read(
     parameter: Parameter,
-    tensors: tuple[np.ndarray, ...],
+    sources: tuple[_Source, ...],
     num_shards: int,
     index: tuple[slice, ...] | None,
 ) -> np.ndarray:
@@ -210,21 +223,26 @@ def _read(
     index = index or ()
     first, last = index[0].indices(parameter.shape[0])[:2] if index else (0, 0)
     columns = index[1:]
+    widths = [
+        len(range(*cut.indices(size)))
+        for cut, size in zip(columns, parameter.shape[1:], strict=True)
+    ]
+    values = np.zeros((last - first, *widths), parameter.dtype)
     if not parameter.parts:
-        (tensor,) = tensors
-        values = np.zeros((last - first, *tensor[:0, *columns].shape[1:]), parameter.dtype)
-        found = tensor[first:last, *columns]
-        values[: len(found)] = found  # the rest is padding
+        (source,) = sources
+        source.copy(values, slice(first, last), columns)  # the rest is padding
         return values
     shard_rows = parameter.shape[0] // num_shards
     assert first % shard_rows == last % shard_rows == 0, (index, parameter)
-    pieces = []
+    filled = 0
     for shard in range(first // shard_rows, last // shard_rows):
-        for part, tensor in zip(parameter.parts, tensors, strict=True):
+        for part, source in zip(parameter.parts, sources, strict=True):
             rows = part.rows * part.copies // num_shards
             start = shard // part.copies * rows
-            pieces.append(tensor[start : start + rows, *columns])
-    return np.concatenate(pieces).astype(parameter.dtype)
+            source.copy(values[filled:], slice(start, start + rows), columns)
+            filled += rows
+    assert filled == len(values), (filled, index, parameter)
+    return values
 
 
 def _equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
@@ -235,7 +253,7 @@ def _equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
 
 
 def _row_slices(array: np.ndarray) -> Iterator[slice]:
-    step = max(1, _COMPARED_AT_ONCE // max(1, array[0].size))
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, math.prod(array.shape[1:])))
     return (slice(start, start + step) for start in range(0, len(array), step))
 
 

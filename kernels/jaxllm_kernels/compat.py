@@ -3,9 +3,32 @@
 Pallas for GPUs is young: names and behaviour change with almost every release of JAX.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+# ---- Keys of the compilation cache ----
+
+
+@contextlib.contextmanager
+def without_source_locations() -> Iterator[None]:
+    """Lower programs that do not say from where in the sources they come.
+
+    The body of a Pallas kernel is part of its program's key in the compilation cache, and with it
+    the files and lines of all callers: moving the sources, or starting the same engine in another
+    way, would compile everything again. Names of scopes and operations stay, and so do the
+    tracebacks of errors. A kernel that is compiled by itself, as its tests do, keeps its lines.
+    """
+    name = "jax_traceback_in_locations_limit"
+    before = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
 
 # ---- GPU ----
 

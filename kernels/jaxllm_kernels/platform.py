@@ -25,6 +25,10 @@ MIN_DOT_ROWS = {"cpu": 2, "gpu": 1, "tpu": 1}
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
 _GPU_OPTIONS = (("xla_gpu_enable_command_buffer", _COMMAND_BUFFER),)
 
+# JAX sets this in the environment of a TPU VM, and nowhere else. Said here, it is the same wherever
+# a program for a TPU is compiled.
+_TPU_OPTIONS = (("xla_tpu_use_enhanced_launch_barrier", "true"),)
+
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -68,6 +72,7 @@ CHIPS = {
             num_cores=2,
             vmem_bytes=16 * _MIB,
             smem_bytes=_MIB,
+            compiler_options=_TPU_OPTIONS,
         ),
         Chip(
             name="v5e",
@@ -77,6 +82,7 @@ CHIPS = {
             bf16_flops_per_second=197e12,
             vmem_bytes=128 * _MIB,
             smem_bytes=_MIB,
+            compiler_options=_TPU_OPTIONS,
         ),
         Chip(
             name="v5p",
@@ -87,6 +93,7 @@ CHIPS = {
             num_cores=2,
             vmem_bytes=64 * _MIB,
             smem_bytes=_MIB,
+            compiler_options=_TPU_OPTIONS,
         ),
         Chip(
             name="v6e",
@@ -96,6 +103,7 @@ CHIPS = {
             bf16_flops_per_second=920e12,
             vmem_bytes=128 * _MIB,
             smem_bytes=_MIB,
+            compiler_options=_TPU_OPTIONS,
         ),
         Chip(
             name="v7x",
@@ -104,8 +112,11 @@ CHIPS = {
             hbm_bytes_per_second=3.69e12,
             bf16_flops_per_second=1155e12,
             devices_per_chip=2,
-            # Else XLA gives some uses of a 16-bit weight another layout, and copies all of it.
-            compiler_options=(("xla_tpu_control_large_2nd_minor_layout_for_x16", "false"),),
+            compiler_options=(
+                *_TPU_OPTIONS,
+                # Else XLA gives some uses of a 16-bit weight another layout, and copies all of it.
+                ("xla_tpu_control_large_2nd_minor_layout_for_x16", "false"),
+            ),
             vmem_bytes=64 * _MIB,
             smem_bytes=_MIB,
         ),
@@ -161,7 +172,7 @@ def chip_of(device: Device) -> Chip:
     return Chip(
         name=device.device_kind,
         platform=device.platform,
-        compiler_options=_GPU_OPTIONS if device.platform == "gpu" else (),
+        compiler_options={"gpu": _GPU_OPTIONS, "tpu": _TPU_OPTIONS}.get(device.platform, ()),
         num_cores=getattr(device, "core_count", 1),
         compute_capability=_version(capability) if capability else None,
     )

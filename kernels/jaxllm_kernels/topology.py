@@ -9,6 +9,7 @@ compiled and looked at, but not run.
 from importlib import resources
 from typing import Any, NamedTuple
 
+import jax
 from jax.experimental import topologies
 
 from jaxllm_kernels.platform import Device
@@ -43,11 +44,14 @@ _GPUS = ("h200",)
 
 def topology_names() -> tuple[str, ...]:
     """What `topology_devices` knows."""
-    return (*_TPU_SLICES, *_GPUS)
+    return (*_TPU_SLICES, *_GPUS, "cpu")
 
 
 def topology_devices(name: str) -> list[Device]:
-    """The devices of a TPU slice ("v6e-8") or of one GPU or several ("h200", "h200-8")."""
+    """The devices of a TPU slice ("v6e-8"), of one GPU or several ("h200", "h200-8"), or of this
+    machine's "cpu", which are real."""
+    if name == "cpu":
+        return jax.devices("cpu")
     if name in _TPU_SLICES:
         topology, chips_per_host, chip_config = _TPU_SLICES[name]
         options: dict[str, Any] = {}

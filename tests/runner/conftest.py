@@ -20,9 +20,23 @@ LLAMA_3_8B = {
     "eos_token_id": 128001,
 }
 
+LLAMA_3_70B = LLAMA_3_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+
 
 @pytest.fixture
 def llama_3_8b(tmp_path):
     """A model directory without weights."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    return str(tmp_path)
+
+
+@pytest.fixture
+def llama_3_70b(tmp_path):
+    """The same of the larger one."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_70B))
     return str(tmp_path)

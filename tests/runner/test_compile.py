@@ -10,7 +10,7 @@ from jaxllm.runner.compile import Program, Programs, compilation_counter, use_co
 def cache(tmp_path):
     """A compilation cache of the test's own; afterwards the process has its former one."""
     before = jax.config.jax_compilation_cache_dir
-    use_compilation_cache(tmp_path)
+    use_compilation_cache(str(tmp_path))
     yield tmp_path
     jax.config.update("jax_compilation_cache_dir", before)
 
@@ -64,7 +64,7 @@ def test_wrong_shape_is_an_error_and_no_compilation(cache):
 def test_engines_with_different_caches_each_use_their_own(tmp_path, cache):
     programs(offset=1.25).compile_all()
     other = tmp_path / "other"
-    use_compilation_cache(other)
+    use_compilation_cache(str(other))
     assert programs(offset=1.25).compile_all().cache_hits == 0
     assert list(other.iterdir())
 
@@ -72,5 +72,5 @@ def test_engines_with_different_caches_each_use_their_own(tmp_path, cache):
 def test_unwritable_cache_is_no_reason_not_to_start(tmp_path, caplog, cache):
     file = tmp_path / "file"
     file.write_text("in the way")
-    use_compilation_cache(file / "cache")
+    use_compilation_cache(str(file / "cache"))
     assert programs(offset=1.5).compile_all().num_programs == 2

@@ -56,5 +56,14 @@ def test_cached_prefixes_may_fill_an_accelerator(num_blocks):
 def test_cpu_devices_share_the_memory_of_their_host(num_blocks, monkeypatch):
     monkeypatch.setattr(memory, "_available_host_bytes", lambda: 2000 + 64 * 1000)
     assert num_blocks(kv_cache_memory_bytes=64 * 900) == 900
-    with pytest.raises(OutOfMemoryError, match="but only"):
+    with pytest.raises(OutOfMemoryError, match="are missing"):
         num_blocks(kv_cache_memory_bytes=64 * 900, num_devices=2)
+
+
+def test_a_little_more_free_memory_makes_no_other_programs(num_blocks, monkeypatch):
+    def blocks_with(free):
+        monkeypatch.setattr(memory, "_available_host_bytes", lambda: free)
+        return num_blocks(block_bytes=6400)
+
+    assert {blocks_with(free) for free in range(100_000, 129_000, 1000)} == {4}
+    assert blocks_with(130_500) == 8

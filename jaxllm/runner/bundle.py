@@ -1,0 +1,150 @@
+"""Bundles: an engine's programs, compiled ahead by `jaxllm plan --out` and loaded at its start.
+
+A bundle is a directory with a file per program and a manifest, which says what the programs were
+made for and what each file must hash to. An engine that is anything else, or that cannot load them,
+compiles its programs as ever, and says why.
+
+**Loading a bundle runs what is in it**: programs are machine code, and JAX keeps them as pickles.
+The hashes are checked before anything is unpickled, and find damage; they are no protection from
+somebody who can write the directory, manifest and all. This is the only module that may unpickle.
+"""
+
+import hashlib
+import json
+import pickle
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from jaxllm.errors import JaxLLMError, refused
+from jaxllm.logging import init_logger
+from jaxllm.runner.identity import foreign_code, program_identity
+from jaxllm.runner.memory import format_bytes
+from jaxllm.runner.plan import EnginePlan
+from jaxllm.runner.programs import stage_of
+
+logger = init_logger(__name__)
+
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+class BundleError(JaxLLMError):
+    """A bundle that cannot be made or used; never a reason not to start."""
+
+
+class BundleWriter:
+    """Makes a bundle of the programs of a plan. Without `finish` there is none."""
+
+    def __init__(self, directory: Path, plan: EnginePlan):
+        if foreign := foreign_code(plan):
+            raise BundleError(
+                f"{foreign} would be in the programs, and a bundle cannot tell when code outside "
+                "of jaxllm changes; start without a bundle, the compilation cache serves you"
+            )
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise refused("out", str(directory), "the directory is not empty; give a new one")
+        self._directory = directory
+        self._made_for = program_identity(plan)
+        self._programs: dict[str, dict[str, Any]] = {}
+
+    def add(self, key: Hashable, compiled: jax.stages.Compiled) -> None:
+        data = pickle.dumps(serialize_executable.serialize(compiled))
+        file = f"{str(key).replace(' ', '_')}.pickle"
+        (self._directory / file).write_bytes(data)
+        self._programs[str(key)] = {"file": file, "bytes": len(data), "sha256": _sha256(data)}
+
+    def finish(self) -> str:
+        """Write the manifest; return what there is now, for people."""
+        manifest = {"format": _FORMAT, "made_for": self._made_for, "programs": self._programs}
+        text = json.dumps(manifest, indent=1) + "\n"
+        (self._directory / _MANIFEST).write_text(text, encoding="utf-8")
+        size = sum(program["bytes"] for program in self._programs.values())
+        return f"{self._directory}: {len(self._programs)} programs, {format_bytes(size)}"
+
+
+class Bundle:
+    """A bundle on disk, of which the manifest has been read and nothing been run."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        try:
+            manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+            if manifest["format"] != _FORMAT:
+                raise BundleError(f"its format is {manifest['format']}, and {_FORMAT} is known")
+            self._made_for: dict[str, str] = dict(manifest["made_for"])
+            self._programs = {
+                name: (str(program["file"]), str(program["sha256"]))
+                for name, program in manifest["programs"].items()
+            }
+            self.num_blocks = int(self._made_for["num_blocks"])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BundleError(f"its manifest cannot be read: {error!r}") from error
+
+    def check(self, plan: EnginePlan) -> None:
+        """Raise BundleError if the programs are not those of the plan."""
+        if foreign := foreign_code(plan):
+            raise BundleError(f"{foreign} would be in the programs, which no bundle has")
+        there, here = self._made_for, program_identity(plan)
+        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        if names:
+            name, *others = names
+            raise BundleError(
+                f"it was made for {name} {there.get(name)!r}, and here it is {here.get(name)!r}"
+                + (f" ({', '.join(others)} differ, too)" if others else "")
+            )
+
+    def load(self, plan: EnginePlan, keys: Iterable[Hashable]) -> dict[Hashable, Any]:
+        """The executables of these programs, on the devices of the plan."""
+        loaded = {}
+        for key in keys:
+            if str(key) not in self._programs:
+                raise BundleError(f"it lacks the program {key}")
+            file, wanted = self._programs[str(key)]
+            if Path(file).name != file:
+                raise BundleError(f"its manifest refers to {file!r}, outside its directory")
+            data = (self._directory / file).read_bytes()
+            if _sha256(data) != wanted:
+                raise BundleError(f"{file} is damaged: it has another hash than the manifest says")
+            devices = list(stage_of(plan, key).mesh.devices.flat)
+            loaded[key] = serialize_executable.deserialize_and_load(
+                *pickle.loads(data), backend=devices[0].client, execution_devices=devices
+            )
+        return loaded
+
+
+def open_bundle(directory: Path) -> Bundle | None:
+    """Read what a bundle is made for; None, with a warning, if it cannot be read."""
+    try:
+        return Bundle(directory)
+    except BundleError as error:
+        warn(directory, error)
+        return None
+
+
+def load_programs(plan: EnginePlan, programs: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    """The programs from the plan's bundle; none, with a warning, if they cannot be loaded."""
+    if plan.program_bundle is None:
+        return {}
+    try:
+        bundle = Bundle(plan.program_bundle)
+        bundle.check(plan)
+        return bundle.load(plan, programs)
+    except Exception as error:
+        # Whatever keeps another machine's program from being loaded: we can compile our own.
+        warn(plan.program_bundle, error)
+        return {}
+
+
+def warn(directory: Path, error: Exception) -> None:
+    """Say why a bundle is not used."""
+    reason = str(error) if isinstance(error, JaxLLMError) else f"{type(error).__name__}: {error}"
+    logger.warning("program bundle %s is not used: %s; compiling instead", directory, reason)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,123 @@
+"""All that decides what an engine's programs are, as text that can be compared.
+
+Programs that were compiled ahead are taken only where everything here is as it was. Sources count
+by their bytes, so nobody has to remember to raise a version.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxllm_kernels
+from jax.sharding import Mesh
+from jaxllm_kernels.platform import Device
+
+import jaxllm
+from jaxllm.runner.plan import EnginePlan
+from jaxllm.runner.stage_plan import StagePlan
+
+# What of a plan is no part of any program; every other field is, also one that is new.
+_NOT_IN_PROGRAMS = {
+    "model_name", "model_dir", "load_format", "seed", "eos_token_ids", "default_sampling_params",
+    "compile_at_start", "program_bundle",
+}  # fmt: skip
+# Flags of XLA that change no program; the last one JAX itself sets on a TPU VM, and the chip's
+# compiler options say it everywhere.
+_FLAGS_BESIDE_PROGRAMS = (
+    "--xla_force_host_platform_device_count", "--xla_dump", "--xla_tpu_use_enhanced_launch_barrier",
+)  # fmt: skip
+_LONGEST = 100  # characters of a value that is kept as it is
+
+
+def program_identity(plan: EnginePlan) -> dict[str, str]:
+    """Names and values, the long ones hashed. Equal identities have equal programs."""
+    devices = [device for stage in plan.stages for device in stage.mesh.devices.flat]
+    facts = {
+        "jaxllm": jaxllm.__version__,
+        "sources": _sources(),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "compiler": devices[0].client.platform_version,
+        "XLA flags": _flags(),
+        "host": _host() if plan.chip.platform == "cpu" else "any",
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "topology": ", ".join(map(_place, devices)),
+        **{
+            field.name: _text(getattr(plan, field.name))
+            for field in dataclasses.fields(plan)
+            if field.name not in _NOT_IN_PROGRAMS
+        },
+    }
+    return {name: text if len(text) <= _LONGEST else _hash(text) for name, text in facts.items()}
+
+
+def foreign_code(plan: EnginePlan) -> str | None:
+    """Code in the plan's programs that is not of jaxllm, so that nothing here tells whether it has
+    changed; None if there is none."""
+    if plan.logits_processors:
+        return "logits processors"
+    for part in (plan.model_class, type(plan.attention)):
+        if part.__module__.partition(".")[0] not in (jaxllm.__name__, jaxllm_kernels.__name__):
+            return f"{part.__module__}.{part.__qualname__}"
+    return None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mesh):
+        return str(dict(value.shape))
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        spec = getattr(value.sharding, "spec", None)
+        return f"{value.dtype}{list(value.shape)} {spec}"
+    if isinstance(value, StagePlan):
+        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return f"stage {', '.join(map(_text, fields))}"
+    return repr(value)
+
+
+def _place(device: Device) -> str:
+    coords = getattr(device, "coords", None)
+    core = getattr(device, "core_on_chip", 0)
+    return f"{device.id} of process {device.process_index} at {coords}.{core}"
+
+
+def _flags() -> str:
+    """What the environment tells the compiler: not ours to set, but it changes programs."""
+    words = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
+    return " ".join(sorted(w for w in words if not w.startswith(_FLAGS_BESIDE_PROGRAMS)))
+
+
+def _host() -> str:
+    """The instructions of this machine's processor: programs for a CPU use all of them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    facts = sorted({line for line in lines if line.startswith(names)})
+    return f"{platform.machine()} {_hash(' '.join(facts) or platform.processor())}"
+
+
+def _sources() -> str:
+    """A hash of every file of both packages."""
+    digest = hashlib.sha256()
+    for package in (jaxllm, jaxllm_kernels):
+        assert package.__file__ is not None
+        root = Path(package.__file__).parent
+        for path in sorted(root.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(f"{package.__name__}/{path.relative_to(root).as_posix()}\n".encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _hash(text: str) -> str:
+    return "sha256 " + hashlib.sha256(text.encode()).hexdigest()

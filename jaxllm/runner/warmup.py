@@ -1,0 +1,70 @@
+"""Fills the compilation cache with all that an engine compiles, without its weights.
+
+The programs are declared and compiled by the code that the engine runs at its start, so they are
+the same, and an engine that is started later with the same options finds every one.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.logging import init_logger
+from jaxllm.runner.compile import CompileReport, Programs, use_compilation_cache
+from jaxllm.runner.memory import format_bytes
+from jaxllm.runner.plan import replica_devices
+from jaxllm.runner.programs import declare_programs, make_packer
+from jaxllm.runner.sizing import plan_engine
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupReport:
+    """What was compiled, replica by replica, and what is in the cache now."""
+
+    replicas: list[CompileReport]
+    cache_dir: str
+    num_files: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                *map(str, self.replicas),
+                f"compilation cache {self.cache_dir}: {self.num_files} files, "
+                f"{format_bytes(self.num_bytes)}",
+            ]
+        )
+
+
+def warm_up(config: EngineConfig) -> WarmupReport:
+    """Compile every program of an engine into the compilation cache."""
+    if config.compilation.enforce_eager:
+        raise ValidationError(
+            "enforce_eager=True asks to compile nothing ahead; leave it out to warm up",
+            parameter="enforce_eager",
+            value=True,
+        )
+    use_compilation_cache(config.compilation.compilation_cache_dir)
+    cache_dir = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if not cache_dir:
+        raise JaxLLMError(
+            "there is no compilation cache to fill; give --compilation-cache-dir a directory that "
+            "can be written"
+        )
+    replicas = []
+    for replica in range(config.parallel.data_parallel_size):
+        plan = plan_engine(config, replica_devices(config, replica))
+        logger.info("plan: %s", plan.summary())
+        programs = Programs(declare_programs(plan, make_packer(plan).layouts))
+        replicas.append(programs.compile_all())
+    files = [entry for entry in Path(cache_dir).rglob("*") if entry.is_file()]
+    return WarmupReport(
+        replicas=replicas,
+        cache_dir=cache_dir,
+        num_files=len(files),
+        num_bytes=sum(entry.stat().st_size for entry in files),
+    )
