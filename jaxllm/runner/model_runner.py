@@ -5,6 +5,7 @@ step is dispatched; so the host plans the next step while this one runs, and rea
 step later. Weights and device state belong to the model's stage, or to the stages of a pipeline.
 """
 
+import math
 import time
 from typing import Any
 
@@ -119,7 +120,10 @@ class ModelRunner:
 def _local_bytes(arrays: Any) -> int:
     """What arrays take on the devices of this process."""
     return sum(
-        shard.data.nbytes for array in jax.tree.leaves(arrays) for shard in array.addressable_shards
+        math.prod(array.sharding.shard_shape(array.shape))
+        * array.dtype.itemsize
+        * len(array.sharding.addressable_devices)
+        for array in jax.tree.leaves(arrays)
     )
 
 
