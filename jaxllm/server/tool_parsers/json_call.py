@@ -143,9 +143,11 @@ def _read_string(text: TextStream, sink: Sink) -> Reading[bool]:
 def _unquote(literal: str) -> str | None:
     """The text that a JSON string stands for; None if it is not whole or has wrong escapes."""
     try:
-        return _DECODER.decode(literal)
+        value: str = _DECODER.decode(literal)
+        value.encode()  # half of a surrogate pair is no text
     except ValueError:
         return None
+    return value
 
 
 def _both(first: Sink, second: Sink) -> Sink:

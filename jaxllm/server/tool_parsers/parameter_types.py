@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxllm.server.tool_parsers.base import Tool
 
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _MAX_SCHEMA_DEPTH = 8  # of alternatives and references within each other
 _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 _STRING = frozenset({"string"})
@@ -35,7 +35,7 @@ def to_json(value: str, types: frozenset[str]) -> str:
         return "null"
     if lower in ("true", "false") and "boolean" in types:
         return lower
-    if types & {"integer", "number"} and _NUMBER.fullmatch(word):
+    if types & {"integer", "number"} and NUMBER.fullmatch(word):
         return word
     if types & {"object", "array"} and word[:1] in ("{", "[") and _is_json(word):
         return word

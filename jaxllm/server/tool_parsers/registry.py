@@ -9,6 +9,7 @@ from jaxllm.server.tool_parsers.deepseek_v3 import DEEPSEEK_V3
 from jaxllm.server.tool_parsers.hermes import HERMES
 from jaxllm.server.tool_parsers.llama3_json import LLAMA3_JSON
 from jaxllm.server.tool_parsers.mistral import MISTRAL
+from jaxllm.server.tool_parsers.pythonic import PYTHONIC
 from jaxllm.server.tool_parsers.qwen3_xml import QWEN3_XML
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
@@ -17,6 +18,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": HERMES,
     "llama3_json": LLAMA3_JSON,
     "mistral": MISTRAL,
+    "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_XML,
     "qwen3_xml": QWEN3_XML,
 }
