@@ -93,12 +93,16 @@ class TextStream:
             yield
         return True
 
-    def accept(self, literal: str, sink: Sink) -> Reading[bool]:
-        """Read this if it comes next, else nothing."""
+    def accept(self, literal: str, sink: Sink, *, may_be_cut_off: bool = False) -> Reading[bool]:
+        """Read this if it comes next, else nothing. If it may be cut off, its beginning will do
+        where the answer ends with that."""
         found = yield from self.starts_with(literal)
+        rest = literal if found else self._text[self._pos : self._pos + len(literal)]
+        if not found and may_be_cut_off and self._has_ended:
+            found = bool(rest) and literal.startswith(rest)
         if found:
-            self._pos += len(literal)
-            sink(literal)
+            self._pos += len(rest)
+            sink(rest)
         return found
 
     def take_until(self, markers: Markers, sink: Sink) -> Reading[str | None]:

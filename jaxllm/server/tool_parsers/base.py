@@ -127,7 +127,7 @@ def read_end(text: TextStream, out: ToolCallOutput, marker: str) -> Reading[bool
     """Read the marker at the end of a call, and space before it, if it comes next."""
     out.release()
     yield from text.take_while(SPACE, out.form)
-    found = yield from text.accept(marker, out.form)
+    found = yield from text.accept(marker, out.form, may_be_cut_off=True)
     if found:
         out.drop_form()
     return found

@@ -62,21 +62,23 @@ def _read_parameters(
     separator = ""
     while True:
         yield from text.take_while(SPACE, out.form)
-        if (yield from text.accept(_PARAMETER, out.form)):
+        if (yield from text.accept(_PARAMETER, out.form, may_be_cut_off=True)):
             name = yield from text.collect(_NAME, out.form)
             if name and (yield from text.accept(">", out.form)):
                 out.arguments(f"{separator}{quote(name)}: ")
                 separator = ", "
                 value = ParameterValue(types.get(name), out.arguments)
                 yield from _read_value(text, value)
-            else:
+            elif (yield from text.peek()):
                 out.content(_PARAMETER + name)
+            else:
+                return  # cut off: no brace
             continue
-        if (yield from text.accept(_END_FUNCTION, out.form)):
+        if (yield from text.accept(_END_FUNCTION, out.form, may_be_cut_off=True)):
             break
         marker = yield from text.take_until(_AFTER_VALUE, out.content)
         if marker is None:
-            return  # cut off: no brace
+            return
         if marker in (_END_CALL, _CALL, _FUNCTION):
             break
     out.arguments("}")
