@@ -84,25 +84,25 @@ class TextStream:
         sink(whole)
         return whole
 
-    def starts_with(self, literal: str) -> Reading[bool]:
-        """Whether this comes next. Nothing is read."""
+    def starts_with(self, literal: str, *, may_be_cut_off: bool = False) -> Reading[bool]:
+        """Whether this comes next. Nothing is read. If it may be cut off, its beginning will do
+        where the answer ends with that."""
         while not self._text.startswith(literal, self._pos):
             rest = self._text[self._pos : self._pos + len(literal)]
-            if self._has_ended or not literal.startswith(rest):
+            if not literal.startswith(rest):
                 return False
+            if self._has_ended:
+                return may_be_cut_off and rest != ""
             yield
         return True
 
     def accept(self, literal: str, sink: Sink, *, may_be_cut_off: bool = False) -> Reading[bool]:
-        """Read this if it comes next, else nothing. If it may be cut off, its beginning will do
-        where the answer ends with that."""
-        found = yield from self.starts_with(literal)
-        rest = literal if found else self._text[self._pos : self._pos + len(literal)]
-        if not found and may_be_cut_off and self._has_ended:
-            found = bool(rest) and literal.startswith(rest)
+        """Read this if it comes next, else nothing."""
+        found = yield from self.starts_with(literal, may_be_cut_off=may_be_cut_off)
         if found:
-            self._pos += len(rest)
-            sink(rest)
+            read = self._text[self._pos : self._pos + len(literal)]
+            self._pos += len(read)
+            sink(read)
         return found
 
     def take_until(self, markers: Markers, sink: Sink) -> Reading[str | None]:

@@ -40,8 +40,8 @@ def _read_list(text: TextStream, out: ToolCallOutput) -> Reading[None]:
     if not (yield from text.accept("[", out.form)):
         return
     while (yield from _read_call(text, out)):
-        if not (yield from read_end(text, out, ",")):
-            yield from read_end(text, out, "]")
+        yield from read_end(text, out, ",")
+        if (yield from read_end(text, out, "]")):
             yield from read_end(text, out, _END_MARKER)
             return
 
@@ -53,7 +53,7 @@ def _read_call(text: TextStream, out: ToolCallOutput) -> Reading[bool]:
     if not name or not (yield from text.accept("(", out.form)):
         return False
     argument = yield from _read_argument_name(text, out)
-    if not argument and not (yield from text.starts_with(")")):
+    if not argument and (argument is None or not (yield from text.starts_with(")"))):
         return False
     out.begin_call(name)
     is_whole = yield from _read_arguments(text, out, argument)
@@ -61,7 +61,7 @@ def _read_call(text: TextStream, out: ToolCallOutput) -> Reading[bool]:
     return is_whole
 
 
-def _read_arguments(text: TextStream, out: ToolCallOutput, name: str) -> Reading[bool]:
+def _read_arguments(text: TextStream, out: ToolCallOutput, name: str | None) -> Reading[bool]:
     """Read the arguments from the first one's value on."""
     out.arguments("{")
     separator = ""
@@ -73,19 +73,21 @@ def _read_arguments(text: TextStream, out: ToolCallOutput, name: str) -> Reading
         yield from text.take_while(SPACE, out.form)
         yield from text.accept(",", out.form)
         name = yield from _read_argument_name(text, out)
-    is_whole = yield from text.accept(")", out.form)
-    if is_whole:
-        out.arguments("}")
-    return is_whole
+    if name is None or not (yield from text.accept(")", out.form)):
+        return False
+    out.arguments("}")
+    return True
 
 
-def _read_argument_name(text: TextStream, out: ToolCallOutput) -> Reading[str]:
-    """Read an argument's name and the sign after it; "" if there is none."""
+def _read_argument_name(text: TextStream, out: ToolCallOutput) -> Reading[str | None]:
+    """Read an argument's name and the sign after it; "" if there is no name, None if no sign."""
     yield from text.take_while(SPACE, out.form)
     name = yield from text.collect(_ARGUMENT, out.form)
+    if not name:
+        return ""
     yield from text.take_while(SPACE, out.form)
     if not (yield from text.accept("=", out.form)):
-        return ""
+        return None
     yield from text.take_while(SPACE, out.form)
     return name
 

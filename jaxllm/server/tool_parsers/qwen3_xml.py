@@ -102,7 +102,7 @@ def _at_end_of_value(text: TextStream) -> Reading[bool]:
     if not (yield from text.peek()):
         return True
     for tag in _AFTER_VALUE.literals:
-        if (yield from text.starts_with(tag)):
+        if (yield from text.starts_with(tag, may_be_cut_off=True)):
             return True
     return False
 
