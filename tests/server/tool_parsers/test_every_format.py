@@ -143,7 +143,7 @@ def test_content_is_not_held_back(name):
     parser = make_tool_parser(name)
 
     for char in "A reply, 3 < 4: {x} [y] (z) é":
-        held = char in "< ["  # may begin a marker; the next character tells
+        held = char in "<["  # may begin a marker; the next character tells
         assert held or parser.feed(char)[-1].text.endswith(char)
 
 
