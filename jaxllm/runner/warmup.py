@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.logging import init_logger
 from jaxllm.runner.compile import CompileReport, Programs, use_compilation_cache
 from jaxllm.runner.memory import format_bytes
@@ -47,6 +47,12 @@ def warm_up(config: EngineConfig) -> WarmupReport:
             "enforce_eager=True asks to compile nothing ahead; leave it out to warm up",
             parameter="enforce_eager",
             value=True,
+        )
+    if config.parallel.nnodes != 1:
+        raise refused(
+            "nnodes",
+            config.parallel.nnodes,
+            "programs over several hosts are compiled by all of them together; start the engine",
         )
     use_compilation_cache(config.compilation.compilation_cache_dir)
     cache_dir = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
