@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxllm.sampling.top_k import top_k
+
 
 class LogprobOutput(NamedTuple):
     """Logprobs at n positions: column 0 is the token that is there, then the k most likely ones,
@@ -18,7 +20,7 @@ class LogprobOutput(NamedTuple):
 def token_logprobs(logits: jax.Array, targets: jax.Array, k: int) -> LogprobOutput:
     """Logprobs of the targets, i32 [n], and of the k best tokens under logits, f32 [n, V]."""
     target_logits = jnp.take_along_axis(logits, targets[:, None], axis=1)
-    best_logits, best_ids = jax.lax.top_k(logits, k)
+    best_logits, best_ids = top_k(logits, k)
     normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
     return LogprobOutput(
         token_ids=jnp.concatenate([targets[:, None], best_ids], axis=1),
