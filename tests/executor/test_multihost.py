@@ -79,7 +79,9 @@ def options(tmp_path_factory):
 class Ranks:
     """Processes that run an engine together; none outlives the test."""
 
-    def __init__(self, options, requests, *, nnodes, devices=1, then="", differing=None):
+    def __init__(
+        self, options, requests, *, nnodes, devices=1, then="", differing=None, env_of=None
+    ):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -91,6 +93,9 @@ class Ranks:
         self.processes = []
         for rank in range(nnodes):
             its = options | {"nnodes": nnodes, "node_rank": rank, "master_port": port}
+            if env_of is not None:
+                env |= env_of(rank)
+                its = options | {"nnodes": "auto"}
             its |= (differing or {}) if rank else {}
             command = [sys.executable, "-c", SCRIPT, json.dumps(its), json.dumps(requests), then]
             self.processes.append(
@@ -166,6 +171,28 @@ def test_hosts_give_the_tokens_of_one(nnodes, devices, tensor, data, options, ex
             np.testing.assert_allclose(one[1], other[1], atol=1e-3)
     for status, lines, err in others:
         assert (status, lines) == (0, []), err
+
+
+def slurm(rank):
+    """What SLURM tells a task of a job of two."""
+    return {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
+
+
+@pytest.mark.slow
+def test_ranks_meet_by_what_their_environment_says(options, expected):
+    options = options | {"tensor_parallel_size": 2}
+    with Ranks(options, REQUESTS, nnodes=2, env_of=slurm) as ranks:
+        (status, lines, err), other = ranks.ends()
+    assert (status, other[0]) == (0, 0), err + other[2]
+    assert [[a[0] for a in one] for one in json.loads(lines[-1])] == [
+        [a[0] for a in one] for one in expected
+    ]
 
 
 @pytest.mark.slow

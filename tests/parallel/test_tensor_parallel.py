@@ -31,6 +31,8 @@ def test_equalities_of_the_engine_hold_for_two_shards(engines, same_answers, tmp
         {"async_scheduling": False, "max_num_seqs": 2},
         {"enable_prefix_caching": False, "num_gpu_blocks_override": 24},
         {"attention_backend": "reference", "block_size": 16},
+        {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
+        {"max_num_seqs": 1},
     )
     plain, *others = engines(model_dir, *({"tensor_parallel_size": 2, **c} for c in changes))
     for other in others:
