@@ -25,7 +25,7 @@ _BEAT_S = 0.5
 # Longer than anything that keeps a healthy process from letting a thread of its run.
 _SILENCE_S = 15.0
 # When a connection has broken, which is what happens to that of a process that is killed.
-_SILENCE_AFTER_BREAK_S = 2.0
+_SILENCE_AFTER_BREAK_S = 4.0
 _LEADER = b"0"
 
 
