@@ -26,6 +26,8 @@ _BEAT_S = 0.5
 _SILENCE_S = 15.0
 # When a connection has broken, which is what happens to that of a process that is killed.
 _SILENCE_AFTER_BREAK_S = 4.0
+# For the first sign of life: devices may have to be found before.
+_MEETING_S = 300.0
 _LEADER = b"0"
 
 
@@ -199,6 +201,7 @@ class _Pulse(threading.Thread):
         self._monitor = beat.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._is_leader = beat.type == zmq.ROUTER
         self._heard = dict.fromkeys(others, time.monotonic())
+        self._met: set[bytes] = set()  # heard at least once
         self._on_loss = on_loss
         self._stopping = threading.Event()
         self.lost: str | None = None
@@ -225,7 +228,9 @@ class _Pulse(threading.Thread):
                     broken_at = now
                 else:
                     *sender, _ = self._socket.recv_multipart()
-                    self._heard[sender[0] if sender else _LEADER] = now
+                    name = sender[0] if sender else _LEADER
+                    self._heard[name] = now
+                    self._met.add(name)
             self._look(now, broken_at)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -243,8 +248,9 @@ class _Pulse(threading.Thread):
     def _look(self, now: float, broken_at: float | None) -> None:
         for name, heard in self._heard.items():
             silence = now - heard
-            is_broken = broken_at is not None and heard <= broken_at
-            if silence > (_SILENCE_AFTER_BREAK_S if is_broken else _SILENCE_S):
+            is_broken = name in self._met and broken_at is not None and heard <= broken_at
+            limit = _SILENCE_S if name in self._met else _MEETING_S
+            if silence > (_SILENCE_AFTER_BREAK_S if is_broken else limit):
                 self.lost = (
                     f"rank {name.decode()} is gone: its connection broke"
                     if is_broken

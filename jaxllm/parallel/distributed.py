@@ -52,12 +52,16 @@ def broadcast(word: bytes | None) -> bytes:
 
 def own_address(parallel: ParallelConfig) -> str:
     """The address of this host that the others reach."""
-    if parallel.nnodes != "auto":
-        return socket.gethostbyname(parallel.master_addr)
-    # Nothing is sent: this only asks which of the host's addresses leads outside.
+    named = parallel.master_addr if parallel.nnodes != "auto" else None
+    address = socket.gethostbyname(named) if named else "127.0.0.1"
+    is_meant = named is not None and (named == "localhost" or named.startswith("127."))
+    if is_meant or not address.startswith("127."):
+        return address
+    # It is not known, or a host's own name leads back to itself. Nothing is sent: this only asks
+    # which of the host's addresses leads outside.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
         except OSError:
-            return "127.0.0.1"
+            return address
         return probe.getsockname()[0]
