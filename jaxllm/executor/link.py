@@ -248,7 +248,7 @@ class _Pulse(threading.Thread):
     def _look(self, now: float, broken_at: float | None) -> None:
         for name, heard in self._heard.items():
             silence = now - heard
-            is_broken = name in self._met and broken_at is not None and heard <= broken_at
+            is_broken = broken_at is not None and heard <= broken_at
             limit = _SILENCE_S if name in self._met else _MEETING_S
             if silence > (_SILENCE_AFTER_BREAK_S if is_broken else limit):
                 self.lost = (
