@@ -78,7 +78,9 @@ def test_completions_are_llm_generate(client, llm, body, kind):
     chunks = events(client, COMPLETIONS, prompt=prompts, **body)
     assert added_up(chunks, lambda choice: choice["text"]) == wanted
     single = post(client, COMPLETIONS, prompt=prompts[0], **body)
-    assert [c["text"] for c in single["choices"]] == [text for text, _ in wanted][: len(wanted) // 2]
+    assert [c["text"] for c in single["choices"]] == [text for text, _ in wanted][
+        : len(wanted) // 2
+    ]
 
 
 @pytest.mark.parametrize("echo", [False, True])
