@@ -6,7 +6,7 @@ Names and meanings are those that vLLM's dashboards know, after a prefix.
 import time
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
@@ -56,6 +56,7 @@ class ServerMetrics:
     """Fed with every output of the engine; on the event loop only."""
 
     def __init__(self, prefix: str, model: str):
+        disable_created_metrics()  # a second series for each, of no use to a dashboard
         self._registry = CollectorRegistry(auto_describe=False)
         self._labels = (model, "0")
         self._prefix = prefix
