@@ -16,13 +16,17 @@ pytestmark = pytest.mark.slow  # engines are started
 LONG = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class Process:
     """A server in a process of its own."""
 
     def __init__(self, engine_options, *flags):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         options = dict(engine_options)
         command = [sys.executable, "-m", "jaxllm.cli.main", "serve", options.pop("model")]
         command += [f"--port={self.port}", "--served-model-name=tiny", *flags]
@@ -113,6 +117,20 @@ def test_a_server_without_engine_says_so_and_ends(engine_options, llm):
         response = server.client.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == 503
         assert server.process.wait(30) == 1
+
+
+def test_a_rank_that_follows_opens_no_port_and_ends_quietly(engine_options):
+    hosts = ("-tp=2", "--nnodes=2", f"--master-port={free_port()}")
+    with (
+        Process(engine_options, *hosts, "--node-rank=0") as first,
+        Process(engine_options, *hosts, "--node-rank=1") as second,
+    ):
+        first.wait_until_ready()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", second.port), timeout=5)
+        first.process.send_signal(signal.SIGTERM)
+        assert (first.process.wait(60), second.process.wait(60)) == (0, 0)
+        assert "Traceback" not in second.process.stderr.read()
 
 
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(engine_options):

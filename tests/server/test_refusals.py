@@ -54,6 +54,22 @@ def test_a_wrong_request_is_told_what_is_wrong(client, path, body, status, messa
     assert len(error["message"]) < 2100
 
 
+def test_a_template_of_a_request_is_run_in_a_sandbox_and_only_if_trusted(host):
+    body = {"messages": HELLO, "add_generation_prompt": False}
+    with host.serve(trust_request_chat_template=True) as client:
+        response = client.post(
+            "/tokenize", json=body | {"chat_template": "a{{ messages | length }}"}
+        )
+        tokens = response.json()["tokens"]
+        assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "a1"}
+        for template in (
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "{{ messages.clear() }}",
+        ):
+            response = client.post(CHAT, json=body | {"chat_template": template})
+            assert response.status_code == 400 and "the chat template" in response.text
+
+
 def test_a_body_that_is_no_json(client):
     for body, message in ((b"{", "not JSON"), (b"\xff", "not JSON"), (b"[]", "a JSON object")):
         response = client.post(CHAT, content=body, headers=JSON)
