@@ -54,8 +54,9 @@ class AnswerEndpoint:
         events = EventStream(send, self._service.options.client_timeout)
         try:
             await self._service.check_takes_requests()
-            body = await read_body(scope, receive, self._service.options)
-            response = await while_connected(receive, self._answer(body, begun, events))
+            with self._service.admission.body() as admit:
+                body = await read_body(scope, receive, self._service.options, admit)
+                response = await while_connected(receive, self._answer(body, begun, events))
         except Disconnected:
             return
         except Exception as error:

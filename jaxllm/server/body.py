@@ -1,6 +1,7 @@
 """The body of a request: limits hold while it is read, not after."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,8 +16,10 @@ from jaxllm.server.options import ServerOptions
 _CLOSE = {"Connection": "close"}
 
 
-async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> bytes:
-    """The bytes of a JSON body."""
+async def read_body(
+    scope: Scope, receive: Receive, options: ServerOptions, admit: Callable[[int], None]
+) -> bytes:
+    """The bytes of a JSON body; `admit` is asked before a part of it is kept."""
     headers = Headers(scope=scope)
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -32,7 +35,7 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> b
         raise _too_long(options)
     try:
         async with asyncio.timeout(options.client_timeout):
-            return await _read(receive, options)
+            return await _read(receive, options, admit)
     except TimeoutError:
         raise HTTPError(
             408,
@@ -42,13 +45,15 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> b
         ) from None
 
 
-async def _read(receive: Receive, options: ServerOptions) -> bytes:
+async def _read(receive: Receive, options: ServerOptions, admit: Callable[[int], None]) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Disconnected
-        body += message.get("body", b"")
+        part = message.get("body", b"")
+        admit(len(part))
+        body += part
         if len(body) > options.max_body_bytes:
             raise _too_long(options)
         if not message.get("more_body", False):

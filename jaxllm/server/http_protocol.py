@@ -9,9 +9,9 @@ def limited_protocol(max_header_bytes: int, timeout_s: float) -> type[HttpToolsP
     """A protocol that closes connections whose heads are too long or take too long."""
 
     class LimitedProtocol(HttpToolsProtocol):
-        _head_bytes = 0  # that came before the head was complete
-        _seen_bytes = 0  # of URL and headers, as the parser tells them
-        _is_in_head = False
+        _head_bytes = 0  # of URL, headers and trailers, as the parser tells them
+        _silent_bytes = 0  # that have come since it told anything: of a header without an end
+        _was_told = False
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -23,36 +23,34 @@ def limited_protocol(max_header_bytes: int, timeout_s: float) -> type[HttpToolsP
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            # What comes of the parser's callbacks is known once it has ended; before, only what has
-            # come: a header that has no end is told to nobody.
+            self._was_told = False
             super().data_received(data)
-            if self._is_in_head:
-                self._head_bytes += len(data)
-                if self._head_bytes > max_header_bytes and not self.transport.is_closing():
-                    self.send_400_response("")
+            self._silent_bytes = 0 if self._was_told else self._silent_bytes + len(data)
+            if self._silent_bytes > max_header_bytes and not self.transport.is_closing():
+                self.send_400_response("")
             if self.cycle is None or self.cycle.response_complete:
                 self._watch()
             else:
                 self._unwatch()
 
         def on_message_begin(self) -> None:
-            self._is_in_head, self._head_bytes, self._seen_bytes = True, 0, 0
+            self._head_bytes = 0
             super().on_message_begin()
 
         def on_url(self, url: bytes) -> None:
-            self._see(len(url))
+            self._count(len(url))
             super().on_url(url)
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            self._see(len(name) + len(value))  # also of trailers, after the body
+            self._count(len(name) + len(value))
             super().on_header(name, value)
 
-        def on_headers_complete(self) -> None:
-            self._is_in_head = False
-            super().on_headers_complete()
+        def on_body(self, body: bytes) -> None:
+            self._was_told = True
+            super().on_body(body)
 
         def send_400_response(self, msg: str) -> None:
-            if max(self._head_bytes, self._seen_bytes) <= max_header_bytes:
+            if max(self._head_bytes, self._silent_bytes) <= max_header_bytes:
                 super().send_400_response(msg)
                 return
             text = f"the head of the request is longer than {max_header_bytes} bytes".encode()
@@ -63,9 +61,10 @@ def limited_protocol(max_header_bytes: int, timeout_s: float) -> type[HttpToolsP
             )
             self.transport.close()
 
-        def _see(self, num_bytes: int) -> None:
-            self._seen_bytes += num_bytes
-            if self._seen_bytes > max_header_bytes:
+        def _count(self, num_bytes: int) -> None:
+            self._was_told = True
+            self._head_bytes += num_bytes
+            if self._head_bytes > max_header_bytes:
                 raise ValueError("too long")  # the parser takes it for a bad request
 
         def _watch(self) -> None:

@@ -21,8 +21,9 @@ class JSONEndpoint:
         service = self._service
         try:
             await service.check_takes_requests()
-            body = await read_body(scope, receive, service.options)
-            response = await service.engine.in_tokenizer_thread(partial(self._answer, body))
+            with service.admission.body() as admit:
+                body = await read_body(scope, receive, service.options, admit)
+                response = await service.engine.in_tokenizer_thread(partial(self._answer, body))
         except Disconnected:
             return
         except Exception as error:

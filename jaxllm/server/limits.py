@@ -1,21 +1,39 @@
 """How much may be under way at once: what comes above it is refused, and may come again later."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxllm.errors import refused
 from jaxllm.openai.errors import UnavailableError
 
 
 class Admission:
-    """Counts answers and tokens of prompts under way. `None` means no limit."""
+    """Counts answers, tokens of prompts and bytes of bodies under way. `None` means no limit."""
 
-    def __init__(self, max_answers: int | None, max_tokens: int | None):
+    def __init__(self, max_answers: int | None, max_tokens: int | None, max_bytes: int):
         self._max_answers = max_answers
         self._max_tokens = max_tokens
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
         self.num_answers = 0
         self.num_tokens = 0
         self.num_refused = 0
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[Callable[[int], None]]:
+        """What is called for every part of a body; it is under way within this context."""
+        held = 0
+
+        def admit(num: int) -> None:
+            nonlocal held
+            self._check(self.num_bytes + num > self._max_bytes, "--max-queued-bytes")
+            held += num
+            self.num_bytes += num
+
+        try:
+            yield admit
+        finally:
+            self.num_bytes -= held
 
     @contextlib.contextmanager
     def answers(self, num: int) -> Iterator[None]:

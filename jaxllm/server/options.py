@@ -56,6 +56,9 @@ class ServerOptions:
     max_queued_tokens: int | None = option(
         None, "Most tokens of all prompts under way; the same above it."
     )
+    max_queued_bytes: int = option(
+        1 << 30, "Most bytes of all bodies under way; the same above it."
+    )
     request_timeout: float | None = option(
         None,
         "Seconds after which an answer ends as it is, with finish_reason 'abort' and stop_reason "
@@ -100,6 +103,7 @@ _LOWEST = {
     "max_json_depth": 1,
     "max_queued_requests": 0,
     "max_queued_tokens": 1,
+    "max_queued_bytes": 1,
     "request_timeout": 0.001,
     "client_timeout": 0.001,
     "shutdown_timeout": 0,

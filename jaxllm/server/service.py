@@ -22,7 +22,9 @@ class Service:
         running = engine.info.max_num_seqs * engine.config.parallel.data_parallel_size
         queued = options.max_queued_requests
         self.admission = Admission(
-            None if queued is None else running + queued, options.max_queued_tokens
+            None if queued is None else running + queued,
+            options.max_queued_tokens,
+            options.max_queued_bytes,
         )
 
     @property

@@ -34,7 +34,7 @@ JSON = {"Content-Type": "application/json"}
         (CHAT, {"messages": HELLO, "stream": True, "n": 0}, 400, "n=0"),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),
         (COMPLETIONS, {"prompt": "x" * 9000, "max_tokens": 1}, 400, "max_model_len=2048"),
-        (COMPLETIONS, {"prompt": [[1], [100_000]], "stream": True}, 400, "no such token"),
+        (COMPLETIONS, {"prompt": [[100_000], [1]], "stream": True}, 400, "no such token"),
         (COMPLETIONS, {"prompt": ["a"] * 1025}, 400, "at most 1024"),
         (COMPLETIONS, {"prompt": ["a"] * 1024, "n": 16384}, 400, "one request may have at most"),
         (COMPLETIONS, {"prompt": {}}, 400, "it must be a string"),
@@ -176,6 +176,14 @@ def test_too_many_tokens_are_put_off(host):
         assert client.post(COMPLETIONS, json={"prompt": [5] * 101}).status_code == 400
 
 
+def test_too_many_bytes_are_put_off(host):
+    with host.serve(max_queued_bytes=5000) as client:
+        for _ in range(3):  # what was refused is not counted any more
+            response = client.post("/tokenize", json={"prompt": "a" * 5000})
+            assert response.status_code == 503 and "--max-queued-bytes" in response.text
+        assert client.post("/tokenize", json={"prompt": "a" * 4900}).status_code == 200
+
+
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
 def test_an_answer_that_takes_too_long_ends_as_it_is(host, prompt):
     body = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True}
@@ -213,7 +221,7 @@ def talk(port, data, *, more=b"", timeout=20):
 
 
 def test_heads_have_an_end(host):
-    with host.serve(max_header_bytes=4096, client_timeout=1.0) as client:
+    with host.serve(max_header_bytes=4096, client_timeout=0.5) as client:
         start = b"GET /health HTTP/1.1\r\nHost: a\r\n"
         many = b"".join(b"X-%d: a\r\n" % number for number in range(2000))
         for data in (
@@ -231,6 +239,8 @@ def test_heads_have_an_end(host):
         chunked = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"
         chunked += b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
         assert b"HTTP/1.1 431" in talk(client.port, chunked + many + b"\r\n\r\n" + start)
+        endless = talk(client.port, chunked + b"X: ", more=b"a" * 500)
+        assert endless[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 408", b"")
         assert talk(client.port, start + b"\r\n" + start, more=b"").startswith(b"HTTP/1.1 200")
         assert talk(client.port, b"\x16\x03\x01 what is this\r\n\r\n").startswith(b"HTTP/1.1 400")
         assert client.get("/health").status_code == 200
