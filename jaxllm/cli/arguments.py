@@ -186,7 +186,8 @@ def _add_flag(group: Any, name: str, hint: Any, default: Any, text: str) -> None
     if is_switch:
         text += f" Default: {'on' if default else 'off'}."
     elif default not in (None, "", (), dataclasses.MISSING, msgspec.NODEFAULT):
-        text += f" Default: {default}."
+        shown = " ".join(default) if isinstance(default, tuple) else default
+        text += f" Default: {shown}."
     group.add_argument(
         *SHORT_FLAGS.get(name, ()),
         "--" + name.replace("_", "-"),

@@ -3,6 +3,7 @@ either of server and engine has to go."""
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import socket
@@ -60,6 +61,11 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
             trust_request_chat_template=options.trust_request_chat_template,
             parsers=parsers,
         )
+        if not keys and not _is_loopback(listener):
+            logger.warning(
+                "everybody who reaches %s may use this server; --api-key-file sets keys",
+                options.host,
+            )
         server = Server(Service(engine, served, options), keys)
         server.run([listener])
         return EXIT_ENGINE_DEAD if engine.errored else 0
@@ -101,6 +107,15 @@ class Server(uvicorn.Server):
         except (RuntimeError, ValueError):
             pass  # not in the main thread, where no signals come
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        scheme = "https" if self.config.is_ssl else "http"
+        names = ", ".join(self._service.served.names)
+        for one in sockets or ():
+            host, port = one.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            logger.info("serving %s at %s://%s:%d", names, scheme, host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests; let those under way finish, and end them when it takes too
@@ -162,6 +177,10 @@ def bind(options: ServerOptions) -> socket.socket:
             f"cannot listen at {options.host}: {error.strerror}; give another --host or --port",
         ) from error
     return listener
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def _read_template(path: str) -> str:
