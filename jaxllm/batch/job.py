@@ -178,7 +178,9 @@ class _Job:
             run = BatchRun(
                 engine,
                 ServedModel.of(
-                    engine, self._options.served_model_name, self._options.chat_template
+                    engine,
+                    self._options.served_model_name,
+                    chat_template=self._options.chat_template,
                 ),
                 itertools.chain([first], items),
                 reader,

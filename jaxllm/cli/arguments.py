@@ -95,11 +95,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Collection
         "positional_model", nargs="?", metavar="MODEL", help="The same as --model MODEL."
     )
     for part in typing.get_type_hints(EngineConfig).values():
-        group = parser.add_argument_group(part.__doc__)
-        hints = typing.get_type_hints(part)
-        for f in dataclasses.fields(part):
-            if f.metadata["flag"] and f.name not in without:
-                _add_flag(group, f.name, hints[f.name], f.default, f.metadata["help"])
+        add_option_arguments(parser, part, without=without)
+
+
+def add_option_arguments(
+    parser: argparse.ArgumentParser, options: Any, *, without: Collection[str] = ()
+) -> None:
+    """Add a flag for every field of a dataclass whose fields are made by `config.option`."""
+    group = parser.add_argument_group(options.__doc__)
+    hints = typing.get_type_hints(options)
+    for f in dataclasses.fields(options):
+        if f.metadata["flag"] and f.name not in without:
+            _add_flag(group, f.name, hints[f.name], f.default, f.metadata["help"])
 
 
 def add_sampling_arguments(
@@ -119,10 +126,9 @@ def add_sampling_arguments(
 def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options that were given, as the keyword arguments that `LLM` takes."""
     options = {
-        f.name: getattr(args, f.name)
+        name: value
         for part in typing.get_type_hints(EngineConfig).values()
-        for f in dataclasses.fields(part)
-        if f.name in args
+        for name, value in options_from(args, part).items()
     }
     if args.positional_model is not None:
         if options.get("model", args.positional_model) != args.positional_model:
@@ -134,6 +140,16 @@ def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
     if "model" not in options:
         raise ValidationError("no model; give --model with a local directory or a hub name")
     return options
+
+
+def options_from(args: argparse.Namespace, options: Any) -> dict[str, Any]:
+    """The fields of such a dataclass that were given."""
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(options) if f.name in args}
+    hints = typing.get_type_hints(options)
+    return {
+        name: tuple(value) if typing.get_origin(hints[name]) is tuple else value
+        for name, value in given.items()
+    }
 
 
 def sampling_params_from(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
@@ -174,7 +190,8 @@ def _add_flag(group: Any, name: str, hint: Any, default: Any, text: str) -> None
     if is_switch:
         text += f" Default: {'on' if default else 'off'}."
     elif default not in (None, "", (), dataclasses.MISSING, msgspec.NODEFAULT):
-        text += f" Default: {default}."
+        shown = " ".join(default) if isinstance(default, tuple) else default
+        text += f" Default: {shown}."
     group.add_argument(
         *SHORT_FLAGS.get(name, ()),
         "--" + name.replace("_", "-"),

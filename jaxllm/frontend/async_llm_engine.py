@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -41,6 +41,8 @@ logger = init_logger(__name__)
 # So many outputs are worked through before others get their turn on the event loop.
 _OUTPUTS_AT_ONCE = 128
 _STOP_GRACE_S = 10.0
+
+Result = TypeVar("Result")
 
 
 class AsyncLLMEngine:
@@ -149,6 +151,10 @@ class AsyncLLMEngine:
             raise ValidationError("there is no tokenizer: skip_tokenizer_init=True")
         return self.tokenizer.hf
 
+    async def in_tokenizer_thread(self, function: Callable[[], Result]) -> Result:
+        """Run what uses the tokenizer where it holds up nobody but others who use it."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
     async def stats(self) -> EngineStats:
         """The engine's figures as of now."""
         return msgspec.convert(await self._call("stats"), EngineStats)
@@ -199,7 +205,7 @@ class AsyncLLMEngine:
 
     async def _process_input(self, *args: Any, **kwargs: Any) -> ProcessedInput:
         process = functools.partial(self._input_processor.process, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, process)
+        return await self.in_tokenizer_thread(process)
 
     async def _call(self, name: str, **arguments: str) -> Any:
         self._check()

@@ -5,6 +5,7 @@ loaded only here, and importing this module does not load transformers.
 """
 
 import functools
+import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,9 @@ def render_chat(
             "set add_generation_prompt=False to continue the last message",
             parameter="continue_final_message",
         )
+    reserved = _reserved(tokenizer, chat_template_kwargs)
+    if reserved:
+        raise refused("chat_template_kwargs", reserved, "these are not the template's; leave out")
     conversation = [_plain_message(message) for message in messages]
     if not conversation:
         raise ValidationError("messages is empty; give at least one", parameter="messages")
@@ -142,6 +146,14 @@ def render_chat(
     return TokensPrompt(
         prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)
     )
+
+
+def _reserved(tokenizer: Tokenizer, names: Mapping[str, Any] | None) -> list[str]:
+    """Of these names, those that mean something to the function that renders."""
+    if not names:
+        return []
+    taken = inspect.signature(tokenizer.hf.apply_chat_template).parameters
+    return sorted(name for name in names if name in taken and name != "documents")
 
 
 _KINDS = {

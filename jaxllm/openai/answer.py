@@ -37,11 +37,15 @@ def usage_of(outputs: Sequence[RequestOutput], *, num_hidden: int = 0) -> Usage:
     )
 
 
+# The stop_reason of an answer that was ended for the time that it took: it is an answer, though.
+TIMEOUT = "timeout"
+
+
 def check_finished(outputs: Sequence[RequestOutput]) -> None:
     """Raise if one of the answers ended because of the engine and not by itself."""
     for output in outputs:
         for one in output.outputs:
             if one.finish_reason == "error":
                 raise AnswerError(f"the engine could not finish the answer: {one.stop_reason}")
-            if one.finish_reason == "abort":
+            if one.finish_reason == "abort" and one.stop_reason != TIMEOUT:
                 raise AnswerError("the request was aborted before its answer was finished")

@@ -9,13 +9,15 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import render_chat
 from jaxllm.messages import CompletionOutput, PromptType, RequestOutput
 from jaxllm.openai.answer import Usage, check_finished, usage_of
+from jaxllm.openai.chat_stream import ChatStream, finish_reason
 from jaxllm.openai.fields import RequestFields, read_body
 from jaxllm.openai.logprobs import ChatLogprobs, Position, chat_logprobs
+from jaxllm.openai.parsing import ChatMessage, TextParser, message_of
 from jaxllm.openai.served_model import ServedModel, id_as_text
+from jaxllm.openai.tools import Function, Tool, offered_functions
 from jaxllm.sampling_params import SamplingParams
 
-# Of completions, or of templates that a request brings: it may not bring programs.
-_NOT_OF_CHAT = {"add_special_tokens": (False,), "chat_template": (), "echo": (False,)}
+_NOT_OF_CHAT = {"add_special_tokens": (False,), "echo": (False,)}
 
 
 class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
@@ -28,10 +30,20 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Of requests that are answered live.
+    chat_template: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @classmethod
-    def read(cls, body: object) -> Self:
-        return read_body(body, cls, _NOT_OF_CHAT)
+    def read(cls, body: object, *, live: bool = False) -> Self:
+        return read_body(body, cls, _NOT_OF_CHAT, live=live)
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
 
     def prompts(self, served: ServedModel) -> list[PromptType]:
         """The conversation, written out by the model's template."""
@@ -39,12 +51,21 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             raise ValidationError(
                 "chat needs a tokenizer, but skip_tokenizer_init=True", parameter="messages"
             )
+        if self.chat_template is not None and not served.trust_request_chat_template:
+            raise refused(
+                "chat_template",
+                self.chat_template,
+                "it is a program; the server runs it only if it was started with "
+                "--trust-request-chat-template",
+            )
+        functions = self._functions(served)
         prompt = render_chat(
             served.tokenizer,
             self.messages,
-            chat_template=served.chat_template,
+            chat_template=self.chat_template or served.chat_template,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
+            tools=None if functions is None else list(map(_as_template_has_it, functions)),
             chat_template_kwargs=self.chat_template_kwargs,
         )
         if self.cache_salt is not None:
@@ -61,6 +82,10 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
                     f"max_tokens={self.max_tokens} says otherwise; give one of them",
                 )
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.stream and self.prompt_logprobs is not None:
+            raise refused(
+                "prompt_logprobs", self.prompt_logprobs, "a streamed chat has no place for them"
+            )
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "it needs logprobs=true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -73,34 +98,61 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         check_finished(outputs)
         (output,) = outputs
         return ChatCompletion(
-            id=f"chatcmpl-{self.request_id or answer_id}",
+            id=self._id(answer_id),
             created=created,
             model=served.names[0],
-            choices=[self._choice(one, served) for one in output.outputs],
+            choices=[self._choice(one, output.prompt, served) for one in output.outputs],
             usage=usage_of(outputs),
             prompt_logprobs=output.prompt_logprobs,
             prompt_token_ids=output.prompt_token_ids if self.return_token_ids else None,
         )
 
-    def _choice(self, one: CompletionOutput, served: ServedModel) -> "ChatChoice":
-        logprobs = None
-        if one.logprobs is not None:
-            text_of = id_as_text if self.return_tokens_as_token_ids else served.text_of
-            logprobs = chat_logprobs(one.logprobs, self.top_logprobs or 0, text_of)
+    def streamed_answer(self, answer_id: str, created: int, served: ServedModel) -> ChatStream:
+        """The body of the answer in chunks."""
+        return ChatStream(self, self._id(answer_id), created, served)
+
+    def needs_special_tokens(self, served: ServedModel) -> bool:
+        return served.parsers.needs_special_tokens(self._functions(served) is not None)
+
+    def parser(self, prompt: str | None, served: ServedModel) -> TextParser:
+        """The parser for one answer to this prompt."""
+        return served.parsers.make(
+            prompt or "",
+            self._functions(served),
+            parallel_calls=self.parallel_tool_calls is not False,
+            show_reasoning=self.include_reasoning is not False,
+            enable_thinking=(self.chat_template_kwargs or {}).get("enable_thinking") is not False,
+        )
+
+    def logprobs_of(self, one: CompletionOutput, served: ServedModel) -> ChatLogprobs | None:
+        if one.logprobs is None:
+            return None
+        text_of = id_as_text if self.return_tokens_as_token_ids else served.text_of
+        return chat_logprobs(one.logprobs, self.top_logprobs or 0, text_of)
+
+    def _id(self, answer_id: str) -> str:
+        return f"chatcmpl-{self.request_id or answer_id}"
+
+    def _functions(self, served: ServedModel) -> list[Function] | None:
+        return offered_functions(self.tools, self.tool_choice, served.parsers.has_tools)
+
+    def _choice(
+        self, one: CompletionOutput, prompt: str | None, served: ServedModel
+    ) -> "ChatChoice":
+        parser = self.parser(prompt, served)
+        message = message_of([*parser.feed(one.text), *parser.finish()])
         return ChatChoice(
             index=one.index,
-            message=ChatMessage(content=one.text),
-            logprobs=logprobs,
-            finish_reason=one.finish_reason,
+            message=message,
+            logprobs=self.logprobs_of(one, served),
+            finish_reason=finish_reason(one, bool(message.tool_calls)),
             stop_reason=one.stop_reason,
             token_ids=one.token_ids if self.return_token_ids else None,
         )
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
-    role: str = "assistant"
-    content: str
-    refusal: None = None
+def _as_template_has_it(function: Function) -> dict[str, Any]:
+    return {"type": "function", "function": msgspec.to_builtins(function)}
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

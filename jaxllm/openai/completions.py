@@ -1,15 +1,16 @@
 """/v1/completions: prompts in, their continuations out."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from jaxllm.errors import refused
 from jaxllm.messages import CompletionOutput, PromptType, RequestOutput, TextPrompt, TokensPrompt
 from jaxllm.openai.answer import Usage, check_finished, usage_of
+from jaxllm.openai.completion_stream import CompletionStream
 from jaxllm.openai.fields import RequestFields, read_body
-from jaxllm.openai.logprobs import CompletionLogprobs, Position, completion_logprobs
+from jaxllm.openai.logprobs import CompletionLogprobs, Position, TextOf, completion_logprobs
 from jaxllm.openai.served_model import ServedModel, id_as_text
 from jaxllm.sampling_params import SamplingParams
 
@@ -35,24 +36,26 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: bool | None = None
 
     @classmethod
-    def read(cls, body: object) -> Self:
-        return read_body(body, cls, _NOT_OF_COMPLETIONS)
+    def read(cls, body: object, *, live: bool = False) -> Self:
+        return read_body(body, cls, _NOT_OF_COMPLETIONS, live=live)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._given)
 
     def prompts(self, served: ServedModel) -> list[PromptType]:
         """Each of the prompts."""
-        given = self.prompt
-        several = isinstance(given, list) and given and isinstance(given[0], str | list)
-        prompts = given if several else [given]
-        if len(prompts) > MAX_PROMPTS:
-            raise refused("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} are allowed")
-        return [self._prompt(one, served) for one in prompts]
+        num = self.num_prompts
+        if num > MAX_PROMPTS:
+            raise refused("prompt", f"{num} prompts", f"at most {MAX_PROMPTS} are allowed")
+        return [self._prompt(one, served) for one in self._given]
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """With `echo` the prompt has logprobs, too."""
         params: dict[str, Any] = {"logprobs": self.logprobs}
         if self.max_tokens is not None:
             # The engine always makes one token; of a mere echo it is not shown.
-            params["max_tokens"] = 1 if self._is_mere_echo else self.max_tokens
+            params["max_tokens"] = 1 if self.is_mere_echo else self.max_tokens
         if self.echo and self.prompt_logprobs is None:
             params["prompt_logprobs"] = self.logprobs
         return self.params_over(defaults, **params)
@@ -69,17 +72,32 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         ]
         hidden = sum(len(one.token_ids) for output in outputs for one in output.outputs)
         return Completion(
-            id=f"cmpl-{self.request_id or answer_id}",
+            id=self._id(answer_id),
             created=created,
             model=served.names[0],
             choices=choices,
-            usage=usage_of(outputs, num_hidden=hidden if self._is_mere_echo else 0),
+            usage=usage_of(outputs, num_hidden=hidden if self.is_mere_echo else 0),
         )
 
+    def streamed_answer(
+        self, answer_id: str, created: int, served: ServedModel
+    ) -> CompletionStream:
+        """The body of the answer in chunks. Choices are numbered by prompt."""
+        return CompletionStream(self, self._id(answer_id), created, served)
+
     @property
-    def _is_mere_echo(self) -> bool:
+    def is_mere_echo(self) -> bool:
         """Whether only the prompt is wanted back, for its logprobs."""
         return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def _given(self) -> list[Any]:
+        given = self.prompt
+        several = isinstance(given, list) and given and isinstance(given[0], str | list)
+        return given if several else [given]
+
+    def _id(self, answer_id: str) -> str:
+        return f"cmpl-{self.request_id or answer_id}"
 
     def _prompt(self, given: object, served: ServedModel) -> PromptType:
         prompt: TextPrompt | TokensPrompt
@@ -101,27 +119,39 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
             prompt["cache_salt"] = self.cache_salt
         return prompt
 
+    def shown(
+        self,
+        one: CompletionOutput,
+        output: RequestOutput,
+        served: ServedModel,
+        prompt_logprobs: list[Position | None] | None,
+        with_prompt: bool,
+    ) -> "Shown":
+        """What the answer shows of an output, with `echo` also of its prompt, or of a part of the
+        output without it."""
+        token_ids, positions, text = list(one.token_ids), one.logprobs, one.text
+        finish_reason, stop_reason = one.finish_reason, one.stop_reason
+        if self.is_mere_echo:
+            token_ids, positions, text = [], positions and [], ""
+            finish_reason, stop_reason = finish_reason and "length", None
+        if self.echo and with_prompt:
+            token_ids = output.prompt_token_ids + token_ids
+            text = self._prompt_text(output, served) + text
+            if positions is not None and prompt_logprobs is not None:
+                positions = prompt_logprobs + positions
+        text_of = id_as_text if self.return_tokens_as_token_ids else served.text_of
+        return Shown(text, token_ids, positions, text_of, finish_reason, stop_reason)
+
     def _choice(
         self, index: int, one: CompletionOutput, output: RequestOutput, served: ServedModel
     ) -> "CompletionChoice":
-        token_ids, positions, text = list(one.token_ids), one.logprobs, one.text
-        if self._is_mere_echo:
-            token_ids, positions, text = [], positions and [], ""
-        if self.echo:
-            token_ids = output.prompt_token_ids + token_ids
-            text = self._prompt_text(output, served) + text
-            if positions is not None and output.prompt_logprobs is not None:
-                positions = output.prompt_logprobs + positions
-        logprobs = None
-        if positions is not None:
-            text_of = id_as_text if self.return_tokens_as_token_ids else served.text_of
-            logprobs = completion_logprobs(token_ids, positions, text_of)
+        shown = self.shown(one, output, served, output.prompt_logprobs, with_prompt=True)
         return CompletionChoice(
             index=index,
-            text=text,
-            logprobs=logprobs,
-            finish_reason="length" if self._is_mere_echo else one.finish_reason,
-            stop_reason=None if self._is_mere_echo else one.stop_reason,
+            text=shown.text,
+            logprobs=shown.logprobs(),
+            finish_reason=shown.finish_reason,
+            stop_reason=shown.stop_reason,
             prompt_logprobs=None if self.prompt_logprobs is None else output.prompt_logprobs,
             prompt_token_ids=output.prompt_token_ids if self.return_token_ids else None,
             token_ids=one.token_ids if self.return_token_ids else None,
@@ -135,6 +165,22 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         return served.tokenizer.decode(
             output.prompt_token_ids, skip_special_tokens=self.skip_special_tokens is not False
         )
+
+
+class Shown(NamedTuple):
+    """Of an output, what an answer shows."""
+
+    text: str
+    token_ids: list[int]
+    positions: Sequence[Position | None] | None
+    text_of: TextOf
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+    def logprobs(self, offset: int = 0) -> CompletionLogprobs | None:
+        if self.positions is None:
+            return None
+        return completion_logprobs(self.token_ids, self.positions, self.text_of, offset)
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):

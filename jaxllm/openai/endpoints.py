@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol, Self
 
+from msgspec import Struct
+
 from jaxllm.messages import PromptType, RequestOutput
 from jaxllm.openai.answer import Usage
 from jaxllm.openai.chat import ChatRequest
@@ -27,21 +29,48 @@ class Request(Protocol):
     @property
     def priority(self) -> int | None: ...
     @property
+    def n(self) -> int | None: ...
+    @property
     def truncate_prompt_tokens(self) -> int | None: ...
+    @property
+    def stream(self) -> bool | None: ...
 
     @classmethod
-    def read(cls, body: object) -> Self:
+    def read(cls, body: object, *, live: bool = False) -> Self:
         """Make a request of a decoded body; raises ValidationError."""
         ...
+
+    @property
+    def num_prompts(self) -> int: ...
 
     def prompts(self, served: ServedModel) -> list[PromptType]: ...
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams: ...
 
+    def needs_special_tokens(self, served: ServedModel) -> bool: ...
+
     def answer(
         self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
     ) -> Answer:
         """The answer from the last outputs of all prompts; raises AnswerError."""
+        ...
+
+    def streamed_answer(
+        self, answer_id: str, created: int, served: ServedModel
+    ) -> "StreamedAnswer":
+        """The answer as it comes."""
+        ...
+
+
+class StreamedAnswer(Protocol):
+    """Makes the chunks of an answer of its outputs, which are deltas."""
+
+    def take(self, place: int, output: RequestOutput) -> Sequence[Struct]:
+        """The chunks of an output for the prompt of this place; raises AnswerError."""
+        ...
+
+    def end(self) -> Sequence[Struct]:
+        """What comes after all outputs."""
         ...
 
 

@@ -1,8 +1,12 @@
 """Errors in the protocol's shape, each with the HTTP status that it is sent with."""
 
+import re
+
 import msgspec
 
-from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError
+
+MAX_MESSAGE_CHARS = 2000
 
 
 class NotFoundError(ValidationError):
@@ -11,6 +15,10 @@ class NotFoundError(ValidationError):
 
 class AnswerError(JaxLLMError):
     """The engine accepted a request and could not finish it."""
+
+
+class UnavailableError(JaxLLMError):
+    """Not now: there is too much to do, or the end is near."""
 
 
 class ErrorInfo(msgspec.Struct, kw_only=True):
@@ -36,8 +44,23 @@ def error_body(error: Exception) -> ErrorBody:
             code, kind, param = 404, "NotFoundError", error.parameter
         case ValidationError():
             code, kind, param = 400, "BadRequestError", error.parameter
+        case UnavailableError():
+            code, kind = 503, "ServiceUnavailableError"
+        case EngineDeadError():
+            code, kind = 503, "ServiceUnavailableError"
+            message = "the engine has ended; see the server's log"
         case JaxLLMError():
-            code, kind = 500, "InternalServerError"
+            code, kind, message = 500, "InternalServerError", _PATH.sub("<path>", message)
         case _:
             code, kind, message = 500, "InternalServerError", "internal error; see the log"
+    return make_error(message, kind, code, param)
+
+
+def make_error(message: str, kind: str, code: int, param: str | None = None) -> ErrorBody:
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[: MAX_MESSAGE_CHARS - 3] + "..."
     return ErrorBody(ErrorInfo(message=message, type=kind, param=param, code=code))
+
+
+# A path on the machine of the engine.
+_PATH = re.compile(r"(?<![\w.:/])(?:~|\.{0,2})/[^\s'\":,;()]+")

@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from jaxllm.errors import ValidationError, refused
+from jaxllm.openai.served_model import ServedModel
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What else a streamed answer tells."""
+
+    include_usage: bool = False  # in a last chunk of its own
+    continuous_usage_stats: bool = False  # so far, in each chunk
 
 
 class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,15 +57,25 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    # Of requests that are answered live.
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
 
     def params_over(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        """The sampling parameters of this request, for one output at its end."""
+        """The sampling parameters of this request: for one output at its end, or for a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", self.stream_options, "it needs stream=true")
         given = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
-        return defaults.clone(**given, **more, output_kind=RequestOutputKind.FINAL_ONLY)
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return defaults.clone(**given, **more, output_kind=kind)
+
+    def needs_special_tokens(self, served: ServedModel) -> bool:
+        """Whether the text of the answer must show special tokens, for parsers to see them."""
+        return False
 
 
 # Fields of the same name and meaning in SamplingParams.
@@ -80,7 +98,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_reasoning": (True, False),  # no parser takes reasoning out of the text
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logprob_token_ids": (),
@@ -88,7 +105,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "metadata": (_ANY,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),  # there are no tools to call
     "prediction": (),
     "prompt_cache_key": (_ANY,),
     "prompt_embeds": (),
@@ -100,14 +116,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "session_id": (_ANY,),
     "store": (False,),
-    "stream": (False,),
     "stream_interval": (),
-    "stream_options": (),
     "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "tool_choice": ("none",),
-    "tools": (),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
     "user": (_ANY,),
@@ -115,19 +127,36 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+# Fields that only a server has, and the values at which they ask for nothing of others.
+_LIVE: dict[str, tuple[Any, ...]] = {
+    "chat_template": (),
+    "include_reasoning": (True, False),  # no parser takes reasoning out of the text
+    "parallel_tool_calls": (True, False),  # there are no tools to call
+    "stream": (False,),
+    "stream_options": (),
+    "tool_choice": ("none",),
+    "tools": (),
+}
+
+Fields = TypeVar("Fields", bound=msgspec.Struct)
 Request = TypeVar("Request", bound=RequestFields)
 
 
-def read_body(body: object, kind: type[Request], own_neutral: Mapping[str, Any]) -> Request:
+def read_body(
+    body: object, kind: type[Request], own_neutral: Mapping[str, Any], *, live: bool
+) -> Request:
     """Make a request of a decoded body; what is unknown, unsupported or no such type is refused.
 
     Args:
       own_neutral: of fields that other kinds of request have and this one has not.
+      live: whether somebody waits for the answer, whom it can be streamed to.
     """
     if not isinstance(body, dict):
         raise refused("body", body, "it must be a JSON object")
-    neutral = {**_NEUTRAL, **own_neutral}
     known = set(kind.__struct_fields__)
+    if not live:
+        known -= _LIVE.keys()
+    neutral = {**_NEUTRAL, **_LIVE, **own_neutral}
     for name, value in body.items():
         if name in known:
             continue
@@ -136,8 +165,22 @@ def read_body(body: object, kind: type[Request], own_neutral: Mapping[str, Any])
         if value is not None and not any(_same(value, one) for one in neutral[name]):
             allowed = ["leave it out", *(f"give {one!r}" for one in neutral[name])]
             raise refused(name, value, f"not supported; {' or '.join(allowed)}")
+    return _converted({k: v for k, v in body.items() if k in known}, kind)
+
+
+def read_fields(body: object, kind: type[Fields]) -> Fields:
+    """Make a struct of a decoded body that has no other fields than it."""
+    if not isinstance(body, dict):
+        raise refused("body", body, "it must be a JSON object")
+    known = set(kind.__struct_fields__)
+    for name in body.keys() - known:
+        raise ValidationError(_unknown(name, known), parameter=name)
+    return _converted(body, kind)
+
+
+def _converted(body: dict[str, Any], kind: type[Fields]) -> Fields:
     try:
-        return msgspec.convert({k: v for k, v in body.items() if k in known}, kind)
+        return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise _in_our_words(error, body) from None
 

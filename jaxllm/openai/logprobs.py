@@ -57,11 +57,17 @@ def chat_logprobs(positions: Sequence[Position], top: int, text_of: TextOf) -> C
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Position | None], text_of: TextOf
+    token_ids: Sequence[int],
+    positions: Sequence[Position | None],
+    text_of: TextOf,
+    offset: int = 0,
 ) -> CompletionLogprobs:
-    """Parallel lists over tokens; a position without logprobs is the first one of a prompt."""
+    """Parallel lists over tokens; a position without logprobs is the first one of a prompt.
+
+    Args:
+      offset: of the first token in the text.
+    """
     result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-    offset = 0
     for token_id, position in zip(token_ids, positions, strict=True):
         token = text_of(token_id)
         result.text_offset.append(offset)

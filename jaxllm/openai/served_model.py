@@ -1,10 +1,12 @@
 """What the protocol has to know of the model that answers."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import NotFoundError
+from jaxllm.openai.parsing import Parsers
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -16,16 +18,16 @@ class ServedModel:
     tokenizer: Tokenizer | None
     default_params: SamplingParams  # of what a request does not say
     chat_template: str | None = None  # in place of the tokenizer's own
+    trust_request_chat_template: bool = False  # a template is a program
+    parsers: Parsers = Parsers()
 
     @classmethod
-    def of(
-        cls, engine: LLMEngine, names: tuple[str, ...] = (), chat_template: str | None = None
-    ) -> "ServedModel":
+    def of(cls, engine: "Engine", names: tuple[str, ...] = (), **options: Any) -> "ServedModel":
         return cls(
             names=names or (engine.info.model,),
             tokenizer=engine.tokenizer,
             default_params=engine.info.default_sampling_params,
-            chat_template=chat_template,
+            **options,
         )
 
     def check_name(self, name: str | None) -> None:
@@ -43,6 +45,15 @@ class ServedModel:
         if self.tokenizer is None:
             return id_as_text(token_id)
         return self.tokenizer.detokenizer.token_text(token_id)
+
+
+class Engine(Protocol):
+    """Of any kind of engine, what a served model is made of."""
+
+    tokenizer: Tokenizer | None
+
+    @property
+    def info(self) -> EngineInfo: ...
 
 
 def id_as_text(token_id: int) -> str:

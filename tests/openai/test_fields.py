@@ -178,3 +178,20 @@ def test_errors_have_the_protocol_s_shape(error, code, kind, message):
     said = error_body(error).error
     assert (said.code, said.type, said.message) == (code, kind, message)
     assert said.param == getattr(error, "parameter", None)
+
+
+def test_errors_tell_no_paths_and_no_novels():
+    told = error_body(AnswerError("cannot read /srv/models/a.bin: see http://a/b")).error.message
+    assert told == "cannot read <path>: see http://a/b"
+    assert len(error_body(ValidationError("x" * 10_000)).error.message) == 2000
+
+
+def test_what_only_a_server_has_is_read_for_it_alone(path):
+    live = ENDPOINTS[path].read(NEEDED[path] | {"stream": True}, live=True)
+    assert live.stream and live.sampling_params(DEFAULTS).output_kind is RequestOutputKind.DELTA
+    with pytest.raises(ValidationError, match="it needs stream=true"):
+        ENDPOINTS[path].read(
+            NEEDED[path] | {"stream_options": {"include_usage": True}}, live=True
+        ).sampling_params(DEFAULTS)
+    with pytest.raises(ValidationError, match="unknown field"):
+        ENDPOINTS[path].read(NEEDED[path] | {"stream_options": {"usage": True}}, live=True)

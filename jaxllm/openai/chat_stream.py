@@ -1,0 +1,119 @@
+"""A chat answer in chunks: each choice begins with its role, and ends with its reason to end."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxllm.messages import CompletionOutput, RequestOutput
+from jaxllm.openai.answer import Usage, check_finished
+from jaxllm.openai.logprobs import ChatLogprobs
+from jaxllm.openai.parsing import ChatDelta, TextParser
+from jaxllm.openai.served_model import ServedModel
+from jaxllm.openai.streaming import UsageMeter
+
+if TYPE_CHECKING:
+    from jaxllm.openai.chat import ChatRequest
+
+
+class ChunkChoice(msgspec.Struct, kw_only=True):
+    """What is new of one choice. The last two fields are vLLM's."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """A piece of a chat answer. The last field is vLLM's, of the first piece."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: None = None
+    choices: list[ChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatStream:
+    """Makes the chunks of one answer."""
+
+    def __init__(self, request: "ChatRequest", answer_id: str, created: int, served: ServedModel):
+        self._request = request
+        self._served = served
+        self._head = ChatChunk(id=answer_id, created=created, model=served.names[0], choices=[])
+        self._meter = UsageMeter(request.stream_options)
+        self._choices: dict[int, _Choice] = {}
+
+    def take(self, place: int, output: RequestOutput) -> list[ChatChunk]:
+        """The chunks of an output; raises if the engine failed."""
+        check_finished([output])
+        self._meter.add(place, output)
+        chunks = []
+        for one in output.outputs:
+            choice = self._choices.get(one.index)
+            if choice is None:
+                parser = self._request.parser(output.prompt, self._served)
+                choice = self._choices[one.index] = _Choice(parser)
+                chunks.append(self._begin(one.index, output))
+            chunks += [self._chunk(part) for part in self._parts(choice, one)]
+        return chunks
+
+    def end(self) -> list[ChatChunk]:
+        usage = self._meter.in_the_end
+        return [] if usage is None else [msgspec.structs.replace(self._head, usage=usage)]
+
+    def _begin(self, index: int, output: RequestOutput) -> ChatChunk:
+        first = self._chunk(ChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")))
+        if self._request.return_token_ids:
+            first.prompt_token_ids = output.prompt_token_ids
+        return first
+
+    def _chunk(self, choice: ChunkChoice) -> ChatChunk:
+        return msgspec.structs.replace(self._head, choices=[choice], usage=self._meter.of_chunk)
+
+    def _parts(self, choice: "_Choice", one: CompletionOutput) -> Sequence[ChunkChoice]:
+        """What an output brought for a choice; logprobs and ids go with the first part, though the
+        parser may hold the text back."""
+        deltas = choice.parser.feed(one.text)
+        if one.finish_reason is not None:
+            deltas += choice.parser.finish()
+        choice.has_calls |= any(delta.tool_calls for delta in deltas)
+        parts = [ChunkChoice(index=one.index, delta=delta) for delta in deltas]
+        logprobs = self._request.logprobs_of(one, self._served)
+        shows_ids = bool(self._request.return_token_ids and one.token_ids)
+        if not parts and ((logprobs and logprobs.content) or shows_ids):
+            parts = [ChunkChoice(index=one.index, delta=ChatDelta())]
+        if parts:
+            parts[0].logprobs = logprobs
+            if shows_ids:
+                parts[0].token_ids = one.token_ids
+        if one.finish_reason is not None:
+            parts.append(
+                ChunkChoice(
+                    index=one.index,
+                    delta=ChatDelta(),
+                    finish_reason=finish_reason(one, choice.has_calls),
+                    stop_reason=one.stop_reason,
+                )
+            )
+        return parts
+
+
+class _Choice:
+    """What has to be known of a choice until it ends."""
+
+    def __init__(self, parser: TextParser):
+        self.parser = parser
+        self.has_calls = False
+
+
+def finish_reason(one: CompletionOutput, has_calls: bool) -> str | None:
+    """An answer that calls tools and ended by itself waits for them."""
+    return "tool_calls" if has_calls and one.finish_reason == "stop" else one.finish_reason

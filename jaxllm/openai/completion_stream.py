@@ -1,0 +1,95 @@
+"""A completion in chunks; with `echo`, the first one of each choice begins with the prompt."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxllm.messages import RequestOutput
+from jaxllm.openai.answer import Usage, check_finished
+from jaxllm.openai.logprobs import CompletionLogprobs, Position
+from jaxllm.openai.served_model import ServedModel
+from jaxllm.openai.streaming import UsageMeter
+
+if TYPE_CHECKING:
+    from jaxllm.openai.completions import CompletionRequest
+
+
+class CompletionChunkChoice(msgspec.Struct, kw_only=True):
+    """What is new of one choice. The fields from `stop_reason` on are vLLM's."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: list[Position | None] | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(msgspec.Struct, kw_only=True):
+    """A piece of a completion."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: None = None
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class CompletionStream:
+    """Makes the chunks of one answer."""
+
+    def __init__(
+        self, request: "CompletionRequest", answer_id: str, created: int, served: ServedModel
+    ):
+        self._request = request
+        self._served = served
+        self._head = CompletionChunk(
+            id=answer_id, created=created, model=served.names[0], choices=[]
+        )
+        self._meter = UsageMeter(request.stream_options)
+        self._offsets: dict[int, int] = {}  # of the text of each choice, as logprobs count it
+        self._prompt_logprobs: dict[int, list[Position | None] | None] = {}  # by prompt
+
+    def take(self, place: int, output: RequestOutput) -> list[CompletionChunk]:
+        """The chunks of an output; raises if the engine failed."""
+        check_finished([output])
+        request, served = self._request, self._served
+        self._meter.add(place, output, hidden=request.is_mere_echo)
+        # Only the first output for a prompt has them, and every choice of it may show them.
+        of_prompt = self._prompt_logprobs.setdefault(place, output.prompt_logprobs)
+        chunks = []
+        for one in output.outputs:
+            index = (request.n or 1) * place + one.index
+            is_first = index not in self._offsets
+            shown = request.shown(one, output, served, of_prompt if is_first else None, is_first)
+            offset = self._offsets.get(index, 0)
+            logprobs = shown.logprobs(offset)
+            if logprobs is not None:
+                offset += sum(map(len, logprobs.tokens))
+            self._offsets[index] = offset
+            choice = CompletionChunkChoice(
+                index=index,
+                text=shown.text,
+                logprobs=logprobs,
+                finish_reason=shown.finish_reason,
+                stop_reason=shown.stop_reason,
+            )
+            if is_first and request.prompt_logprobs is not None:
+                choice.prompt_logprobs = of_prompt
+            if request.return_token_ids:
+                choice.token_ids = one.token_ids
+                if is_first:
+                    choice.prompt_token_ids = output.prompt_token_ids
+            chunks.append(
+                msgspec.structs.replace(self._head, choices=[choice], usage=self._meter.of_chunk)
+            )
+        return chunks
+
+    def end(self) -> list[CompletionChunk]:
+        usage = self._meter.in_the_end
+        return [] if usage is None else [msgspec.structs.replace(self._head, usage=usage)]

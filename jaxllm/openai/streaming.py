@@ -1,0 +1,48 @@
+"""What streams of both kinds have in common: they count tokens, and tell it when asked to."""
+
+from msgspec import UNSET, UnsetType
+
+from jaxllm.messages import RequestOutput
+from jaxllm.openai.answer import PromptTokensDetails, Usage
+from jaxllm.openai.fields import StreamOptions
+
+
+class UsageMeter:
+    """Counts the tokens of a streamed answer."""
+
+    def __init__(self, options: StreamOptions | None):
+        self._options = options or StreamOptions()
+        self._prompts: dict[int, RequestOutput] = {}  # the first output for each prompt
+        self._generated = 0
+
+    def add(self, place: int, output: RequestOutput, *, hidden: bool = False) -> None:
+        """Count an output.
+
+        Args:
+          hidden: whether the answer does not show its tokens.
+        """
+        self._prompts.setdefault(place, output)
+        if not hidden:
+            self._generated += sum(len(one.token_ids) for one in output.outputs)
+
+    @property
+    def of_chunk(self) -> Usage | None | UnsetType:
+        """What a chunk says of it: nothing if nobody asked, null if a later chunk will tell."""
+        if self._options.continuous_usage_stats:
+            return self._usage()
+        return None if self._options.include_usage else UNSET
+
+    @property
+    def in_the_end(self) -> Usage | None:
+        """What a last chunk of its own says; None if there is to be none."""
+        return self._usage() if self._options.include_usage else None
+
+    def _usage(self) -> Usage:
+        prompt = sum(len(output.prompt_token_ids) for output in self._prompts.values())
+        cached = sum(output.num_cached_tokens or 0 for output in self._prompts.values())
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self._generated,
+            total_tokens=prompt + self._generated,
+            prompt_tokens_details=PromptTokensDetails(cached),
+        )

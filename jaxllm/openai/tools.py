@@ -1,0 +1,57 @@
+"""The tools that a chat request offers to the model."""
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from jaxllm.errors import ValidationError, refused
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function, and the JSON schema of its parameters."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool; all are functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def offered_functions(
+    tools: list[Tool] | None, choice: object, can_parse: bool
+) -> list[Function] | None:
+    """The functions that the model may call, or None; refuses what cannot be served."""
+    if choice not in (None, "none", "auto"):
+        raise refused("tool_choice", choice, "only 'none' and 'auto' are supported")
+    if tools is None:
+        if choice == "auto":
+            raise refused("tool_choice", choice, "there are no tools; give some, or leave it out")
+        return None
+    if not 1 <= len(tools) <= MAX_TOOLS:
+        raise refused("tools", f"{len(tools)} tools", f"give 1 to {MAX_TOOLS}, or leave it out")
+    for tool in tools:
+        if not _NAME.fullmatch(tool.function.name):
+            raise refused(
+                "tools", tool.function.name, "a name has 1 to 64 letters, digits, '_', '-' and '.'"
+            )
+        if tool.function.strict:
+            raise refused("tools", tool.function.name, "strict=true is not supported; leave it out")
+    if choice == "none":
+        return None
+    if not can_parse:
+        raise ValidationError(
+            "tools: this server does not look for calls of tools; start it with "
+            "--enable-auto-tool-choice and --tool-call-parser, or give tool_choice='none'",
+            parameter="tools",
+        )
+    return [tool.function for tool in tools]

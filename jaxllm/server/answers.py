@@ -1,0 +1,192 @@
+"""/v1/chat/completions and /v1/completions: from the body of a request to the answer, at once or
+as a stream. What the paths have in common, which is everything but the bodies."""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.messages import PromptType, RequestOutput, TokensPrompt
+from jaxllm.openai.answer import TIMEOUT
+from jaxllm.openai.endpoints import Request
+from jaxllm.openai.errors import UnavailableError
+from jaxllm.sampling_params import SamplingParams, check_is_text
+from jaxllm.server.body import decode_json, read_body
+from jaxllm.server.disconnect import while_connected
+from jaxllm.server.errors import Disconnected, body_of, error_response, json_response, respond
+from jaxllm.server.merged import merged
+from jaxllm.server.service import Service
+from jaxllm.server.sse import EventStream
+
+# Bodies up to this size are decoded on the event loop: a thread would cost more.
+_SMALL_BODY = 32 << 10
+# How often a request is told that its time is over: it may not have reached the engine yet.
+_TELL_AGAIN_S = 0.5
+
+
+class _Job(NamedTuple):
+    """A request that was read, and what it asks for but its prompts."""
+
+    id: str
+    created: int
+    deadline: float | None  # on the clock of the event loop
+    request: Request
+    params: SamplingParams
+
+
+class AnswerEndpoint:
+    """One path, as an ASGI application."""
+
+    def __init__(self, kind: type[Request], service: Service):
+        self._kind = kind
+        self._service = service
+        self._engine = service.engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = asyncio.get_running_loop().time()
+        events = EventStream(send, self._service.options.client_timeout)
+        try:
+            await self._service.check_takes_requests()
+            with self._service.admission.body() as admit:
+                body = await read_body(scope, receive, self._service.options, admit)
+                response = await while_connected(receive, self._answer(body, begun, events))
+        except Disconnected:
+            return
+        except Exception as error:
+            response = error_response(error)
+        if response is not None:
+            await respond(response, scope, receive, send, self._service.options.client_timeout)
+
+    async def _answer(self, body: bytes, begun: float, events: EventStream) -> Response | None:
+        """The whole answer, or None if it was streamed."""
+        read = partial(self._read, body, begun)
+        is_small = len(body) <= _SMALL_BODY
+        job = read() if is_small else await self._engine.in_tokenizer_thread(read)
+        admission = self._service.admission
+        with admission.answers(job.request.num_prompts * job.params.n):
+            prompts = await self._engine.in_tokenizer_thread(partial(self._prompts, job.request))
+            with admission.tokens(sum(map(_num_tokens, prompts))):
+                if not job.request.stream:
+                    return json_response(await self._whole(job, prompts))
+                await self._stream(job, prompts, events)
+                return None
+
+    def _read(self, body: bytes, begun: float) -> _Job:
+        options, served = self._service.options, self._service.served
+        request = self._kind.read(decode_json(body, options.max_json_depth), live=True)
+        served.check_name(request.model)
+        params = request.sampling_params(served.default_params)
+        if request.needs_special_tokens(served):
+            params.skip_special_tokens = False
+        return _Job(
+            id=uuid.uuid4().hex,
+            created=int(time.time()),
+            deadline=None if options.request_timeout is None else begun + options.request_timeout,
+            request=request,
+            params=params,
+        )
+
+    def _prompts(self, request: Request) -> list[PromptType]:
+        """The prompts as token ids: how many they are is asked before they may wait."""
+        tokenizer = self._service.served.tokenizer
+        prompts = request.prompts(self._service.served)
+        if tokenizer is None:
+            return prompts
+        for place, prompt in enumerate(prompts):
+            if isinstance(prompt, dict) and "prompt_token_ids" not in prompt:
+                text = prompt["prompt"]
+                check_is_text("prompt", text)
+                prompts[place] = TokensPrompt(prompt_token_ids=tokenizer.encode(text), **prompt)
+        return prompts
+
+    async def _whole(self, job: _Job, prompts: Sequence[PromptType]) -> object:
+        last: dict[int, RequestOutput] = {}
+        async with contextlib.aclosing(self._outputs(job, prompts)) as outputs:
+            async for place, output in outputs:
+                last[place] = output
+        in_order = [last[place] for place in range(len(prompts))]
+        return job.request.answer(job.id, job.created, in_order, self._service.served)
+
+    async def _stream(self, job: _Job, prompts: Sequence[PromptType], events: EventStream) -> None:
+        chunks = job.request.streamed_answer(job.id, job.created, self._service.served)
+        try:
+            async with contextlib.aclosing(self._outputs(job, prompts)) as outputs:
+                async for place, output in outputs:
+                    await events.write(chunks.take(place, output))
+            await events.write(chunks.end())
+        except Disconnected:
+            raise
+        except Exception as error:
+            if not events.has_begun:
+                raise
+            await events.write([body_of(error)])
+        await events.end()
+
+    async def _outputs(
+        self, job: _Job, prompts: Sequence[PromptType]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """What the engine says, with the place of the prompt; whoever stops asking aborts it."""
+        ids = [f"{job.id}-{place}" for place in range(len(prompts))]
+        truncate = job.request.truncate_prompt_tokens
+        options = None if truncate is None else {"truncate_prompt_tokens": truncate}
+        streams = [
+            self._engine.generate(
+                prompt,
+                job.params,
+                request_id,
+                priority=job.request.priority or 0,
+                tokenization_kwargs=options,
+            )
+            for request_id, prompt in zip(ids, prompts, strict=True)
+        ]
+        service = self._service
+        service.request_ids.update(ids)
+        alarm = _Alarm(self._engine, ids, job.deadline)
+        try:
+            async with contextlib.aclosing(merged(streams)) as outputs:
+                async for place, output in outputs:
+                    for one in output.outputs:
+                        if one.finish_reason == "abort":
+                            if service.is_stopping:
+                                raise UnavailableError("the server is stopping")
+                            if alarm.has_rung:
+                                one.stop_reason = TIMEOUT
+                    yield place, output
+        finally:
+            alarm.cancel()
+            service.request_ids.difference_update(ids)
+
+
+class _Alarm:
+    """Ends requests when their time is over."""
+
+    def __init__(self, engine: AsyncLLMEngine, request_ids: list[str], deadline: float | None):
+        self.has_rung = False
+        self._task: asyncio.Task[None] | None = None
+        if deadline is not None:
+            self._task = asyncio.create_task(self._ring(engine, request_ids, deadline))
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _ring(self, engine: AsyncLLMEngine, request_ids: list[str], deadline: float) -> None:
+        await asyncio.sleep(deadline - asyncio.get_running_loop().time())
+        self.has_rung = True
+        while True:
+            await engine.abort(request_ids)
+            await asyncio.sleep(_TELL_AGAIN_S)
+
+
+def _num_tokens(prompt: PromptType) -> int:
+    if isinstance(prompt, dict):
+        ids = prompt.get("prompt_token_ids", ())
+        return len(ids) if isinstance(ids, list) else 0
+    return len(prompt) if isinstance(prompt, list) else 0

@@ -1,0 +1,119 @@
+"""The paths, and the application that they make."""
+
+import contextlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import jaxllm
+from jaxllm.errors import EngineDeadError
+from jaxllm.openai.endpoints import ENDPOINTS
+from jaxllm.openai.errors import NotFoundError
+from jaxllm.server.answers import AnswerEndpoint
+from jaxllm.server.auth import Authentication
+from jaxllm.server.errors import HTTPError, error_response, json_response
+from jaxllm.server.json_endpoint import JSONEndpoint
+from jaxllm.server.metrics import ServerMetrics
+from jaxllm.server.service import Service
+from jaxllm.server.tokenize import detokenize, tokenize
+
+Lifespan = Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]
+
+
+def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Starlette:
+    """The application in front of a service; without keys it is open to everybody."""
+    options, engine = service.options, service.engine
+    metrics = ServerMetrics(options.metrics_prefix, service.served.names[0])
+    engine.on_output = metrics.observe
+
+    async def health(request: Request) -> Response:
+        return Response(status_code=200 if engine.is_running else 503)
+
+    async def ready(request: Request) -> Response:
+        return Response(status_code=200 if service.is_ready else 503)
+
+    async def version(request: Request) -> Response:
+        return json_response({"version": jaxllm.__version__})
+
+    async def list_models(request: Request) -> Response:
+        models = [_model(service, name) for name in service.served.names]
+        return json_response({"object": "list", "data": models})
+
+    async def show_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        service.served.check_name(name)
+        return json_response(_model(service, name))
+
+    async def expose_metrics(request: Request) -> Response:
+        stats = None
+        with contextlib.suppress(EngineDeadError):
+            stats = await engine.stats()
+        page = metrics.expose(stats, service.admission.num_refused)
+        return Response(page, media_type="text/plain; version=0.0.4")
+
+    routes = [
+        Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/ready", ready),
+        Route("/version", version),
+        Route("/metrics", expose_metrics),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", show_model),
+        Route("/tokenize", JSONEndpoint(service, tokenize), methods=["POST"]),
+        Route("/detokenize", JSONEndpoint(service, detokenize), methods=["POST"]),
+    ]
+    for path, kind in ENDPOINTS.items():
+        routes.append(Route(path, AnswerEndpoint(kind, service), methods=["POST"]))
+
+    middleware = []
+    if options.allowed_origins:
+        # Outside: a browser asks before it sends a key.
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=options.allowed_origins,
+                allow_methods=options.allowed_methods,
+                allow_headers=options.allowed_headers,
+            )
+        )
+    if keys:
+        middleware.append(Middleware(Authentication, keys=keys))
+    return Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: _of_starlette, Exception: _of_ours},
+        lifespan=lifespan,
+    )
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "jaxllm",
+        "root": service.served.names[0],
+        "parent": None,
+        "max_model_len": service.engine.info.max_model_len,
+    }
+
+
+async def _of_starlette(request: Request, error: Exception) -> Response:
+    """No such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(NotFoundError(f"there is no {request.url.path!r:.80} here"))
+    return error_response(
+        HTTPError(error.status_code, "BadRequestError", error.detail, error.headers)
+    )
+
+
+async def _of_ours(request: Request, error: Exception) -> Response:
+    return error_response(error)

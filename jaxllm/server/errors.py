@@ -1,0 +1,69 @@
+"""Errors of HTTP itself, and every error as an answer."""
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxllm.errors import JaxLLMError
+from jaxllm.logging import init_logger
+from jaxllm.openai.errors import ErrorBody, UnavailableError, error_body, make_error
+
+logger = init_logger(__name__)
+
+RETRY_AFTER_S = 1
+
+
+class Disconnected(Exception):
+    """The client has gone, or is too slow: nobody wants an answer any more."""
+
+
+class HTTPError(JaxLLMError):
+    """What is wrong with a request as HTTP."""
+
+    def __init__(
+        self, status: int, kind: str, message: str, headers: Mapping[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.headers = headers
+
+
+def body_of(error: Exception) -> ErrorBody:
+    """What a client is told; what is no answer to it goes to the log."""
+    if isinstance(error, HTTPError):
+        return make_error(str(error), error.kind, error.status)
+    body = error_body(error)
+    if not isinstance(error, JaxLLMError):
+        logger.error("a request failed", exc_info=error)
+    elif body.error.code == 500:
+        logger.error("a request failed: %s", error)
+    return body
+
+
+def error_response(error: Exception) -> Response:
+    body = body_of(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPError) else {}
+    if isinstance(error, UnavailableError):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    return json_response(body, body.error.code, headers)
+
+
+def json_response(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+async def respond(
+    response: Response, scope: Scope, receive: Receive, send: Send, timeout_s: float
+) -> None:
+    """Send a response; a client that does not take it within this time is let go."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await response(scope, receive, send)
+    except TimeoutError:
+        logger.warning("a client did not take its answer within %s s", timeout_s)

@@ -1,0 +1,35 @@
+"""A path that answers a JSON body with a JSON body, computed where the tokenizer is."""
+
+from collections.abc import Callable
+from functools import partial
+
+from starlette.types import Receive, Scope, Send
+
+from jaxllm.server.body import decode_json, read_body
+from jaxllm.server.errors import Disconnected, error_response, json_response, respond
+from jaxllm.server.service import Service
+
+
+class JSONEndpoint:
+    """One path, as an ASGI application."""
+
+    def __init__(self, service: Service, answer: Callable[[Service, object], object]):
+        self._service = service
+        self._answer_to = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        try:
+            await service.check_takes_requests()
+            with service.admission.body() as admit:
+                body = await read_body(scope, receive, service.options, admit)
+                response = await service.engine.in_tokenizer_thread(partial(self._answer, body))
+        except Disconnected:
+            return
+        except Exception as error:
+            response = error_response(error)
+        await respond(response, scope, receive, send, service.options.client_timeout)
+
+    def _answer(self, body: bytes):
+        value = decode_json(body, self._service.options.max_json_depth)
+        return json_response(self._answer_to(self._service, value))

@@ -1,0 +1,77 @@
+"""How much may be under way at once: what comes above it is refused, and may come again later."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from jaxllm.errors import refused
+from jaxllm.openai.errors import UnavailableError
+
+
+class Admission:
+    """Counts answers, tokens of prompts and bytes of bodies under way. `None` means no limit."""
+
+    def __init__(self, max_answers: int | None, max_tokens: int | None, max_bytes: int):
+        self._max_answers = max_answers
+        self._max_tokens = max_tokens
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_answers = 0
+        self.num_tokens = 0
+        self.num_refused = 0
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[Callable[[int], None]]:
+        """What is called for every part of a body; it is under way within this context."""
+        held = 0
+
+        def admit(num: int) -> None:
+            nonlocal held
+            self._check(self.num_bytes + num > self._max_bytes, "--max-queued-bytes")
+            held += num
+            self.num_bytes += num
+
+        try:
+            yield admit
+        finally:
+            self.num_bytes -= held
+
+    @contextlib.contextmanager
+    def answers(self, num: int) -> Iterator[None]:
+        """So many answers are under way within this context."""
+        if self._max_answers is not None:
+            if num > self._max_answers:
+                raise refused(
+                    "n",
+                    f"{num} answers",
+                    f"one request may have at most {self._max_answers}; split it, or start the "
+                    "server with a greater --max-queued-requests",
+                )
+            self._check(self.num_answers + num > self._max_answers, "--max-queued-requests")
+        self.num_answers += num
+        try:
+            yield
+        finally:
+            self.num_answers -= num
+
+    @contextlib.contextmanager
+    def tokens(self, num: int) -> Iterator[None]:
+        """So many tokens of prompts are under way within this context."""
+        if self._max_tokens is not None:
+            if num > self._max_tokens:
+                raise refused(
+                    "prompt",
+                    f"{num} tokens",
+                    f"one request may have at most {self._max_tokens}; split it, or start the "
+                    "server with a greater --max-queued-tokens",
+                )
+            self._check(self.num_tokens + num > self._max_tokens, "--max-queued-tokens")
+        self.num_tokens += num
+        try:
+            yield
+        finally:
+            self.num_tokens -= num
+
+    def _check(self, is_full: bool, flag: str) -> None:
+        if is_full:
+            self.num_refused += 1
+            raise UnavailableError(f"too many requests are under way ({flag}); try again later")

@@ -1,0 +1,118 @@
+"""What is asked of the server, beside the engine. Flags are generated from the fields."""
+
+import math
+from dataclasses import dataclass
+
+from jaxllm.config import option
+from jaxllm.errors import ValidationError, refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Server"""
+
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 lets other machines in.")
+    port: int = option(8000, "Port to listen at; 0 takes any that is free.")
+    served_model_name: tuple[str, ...] = option(
+        (), 'What "model" in a request may be; answers carry the first one (default: --model).'
+    )
+    api_key: tuple[str, ...] = option(
+        (), "Keys, one of which every request must bring (but to /health, /ping and /ready)."
+    )
+    api_key_file: str | None = option(
+        None, "File with such keys, one on each line; unlike flags, nobody sees them in `ps`."
+    )
+    ssl_certfile: str | None = option(None, "Certificate; with it the server speaks HTTPS only.")
+    ssl_keyfile: str | None = option(None, "Private key of --ssl-certfile.")
+    ssl_ca_certs: str | None = option(
+        None, "Authorities, a certificate of one of which every client must then bring."
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "Web origins whose pages may call the server (CORS); '*' means all."
+    )
+    allowed_methods: tuple[str, ...] = option(("GET", "POST"), "Methods they may use.")
+    allowed_headers: tuple[str, ...] = option(("*",), "Headers they may send.")
+    # What requests may do.
+    chat_template: str | None = option(
+        None, "File of a Jinja template in place of the tokenizer's own."
+    )
+    trust_request_chat_template: bool = option(
+        False, "Let a request bring a chat template, which is a program that this machine runs."
+    )
+    enable_auto_tool_choice: bool = option(
+        False, "Let the model call tools that a request offers; needs --tool-call-parser."
+    )
+    tool_call_parser: str | None = option(None, "Form in which the model writes calls of tools.")
+    reasoning_parser: str | None = option(None, "Form in which the model writes its reasoning.")
+    # Limits.
+    max_body_bytes: int = option(16 << 20, "Longest body of a request.")
+    max_header_bytes: int = option(64 << 10, "Longest head of a request, with its URL.")
+    max_json_depth: int = option(64, "Deepest nesting of a body.")
+    max_queued_requests: int | None = option(
+        16384,
+        "Most answers that may be under way beside the --max-num-seqs that run at once; what comes "
+        "above it is refused with status 503.",
+    )
+    max_queued_tokens: int | None = option(
+        None, "Most tokens of all prompts under way; the same above it."
+    )
+    max_queued_bytes: int = option(
+        1 << 30, "Most bytes of all bodies under way; the same above it."
+    )
+    request_timeout: float | None = option(
+        None,
+        "Seconds after which an answer ends as it is, with finish_reason 'abort' and stop_reason "
+        "'timeout'.",
+    )
+    client_timeout: float = option(
+        60.0,
+        "Seconds that a client has to send its headers, to send its body, or to take the next "
+        "piece of an answer.",
+    )
+    shutdown_timeout: float = option(
+        30.0, "Seconds after SIGTERM in which requests under way may finish."
+    )
+    # What it tells.
+    metrics_prefix: str = option("jaxllm", "Of the names in /metrics; 'vllm' fits its dashboards.")
+    disable_log_stats: bool = option(False, "Do not log the state of the engine every 10 seconds.")
+    access_log: bool = option(True, "Log every request.")
+
+    def validate(self) -> None:
+        """Refuse what cannot be, before a model is loaded."""
+        if not 0 <= self.port < 2**16:
+            raise refused("port", self.port, "ports are 0 to 65535")
+        for name, low in _LOWEST.items():
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= low):
+                raise refused(name, value, f"it must be at least {low}")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ValidationError("ssl_keyfile and ssl_ca_certs need --ssl-certfile; give it, too")
+        if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
+            raise ValidationError(
+                "enable_auto_tool_choice and tool_call_parser need each other; give both or none"
+            )
+        if not self.metrics_prefix.isidentifier():
+            raise refused("metrics_prefix", self.metrics_prefix, "use letters, digits and '_'")
+        for key in self.api_key:
+            check_key("api_key", key)
+
+
+_LOWEST = {
+    "max_body_bytes": 1,
+    "max_header_bytes": 1024,
+    "max_json_depth": 1,
+    "max_queued_requests": 0,
+    "max_queued_tokens": 1,
+    "max_queued_bytes": 1,
+    "request_timeout": 0.001,
+    "client_timeout": 0.001,
+    "shutdown_timeout": 0,
+}
+
+
+def check_key(name: str, key: str) -> None:
+    """A key travels in a header; the error does not show it."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValidationError(
+            f"{name}: a key must be printable ASCII without spaces, and not empty", parameter=name
+        )

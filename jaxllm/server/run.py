@@ -1,0 +1,205 @@
+"""A server from its options to its end: the engine, the socket, signals, and what is done when
+either of server and engine has to go."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError, refused
+from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.logging import init_logger
+from jaxllm.openai.served_model import ServedModel
+from jaxllm.server.app import make_app
+from jaxllm.server.auth import read_keys
+from jaxllm.server.http_protocol import limited_protocol
+from jaxllm.server.options import ServerOptions
+from jaxllm.server.parsing import NamedParsers
+from jaxllm.server.service import Service
+from jaxllm.server.stats_log import log_stats
+
+logger = init_logger(__name__)
+
+EXIT_ENGINE_DEAD = 1
+# How soon it is noticed that the engine has ended, and how long clients may see that it has.
+_LOOK_S = 0.5
+_SHOW_DEATH_S = 1.0
+# After the last answers were ended, what their clients have to take them.
+_LAST_WORDS_S = 5.0
+
+
+def run_server(options: ServerOptions, config: EngineConfig) -> int:
+    """Serve until a signal, or the end of the engine; returns the exit status."""
+    options.validate()
+    keys = read_keys(options)
+    parsers = NamedParsers(options.reasoning_parser, options.tool_call_parser)
+    template = options.chat_template and _read_template(options.chat_template)
+    signal.signal(signal.SIGTERM, _exit_at_once)
+    with contextlib.ExitStack() as stack:
+        listener = None
+        if not config.parallel.may_follow:
+            # A port that is taken is told before a model is loaded. It does not listen yet.
+            listener = stack.enter_context(bind(options))
+        engine = AsyncLLMEngine(config)
+        stack.callback(engine.shutdown)
+        if listener is None:  # a rank that follows has not come back from there
+            listener = stack.enter_context(bind(options))
+        served = ServedModel.of(
+            engine,
+            options.served_model_name,
+            chat_template=template,
+            trust_request_chat_template=options.trust_request_chat_template,
+            parsers=parsers,
+        )
+        if not keys and not _is_loopback(listener):
+            logger.warning(
+                "everybody who reaches %s may use this server; --api-key-file sets keys",
+                options.host,
+            )
+        server = Server(Service(engine, served, options), keys)
+        server.run([listener])
+        return EXIT_ENGINE_DEAD if engine.errored else 0
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with an engine behind it."""
+
+    def __init__(self, service: Service, keys: tuple[str, ...] = ()):
+        self._service = service
+        options = service.options
+        _log_like_us(options.access_log)
+        super().__init__(
+            uvicorn.Config(
+                make_app(service, keys, self._lifespan),
+                http=limited_protocol(options.max_header_bytes, options.client_timeout),
+                loop="uvloop",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=options.access_log,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=int(options.shutdown_timeout + _LAST_WORDS_S) + 1,
+                ssl_certfile=options.ssl_certfile,
+                ssl_keyfile=options.ssl_keyfile,
+                ssl_ca_certs=options.ssl_ca_certs,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the server in order; a second one ends it at once."""
+        try:
+            loop = asyncio.get_running_loop()
+            for one in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(one, self._on_signal)
+        except (RuntimeError, ValueError):
+            pass  # not in the main thread, where no signals come
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        scheme = "https" if self.config.is_ssl else "http"
+        names = ", ".join(self._service.served.names)
+        for one in sockets or ():
+            host, port = one.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            logger.info("serving %s at %s://%s:%d", names, scheme, host, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests; let those under way finish, and end them when it takes too
+        long."""
+        self._service.is_stopping = True
+        logger.info("stopping; %d requests are under way", len(self._service.request_ids))
+        limit = asyncio.create_task(self._abort_late())
+        await super().shutdown(sockets)
+        limit.cancel()
+
+    def _on_signal(self) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    async def _abort_late(self) -> None:
+        await asyncio.sleep(self._service.options.shutdown_timeout)
+        while True:
+            await self._service.abort_all()
+            await asyncio.sleep(_LOOK_S)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        service = self._service
+        await service.engine.stats()  # from now on it is read what the engine sends
+        tasks = [asyncio.create_task(self._stop_without_engine())]
+        if not service.options.disable_log_stats:
+            tasks.append(asyncio.create_task(log_stats(service.engine)))
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stop_without_engine(self) -> None:
+        while self._service.engine.is_running:
+            await asyncio.sleep(_LOOK_S)
+        logger.error("the engine has ended, and so does the server")
+        await asyncio.sleep(_SHOW_DEATH_S)
+        self.should_exit = True
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """The address, taken; nobody can connect before the server listens."""
+    try:
+        ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise refused("host", options.host, f"{error.strerror}; give an address") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise refused(
+            "port",
+            options.port,
+            f"cannot listen at {options.host}: {error.strerror}; give another --host or --port",
+        ) from error
+    return listener
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
+
+
+def _exit_at_once(signum: int, frame: object) -> None:
+    """Before the server runs there is nothing to finish, but the engine's process to end."""
+    sys.exit(128 + signum)
+
+
+def _log_like_us(access_log: bool) -> None:
+    ours = logging.getLogger("jaxllm")
+    for name in ("uvicorn.error", "uvicorn.access"):
+        theirs = logging.getLogger(name)
+        theirs.handlers = list(ours.handlers)
+        theirs.propagate = False
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access_log else logging.WARNING)

@@ -1,0 +1,42 @@
+"""What all endpoints share: the engine, the model as it is served, and what is under way."""
+
+import time
+
+from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.openai.errors import UnavailableError
+from jaxllm.openai.served_model import ServedModel
+from jaxllm.server.limits import Admission
+from jaxllm.server.options import ServerOptions
+
+
+class Service:
+    """One engine behind a server."""
+
+    def __init__(self, engine: AsyncLLMEngine, served: ServedModel, options: ServerOptions):
+        self.engine = engine
+        self.served = served
+        self.options = options
+        self.started = int(time.time())
+        self.request_ids: set[str] = set()  # of what is under way in the engine
+        self.is_stopping = False
+        running = engine.info.max_num_seqs * engine.config.parallel.data_parallel_size
+        queued = options.max_queued_requests
+        self.admission = Admission(
+            None if queued is None else running + queued,
+            options.max_queued_tokens,
+            options.max_queued_bytes,
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        return self.engine.is_running and not self.is_stopping
+
+    async def check_takes_requests(self) -> None:
+        """Raises if no request can be answered any more."""
+        await self.engine.check_health()
+        if self.is_stopping:
+            raise UnavailableError("the server is stopping")
+
+    async def abort_all(self) -> None:
+        """End what is under way; those who wait are told."""
+        await self.engine.abort(list(self.request_ids))
