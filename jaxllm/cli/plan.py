@@ -4,6 +4,7 @@ What was compiled can be kept, as a bundle for an engine on such chips.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -100,6 +101,7 @@ def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) ->
 
     from jaxllm.config import EngineConfig
     from jaxllm.runner.bundle import BundleWriter
+    from jaxllm.runner.compile import without_compilation_cache
     from jaxllm.runner.report import report_plan
     from jaxllm.runner.sizing import plan_engine
 
@@ -121,13 +123,14 @@ def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) ->
 
     plan = plan_engine(config, devices)
     writer = BundleWriter(Path(args.out), plan) if args.out else None
-    report = report_plan(
-        plan,
-        context=args.context,
-        all_programs=args.all_programs or writer is not None,
-        on_program=lambda program: show(f"compiling {program} for {name} ..."),
-        on_compiled=writer.add if writer else lambda key, compiled: None,
-    )
+    with without_compilation_cache() if writer else contextlib.nullcontext():
+        report = report_plan(
+            plan,
+            context=args.context,
+            all_programs=args.all_programs or writer is not None,
+            on_program=lambda program: show(f"compiling {program} for {name} ..."),
+            on_compiled=writer.add if writer else lambda key, compiled: None,
+        )
     show("")
     if writer:
         logger.info("bundle %s", writer.finish())

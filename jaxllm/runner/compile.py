@@ -4,9 +4,10 @@ The runner calls the compiled executables, never the jitted function: a wrong sh
 and cannot become a silent recompilation.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,3 +170,17 @@ def use_compilation_cache(name: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # Otherwise the path of the cache becomes part of every key.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Compile anew: what comes from the cache cannot be serialized once more, on a CPU at least;
+    it is without its functions when it is loaded again."""
+    was = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or JAX would not look at the setting again
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was)
+        compilation_cache.reset_cache()

@@ -19,7 +19,7 @@ from jaxllm.cli.main import main
 from jaxllm.config import EngineArgs
 from jaxllm.runner import identity
 from jaxllm.runner.bundle import BundleError, BundleWriter, load_programs
-from jaxllm.runner.compile import compilation_counter
+from jaxllm.runner.compile import compilation_counter, use_compilation_cache
 from jaxllm.runner.identity import program_identity
 from jaxllm.runner.plan import EnginePlan, make_plan
 from jaxllm.runner.sizing import plan_engine
@@ -44,9 +44,12 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made_bundle(model_dir, tmp_path_factory):
+    flags = [model_dir, "--cpu", *FLAGS, f"--num-gpu-blocks-override={NUM_BLOCKS}"]
+    # Its programs are in a compilation cache already, from where they must not be taken.
+    use_compilation_cache(str(tmp_path_factory.mktemp("cache")))
+    assert main(["plan", *flags, "--all-programs"]) == 0
     directory = tmp_path_factory.mktemp("bundle")
-    flags = [*FLAGS, f"--num-gpu-blocks-override={NUM_BLOCKS}", "--out", str(directory)]
-    assert main(["plan", model_dir, "--cpu", *flags]) == 0
+    assert main(["plan", *flags, "--out", str(directory)]) == 0
     return directory
 
 
@@ -100,7 +103,7 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_answers_the_same(model_dir
 TWO_DEVICES = """
 import json, sys
 from jaxllm.cli.main import main
-from jaxllm.runner.compile import compilation_counter
+from jaxllm.runner.compile import compilation_counter, use_compilation_cache
 from jaxllm import LLM, SamplingParams
 model, bundle, flags, options = *sys.argv[1:3], *map(json.loads, sys.argv[3:])
 assert main(["plan", model, "--cpu", "--out", bundle, *flags]) == 0
