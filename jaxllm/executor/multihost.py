@@ -11,6 +11,7 @@ What one rank cannot do, none can: an error in a step or the loss of a rank is t
 import atexit
 import os
 import sys
+import time
 from collections import deque
 from typing import TypeVar
 
@@ -48,7 +49,7 @@ EXIT_LOST = 1
 # How long a waiting rank 0 goes without looking whether the others live.
 _LOOK_S = 0.2
 # After a step has failed: another rank may have the reason.
-_GRACE_S = 3.0
+_GRACE_S = 8.0
 
 _Message = TypeVar("_Message", bound=ToLeader)
 
@@ -206,8 +207,10 @@ class MultiHostExecutor:
 
     def _dead(self, error: Exception) -> EngineDeadError:
         """A step failed here. If that is because a rank is gone, it is known soon."""
+        until = time.monotonic() + _GRACE_S
         try:
-            self._inbox.look(_GRACE_S)
+            while (left := until - time.monotonic()) > 0:
+                self._inbox.look(left)
         except EngineDeadError as reason:
             return reason
         self._link.lose(f"rank 0: {type(error).__name__}: {error}"[:500])
