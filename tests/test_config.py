@@ -57,3 +57,27 @@ def test_every_public_name_is_there(name):
 )
 def test_outputs_and_errors_are_public(name):
     assert name in jaxllm.__all__
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nnodes": 2, "node_rank": 2}, "node_rank=2: nnodes=2; ranks are 0 to 1"),
+        ({"nnodes": "many"}, "nnodes='many' is not one of 'auto'"),
+        ({"nnodes": 0}, "nnodes=0 is too small"),
+        ({"master_port": 70_000}, "master_port=70000: ports are 1 to 65535"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2}, "stages are on the devices of one host"),
+        ({"nnodes": "auto", "pipeline_parallel_size": 2}, "stages are on the devices of one host"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        EngineConfig.create("m", **options)
+
+
+def test_a_process_may_follow_only_where_several_are_started_by_hand():
+    def may_follow(**options):
+        return EngineConfig.create("m", **options).parallel.may_follow
+
+    assert may_follow(nnodes=2) and may_follow(nnodes="auto")
+    assert not may_follow() and not may_follow(nnodes=2, distributed_executor_backend="ray")

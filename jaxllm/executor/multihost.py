@@ -20,7 +20,7 @@ import jax
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError
 from jaxllm.executor.base import PendingResult
-from jaxllm.executor.follower import follow
+from jaxllm.executor.follower import EXIT_LOST, follow
 from jaxllm.executor.layout import Layout, check_same, options_of
 from jaxllm.executor.link import LeaderLink
 from jaxllm.executor.reader import Reader, Reading
@@ -45,7 +45,6 @@ from jaxllm.scheduler.schedule import Schedule, StepResult
 
 logger = init_logger(__name__)
 
-EXIT_LOST = 1
 # How long a waiting rank 0 goes without looking whether the others live.
 _LOOK_S = 0.2
 # After a step has failed: another rank may have the reason.
