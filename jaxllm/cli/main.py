@@ -29,6 +29,10 @@ COMMANDS = {
     "serve": Command("jaxllm.cli.serve", "Serve a model over HTTP, as OpenAI's API does."),
     "run-batch": Command("jaxllm.cli.run_batch", "Answer a file of requests."),
     "plan": Command("jaxllm.cli.plan", "See what an engine would be on chips that are not here."),
+    "simulate": Command(
+        "jaxllm.cli.simulate", "See how a deployment that is not here would serve your traffic."
+    ),
+    "measure-steps": Command("jaxllm.cli.measure_steps", "Time an engine's steps, to simulate it."),
     "warmup": Command(
         "jaxllm.cli.warmup", "Compile an engine's programs now, so that its next start finds them."
     ),

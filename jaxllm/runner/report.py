@@ -1,15 +1,11 @@
-"""What a plan comes to on a device, found by compiling it: memory, programs, and bounds on time.
-
-The times are lower bounds: bytes that must be read and operations that must be done, over the
-rates of the chip's data sheet. Nothing is as fast, and nothing here predicts how much slower it is.
-"""
+"""What a plan comes to on a device, found by compiling it: memory, programs, and bounds on time
+(see `roofline`)."""
 
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 
@@ -17,16 +13,9 @@ from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.hlo import collectives, whole_array_copies
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.programs import declare_stage_programs, make_packer, program_key
+from jaxllm.runner.roofline import Bound, Roofline
 from jaxllm.runner.stage_plan import StagePlan, activation_bytes
 from jaxllm.runner.state import DeviceState
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """The least time that a step can take."""
-
-    seconds: float
-    limited_by: Literal["memory bandwidth", "arithmetic"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +44,7 @@ class StageReport:
     kv_cache_bytes: int
     state_bytes: int  # of the sampler, block tables, and hidden states that come and go
     program_bytes: int  # the largest program's temporaries; code of all, if all were the largest
+    roofline: Roofline | None  # None where the chip's rates are not known
 
     @property
     def used_bytes(self) -> int:
@@ -81,6 +71,8 @@ class PlanReport:
     num_blocks: int
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
+    buckets: tuple[Bucket, ...]
     context: int  # tokens of every row in the bounds
     # No more output tokens per second than this, of as many rows as have room in the cache, dealt
     # out evenly over a step in every stage; and the least time of the slowest stage, which sets the
@@ -165,6 +157,8 @@ def report_plan(
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        buckets=plan.buckets,
         context=context,
         max_tokens_per_second=rows_of_step / pace.seconds if pace else None,
         pace=pace,
@@ -227,18 +221,12 @@ def _report_stage(
         ),
         program_bytes=max(p.temp_bytes for p in programs)
         + max(p.code_bytes for p in programs) * num_programs,
+        roofline=roofline(plan, stage),
     )
 
 
-def step_bound(
-    plan: EnginePlan, stage: StagePlan, num_tokens: float, num_rows: float, context: int
-) -> Bound | None:
-    """The least time of a step on one stage: every matrix is read once, and what a row sees of its
-    context.
-
-    Each token is worth two operations per weight of a matrix, and four per attended token, query
-    head and element of a head. A row's tokens are the last of its context.
-    """
+def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
+    """What steps of a stage take at least; None where the chip's rates are not known."""
     chip, arch = plan.chip, plan.architecture
     if not chip.hbm_bytes_per_second:
         return None
@@ -249,21 +237,32 @@ def step_bound(
     num_tables = part.embeds + part.has_head - is_shared
     matrices = stage.weights_bytes / itemsize - embedding * num_tables
     head = embedding if part.has_head else 0
-    token_bytes = stage.kv_cache_bytes / (plan.num_blocks * plan.block_size) / len(part.layers)
-    # In the mean over a row's tokens; a window hides the rest.
-    attended = max(context - (num_tokens / max(num_rows, 1) - 1) / 2, 1)
-    seen = [min(context, arch.layer_windows[layer] or context) for layer in part.layers]
-    num_bytes = (matrices + head) * itemsize + num_rows * sum(seen) * token_bytes
-    flops = 2 * (matrices * num_tokens + head * num_rows)
-    flops += (
-        4 * arch.num_heads / num_shards * arch.head_size * num_tokens
-        * sum(min(attended, window) for window in seen)
-    )  # fmt: skip
-    reading = num_bytes / chip.hbm_bytes_per_second
-    computing = flops / chip.bf16_flops_per_second
-    if reading >= computing:
-        return Bound(seconds=reading, limited_by="memory bandwidth")
-    return Bound(seconds=computing, limited_by="arithmetic")
+    return Roofline(
+        bytes_per_second=chip.hbm_bytes_per_second,
+        flops_per_second=chip.bf16_flops_per_second,
+        bytes_per_step=(matrices + head) * itemsize,
+        flops_per_token=2 * matrices,
+        flops_per_row=2 * head,
+        kv_bytes_per_token=stage.kv_cache_bytes
+        / (plan.num_blocks * plan.block_size)
+        / len(part.layers),
+        flops_per_attended=4 * arch.num_heads / num_shards * arch.head_size,
+        layers_by_window=tuple(
+            sorted(Counter(arch.layer_windows[layer] or 0 for layer in part.layers).items())
+        ),
+    )
+
+
+def step_bound(
+    plan: EnginePlan, stage: StagePlan, num_tokens: float, num_rows: float, context: int
+) -> Bound | None:
+    """The least time of a step on one stage whose rows are alike: each has its share of the tokens,
+    the last of so long a context."""
+    line = roofline(plan, stage)
+    if line is None:
+        return None
+    num_bytes, num_flops = line.attention(num_tokens / max(num_rows, 1), context)
+    return line.bound(num_tokens, num_rows, (num_rows * num_bytes, num_rows * num_flops))
 
 
 def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -1,0 +1,140 @@
+"""What is simulated: a replica as planned by `jaxllm plan --json`, or as timed by
+`jaxllm measure-steps`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from jaxllm.errors import ValidationError, refused
+from jaxllm.messages import EngineInfo
+from jaxllm.runner.buckets import Bucket
+from jaxllm.runner.roofline import Roofline
+from jaxllm.simulation.step_time import Line, MeasuredTime, RooflineTime, StepTime
+
+_T = TypeVar("_T")
+
+
+class _Stage(msgspec.Struct):
+    roofline: Roofline | None
+
+
+class _Plan(msgspec.Struct):
+    """What counts of a plan's report."""
+
+    model: str
+    chip: str
+    num_chips: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    buckets: tuple[Bucket, ...]
+    stages: list[_Stage]
+
+
+class MeasuredLine(msgspec.Struct):
+    """What was measured of one program."""
+
+    bucket: Bucket
+    line: Line
+    num_steps: int  # on which it rests
+
+
+class Measurement(msgspec.Struct):
+    """The file that `jaxllm measure-steps` writes."""
+
+    device: str
+    num_chips: int
+    info: EngineInfo
+    host_s_per_step: float
+    lines: list[MeasuredLine]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """One replica."""
+
+    name: str
+    num_chips: int
+    info: EngineInfo
+    buckets: tuple[Bucket, ...]
+    step_time: StepTime
+    host_s_per_step: float
+
+
+def read_plan(
+    path: Path, *, name: str | None, efficiency: float, launch_s: float, host_s_per_step: float
+) -> Deployment:
+    """A replica whose steps take their roofline's time over `efficiency`."""
+    plans = _read_json(path)
+    if not isinstance(plans, Mapping) or not plans:
+        raise ValidationError(f"{path} is no output of `jaxllm plan --json`")
+    if name is None:
+        if len(plans) > 1:
+            raise ValidationError(f"{path} has plans for {', '.join(plans)}; choose one: --on NAME")
+        (name,) = plans
+    if name not in plans:
+        raise refused("on", name, f"{path} has plans for {', '.join(plans)}")
+    plan = _convert(path, plans[name], _Plan)
+    stages = [stage.roofline for stage in plan.stages]
+    if any(stage is None for stage in stages):
+        raise ValidationError(
+            f"{path}: the rates of {name} are not known, so there is no roofline; measure its "
+            "steps with `jaxllm measure-steps`"
+        )
+    info = EngineInfo(
+        model=plan.model,
+        model_dir="",
+        vocab_size=1 << 31,
+        max_model_len=plan.max_model_len,
+        max_logprobs=0,
+        eos_token_ids=[],
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+    )
+    return Deployment(
+        name=f"{plan.model} on {name}",
+        num_chips=plan.num_chips,
+        info=info,
+        buckets=plan.buckets,
+        step_time=RooflineTime(
+            stages=tuple(stage for stage in stages if stage is not None),
+            efficiency=efficiency,
+            launch_s=launch_s,
+        ),
+        host_s_per_step=host_s_per_step,
+    )
+
+
+def read_measurement(path: Path) -> Deployment:
+    """A replica whose steps take as long as they were measured to take."""
+    found = _convert(path, _read_json(path), Measurement)
+    return Deployment(
+        name=f"{found.info.model} on {found.device}",
+        num_chips=found.num_chips,
+        info=found.info,
+        buckets=tuple(entry.bucket for entry in found.lines),
+        step_time=MeasuredTime(lines={entry.bucket: entry.line for entry in found.lines}),
+        host_s_per_step=found.host_s_per_step,
+    )
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValidationError(f"{path} is no JSON: {error}") from error
+
+
+def _convert(path: Path, value: Any, kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ValidationError(f"{path}: {error}; make it anew with this version") from error

@@ -1,0 +1,84 @@
+"""Stands where an engine's devices are: says when a step would be done, and runs nothing."""
+
+import numpy as np
+
+from jaxllm.messages import EngineInfo
+from jaxllm.runner.buckets import Bucket, BucketTable
+from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.simulation.step_time import StepTime
+
+# Any token that ends nothing.
+_TOKEN = 11
+
+
+class SimulatedExecutor:
+    """One replica's devices, and the clock of its host.
+
+    A step begins when it has been dispatched, the first stage is free, and the tokens that it
+    carries over are there; each stage begins when the one before it is done and it is free itself.
+    """
+
+    num_compiles_after_warmup = 0
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        buckets: tuple[Bucket, ...],
+        step_time: StepTime,
+        host_s_per_step: float,
+    ):
+        self.info = info
+        self.now = 0.0
+        self.busy_s = 0.0  # of the stage that is busiest
+        self.num_token_rows = 0
+        self.pack_s = 0.0
+        self._buckets = BucketTable(buckets)
+        self._step_time = step_time
+        # Half of it comes before a step is dispatched, half when its tokens are there.
+        self._half_host_s = host_s_per_step / 2
+        self._free_at = [0.0] * step_time.num_stages
+        self._busy_s = [0.0] * step_time.num_stages
+        self._done_at: dict[int, float] = {}  # steps on their way
+        self._last_done = 0.0
+
+    def execute(self, schedule: Schedule) -> "_Pending":
+        bucket = self._buckets.find(
+            num_tokens=schedule.total_tokens,
+            num_rows=schedule.num_rows,
+            decode_only=schedule.num_decodes == schedule.num_rows,
+        )
+        self.num_token_rows += bucket.num_tokens
+        self.now += self._half_host_s
+        begin = max(self.now, self._tokens_there(schedule))
+        for stage, seconds in enumerate(self._step_time.seconds(bucket, schedule)):
+            begin = max(begin, self._free_at[stage]) + seconds
+            self._free_at[stage] = begin
+            self._busy_s[stage] += seconds
+        self.busy_s = max(self._busy_s)
+        self._done_at[schedule.step] = self._last_done = begin
+        return _Pending(self, schedule)
+
+    def collect(self, schedule: Schedule) -> StepResult:
+        """Wait for a step."""
+        self.now = max(self.now, self._done_at.pop(schedule.step)) + self._half_host_s
+        return StepResult(np.full(schedule.num_rows, _TOKEN, np.int32), None, None)
+
+    def reset(self) -> None:
+        raise AssertionError("simulated steps do not fail")
+
+    def shutdown(self) -> None: ...
+
+    def _tokens_there(self, schedule: Schedule) -> float:
+        """When the tokens are there that this step takes over from others on their way."""
+        if schedule.carried_from is None:
+            # Any of those before may be meant. One stage takes them in order anyway.
+            return self._last_done if len(self._free_at) > 1 else 0.0
+        return self._done_at.get(schedule.carried_from, 0.0)
+
+
+class _Pending:
+    def __init__(self, executor: SimulatedExecutor, schedule: Schedule):
+        self._executor, self._schedule = executor, schedule
+
+    def result(self) -> StepResult:
+        return self._executor.collect(self._schedule)

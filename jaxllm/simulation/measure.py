@@ -1,0 +1,171 @@
+"""Times the steps of an engine that is here, for simulations of many like it."""
+
+import dataclasses
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.errors import refused
+from jaxllm.messages import EngineRequest
+from jaxllm.runner.buckets import Bucket, BucketTable
+from jaxllm.runner.compile import use_compilation_cache
+from jaxllm.runner.model_runner import ModelRunner, PendingStep
+from jaxllm.runner.plan import EnginePlan, replica_devices
+from jaxllm.runner.sizing import plan_engine
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.simulation.deployment import MeasuredLine, Measurement
+from jaxllm.simulation.step_time import attended_tokens, fit_line
+
+# Steps of decodes that are timed for each number of rows and each context.
+_NUM_DECODES = 8
+
+
+def measure_steps(
+    config: EngineConfig,
+    *,
+    repetitions: int,
+    on_batch: Callable[[str], None] = lambda what: None,
+) -> Measurement:
+    """Start an engine, and time each of its programs at several contexts.
+
+    Prompts are random tokens. A step is timed from its dispatch until its tokens are on the host,
+    with none before it under way, so what the engine does meanwhile is not in it.
+    """
+    for name in ("data_parallel_size", "pipeline_parallel_size", "nnodes"):
+        if config.get(name) != 1:
+            raise refused(name, config.get(name), "one replica in one stage on one host is timed")
+    use_compilation_cache(config.compilation.compilation_cache_dir)
+    # One step at a time, so that each can be timed.
+    scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)
+    plan = plan_engine(config, replica_devices(config, 0))
+    executor = _TimingExecutor(plan)
+    core = EngineCore(dataclasses.replace(config, scheduler=scheduler), executor)
+    try:
+        for name, batch in _batches(plan):
+            on_batch(name)
+            # What is done for the first time takes longer.
+            _serve(core, batch, plan, seed=name)
+            executor.is_timing = True
+            for repetition in range(repetitions):
+                _serve(core, batch, plan, seed=f"{name}, {repetition}")
+            executor.is_timing = False
+        stats = core.stats()
+        host_s = (stats.schedule_s + stats.update_s) / stats.num_steps
+    finally:
+        core.shutdown()
+    info = plan.info()
+    info.model_dir = ""  # of this machine
+    return Measurement(
+        device=plan.chip.name,
+        num_chips=-(-plan.num_devices // plan.chip.devices_per_chip),
+        info=info,
+        host_s_per_step=host_s,
+        lines=_lines(plan.buckets, executor.timed),
+    )
+
+
+def _batches(plan: EnginePlan) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Batches of (prompt tokens, answer tokens), so that every program has steps with little and
+    with much to attend to."""
+    most = plan.max_model_len - _NUM_DECODES
+    for bucket in plan.buckets:
+        rows = bucket.num_rows
+        if bucket.decode_only:
+            fitting = plan.num_blocks // rows * plan.block_size - _NUM_DECODES
+            for length in sorted({16, min(most, fitting) // 3, min(most, fitting)}):
+                if length > 0:
+                    yield f"{bucket}, contexts of {length}", [(length, _NUM_DECODES)] * rows
+        else:
+            for num_prompts in sorted({1, max(1, min(rows, bucket.num_tokens // 16))}):
+                length = bucket.num_tokens // num_prompts
+                if 2 <= length <= most:
+                    yield f"{bucket}, {num_prompts} prompts", [(length, 1)] * num_prompts
+
+
+def _serve(core: EngineCore, batch: list[tuple[int, int]], plan: EnginePlan, *, seed: str) -> None:
+    rng, ids = random.Random(seed), range(plan.architecture.vocab_size)
+    for index, (num_prompt_tokens, num_output_tokens) in enumerate(batch):
+        core.add_request(
+            EngineRequest(
+                request_id=f"{seed}-{index}",
+                prompt_token_ids=rng.choices(ids, k=num_prompt_tokens),
+                sampling_params=SamplingParams(temperature=0.0),
+                max_tokens=num_output_tokens,
+                seed=index,
+            )
+        )
+    while core.has_work():
+        core.step()
+
+
+def _lines(
+    buckets: tuple[Bucket, ...], timed: dict[Bucket, list[tuple[int, float]]]
+) -> list[MeasuredLine]:
+    """A line for each program; one that no batch could reach has that of the next larger one."""
+    lines: list[MeasuredLine] = []
+    for bucket in reversed(buckets):
+        if timed[bucket]:
+            attended, seconds = zip(*timed[bucket], strict=True)
+            lines.append(MeasuredLine(bucket, fit_line(attended, seconds), len(seconds)))
+        elif lines:
+            lines.append(MeasuredLine(bucket, lines[-1].line, 0))
+    return lines[::-1]
+
+
+class _TimingExecutor:
+    """Runs steps, and notes how long they take."""
+
+    def __init__(self, plan: EnginePlan):
+        self.info = plan.info()
+        self.is_timing = False
+        self.timed: dict[Bucket, list[tuple[int, float]]] = defaultdict(list)
+        self._table = BucketTable(plan.buckets)
+        self._runner = ModelRunner(plan)
+
+    @property
+    def num_token_rows(self) -> int:
+        return self._runner.num_token_rows
+
+    @property
+    def pack_s(self) -> float:
+        return self._runner.pack_s
+
+    @property
+    def num_compiles_after_warmup(self) -> int:
+        return self._runner.num_compiles_after_warmup
+
+    def execute(self, schedule: Schedule) -> "_Timed":
+        start = time.perf_counter()
+        return _Timed(self, schedule, self._runner.execute(schedule), start)
+
+    def note(self, schedule: Schedule, seconds: float) -> None:
+        if self.is_timing:
+            bucket = self._table.find(
+                num_tokens=schedule.total_tokens,
+                num_rows=schedule.num_rows,
+                decode_only=schedule.num_decodes == schedule.num_rows,
+            )
+            self.timed[bucket].append((attended_tokens(schedule), seconds))
+
+    def reset(self) -> None:
+        self._runner.reset()
+
+    def shutdown(self) -> None:
+        self._runner.free()
+
+
+class _Timed:
+    def __init__(
+        self, executor: _TimingExecutor, schedule: Schedule, pending: PendingStep, start: float
+    ):
+        self._executor, self._schedule = executor, schedule
+        self._pending, self._start = pending, start
+
+    def result(self) -> StepResult:
+        result = self._pending.result()
+        self._executor.note(self._schedule, time.perf_counter() - self._start)
+        return result

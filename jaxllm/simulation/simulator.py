@@ -1,0 +1,168 @@
+"""Lets a trace pass through replicas, event by event, each engine core as it is.
+
+An event is a request that comes or a replica whose host is free to plan its next step. They are
+taken in the order of their time, so the router sees at every moment what it would see then. What is
+not in it: the frontend, the network, and failures.
+"""
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.router import Router
+from jaxllm.messages import EngineRequest
+from jaxllm.metrics.stats import EngineStats
+from jaxllm.simulation.deployment import Deployment
+from jaxllm.simulation.executor import SimulatedExecutor
+from jaxllm.simulation.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a trace. Arrays have an entry for each request, NaN for refused ones."""
+
+    first_token_at: np.ndarray
+    finished_at: np.ndarray
+    num_output_tokens: np.ndarray
+    stats: EngineStats  # of all replicas
+    end: float  # when the last request had its last token
+    kv_cache_usage_mean: float  # over replicas and time
+    kv_cache_usage_max: float  # of any replica at any time
+    busy_share: float  # of the devices' time
+
+
+def simulate(
+    trace: Trace,
+    deployment: Deployment,
+    num_replicas: int,
+    *,
+    scheduling_policy: str = "fcfs",
+    async_scheduling: bool = True,
+    long_prefill_token_threshold: int = 0,
+    enable_prefix_caching: bool = True,
+    on_progress: Callable[[int], None] = lambda num_finished: None,
+) -> Outcome:
+    """Serve a trace."""
+    config = EngineConfig.create(
+        deployment.info.model,
+        pipeline_parallel_size=deployment.step_time.num_stages,
+        scheduling_policy=scheduling_policy,
+        async_scheduling=async_scheduling,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    replicas = [_Replica(config, deployment) for _ in range(num_replicas)]
+    router = Router(num_replicas)
+    first_token_at = np.full(len(trace), np.nan)
+    finished_at = np.full(len(trace), np.nan)
+    num_output_tokens = np.zeros(len(trace), np.int64)
+
+    arrivals: list[float] = trace.arrivals.tolist()
+    free_at: list[tuple[float, int]] = []  # a heap of the replicas that have work
+    num_arrived = num_finished = 0
+    while num_arrived < len(arrivals) or free_at:
+        if num_arrived < len(arrivals) and (not free_at or arrivals[num_arrived] <= free_at[0][0]):
+            request = trace.request(num_arrived, deployment.info.max_model_len)
+            now = arrivals[num_arrived]
+            num_arrived += 1
+            if request is None:
+                continue
+            chosen = router.choose(request)
+            num_output_tokens[num_arrived - 1] = request.max_tokens
+            if replicas[chosen].take(request, now):
+                heapq.heappush(free_at, (replicas[chosen].now, chosen))
+            continue
+        _, index = free_at[0]
+        replica = replicas[index]
+        for request_id in replica.finished:
+            router.forget(request_id)
+        begun, replica.finished = replica.step()
+        for request_id in begun:
+            first_token_at[int(request_id)] = replica.now
+        for request_id in replica.finished:
+            finished_at[int(request_id)] = replica.now
+        if replica.is_busy:
+            heapq.heapreplace(free_at, (replica.now, index))
+        else:
+            heapq.heappop(free_at)
+        if replica.finished:
+            num_finished += len(replica.finished)
+            on_progress(num_finished)
+
+    end = float(np.nanmax(finished_at)) if num_finished else 0.0
+    return Outcome(
+        first_token_at=first_token_at,
+        finished_at=finished_at,
+        num_output_tokens=num_output_tokens,
+        stats=EngineStats.total([replica.stats for replica in replicas]),
+        end=end,
+        kv_cache_usage_mean=math.fsum(r.block_seconds for r in replicas)
+        / (num_replicas * deployment.info.num_blocks * end or 1),
+        kv_cache_usage_max=max(r.most_blocks for r in replicas) / deployment.info.num_blocks,
+        busy_share=math.fsum(r.busy_s for r in replicas) / (num_replicas * end or 1),
+    )
+
+
+class _Replica:
+    """An engine core on simulated devices."""
+
+    def __init__(self, config: EngineConfig, deployment: Deployment):
+        self._executor = SimulatedExecutor(
+            deployment.info,
+            deployment.buckets,
+            deployment.step_time,
+            deployment.host_s_per_step,
+        )
+        self._core = EngineCore(config, self._executor)
+        self.is_busy = False
+        self.finished: list[str] = []  # by the last step; the router hears of them when it is over
+        self.block_seconds = 0.0
+        self.most_blocks = 0
+        self._stats = self._core.stats()
+
+    @property
+    def now(self) -> float:
+        """When the host has the tokens of the step before and plans the next."""
+        return self._executor.now
+
+    @property
+    def busy_s(self) -> float:
+        return self._executor.busy_s
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def take(self, request: EngineRequest, now: float) -> bool:
+        """Take a request; true if that ended a rest."""
+        self._core.add_request(request)
+        if self.is_busy:
+            return False
+        self.is_busy = True
+        self._executor.now = max(self._executor.now, now)
+        return True
+
+    def step(self) -> tuple[list[str], list[str]]:
+        """The requests that got their first token in a step, and those that ended. A last one with
+        nothing to do ends the work."""
+        if not self._core.has_work():
+            self.is_busy = False
+            return [], []
+        before = self.now
+        begun, finished = [], []
+        for output in self._core.step():
+            if output.stats is None:
+                continue  # neither the first nor the last token
+            if output.finish_reason is not None:
+                finished.append(output.request_id)
+            if output.stats.first_token_ts == output.stats.last_token_ts:
+                begun.append(output.request_id)
+        used = self._stats.num_blocks_used
+        self.block_seconds += used * (self.now - before)
+        self.most_blocks = max(self.most_blocks, used)
+        return begun, finished

@@ -1,0 +1,47 @@
+import pytest
+
+from jaxllm.messages import EngineInfo
+from jaxllm.runner.buckets import make_ladder
+from jaxllm.simulation.deployment import Deployment
+
+
+class ConstantTime:
+    """Every step takes as long, in every stage."""
+
+    def __init__(self, seconds, num_stages=1):
+        self.num_stages = num_stages
+        self._seconds = [seconds] * num_stages
+
+    def seconds(self, bucket, schedule):
+        return self._seconds
+
+
+@pytest.fixture
+def deployment():
+    """Make a deployment of equal steps of one second."""
+
+    def make(*, host_s=0.0, num_stages=1, seconds=1.0, max_num_seqs=4, num_blocks=64):
+        info = EngineInfo(
+            model="model",
+            model_dir="",
+            vocab_size=1 << 31,
+            max_model_len=256,
+            max_logprobs=0,
+            eos_token_ids=[],
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=64,
+            num_blocks=num_blocks,
+            block_size=16,
+        )
+        return Deployment(
+            name="model",
+            num_chips=1,
+            info=info,
+            buckets=make_ladder(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=64, block_size=16, min_rows=2
+            ),
+            step_time=ConstantTime(seconds, num_stages),
+            host_s_per_step=host_s,
+        )
+
+    return make
