@@ -95,6 +95,7 @@ class EngineCore:
         outputs: list[EngineOutput] = []
         while self._in_flight and len(self._in_flight) > num_kept:
             outputs += self._collect()
+        self._stats.step_s += time.perf_counter() - start
         return outputs
 
     def reset_prefix_cache(self) -> bool:

@@ -31,6 +31,7 @@ class EngineStats:
     num_stages_offered: int = 0
     num_stages_filled: int = 0
     # seconds
+    step_s: float = 0.0  # the engine's loop went around with work, all below included
     schedule_s: float = 0.0
     pack_s: float = 0.0
     update_s: float = 0.0

@@ -21,6 +21,7 @@ from jaxllm.server.auth import Authentication
 from jaxllm.server.errors import HTTPError, error_response, json_response
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.metrics import ServerMetrics
+from jaxllm.server.page.routes import page_routes
 from jaxllm.server.service import Service
 from jaxllm.server.tokenize import detokenize, tokenize
 
@@ -71,6 +72,8 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
     ]
     for path, kind in ENDPOINTS.items():
         routes.append(Route(path, AnswerEndpoint(kind, service), methods=["POST"]))
+    if not options.disable_page:
+        routes += page_routes()
 
     middleware = []
     if options.allowed_origins:

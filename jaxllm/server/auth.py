@@ -1,4 +1,5 @@
-"""API keys: every path but those that say whether the server is well wants one."""
+"""API keys: every path wants one, but those that say whether the server is well, and the
+page, which asks for it."""
 
 import hashlib
 import hmac
@@ -10,8 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxllm.errors import ValidationError
 from jaxllm.server.errors import HTTPError, error_response
 from jaxllm.server.options import ServerOptions, check_key
+from jaxllm.server.page.routes import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"}) | PAGE_PATHS
 
 
 class Authentication:

@@ -32,6 +32,7 @@ _COUNTERS = {
     "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Tokens found there."),
     "engine_steps": ("num_steps", "Steps of the engine."),
+    "engine_step_seconds": ("step_s", "Seconds of the engine's loop in which there was a step."),
     "compiles_after_warmup": ("num_compiles_after_warmup", "Programs compiled late."),
 }
 _TIMES = {

@@ -17,7 +17,8 @@ class ServerOptions:
         (), 'What "model" in a request may be; answers carry the first one (default: --model).'
     )
     api_key: tuple[str, ...] = option(
-        (), "Keys, one of which every request must bring (but to /health, /ping and /ready)."
+        (),
+        "Keys, one of which every request must bring (but to /health, /ping, /ready and the page).",
     )
     api_key_file: str | None = option(
         None, "File with such keys, one on each line; unlike flags, nobody sees them in `ps`."
@@ -75,6 +76,9 @@ class ServerOptions:
     # What it tells.
     metrics_prefix: str = option("jaxllm", "Of the names in /metrics; 'vllm' fits its dashboards.")
     disable_log_stats: bool = option(False, "Do not log the state of the engine every 10 seconds.")
+    disable_page: bool = option(
+        False, "Show no page at / to talk to the model and to watch the engine."
+    )
     access_log: bool = option(True, "Log every request.")
 
     def validate(self) -> None:

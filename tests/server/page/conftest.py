@@ -1,0 +1,57 @@
+"""A real browser, and tabs of it that take note of all that goes wrong."""
+
+import contextlib
+import os
+import shutil
+import warnings
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+HOW = f"none of {', '.join(BROWSERS)} is installed; try: apt-get install chromium"
+
+
+@pytest.fixture(scope="module")  # no longer: an event loop runs in this thread for as long
+def browser():
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        warnings.warn(f"the page is not tested: {HOW}", stacklevel=1)
+        pytest.skip(HOW)
+    sync_api = pytest.importorskip("playwright.sync_api")
+    # Chromium's sandbox does not work as root.
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """A function that opens a server's page in a new tab and waits until it can be used.
+
+    In the end nothing may have gone wrong there: no message of the console but the expected
+    ones (the browser reports what the policy refuses there, too), and no request elsewhere.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def open_page(server, *, waits_for="#model option", expected="", **options):
+            context = browser.new_context(**options)
+            stack.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(60_000)
+            complaints, requests = [], []
+            page.on("console", lambda message: complaints.append(message.text))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("request", lambda request: requests.append(request.url))
+            page.goto(str(server.base_url))
+            page.wait_for_selector(waits_for, state="attached")
+
+            def check():
+                assert [text for text in complaints if not expected or expected not in text] == []
+                assert [url for url in requests if not url.startswith(str(server.base_url))] == []
+
+            stack.callback(check)
+            return page
+
+        yield open_page

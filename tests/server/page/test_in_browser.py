@@ -1,0 +1,325 @@
+"""The page in a real browser, in front of a real engine."""
+
+import contextlib
+import json
+import threading
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+CHAT = "**/v1/chat/completions"
+HACK = '<img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script><b>bold</b>'
+LONG = {"max_tokens": 1900, "ignore_eos": True}
+
+
+@pytest.fixture(autouse=True)
+def quiet_engine(host):
+    host.wait_until_idle()
+    yield
+    host.wait_until_idle()
+
+
+def expect(page, selector):
+    from playwright.sync_api import expect
+
+    return expect(page.locator(selector))
+
+
+def choose(page, **settings):
+    """Fill in the sampling controls."""
+    page.evaluate("document.getElementById('settings').open = true")
+    for name, value in settings.items():
+        page.fill(f"[name={name}]", str(value))
+
+
+def say(page, text):
+    page.fill("#message", text)
+    page.press("#message", "Enter")
+
+
+def shown_answer(page, place=0):
+    """The text of an answer that has ended."""
+    answer = page.locator(".answer[aria-busy=false]").nth(place)
+    answer.wait_for()
+    return answer.locator(".content").text_content()
+
+
+def answer_of(client, *messages, **settings):
+    roles = ("user", "assistant")
+    body = {
+        "messages": [
+            {"role": roles[place % 2], "content": text} for place, text in enumerate(messages)
+        ]
+    }
+    response = client.post("/v1/chat/completions", json=body | settings).json()
+    return response["choices"][0]["message"]["content"]
+
+
+def ask_for_more(page, **fields):
+    """Add fields to what the page asks for; returns the list of all that it asks."""
+    asked = []
+
+    def go_on(route):
+        body = route.request.post_data_json
+        asked.append(body)
+        route.continue_(post_data=json.dumps(body | fields))
+
+    page.route(CHAT, go_on)
+    return asked
+
+
+def when_text_comes(page, button):
+    """Press a button as soon as there is something of the last answer."""
+    page.evaluate(
+        """(button) => new MutationObserver((changes, observer) => {
+          if (!document.querySelector(".answer:last-child .content")?.textContent) return;
+          observer.disconnect();
+          document.getElementById(button).click();
+        }).observe(document.getElementById("log"), { subtree: true, childList: true,
+                                                     characterData: true })""",
+        button,
+    )
+
+
+def fulfill_with(page, *deltas):
+    """Let the server answer with these deltas."""
+    chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    page.route(
+        CHAT,
+        lambda route: route.fulfill(
+            content_type="text/event-stream", body="".join([*lines, "data: [DONE]\n\n"])
+        ),
+    )
+
+
+def test_a_seeded_conversation_is_what_the_api_answers(client, open_page):
+    settings = {"temperature": 0.8, "top_k": 50, "seed": 7, "max_tokens": 40}
+    page = open_page(client)
+    assert page.locator("#model option").all_text_contents() == ["tiny", "alias"]
+    choose(page, **settings)
+    say(page, "Hello")
+    first = shown_answer(page)
+    assert first == answer_of(client, "Hello", **settings) != ""
+    say(page, "And then?")
+    assert shown_answer(page, 1) == answer_of(client, "Hello", first, "And then?", **settings)
+    expect(page, ".answer footer >> nth=0").to_contain_text("tokens")
+    expect(page, "#message").to_be_focused()
+
+
+def test_every_control_reaches_the_request(client, open_page):
+    page = open_page(client)
+    settings = {
+        "temperature": 0.5, "max_tokens": 3, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1,
+    }  # fmt: skip
+    asked = ask_for_more(page)
+    choose(page, **settings)
+    page.fill("#system", "Be brief.")
+    page.select_option("#model", "alias")
+    say(page, "Hello")
+    shown_answer(page)
+    (body,) = asked
+    assert body.items() >= (settings | {"model": "alias"}).items()
+    system, user = body["messages"]
+    assert (system["content"], user["content"]) == ("Be brief.", "Hello")
+
+
+@pytest.mark.parametrize("how", ["stop", "reset"])
+def test_leaving_an_answer_ends_it_on_the_server(host, client, open_page, how):
+    before = host.wait_until_idle().num_generation_tokens
+    page = open_page(client)
+    asked = ask_for_more(page, **LONG)
+    when_text_comes(page, how)
+    say(page, "Hello")
+    expect(page, "#send").to_be_visible()
+    stats = host.wait_until_idle()
+    assert stats.num_blocks_used == 0
+    assert stats.num_generation_tokens - before < LONG["max_tokens"]
+    assert len(asked) == 1
+
+
+def test_what_came_before_stop_stays_in_the_conversation(client, open_page):
+    page = open_page(client)
+    asked = ask_for_more(page, **LONG)
+    when_text_comes(page, "stop")
+    say(page, "Hello")
+    text = shown_answer(page)
+    expect(page, ".answer footer").to_contain_text("stopped")
+    when_text_comes(page, "stop")
+    say(page, "Go on")
+    shown_answer(page, 1)
+    assert [message["content"] for message in asked[1]["messages"]] == ["Hello", text, "Go on"]
+
+
+def test_reset_forgets_the_conversation(client, open_page):
+    page = open_page(client)
+    choose(page, seed=1, max_tokens=8)
+    say(page, "Hello")
+    first = shown_answer(page)
+    page.click("#reset")
+    expect(page, "#greeting").to_be_visible()
+    expect(page, ".answer").to_have_count(0)
+    say(page, "Hello")
+    assert shown_answer(page) == first
+
+
+def test_enter_sends_and_shift_enter_does_not(client, open_page):
+    page = open_page(client)
+    choose(page, max_tokens=2)
+    page.focus("#message")
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    page.keyboard.press("Enter")
+    shown_answer(page)
+    assert page.locator(".said .text").text_content() == "one\ntwo"
+
+
+def test_a_key_is_asked_for_and_a_wrong_one_is_told(host, open_page):
+    with host.serve(keys=("the-right-one",), access_log=False) as server:
+        page = open_page(server, waits_for="#key-form:not([hidden])", expected="401")
+        expect(page, "#key-error").to_be_hidden()
+        page.fill("#key", "a-wrong-one")
+        page.press("#key", "Enter")
+        expect(page, "#key-error").to_have_text("The server does not know this key.")
+        page.fill("#key", "the-right-one")
+        page.press("#key", "Enter")
+        expect(page, "#key-form").to_be_hidden()
+        expect(page, ".figure >> nth=0").to_contain_text("0 running")
+        choose(page, max_tokens=2)
+        say(page, "Hello")
+        assert shown_answer(page)
+        kept = "[localStorage.length, document.cookie, sessionStorage.length]"
+        assert page.evaluate(kept) == [0, "", 1]
+
+
+def test_an_error_is_shown_and_the_message_is_not_lost(client, open_page):
+    page = open_page(client, expected="400")
+    choose(page, max_tokens=2)
+    too_long = "word" * 2000
+    say(page, too_long)
+    expect(page, "#log [role=alert]").to_contain_text("max_model_len")
+    expect(page, "#message").to_have_value(too_long)
+    expect(page, ".said").to_have_count(0)
+    say(page, "Hello")
+    shown_answer(page)
+
+
+def test_a_setting_that_cannot_be_is_not_sent(client, open_page):
+    page = open_page(client)
+    asked = ask_for_more(page)
+    choose(page, top_p=2)
+    say(page, "Hello")
+    expect(page, "#log [role=alert]").to_contain_text("top_p")
+    page.fill("[name=top_p]", "")
+    page.fill("#tools", "nonsense")
+    page.press("#message", "Enter")
+    expect(page, "#log [role=alert] >> nth=1").to_contain_text("tools: this is not a JSON list")
+    assert asked == []
+
+
+def test_reasoning_is_shown_apart(host, open_page):
+    with host.serve(reasoning_parser="deepseek_r1", access_log=False) as server:
+        page = open_page(server)
+        choose(page, seed=1, max_tokens=8)
+        say(page, "Hello")
+        assert shown_answer(page) == ""  # noise does not end the reasoning
+        body = {"messages": [{"role": "user", "content": "Hello"}], "seed": 1, "max_tokens": 8}
+        answer = server.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        shown = page.locator(".reasoning .text").text_content()
+        assert shown == answer["reasoning"] != ""
+
+
+def test_what_the_model_writes_is_text_and_nothing_else(client, open_page):
+    page = open_page(client)
+    call = {"index": 0, "id": "a", "function": {"name": HACK, "arguments": HACK}}
+    fulfill_with(
+        page,
+        {"reasoning": HACK},
+        {"content": HACK[:9]},
+        {"content": HACK[9:]},
+        {"tool_calls": [call]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": " and more"}}]},
+    )
+    say(page, HACK)
+    assert shown_answer(page) == HACK
+    assert page.locator(".said .text").text_content() == HACK
+    assert page.locator(".reasoning .text").text_content() == HACK
+    assert page.locator(".call code").text_content() == HACK
+    assert page.locator(".call pre").text_content() == f"{HACK} and more"
+    assert page.locator("#log img, #log script, #log b").count() == 0
+    assert page.evaluate("window.hacked") is None
+
+
+def test_the_browser_would_refuse_what_scripts_make_of_text(client, open_page):
+    page = open_page(client, expected="TrustedHTML")
+    refused = """(html) => {
+      try { document.body.innerHTML = html; } catch (error) { return error.name; }
+    }"""
+    assert page.evaluate(refused, HACK) == "TypeError"
+    assert page.evaluate("window.hacked") is None
+
+
+@contextlib.contextmanager
+def something_to_do(client):
+    """Requests, one after the other, within this context."""
+    is_over = threading.Event()
+
+    def work():
+        while not is_over.is_set():
+            body = {"prompt": "Once upon a time there was a house", "ignore_eos": True}
+            client.post("/v1/completions", json=body | {"max_tokens": 300})
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("prefix", ["jaxllm", "vllm"])
+def test_pictures_move_while_something_runs(host, open_page, prefix):
+    with host.serve(metrics_prefix=prefix, access_log=False) as server:
+        page = open_page(server)
+        requests, rates, kv_use, step_time, hits = page.locator(".figure").all()
+        assert requests.locator("output").text_content() != ""
+        with something_to_do(server):
+            requests.get_by_text("1 running").wait_for()
+            for figure, unit in [(rates, "out"), (kv_use, "%"), (step_time, "ms"), (hits, "%")]:
+                figure.locator("output", has_text=unit).wait_for()
+                assert figure.locator("path.area").get_attribute("d").startswith("M")
+            assert "Tokens per second" in rates.get_by_role("img").get_attribute("aria-label")
+        requests.get_by_text("0 running").wait_for()
+
+
+def test_a_hidden_tab_asks_nothing(client, open_page):
+    page = open_page(client)
+    polls = []
+    page.on("request", lambda request: polls.append(request) if "metrics" in request.url else None)
+    show = """(isHidden) => {
+      Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+      document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    with page.expect_request("**/metrics"):
+        pass
+    page.evaluate(show, True)
+    polls.clear()
+    page.wait_for_timeout(2500)
+    assert polls == []
+    with page.expect_request("**/metrics"):
+        page.evaluate(show, False)
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_nothing_is_wider_than_the_screen(client, open_page, width):
+    page = open_page(client, viewport={"width": width, "height": 700})
+    choose(page, max_tokens=20)
+    say(page, "long" * 200)
+    shown_answer(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.locator("#engine summary").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
