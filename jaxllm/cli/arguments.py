@@ -54,6 +54,9 @@ SHORT_FLAGS = {
     "data_parallel_size": ("-dp",),
 }
 
+# What a command has no use for that prints one answer as text, and no numbers.
+TEXT_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs")
+
 # Fields of SamplingParams that have no flag of their own, and why.
 NOT_FLAGS = {
     "seed": "--seed is the engine's: it seeds every request that brings none",
@@ -123,8 +126,32 @@ def add_sampling_arguments(
             _add_flag(group, f.name, hints[f.name], f.default, SAMPLING_HELP[f.name])
 
 
+def add_server_arguments(parser: argparse.ArgumentParser, *, url: str | None = None) -> None:
+    """Add the flags that say which server to ask; without a default it may be none."""
+    group = parser.add_argument_group("Server")
+    instead = "" if url else ", in place of an engine here"
+    default = f" Default: {url}." if url else ""
+    group.add_argument(
+        "--url",
+        default=url,
+        help=f"Base URL of an OpenAI-compatible server{instead}: http://localhost:8000/v1.{default}",
+    )
+    group.add_argument(
+        "--model-name", metavar="TEXT", help="The server's model. Default: the first that it lists."
+    )
+    group.add_argument("--api-key", metavar="TEXT", help="What the server wants as its key.")
+
+
 def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options that were given, as the keyword arguments that `LLM` takes."""
+    options = given_engine_options(args)
+    if "model" not in options:
+        raise ValidationError("no model; give --model with a local directory or a hub name")
+    return options
+
+
+def given_engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The same, but there may be no model."""
     options = {
         name: value
         for part in typing.get_type_hints(EngineConfig).values()
@@ -137,8 +164,6 @@ def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
                 "give one of them"
             )
         options["model"] = args.positional_model
-    if "model" not in options:
-        raise ValidationError("no model; give --model with a local directory or a hub name")
     return options
 
 
@@ -154,8 +179,12 @@ def options_from(args: argparse.Namespace, options: Any) -> dict[str, Any]:
 
 def sampling_params_from(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
     """Override the default parameters with the parsed flags."""
-    given = {name: getattr(args, name) for name in SAMPLING_HELP if name in args}
-    return defaults.clone(**given)
+    return defaults.clone(**sampling_fields_from(args))
+
+
+def sampling_fields_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given."""
+    return {name: getattr(args, name) for name in SAMPLING_HELP if name in args}
 
 
 def integer(text: str) -> int:

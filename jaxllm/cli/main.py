@@ -25,7 +25,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "generate": Command("jaxllm.cli.generate", "Generate text for prompts."),
-    "chat": Command("jaxllm.cli.chat", "Talk to a model in the terminal."),
+    "chat": Command("jaxllm.cli.chat", "Talk to a model in the terminal, here or behind a server."),
+    "complete": Command("jaxllm.cli.complete", "Let a model behind a server go on with prompts."),
     "serve": Command("jaxllm.cli.serve", "Serve a model over HTTP, as OpenAI's API does."),
     "run-batch": Command("jaxllm.cli.run_batch", "Answer a file of requests."),
     "plan": Command("jaxllm.cli.plan", "See what an engine would be on chips that are not here."),

@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.cli.chat import Chat, converse
+from jaxllm.cli.conversation import Conversation, converse
+from jaxllm.cli.local_model import LocalModel
 from jaxllm.cli.main import main
 from jaxllm.errors import ValidationError
 from jaxllm.testing import make_tiny_checkpoint
@@ -45,13 +46,13 @@ def answer_to(llm: LLM, messages: list[dict[str, str]]) -> str:
 
 
 def test_streamed_pieces_add_up_to_the_answer(llm):
-    pieces = list(Chat(llm.llm_engine, PARAMS).reply("Hello", GO_ON))
+    pieces = list(Conversation(LocalModel(llm.llm_engine, PARAMS)).reply("Hello", GO_ON))
     assert len(pieces) > 3
     assert "".join(pieces) == answer_to(llm, [user("Hello")])
 
 
 def test_a_second_line_continues_the_conversation(llm):
-    chat = Chat(llm.llm_engine, PARAMS, system_prompt="Be brief.")
+    chat = Conversation(LocalModel(llm.llm_engine, PARAMS), "Be brief.")
     first = "".join(chat.reply("Hello", GO_ON))
     second = "".join(chat.reply("And then?", GO_ON))
     history = [
@@ -64,7 +65,7 @@ def test_a_second_line_continues_the_conversation(llm):
 
 
 def test_reset_forgets_the_conversation_but_not_the_system_prompt(llm):
-    chat = Chat(llm.llm_engine, PARAMS, system_prompt="Be brief.")
+    chat = Conversation(LocalModel(llm.llm_engine, PARAMS), "Be brief.")
     first = list(chat.reply("Hello", GO_ON))
     list(chat.reply("And then?", GO_ON))
     chat.reset()
@@ -72,7 +73,7 @@ def test_reset_forgets_the_conversation_but_not_the_system_prompt(llm):
 
 
 def test_stop_ends_the_answer_and_keeps_what_came_of_it(llm):
-    chat = Chat(llm.llm_engine, PARAMS.clone(max_tokens=100))
+    chat = Conversation(LocalModel(llm.llm_engine, PARAMS.clone(max_tokens=100)))
     stop = threading.Event()
     stream = chat.reply("Hello", stop)
     pieces = [next(stream), next(stream)]
@@ -85,7 +86,7 @@ def test_stop_ends_the_answer_and_keeps_what_came_of_it(llm):
 
 
 def test_oldest_turns_are_forgotten_when_the_context_is_full(llm, capsys):
-    chat = Chat(llm.llm_engine, PARAMS)
+    chat = Conversation(LocalModel(llm.llm_engine, PARAMS))
     for number in range(10):
         assert "".join(chat.reply(f"This is line number {number}.", GO_ON))
     assert 0 < len(chat.turns) < 10
@@ -94,7 +95,7 @@ def test_oldest_turns_are_forgotten_when_the_context_is_full(llm, capsys):
 
 
 def test_a_line_too_long_is_refused_and_costs_no_history(llm):
-    chat = Chat(llm.llm_engine, PARAMS)
+    chat = Conversation(LocalModel(llm.llm_engine, PARAMS))
     list(chat.reply("Hello", GO_ON))
     before = chat.turns
     with pytest.raises(ValidationError, match="max_model_len"):
@@ -105,13 +106,14 @@ def test_a_line_too_long_is_refused_and_costs_no_history(llm):
 
 def test_a_template_that_does_not_fit_is_refused_at_once(llm):
     with pytest.raises(ValidationError, match="chat template refuses"):
-        Chat(llm.llm_engine, PARAMS, chat_template="{{ raise_exception('no') }}")
+        template = "{{ raise_exception('no') }}"
+        Conversation(LocalModel(llm.llm_engine, PARAMS, chat_template=template))
 
 
 def test_a_pipe_gets_answers_only(llm, monkeypatch, capsys):
     lines = "Hello\n\n/help\n/reset\n/nonsense\nHello\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    converse(Chat(llm.llm_engine, PARAMS))
+    converse(Conversation(LocalModel(llm.llm_engine, PARAMS)))
     captured = capsys.readouterr()
     answer = answer_to(llm, [user("Hello")])
     assert captured.out == f"{answer}\n{answer}\n"
@@ -122,7 +124,7 @@ def test_a_pipe_gets_answers_only(llm, monkeypatch, capsys):
 def test_input_that_is_not_utf8_is_refused(llm, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     with pytest.raises(ValidationError, match="standard input: not UTF-8"):
-        converse(Chat(llm.llm_engine, PARAMS))
+        converse(Conversation(LocalModel(llm.llm_engine, PARAMS)))
 
 
 def test_template_that_is_not_utf8_is_refused(tmp_path, capsys):
@@ -134,7 +136,7 @@ def test_template_that_is_not_utf8_is_refused(tmp_path, capsys):
 
 def test_exit_leaves_the_rest_of_the_input(llm, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("/exit\nHello\n"))
-    converse(Chat(llm.llm_engine, PARAMS))
+    converse(Conversation(LocalModel(llm.llm_engine, PARAMS)))
     assert capsys.readouterr().out == ""
 
 
