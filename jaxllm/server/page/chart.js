@@ -27,7 +27,7 @@ export class Chart {
   }
 
   #outline(values, top, isArea) {
-    const step = WIDTH / (this.#length - 1);
+    const step = (WIDTH - PADDING) / (this.#length - 1);
     const start = this.#length - values.length;
     return runs(values).map((run) => {
       const points = run.map(([i, value]) => {

@@ -65,8 +65,8 @@ export class EngineView {
         tell(byId("engine-error"), "");
       } catch (error) {
         if (signal.aborted) return;
-        tell(byId("engine-error"), error.message);
         if (error.status === 401) return; // until there is another key
+        tell(byId("engine-error"), error.message);
       }
       await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
     }

@@ -1,6 +1,7 @@
 // The conversation as it is seen.
 
 import { appendText, byId, copyOf, number } from "./dom.js";
+import { FencedText } from "./fences.js";
 
 const log = byId("log");
 // How far from the end a reader may be who still wants to see what comes.
@@ -32,32 +33,44 @@ function add(element) {
   return element;
 }
 
+// Who reads at the end goes on to see it; who has scrolled back is left there.
+function stayAtEnd(change) {
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END_PX;
+  change();
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+}
+
 // An answer under way. It is busy until its end, so that it is read out whole and not in pieces.
 export class AnswerView {
   #element = add(copyOf("answer"));
+  #content = new FencedText(this.#part(".content"));
   #calls = [];
 
   append(fresh) {
-    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END_PX;
+    stayAtEnd(() => this.#append(fresh));
+  }
+
+  end(answer, isStopped) {
+    this.#element.ariaBusy = "false";
+    stayAtEnd(() => {
+      this.#content.end();
+      this.#part("footer").textContent = summary(answer, isStopped);
+    });
+  }
+
+  remove() {
+    this.#element.remove();
+  }
+
+  #append(fresh) {
     if (fresh.reasoning) this.#part(".reasoning").hidden = false;
     appendText(this.#part(".reasoning .text"), fresh.reasoning);
-    appendText(this.#part(".content"), fresh.content);
+    this.#content.append(fresh.content ?? "");
     for (const part of fresh.calls ?? []) {
       const call = (this.#calls[part.index ?? 0] ??= this.#addCall());
       appendText(call.querySelector("code"), part.function?.name);
       appendText(call.querySelector("pre"), part.function?.arguments);
     }
-    if (isAtEnd) log.scrollTop = log.scrollHeight;
-  }
-
-  end(answer, isStopped) {
-    this.#element.ariaBusy = "false";
-    this.#part("footer").textContent = summary(answer, isStopped);
-    log.scrollTop = log.scrollHeight;
-  }
-
-  remove() {
-    this.#element.remove();
   }
 
   #part(selector) {

@@ -253,6 +253,22 @@ def test_what_the_model_writes_is_text_and_nothing_else(client, open_page):
     assert page.evaluate("window.hacked") is None
 
 
+def test_code_is_in_blocks_and_every_character_is_shown(client, open_page):
+    page = open_page(client)
+    text = "So:\n\n```python\nprint('``')\n  ```\nand `this`:\n``\n```\nno end``"
+    fulfill_with(page, *({"content": character} for character in text))
+    say(page, "Hello")
+    assert shown_answer(page) == text
+    blocks = page.locator(".answer .content > *").all_text_contents()
+    assert blocks == [
+        "So:\n\n",
+        "```python\nprint('``')\n  ```\n",
+        "and `this`:\n``\n",
+        "```\nno end``",
+    ]
+    assert page.locator(".answer code").all_text_contents()[:2] == [blocks[1], blocks[3]]
+
+
 def test_the_browser_would_refuse_what_scripts_make_of_text(client, open_page):
     page = open_page(client, expected="TrustedHTML")
     refused = """(html) => {
