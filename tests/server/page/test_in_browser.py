@@ -126,6 +126,25 @@ def test_every_control_reaches_the_request(client, open_page):
     assert (system["content"], user["content"]) == ("Be brief.", "Hello")
 
 
+def test_tools_are_offered_and_their_calls_stay_in_the_conversation(host, open_page):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    with host.serve(access_log=False, **flags) as server:
+        page = open_page(server)
+        choose(page, max_tokens=4)
+        page.fill("#tools", json.dumps([tool]))
+        fulfill_with(page, {"tool_calls": [call | {"index": 0}]})
+        say(page, "Hello")
+        assert shown_answer(page) == ""
+        page.unroute(CHAT)
+        asked = ask_for_more(page)
+        say(page, "Go on")
+        assert shown_answer(page, 1)
+    assert asked[0]["tools"] == [tool]
+    assert asked[0]["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 @pytest.mark.parametrize("how", ["stop", "reset"])
 def test_leaving_an_answer_ends_it_on_the_server(host, client, open_page, how):
     before = host.wait_until_idle().num_generation_tokens
