@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from jaxllm.errors import JaxLLMError, refused
+from jaxllm.errors import JaxLLMError, ValidationError, refused
 
 # To connect, and for an answer that takes no model.
 _TIMEOUT_S = 30.0
 # How soon it is noticed that nobody wants the rest of a stream.
 _LOOK_S = 0.05
+_UNREACHED = (ConnectionError, TimeoutError, socket.gaierror)
 _MAX_ERROR_BYTES = 1 << 20
 
 
@@ -37,6 +38,8 @@ class HTTPClient:
         self._base = parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
         if api_key:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise ValidationError("api_key: a key is printable ASCII; look at what was given")
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> bytes:
@@ -104,7 +107,8 @@ class HTTPClient:
             yield
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise JaxLLMError(f"{self.url}: {reason}; is the server there?") from error
+            hint = "; is the server there?" if isinstance(error, _UNREACHED) else ""
+            raise JaxLLMError(f"{self.url}: {reason}{hint}") from error
 
 
 class _Exchange:

@@ -105,9 +105,9 @@ def test_a_line_too_long_is_refused_and_costs_no_history(llm):
 
 
 def test_a_template_that_does_not_fit_is_refused_at_once(llm):
+    model = LocalModel(llm.llm_engine, PARAMS, chat_template="{{ raise_exception('no') }}")
     with pytest.raises(ValidationError, match="chat template refuses"):
-        template = "{{ raise_exception('no') }}"
-        Conversation(LocalModel(llm.llm_engine, PARAMS, chat_template=template))
+        Conversation(model)
 
 
 def test_a_pipe_gets_answers_only(llm, monkeypatch, capsys):

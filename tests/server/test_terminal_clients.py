@@ -146,6 +146,7 @@ def test_a_url_without_its_end_is_told(client, capsys):
         (["chat", "some-model", "--url=http://a/v1"], "model: the server behind --url has"),
         (["chat", "-tp=2", "--chat-template=x", "--url=http://a"], "leave them out"),
         (["chat", "some-model", "--api-key=a"], "api_key needs --url"),
+        (["chat", "--url=http://a/v1", "--api-key=\n"], "api_key: a key is printable ASCII"),
         (["complete", "--top-p=2"], "top_p"),
     ],
 )
