@@ -112,7 +112,9 @@ def test_a_key_opens_everything_and_nothing_else_does(host):
             [("Authorization", "Bearer third"), ("Authorization", "Bearer first")],
         ):
             for path in ("/v1/models", "/metrics", "/version", "/nothing", "/health/", "//health"):
-                response = client.get(path, headers=headers)
+                # As a whole: of a relative "//health" the client would make a host.
+                response = client.get(f"http://127.0.0.1:{client.port}{path}", headers=headers)
+                assert response.request.url.path == path
                 assert response.status_code == 401
                 assert response.json()["error"]["type"] == "AuthenticationError"
                 assert response.headers["WWW-Authenticate"] == "Bearer"
