@@ -65,8 +65,9 @@ export class EngineView {
         tell(byId("engine-error"), "");
       } catch (error) {
         if (signal.aborted) return;
-        if (error.status === 401) return; // until there is another key
-        tell(byId("engine-error"), error.message);
+        const wantsKey = error.status === 401;
+        tell(byId("engine-error"), wantsKey ? "" : error.message);
+        if (wantsKey) return; // until there is another one
       }
       await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
     }

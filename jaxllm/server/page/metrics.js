@@ -21,7 +21,9 @@ const sum = (values) => values.reduce((total, value) => total + value, 0);
 export function figures(now, before) {
   const total = (name) => sum(now.page.get(name) ?? []);
   const usage = now.page.get("kv_cache_usage_perc") ?? [];
-  const grown = (name) => (before ? total(name) - sum(before.page.get(name) ?? []) : 0);
+  // A server that has started anew counts from zero.
+  const grown = (name) =>
+    before ? Math.max(0, total(name) - sum(before.page.get(name) ?? [])) : 0;
   const seconds = before ? (now.time - before.time) / 1000 : null;
   const rate = (name) => (seconds === null ? null : grown(name) / seconds);
   const ratio = (part, whole) => (grown(whole) > 0 ? grown(part) / grown(whole) : null);

@@ -14,7 +14,7 @@ LONG = {"max_tokens": 1900, "ignore_eos": True}
 
 
 @pytest.fixture(autouse=True)
-def quiet_engine(host):
+def quiet_engine(browser, host):  # without a browser no engine is started
     host.wait_until_idle()
     yield
     host.wait_until_idle()
