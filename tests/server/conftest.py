@@ -106,6 +106,19 @@ def host(engine_options, llm):  # after LLM, which fills the cache of compiled p
     host.close()
 
 
+@pytest.fixture
+def make_host(llm):
+    """Engines that are like no other."""
+    with contextlib.ExitStack() as stack:
+
+        def make(engine_options):
+            host = Host(engine_options)
+            stack.callback(host.close)
+            return host
+
+        yield make
+
+
 @pytest.fixture(scope="session")
 def client(host):
     """A server with what is the default."""
