@@ -93,7 +93,8 @@ class RequestTracer:
     def _trace_request(self, request: FinishedRequest) -> None:
         parent = self._propagator.extract(request.trace_headers or {})
         end = _ns(request.end_time)
-        start = min(_ns(request.times.arrival_time), end)
+        # The arrival is what the user says it is.
+        start = _ns(min(request.times.arrival_time, request.end_time))
         span = self._tracer.start_span("llm_request", parent, SpanKind.SERVER, start_time=start)
         if span.is_recording():
             span.set_attributes(_attributes(request, self.model))

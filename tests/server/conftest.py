@@ -90,9 +90,12 @@ class Host:
             time.sleep(0.05)
 
     def close(self):
+        if self._loop.is_closed():
+            return
         self.call(_shut_down(self.engine))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
 
 async def _shut_down(engine):
