@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvloop
 
-from jaxllm import LLM, AsyncLLMEngine
+from jaxllm import LLM, AsyncLLMEngine, SamplingParams
 from jaxllm.config import EngineArgs
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.options import ServerOptions
@@ -37,7 +37,11 @@ def engine_options(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def llm(engine_options):
-    return LLM(**engine_options)
+    llm = LLM(**engine_options)
+    # Every program is compiled, and in the cache when engines of servers need it.
+    llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+    llm.generate(["a"] * 4, SamplingParams(max_tokens=2), use_tqdm=False)
+    return llm
 
 
 class Host:
