@@ -125,6 +125,7 @@ class OutputProcessor:
         for answer in running:
             del self._answers[answer.engine_id]
             answer.abort()
+        request.combine_stats()
         request.num_running = 0
         request.finish()
         self._on_end(request.finished())
@@ -179,7 +180,7 @@ class _Request:
                 answer.stats or RequestStats(), last_token_ts=time.monotonic()
             )
         if out.stats is not None or answer.finish_reason is not None:
-            self._combine_stats()
+            self.combine_stats()
         if answer.index == 0:
             # The others share the first one's prompt blocks; theirs would always be hits.
             if answer.num_tokens == num_new:
@@ -190,7 +191,7 @@ class _Request:
                     for position in out.new_prompt_logprobs
                 ]
 
-    def _combine_stats(self) -> None:
+    def combine_stats(self) -> None:
         """First and last times over the answers. Happens twice in the life of each."""
         known = [answer.stats for answer in self.answers if answer.stats is not None]
         metrics = self.metrics
@@ -325,6 +326,8 @@ class _Answer:
     def abort(self) -> None:
         """End the answer where it is."""
         self.finish_reason = FinishReason.ABORT
+        if self.stats is not None:
+            self.stats = msgspec.structs.replace(self.stats, last_token_ts=time.monotonic())
         if self._stop is not None:
             self._text.write(self._stop.flush())
         self.has_news = True

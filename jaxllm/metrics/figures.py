@@ -33,7 +33,6 @@ _WAITING = "Answers that wait: for room (capacity), or for another answer first 
 _BY_SOURCE = "Tokens of prompts by where their KV came from."
 _HOST = "Seconds that the host spent on steps: planning, packing, taking results in."
 
-# Figures of one name follow each other.
 FIGURES = (
     _gauge("num_requests_running", "num_requests_running", "Answers in the running batch."),
     _gauge("num_requests_waiting", "num_requests_waiting", "Answers that wait for a place in it."),
