@@ -17,7 +17,12 @@ class Admission:
         self.num_bytes = 0
         self.num_answers = 0
         self.num_tokens = 0
-        self.num_refused = 0
+        # By the limit that was met.
+        self.num_refused = {
+            "max_queued_bytes": 0,
+            "max_queued_requests": 0,
+            "max_queued_tokens": 0,
+        }
 
     @contextlib.contextmanager
     def body(self) -> Iterator[Callable[[int], None]]:
@@ -26,7 +31,7 @@ class Admission:
 
         def admit(num: int) -> None:
             nonlocal held
-            self._check(self.num_bytes + num > self._max_bytes, "--max-queued-bytes")
+            self._check(self.num_bytes + num > self._max_bytes, "max_queued_bytes")
             held += num
             self.num_bytes += num
 
@@ -46,7 +51,7 @@ class Admission:
                     f"one request may have at most {self._max_answers}; split it, or start the "
                     "server with a greater --max-queued-requests",
                 )
-            self._check(self.num_answers + num > self._max_answers, "--max-queued-requests")
+            self._check(self.num_answers + num > self._max_answers, "max_queued_requests")
         self.num_answers += num
         try:
             yield
@@ -64,14 +69,15 @@ class Admission:
                     f"one request may have at most {self._max_tokens}; split it, or start the "
                     "server with a greater --max-queued-tokens",
                 )
-            self._check(self.num_tokens + num > self._max_tokens, "--max-queued-tokens")
+            self._check(self.num_tokens + num > self._max_tokens, "max_queued_tokens")
         self.num_tokens += num
         try:
             yield
         finally:
             self.num_tokens -= num
 
-    def _check(self, is_full: bool, flag: str) -> None:
+    def _check(self, is_full: bool, limit: str) -> None:
         if is_full:
-            self.num_refused += 1
+            self.num_refused[limit] += 1
+            flag = "--" + limit.replace("_", "-")
             raise UnavailableError(f"too many requests are under way ({flag}); try again later")
