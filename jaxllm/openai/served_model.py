@@ -1,8 +1,13 @@
 """What the protocol has to know of the model that answers."""
 
+import hashlib
+import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
+import jaxllm
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import NotFoundError
@@ -16,17 +21,21 @@ class ServedModel:
 
     names: tuple[str, ...]
     tokenizer: Tokenizer | None
-    default_params: SamplingParams  # of what a request does not say
+    # Of what a request does not say. If it has max_tokens, no request may have more.
+    default_params: SamplingParams
+    fingerprint: str  # of what answers depend on beside the request
     chat_template: str | None = None  # in place of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
     parsers: Parsers = Parsers()
 
     @classmethod
     def of(cls, engine: "Engine", names: tuple[str, ...] = (), **options: Any) -> "ServedModel":
+        info = engine.info
         return cls(
-            names=names or (engine.info.model,),
+            names=names or (info.model,),
             tokenizer=engine.tokenizer,
-            default_params=engine.info.default_sampling_params,
+            default_params=info.default_sampling_params.clone(max_tokens=info.max_new_tokens),
+            fingerprint=_fingerprint(info),
             **options,
         )
 
@@ -54,6 +63,13 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+
+
+def _fingerprint(info: EngineInfo) -> str:
+    """Equal for servers of the same versions with the same model and engine."""
+    facts = msgspec.structs.replace(info, model_dir="")
+    versions = f"{jaxllm.__version__} {importlib.metadata.version('jax')} ".encode()
+    return f"fp_{hashlib.sha256(versions + msgspec.json.encode(facts)).hexdigest()[:16]}"
 
 
 def id_as_text(token_id: int) -> str:

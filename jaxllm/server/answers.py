@@ -22,6 +22,7 @@ from jaxllm.server.body import decode_json, read_body
 from jaxllm.server.disconnect import while_connected
 from jaxllm.server.errors import Disconnected, body_of, error_response, json_response, respond
 from jaxllm.server.merged import merged
+from jaxllm.server.request_id import request_id_of
 from jaxllm.server.service import Service
 from jaxllm.server.sse import EventStream
 
@@ -34,7 +35,8 @@ _TELL_AGAIN_S = 0.5
 class _Job(NamedTuple):
     """A request that was read, and what it asks for but its prompts."""
 
-    id: str
+    id: str  # in the engine: nobody else has it
+    name: str  # what the client knows it by
     created: int
     deadline: float | None  # on the clock of the event loop
     request: Request
@@ -56,7 +58,9 @@ class AnswerEndpoint:
             await self._service.check_takes_requests()
             with self._service.admission.body() as admit:
                 body = await read_body(scope, receive, self._service.options, admit)
-                response = await while_connected(receive, self._answer(body, begun, events))
+                response = await while_connected(
+                    receive, self._answer(body, begun, request_id_of(scope), events)
+                )
         except Disconnected:
             return
         except Exception as error:
@@ -64,9 +68,11 @@ class AnswerEndpoint:
         if response is not None:
             await respond(response, scope, receive, send, self._service.options.client_timeout)
 
-    async def _answer(self, body: bytes, begun: float, events: EventStream) -> Response | None:
+    async def _answer(
+        self, body: bytes, begun: float, name: str, events: EventStream
+    ) -> Response | None:
         """The whole answer, or None if it was streamed."""
-        read = partial(self._read, body, begun)
+        read = partial(self._read, body, begun, name)
         is_small = len(body) <= _SMALL_BODY
         job = read() if is_small else await self._engine.in_tokenizer_thread(read)
         admission = self._service.admission
@@ -78,7 +84,7 @@ class AnswerEndpoint:
                 await self._stream(job, prompts, events)
                 return None
 
-    def _read(self, body: bytes, begun: float) -> _Job:
+    def _read(self, body: bytes, begun: float, name: str) -> _Job:
         options, served = self._service.options, self._service.served
         request = self._kind.read(decode_json(body, options.max_json_depth), live=True)
         served.check_name(request.model)
@@ -87,6 +93,7 @@ class AnswerEndpoint:
             params.skip_special_tokens = False
         return _Job(
             id=uuid.uuid4().hex,
+            name=name,
             created=int(time.time()),
             deadline=None if options.request_timeout is None else begun + options.request_timeout,
             request=request,
@@ -112,10 +119,10 @@ class AnswerEndpoint:
             async for place, output in outputs:
                 last[place] = output
         in_order = [last[place] for place in range(len(prompts))]
-        return job.request.answer(job.id, job.created, in_order, self._service.served)
+        return job.request.answer(job.name, job.created, in_order, self._service.served)
 
     async def _stream(self, job: _Job, prompts: Sequence[PromptType], events: EventStream) -> None:
-        chunks = job.request.streamed_answer(job.id, job.created, self._service.served)
+        chunks = job.request.streamed_answer(job.name, job.created, self._service.served)
         try:
             async with contextlib.aclosing(self._outputs(job, prompts)) as outputs:
                 async for place, output in outputs:

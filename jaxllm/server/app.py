@@ -22,6 +22,7 @@ from jaxllm.server.errors import HTTPError, error_response, json_response
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.metrics import ServerMetrics
 from jaxllm.server.page.routes import page_routes
+from jaxllm.server.request_id import RequestIds
 from jaxllm.server.service import Service
 from jaxllm.server.tokenize import detokenize, tokenize
 
@@ -75,7 +76,7 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
     if not options.disable_page:
         routes += page_routes()
 
-    middleware = []
+    middleware = [Middleware(RequestIds)]
     if options.allowed_origins:
         # Outside: a browser asks before it sends a key.
         middleware.append(
@@ -88,12 +89,15 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
         )
     if keys:
         middleware.append(Middleware(Authentication, keys=keys))
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=middleware,
         exception_handlers={HTTPException: _of_starlette, Exception: _of_ours},
         lifespan=lifespan,
     )
+    # To another address it would be a redirect to whatever host the request names.
+    app.router.redirect_slashes = False
+    return app
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

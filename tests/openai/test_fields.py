@@ -10,7 +10,7 @@ from jaxllm.sampling_params import RequestOutputKind
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NEEDED = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"prompt": "Hi"}}
-DEFAULTS = SamplingParams(temperature=0.6, top_k=20)
+DEFAULTS = SamplingParams(temperature=0.6, top_k=20, max_tokens=None)
 
 # For the fields that both endpoints hand to the sampler as they are.
 SAMPLING = {
@@ -158,7 +158,9 @@ def test_top_logprobs_need_logprobs():
 
 
 def test_a_request_must_mean_this_model():
-    served = ServedModel(names=("a", "b"), tokenizer=None, default_params=DEFAULTS)
+    served = ServedModel(
+        names=("a", "b"), tokenizer=None, default_params=DEFAULTS, fingerprint="fp"
+    )
     served.check_name("b")
     served.check_name(None)
     with pytest.raises(NotFoundError, match="model='c' is not served here; the names are 'a', 'b'"):

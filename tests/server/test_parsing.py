@@ -23,7 +23,8 @@ def served(reasoning="qwen3", tools="hermes"):
     return ServedModel(
         names=("tiny",),
         tokenizer=None,
-        default_params=SamplingParams(),
+        default_params=SamplingParams(max_tokens=None),
+        fingerprint="fp",
         parsers=NamedParsers(reasoning, tools),
     )
 
