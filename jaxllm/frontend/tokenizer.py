@@ -179,7 +179,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         plain["content"] = "\n".join(map(_text_of_part, plain["content"]))
     elif not isinstance(plain["content"], str):
         raise refused("messages", message, "'content' must be text, a list of parts or None")
-    if plain.get("tool_calls"):
+    if plain.get("tool_calls") is not None:
         if not isinstance(plain["tool_calls"], list | tuple):
             raise refused("messages", message, "'tool_calls' must be a list")
         plain["tool_calls"] = [_parsed_tool_call(call) for call in plain["tool_calls"]]

@@ -10,7 +10,7 @@ from jaxllm.frontend.tokenizer import render_chat
 from jaxllm.messages import CompletionOutput, PromptType, RequestOutput
 from jaxllm.openai.answer import Usage, check_finished, usage_of
 from jaxllm.openai.chat_stream import ChatStream, finish_reason
-from jaxllm.openai.fields import RequestFields, least
+from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import ChatLogprobs, Position, chat_logprobs
 from jaxllm.openai.parsing import ChatMessage, TextParser, message_of
 from jaxllm.openai.served_model import ServedModel, id_as_text
@@ -68,7 +68,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             prompt["cache_salt"] = self.cache_salt
         return [prompt]
 
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+    def sampling_params(self, served: ServedModel) -> SamplingParams:
         """By default an answer may be as long as the model recommends, or else the context has
         room."""
         if None not in (self.max_tokens, self.max_completion_tokens):
@@ -88,8 +88,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "it needs logprobs=true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        max_tokens = least(asked, defaults.max_tokens)
-        return self.params_over(defaults, max_tokens=max_tokens, logprobs=logprobs)
+        return self.params_over(served, max_tokens=asked, logprobs=logprobs)
 
     def answer(
         self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel

@@ -9,7 +9,7 @@ from jaxllm.errors import refused
 from jaxllm.messages import CompletionOutput, PromptType, RequestOutput, TextPrompt, TokensPrompt
 from jaxllm.openai.answer import Usage, check_finished, usage_of
 from jaxllm.openai.completion_stream import CompletionStream
-from jaxllm.openai.fields import RequestFields, least
+from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import CompletionLogprobs, Position, TextOf, completion_logprobs
 from jaxllm.openai.served_model import ServedModel, id_as_text
 from jaxllm.sampling_params import SamplingParams
@@ -47,15 +47,15 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
             raise refused("prompt", f"{num} prompts", f"at most {MAX_PROMPTS} are allowed")
         return [self._prompt(one, served) for one in self._given]
 
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+    def sampling_params(self, served: ServedModel) -> SamplingParams:
         """With `echo` the prompt has logprobs, too."""
         params: dict[str, Any] = {"logprobs": self.logprobs}
         asked = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         # The engine always makes one token; of a mere echo it is not shown.
-        params["max_tokens"] = 1 if self.is_mere_echo else least(asked, defaults.max_tokens)
+        params["max_tokens"] = 1 if self.is_mere_echo else asked
         if self.echo and self.prompt_logprobs is None:
             params["prompt_logprobs"] = self.logprobs
-        return self.params_over(defaults, **params)
+        return self.params_over(served, **params)
 
     def answer(
         self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel

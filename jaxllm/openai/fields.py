@@ -91,7 +91,7 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise refused("request_id", request.request_id, f"it must be {REQUEST_ID_IN_WORDS}")
         return request
 
-    def params_over(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+    def params_over(self, served: ServedModel, **more: Any) -> SamplingParams:
         """The sampling parameters of this request: for one output at its end, or for a stream."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", self.stream_options, "it needs stream=true")
@@ -101,7 +101,9 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return defaults.clone(**given, **more, output_kind=kind)
+        params = served.default_params.clone(**given, **more, output_kind=kind)
+        # A second step: what was asked for is checked, too.
+        return params.clone(max_tokens=served.bounded(params.max_tokens))
 
     def needs_special_tokens(self, served: ServedModel) -> bool:
         """Whether the text of the answer must show special tokens, for parsers to see them."""
@@ -187,11 +189,6 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 def neutral_values(kind: type[RequestFields]) -> dict[str, tuple[Any, ...]]:
     """The fields that a kind of request may have beside its own, at these values or null."""
     return {**_NEUTRAL, **_LIVE, **kind.NEUTRAL}
-
-
-def least(*numbers: int | None) -> int | None:
-    """The least of numbers of which some may be none."""
-    return min((number for number in numbers if number is not None), default=None)
 
 
 def read_fields(body: object, kind: type[Fields]) -> Fields:

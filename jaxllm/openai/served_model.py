@@ -21,9 +21,9 @@ class ServedModel:
 
     names: tuple[str, ...]
     tokenizer: Tokenizer | None
-    # Of what a request does not say. If it has max_tokens, no request may have more.
-    default_params: SamplingParams
+    default_params: SamplingParams  # of what a request does not say
     fingerprint: str  # of what answers depend on beside the request
+    max_new_tokens: int | None = None  # no answer is longer, if the model recommends a bound
     chat_template: str | None = None  # in place of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
     parsers: Parsers = Parsers()
@@ -34,8 +34,9 @@ class ServedModel:
         return cls(
             names=names or (info.model,),
             tokenizer=engine.tokenizer,
-            default_params=info.default_sampling_params.clone(max_tokens=info.max_new_tokens),
+            default_params=info.default_sampling_params,
             fingerprint=_fingerprint(info),
+            max_new_tokens=info.max_new_tokens,
             **options,
         )
 
@@ -48,6 +49,11 @@ class ServedModel:
                 parameter="model",
                 value=name,
             )
+
+    def bounded(self, max_tokens: int | None) -> int | None:
+        """The most tokens of an answer for which so many were asked; None is all that fit."""
+        bounds = [n for n in (max_tokens, self.max_new_tokens) if n is not None]
+        return min(bounds, default=None)
 
     def text_of(self, token_id: int) -> str:
         """The text of one token alone, as logprobs show it; without a tokenizer it has none."""

@@ -88,7 +88,7 @@ class AnswerEndpoint:
         options, served = self._service.options, self._service.served
         request = self._kind.read(decode_json(body, options.max_json_depth), live=True)
         served.check_name(request.model)
-        params = request.sampling_params(served.default_params)
+        params = request.sampling_params(served)
         if request.needs_special_tokens(served):
             params.skip_special_tokens = False
         return _Job(

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Collection
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,14 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import jaxllm
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.openai.endpoints import ENDPOINTS
 from jaxllm.openai.errors import NotFoundError
+from jaxllm.openai.models import ModelCard, ModelList
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Authentication
 from jaxllm.server.errors import HTTPError, error_response, json_response
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.metrics import ServerMetrics
+from jaxllm.server.openapi import make_document
 from jaxllm.server.page.routes import page_routes
 from jaxllm.server.request_id import RequestIds
 from jaxllm.server.service import Service
@@ -46,7 +47,7 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
 
     async def list_models(request: Request) -> Response:
         models = [_model(service, name) for name in service.served.names]
-        return json_response({"object": "list", "data": models})
+        return json_response(ModelList(data=models))
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["name"]
@@ -60,12 +61,16 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
         page = metrics.expose(stats, service.admission.num_refused)
         return Response(page, media_type="text/plain; version=0.0.4")
 
+    async def describe(request: Request) -> Response:
+        return json_response(make_document(routes, with_keys=bool(keys)))
+
     routes = [
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/ready", ready),
         Route("/version", version),
         Route("/metrics", expose_metrics),
+        Route("/openapi.json", describe),
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", show_model),
         Route("/tokenize", JSONEndpoint(service, tokenize), methods=["POST"]),
@@ -92,7 +97,12 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: _of_starlette, Exception: _of_ours},
+        # With Exception alone every refusal would be a failure in the log.
+        exception_handlers={
+            HTTPException: _of_starlette,
+            JaxLLMError: _of_ours,
+            Exception: _of_ours,
+        },
         lifespan=lifespan,
     )
     # To another address it would be a redirect to whatever host the request names.
@@ -100,16 +110,13 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
     return app
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "jaxllm",
-        "root": service.served.names[0],
-        "parent": None,
-        "max_model_len": service.engine.info.max_model_len,
-    }
+def _model(service: Service, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=service.started,
+        root=service.served.names[0],
+        max_model_len=service.engine.info.max_model_len,
+    )
 
 
 async def _of_starlette(request: Request, error: Exception) -> Response:

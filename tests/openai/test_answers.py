@@ -44,7 +44,7 @@ def ask(llm, served):
     def ask(path: str, **body):
         request = read_request(path, json.loads(json.dumps(body)))
         served.check_name(request.model)
-        params = request.sampling_params(served.default_params)
+        params = request.sampling_params(served)
         outputs = llm.generate(
             request.prompts(served),
             params,

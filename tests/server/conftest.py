@@ -5,8 +5,11 @@ An engine belongs to one event loop, so all servers run on one, in a thread.
 
 import asyncio
 import contextlib
+import dataclasses
+import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,6 +24,9 @@ from jaxllm.server.run import Server, bind
 from jaxllm.server.service import Service
 from jaxllm.testing import make_tiny_checkpoint
 
+# The engine's process finds the class there.
+sys.path.append(str(Path(__file__).parent))
+
 
 @pytest.fixture(scope="session")
 def engine_options(tmp_path_factory):
@@ -32,6 +38,7 @@ def engine_options(tmp_path_factory):
         "kv_cache_memory_bytes": 16 << 20,
         "enforce_eager": True,
         "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "logits_processors": ["scripted_model:Scripted"],
     }
 
 
@@ -54,7 +61,7 @@ class Host:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     @contextlib.contextmanager
-    def serve(self, *, keys=(), **options):
+    def serve(self, *, keys=(), max_new_tokens=None, **options):
         """A server with these options, as an HTTP client of it."""
         options = ServerOptions(port=0, served_model_name=("tiny", "alias"), **options)
         options.validate()
@@ -64,6 +71,7 @@ class Host:
             trust_request_chat_template=options.trust_request_chat_template,
             parsers=NamedParsers(options.reasoning_parser, options.tool_call_parser),
         )
+        served = dataclasses.replace(served, max_new_tokens=max_new_tokens)
         server = Server(Service(self.engine, served, options), keys)
         listener = bind(options)
         future = asyncio.run_coroutine_threadsafe(server.serve([listener]), self._loop)

@@ -23,7 +23,7 @@ def served(reasoning="qwen3", tools="hermes"):
     return ServedModel(
         names=("tiny",),
         tokenizer=None,
-        default_params=SamplingParams(max_tokens=None),
+        default_params=SamplingParams(),
         fingerprint="fp",
         parsers=NamedParsers(reasoning, tools),
     )

@@ -1,0 +1,51 @@
+"""A server with a key and with parsers, and what its model is to say."""
+
+import pytest
+
+KEY = "a-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look somewhere.",
+            "parameters": {
+                "type": "object",
+                "properties": {"at": {"type": "string"}},
+                "required": ["at"],
+            },
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sea"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="session")
+def server(host):
+    """An HTTP client of the server that the others are to talk to."""
+    with host.serve(
+        keys=(KEY,),
+        access_log=False,
+        enable_auto_tool_choice=True,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+    ) as client:
+        client.headers.update(HEADERS)
+        yield client
+
+
+@pytest.fixture(scope="session")
+def url(server):
+    return f"{server.base_url}/v1"
+
+
+@pytest.fixture(scope="session")
+def says(server):
+    """What a request has to bring, so that the model says this."""
+
+    def says(text):
+        asked = {"prompt": text, "add_special_tokens": False}
+        return {"vllm_xargs": {"script": server.post("/tokenize", json=asked).json()["tokens"]}}
+
+    return says
