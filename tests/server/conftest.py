@@ -6,10 +6,8 @@ An engine belongs to one event loop, so all servers run on one, in a thread.
 import asyncio
 import contextlib
 import dataclasses
-import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import pytest
@@ -24,9 +22,6 @@ from jaxllm.server.run import Server, bind
 from jaxllm.server.service import Service
 from jaxllm.testing import make_tiny_checkpoint
 
-# The engine's process finds the class there.
-sys.path.append(str(Path(__file__).parent))
-
 
 @pytest.fixture(scope="session")
 def engine_options(tmp_path_factory):
@@ -38,7 +33,6 @@ def engine_options(tmp_path_factory):
         "kv_cache_memory_bytes": 16 << 20,
         "enforce_eager": True,
         "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "logits_processors": ["scripted_model:Scripted"],
     }
 
 
@@ -112,6 +106,11 @@ def host(engine_options, llm):  # after LLM, which fills the cache of compiled p
     host = Host(engine_options)
     yield host
     host.close()
+
+
+@pytest.fixture(scope="session")
+def new_host():
+    return Host
 
 
 @pytest.fixture(scope="session")

@@ -1,24 +1,22 @@
 """A server with a key and with parsers, and what its model is to say."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 KEY = "a-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look somewhere.",
-            "parameters": {
-                "type": "object",
-                "properties": {"at": {"type": "string"}},
-                "required": ["at"],
-            },
-        },
-    }
-]
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sea"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="session")
+def host(new_host, engine_options):
+    """An engine of its own, whose model says what it is told to."""
+    # Its process finds the class there.
+    sys.path.append(str(Path(__file__).parent))
+    host = new_host(engine_options | {"logits_processors": ["scripted_model:Scripted"]})
+    yield host
+    host.close()
 
 
 @pytest.fixture(scope="session")
