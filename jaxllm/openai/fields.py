@@ -8,7 +8,7 @@ is unknown.
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 
@@ -20,8 +20,9 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What else a streamed answer tells."""
 
-    include_usage: bool = False  # in a last chunk of its own
-    continuous_usage_stats: bool = False  # so far, in each chunk
+    include_usage: bool | None = None  # in a last chunk of its own
+    continuous_usage_stats: bool | None = None  # so far, in each chunk
+    include_obfuscation: Literal[False] | None = None  # chunks are never padded with noise
 
 
 class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
