@@ -78,9 +78,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
                     self.max_completion_tokens,
                     f"max_tokens={self.max_tokens} says otherwise; give one of them",
                 )
-        asked = (
-            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        )
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.stream and self.prompt_logprobs is not None:
             raise refused(
                 "prompt_logprobs", self.prompt_logprobs, "a streamed chat has no place for them"
@@ -88,7 +86,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "it needs logprobs=true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.params_over(served, max_tokens=asked, logprobs=logprobs)
+        return self.params_over(served, max_tokens=most, logprobs=logprobs)
 
     def answer(
         self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
