@@ -73,6 +73,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     block_size: int
     # What the model recommends, for those who ask for nothing else.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    # The longest answer that it recommends, if it says one; servers hold requests to it.
+    max_new_tokens: int | None = None
 
 
 class FinishReason(enum.IntEnum):

@@ -135,7 +135,7 @@ class BatchLine:
         served.check_name(request.model)
         return Prompts(
             request.prompts(served),
-            request.sampling_params(served.default_params),
+            request.sampling_params(served),
             request.priority or 0,
             request.truncate_prompt_tokens,
         )

@@ -173,11 +173,13 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
             value=message,
         )
     plain = dict(message)
-    if isinstance(plain.get("content"), list):
+    if plain.get("content") is None:
+        plain["content"] = ""  # templates would write None
+    elif isinstance(plain["content"], list):
         plain["content"] = "\n".join(map(_text_of_part, plain["content"]))
-    elif not isinstance(plain.get("content"), str | None):
+    elif not isinstance(plain["content"], str):
         raise refused("messages", message, "'content' must be text, a list of parts or None")
-    if plain.get("tool_calls"):
+    if plain.get("tool_calls") is not None:
         if not isinstance(plain["tool_calls"], list | tuple):
             raise refused("messages", message, "'tool_calls' must be a list")
         plain["tool_calls"] = [_parsed_tool_call(call) for call in plain["tool_calls"]]
@@ -207,7 +209,7 @@ def _parsed_tool_call(call: object) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValidationError(
                 f"tool call arguments {function['arguments']!r:.80} are not JSON: {error}",
                 parameter="messages",

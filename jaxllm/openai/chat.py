@@ -1,7 +1,7 @@
 """/v1/chat/completions: a conversation in, the next message out."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -10,18 +10,18 @@ from jaxllm.frontend.tokenizer import render_chat
 from jaxllm.messages import CompletionOutput, PromptType, RequestOutput
 from jaxllm.openai.answer import Usage, check_finished, usage_of
 from jaxllm.openai.chat_stream import ChatStream, finish_reason
-from jaxllm.openai.fields import RequestFields, read_body
+from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import ChatLogprobs, Position, chat_logprobs
 from jaxllm.openai.parsing import ChatMessage, TextParser, message_of
 from jaxllm.openai.served_model import ServedModel, id_as_text
 from jaxllm.openai.tools import Function, Tool, offered_functions
 from jaxllm.sampling_params import SamplingParams
 
-_NOT_OF_CHAT = {"add_special_tokens": (False,), "echo": (False,)}
-
 
 class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a chat request."""
+
+    NEUTRAL: ClassVar = {"add_special_tokens": (False,), "echo": (False,)}
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -36,10 +36,6 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-
-    @classmethod
-    def read(cls, body: object, *, live: bool = False) -> Self:
-        return read_body(body, cls, _NOT_OF_CHAT, live=live)
 
     @property
     def num_prompts(self) -> int:
@@ -72,8 +68,9 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             prompt["cache_salt"] = self.cache_salt
         return [prompt]
 
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """By default an answer may be as long as the context has room."""
+    def sampling_params(self, served: ServedModel) -> SamplingParams:
+        """By default an answer may be as long as the model recommends, or else the context has
+        room."""
         if None not in (self.max_tokens, self.max_completion_tokens):
             if self.max_tokens != self.max_completion_tokens:
                 raise refused(
@@ -89,7 +86,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "it needs logprobs=true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.params_over(defaults, max_tokens=most, logprobs=logprobs)
+        return self.params_over(served, max_tokens=most, logprobs=logprobs)
 
     def answer(
         self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
@@ -101,6 +98,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             id=self._id(answer_id),
             created=created,
             model=served.names[0],
+            system_fingerprint=served.fingerprint,
             choices=[self._choice(one, output.prompt, served) for one in output.outputs],
             usage=usage_of(outputs),
             prompt_logprobs=output.prompt_logprobs,
@@ -173,6 +171,6 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: None = None
+    system_fingerprint: str
     prompt_logprobs: list[Position | None] | None
     prompt_token_ids: list[int] | None

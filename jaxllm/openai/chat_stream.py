@@ -35,7 +35,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     object: str = "chat.completion.chunk"
     created: int
     model: str
-    system_fingerprint: None = None
+    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: Usage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -47,7 +47,13 @@ class ChatStream:
     def __init__(self, request: "ChatRequest", answer_id: str, created: int, served: ServedModel):
         self._request = request
         self._served = served
-        self._head = ChatChunk(id=answer_id, created=created, model=served.names[0], choices=[])
+        self._head = ChatChunk(
+            id=answer_id,
+            created=created,
+            model=served.names[0],
+            system_fingerprint=served.fingerprint,
+            choices=[],
+        )
         self._meter = UsageMeter(request.stream_options)
         self._choices: dict[int, _Choice] = {}
 

@@ -35,7 +35,7 @@ class CompletionChunk(msgspec.Struct, kw_only=True):
     object: str = "text_completion"
     created: int
     model: str
-    system_fingerprint: None = None
+    system_fingerprint: str
     choices: list[CompletionChunkChoice]
     usage: Usage | None | UnsetType = UNSET
 
@@ -49,7 +49,11 @@ class CompletionStream:
         self._request = request
         self._served = served
         self._head = CompletionChunk(
-            id=answer_id, created=created, model=served.names[0], choices=[]
+            id=answer_id,
+            created=created,
+            model=served.names[0],
+            system_fingerprint=served.fingerprint,
+            choices=[],
         )
         self._meter = UsageMeter(request.stream_options)
         self._offsets: dict[int, int] = {}  # of the text of each choice, as logprobs count it

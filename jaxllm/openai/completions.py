@@ -1,7 +1,7 @@
 """/v1/completions: prompts in, their continuations out."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -9,35 +9,32 @@ from jaxllm.errors import refused
 from jaxllm.messages import CompletionOutput, PromptType, RequestOutput, TextPrompt, TokensPrompt
 from jaxllm.openai.answer import Usage, check_finished, usage_of
 from jaxllm.openai.completion_stream import CompletionStream
-from jaxllm.openai.fields import RequestFields, read_body
+from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import CompletionLogprobs, Position, TextOf, completion_logprobs
 from jaxllm.openai.served_model import ServedModel, id_as_text
 from jaxllm.sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024
-
-_NOT_OF_COMPLETIONS = {
-    "add_generation_prompt": (),
-    "chat_template": (),
-    "chat_template_kwargs": (),
-    "continue_final_message": (),
-    "max_completion_tokens": (),
-    "messages": (),
-    "top_logprobs": (),
-}
+DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a completion request."""
 
+    NEUTRAL: ClassVar = {
+        "add_generation_prompt": (),
+        "chat_template": (),
+        "chat_template_kwargs": (),
+        "continue_final_message": (),
+        "max_completion_tokens": (),
+        "messages": (),
+        "top_logprobs": (),
+    }
+
     prompt: Any  # one prompt or several, each a string or a list of token ids
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-
-    @classmethod
-    def read(cls, body: object, *, live: bool = False) -> Self:
-        return read_body(body, cls, _NOT_OF_COMPLETIONS, live=live)
 
     @property
     def num_prompts(self) -> int:
@@ -50,15 +47,15 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
             raise refused("prompt", f"{num} prompts", f"at most {MAX_PROMPTS} are allowed")
         return [self._prompt(one, served) for one in self._given]
 
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+    def sampling_params(self, served: ServedModel) -> SamplingParams:
         """With `echo` the prompt has logprobs, too."""
         params: dict[str, Any] = {"logprobs": self.logprobs}
-        if self.max_tokens is not None:
-            # The engine always makes one token; of a mere echo it is not shown.
-            params["max_tokens"] = 1 if self.is_mere_echo else self.max_tokens
+        asked = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        # The engine always makes one token; of a mere echo it is not shown.
+        params["max_tokens"] = 1 if self.is_mere_echo else asked
         if self.echo and self.prompt_logprobs is None:
             params["prompt_logprobs"] = self.logprobs
-        return self.params_over(defaults, **params)
+        return self.params_over(served, **params)
 
     def answer(
         self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
@@ -75,6 +72,7 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
             id=self._id(answer_id),
             created=created,
             model=served.names[0],
+            system_fingerprint=served.fingerprint,
             choices=choices,
             usage=usage_of(outputs, num_hidden=hidden if self.is_mere_echo else 0),
         )
@@ -205,4 +203,4 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
-    system_fingerprint: None = None
+    system_fingerprint: str

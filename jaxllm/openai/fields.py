@@ -8,7 +8,7 @@ is unknown.
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 
@@ -20,12 +20,16 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What else a streamed answer tells."""
 
-    include_usage: bool = False  # in a last chunk of its own
-    continuous_usage_stats: bool = False  # so far, in each chunk
+    include_usage: bool | None = None  # in a last chunk of its own
+    continuous_usage_stats: bool | None = None  # so far, in each chunk
+    include_obfuscation: Literal[False] | None = None  # chunks are never padded with noise
 
 
 class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields that all requests share. None, which is also JSON's null, is the model's default."""
+
+    # Fields that other kinds of request have and this one has not, as in `_NEUTRAL`.
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str | None = None
     n: int | None = None
@@ -61,7 +65,34 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    def params_over(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+    @classmethod
+    def read(cls, body: object, *, live: bool = False) -> Self:
+        """Make a request of a decoded body; what is unknown, unsupported or no such type is
+        refused.
+
+        Args:
+          live: whether somebody waits for the answer, whom it can be streamed to.
+        """
+        if not isinstance(body, dict):
+            raise refused("body", body, "it must be a JSON object")
+        known = set(cls.__struct_fields__)
+        if not live:
+            known -= _LIVE.keys()
+        neutral = neutral_values(cls)
+        for name, value in body.items():
+            if name in known:
+                continue
+            if name not in neutral:
+                raise ValidationError(_unknown(name, known | neutral.keys()), parameter=name)
+            if value is not None and not any(_same(value, one) for one in neutral[name]):
+                allowed = ["leave it out", *(f"give {one!r}" for one in neutral[name])]
+                raise refused(name, value, f"not supported; {' or '.join(allowed)}")
+        request = _converted({k: v for k, v in body.items() if k in known}, cls)
+        if request.request_id is not None and not is_request_id(request.request_id):
+            raise refused("request_id", request.request_id, f"it must be {REQUEST_ID_IN_WORDS}")
+        return request
+
+    def params_over(self, served: ServedModel, **more: Any) -> SamplingParams:
         """The sampling parameters of this request: for one output at its end, or for a stream."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", self.stream_options, "it needs stream=true")
@@ -71,11 +102,23 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return defaults.clone(**given, **more, output_kind=kind)
+        params = served.default_params.clone(**given, **more, output_kind=kind)
+        # A second step: what was asked for is checked, too.
+        return params.clone(max_tokens=served.bounded(params.max_tokens))
 
     def needs_special_tokens(self, served: ServedModel) -> bool:
         """Whether the text of the answer must show special tokens, for parsers to see them."""
         return False
+
+
+# It is in every piece of an answer, in logs and in headers.
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+REQUEST_ID_IN_WORDS = "1 to 128 printable ASCII characters without spaces"
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a client may call a request so."""
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 # Fields of the same name and meaning in SamplingParams.
@@ -85,7 +128,7 @@ _SAMPLING_FIELDS = [
     if name in SamplingParams.__struct_fields__ and name != "max_tokens"
 ]
 
-_ANY = object()  # stands for every value: the field asks nothing of the engine
+ANY = object()  # stands for every value: the field asks nothing of the engine
 
 # Known fields that we do not have, and the values at which they ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -102,19 +145,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "logprob_token_ids": (),
     "media_io_kwargs": ({},),
-    "metadata": (_ANY,),
+    "metadata": (ANY,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
-    "prompt_cache_key": (_ANY,),
+    "prompt_cache_key": (ANY,),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
     "prompt_embeds": (),
     "reasoning_effort": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
     "return_prompt_text": (False,),
-    "safety_identifier": (_ANY,),
+    "safety_identifier": (ANY,),
     "service_tier": ("auto", "default"),
-    "session_id": (_ANY,),
+    "session_id": (ANY,),
     "store": (False,),
     "stream_interval": (),
     "structured_outputs": (),
@@ -122,7 +168,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
-    "user": (_ANY,),
+    "user": (ANY,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -139,33 +185,11 @@ _LIVE: dict[str, tuple[Any, ...]] = {
 }
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
-Request = TypeVar("Request", bound=RequestFields)
 
 
-def read_body(
-    body: object, kind: type[Request], own_neutral: Mapping[str, Any], *, live: bool
-) -> Request:
-    """Make a request of a decoded body; what is unknown, unsupported or no such type is refused.
-
-    Args:
-      own_neutral: of fields that other kinds of request have and this one has not.
-      live: whether somebody waits for the answer, whom it can be streamed to.
-    """
-    if not isinstance(body, dict):
-        raise refused("body", body, "it must be a JSON object")
-    known = set(kind.__struct_fields__)
-    if not live:
-        known -= _LIVE.keys()
-    neutral = {**_NEUTRAL, **_LIVE, **own_neutral}
-    for name, value in body.items():
-        if name in known:
-            continue
-        if name not in neutral:
-            raise ValidationError(_unknown(name, known | neutral.keys()), parameter=name)
-        if value is not None and not any(_same(value, one) for one in neutral[name]):
-            allowed = ["leave it out", *(f"give {one!r}" for one in neutral[name])]
-            raise refused(name, value, f"not supported; {' or '.join(allowed)}")
-    return _converted({k: v for k, v in body.items() if k in known}, kind)
+def neutral_values(kind: type[RequestFields]) -> dict[str, tuple[Any, ...]]:
+    """The fields that a kind of request may have beside its own, at these values or null."""
+    return {**_NEUTRAL, **_LIVE, **kind.NEUTRAL}
 
 
 def read_fields(body: object, kind: type[Fields]) -> Fields:
@@ -187,7 +211,7 @@ def _converted(body: dict[str, Any], kind: type[Fields]) -> Fields:
 
 def _same(value: object, neutral: object) -> bool:
     """Equal, and of the same kind: True is not 1."""
-    if neutral is _ANY:
+    if neutral is ANY:
         return True
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 

@@ -1,8 +1,13 @@
 """What the protocol has to know of the model that answers."""
 
+import hashlib
+import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
+import jaxllm
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import NotFoundError
@@ -17,16 +22,21 @@ class ServedModel:
     names: tuple[str, ...]
     tokenizer: Tokenizer | None
     default_params: SamplingParams  # of what a request does not say
+    fingerprint: str  # of what answers depend on beside the request
+    max_new_tokens: int | None = None  # no answer is longer, if the model recommends a bound
     chat_template: str | None = None  # in place of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
     parsers: Parsers = Parsers()
 
     @classmethod
     def of(cls, engine: "Engine", names: tuple[str, ...] = (), **options: Any) -> "ServedModel":
+        info = engine.info
         return cls(
-            names=names or (engine.info.model,),
+            names=names or (info.model,),
             tokenizer=engine.tokenizer,
-            default_params=engine.info.default_sampling_params,
+            default_params=info.default_sampling_params,
+            fingerprint=_fingerprint(info),
+            max_new_tokens=info.max_new_tokens,
             **options,
         )
 
@@ -39,6 +49,11 @@ class ServedModel:
                 parameter="model",
                 value=name,
             )
+
+    def bounded(self, max_tokens: int | None) -> int | None:
+        """The most tokens of an answer for which so many were asked; None is all that fit."""
+        bounds = [n for n in (max_tokens, self.max_new_tokens) if n is not None]
+        return min(bounds, default=None)
 
     def text_of(self, token_id: int) -> str:
         """The text of one token alone, as logprobs show it; without a tokenizer it has none."""
@@ -54,6 +69,13 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+
+
+def _fingerprint(info: EngineInfo) -> str:
+    """Equal for servers of the same versions with the same model and engine."""
+    facts = msgspec.structs.replace(info, model_dir="")
+    versions = f"{jaxllm.__version__} {importlib.metadata.version('jax')} ".encode()
+    return f"fp_{hashlib.sha256(versions + msgspec.json.encode(facts)).hexdigest()[:16]}"
 
 
 def id_as_text(token_id: int) -> str:

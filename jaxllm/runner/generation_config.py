@@ -48,7 +48,7 @@ def read_default_sampling_params(config: ModelConfig, model_dir: Path) -> Sampli
     if config.generation_config == "vllm":
         return SamplingParams()
     is_own = config.generation_config == "auto"
-    source = model_dir if is_own else Path(config.generation_config).expanduser()
+    source = _source(config, model_dir)
     given = _read(source)
     values = {ours: given[name] for name, ours in _FIELDS.items() if given.get(name) is not None}
     if not is_own and not values:
@@ -67,6 +67,19 @@ def read_default_sampling_params(config: ModelConfig, model_dir: Path) -> Sampli
             parameter="generation_config",
             value=config.generation_config,
         ) from error
+
+
+def read_max_new_tokens(config: ModelConfig, model_dir: Path) -> int | None:
+    """The longest answer that the model recommends, if it says one. It is the `max_tokens` of the
+    default parameters, too, which have one in any case."""
+    if config.generation_config == "vllm":
+        return None
+    return _read(_source(config, model_dir)).get("max_new_tokens")
+
+
+def _source(config: ModelConfig, model_dir: Path) -> Path:
+    is_own = config.generation_config == "auto"
+    return model_dir if is_own else Path(config.generation_config).expanduser()
 
 
 def _read(directory: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from jaxllm.runner.stage_plan import StagePlan
 # What of a plan is no part of any program; every other field is, also one that is new.
 _NOT_IN_PROGRAMS = {
     "model_name", "model_dir", "load_format", "seed", "eos_token_ids", "default_sampling_params",
-    "compile_at_start", "program_bundle",
+    "max_new_tokens", "compile_at_start", "program_bundle",
 }  # fmt: skip
 # Flags of XLA that change no program; the last one JAX itself sets on a TPU VM, and the chip's
 # compiler options say it everywhere.

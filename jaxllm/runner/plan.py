@@ -37,6 +37,7 @@ from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.generation_config import (
     read_default_sampling_params,
     read_eos_token_ids,
+    read_max_new_tokens,
 )
 from jaxllm.runner.memory import format_bytes, size_kv_cache
 from jaxllm.runner.stage_plan import StagePlan, activation_bytes, check_num_stages, stage_meshes
@@ -89,6 +90,7 @@ class EnginePlan:
     logits_processors: tuple[Any, ...]
     eos_token_ids: tuple[int, ...]
     default_sampling_params: SamplingParams
+    max_new_tokens: int | None
     compile_at_start: bool
     # Where this plan's programs are, compiled ahead.
     program_bundle: Path | None = None
@@ -125,6 +127,7 @@ class EnginePlan:
             max_logprobs=self.max_logprobs,
             eos_token_ids=list(self.eos_token_ids),
             default_sampling_params=self.default_sampling_params,
+            max_new_tokens=self.max_new_tokens,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_blocks=self.num_blocks,
@@ -290,6 +293,7 @@ def make_plan(
             model_dir, of_config=architecture.eos_token_ids, vocab_size=vocab_size
         ),
         default_sampling_params=read_default_sampling_params(model, model_dir),
+        max_new_tokens=read_max_new_tokens(model, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
     )
 

@@ -22,6 +22,7 @@ from jaxllm.server.body import decode_json, read_body
 from jaxllm.server.disconnect import while_connected
 from jaxllm.server.errors import Disconnected, body_of, error_response, json_response, respond
 from jaxllm.server.merged import merged
+from jaxllm.server.request_id import request_id_of
 from jaxllm.server.service import Service
 from jaxllm.server.sse import EventStream
 from jaxllm.server.trace_headers import trace_headers
@@ -35,12 +36,21 @@ _TELL_AGAIN_S = 0.5
 class _Job(NamedTuple):
     """A request that was read, and what it asks for but its prompts."""
 
-    id: str
+    id: str  # in the engine: nobody else has it
+    name: str  # what the client knows it by
     created: int
     deadline: float | None  # on the clock of the event loop
     request: Request
     params: SamplingParams
     trace_headers: dict[str, str] | None  # of the span that it is part of, if spans are made
+
+
+class _Arrival(NamedTuple):
+    """What is known of a request before its body."""
+
+    at: float  # on the clock of the event loop
+    name: str
+    trace_headers: dict[str, str] | None
 
 
 class AnswerEndpoint:
@@ -53,14 +63,17 @@ class AnswerEndpoint:
         self._is_traced = service.engine.tracer is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = asyncio.get_running_loop().time()
+        arrival = _Arrival(
+            at=asyncio.get_running_loop().time(),
+            name=request_id_of(scope),
+            trace_headers=trace_headers(scope) if self._is_traced else None,
+        )
         events = EventStream(send, self._service.options.client_timeout)
         try:
             await self._service.check_takes_requests()
             with self._service.admission.body() as admit:
                 body = await read_body(scope, receive, self._service.options, admit)
-                trace = trace_headers(scope) if self._is_traced else None
-                answer = self._answer(body, begun, trace, events)
+                answer = self._answer(body, arrival, events)
                 response = await while_connected(receive, answer)
         except Disconnected:
             return
@@ -69,11 +82,9 @@ class AnswerEndpoint:
         if response is not None:
             await respond(response, scope, receive, send, self._service.options.client_timeout)
 
-    async def _answer(
-        self, body: bytes, begun: float, trace: dict[str, str] | None, events: EventStream
-    ) -> Response | None:
+    async def _answer(self, body: bytes, arrival: _Arrival, events: EventStream) -> Response | None:
         """The whole answer, or None if it was streamed."""
-        read = partial(self._read, body, begun, trace)
+        read = partial(self._read, body, arrival)
         is_small = len(body) <= _SMALL_BODY
         job = read() if is_small else await self._engine.in_tokenizer_thread(read)
         admission = self._service.admission
@@ -85,20 +96,23 @@ class AnswerEndpoint:
                 await self._stream(job, prompts, events)
                 return None
 
-    def _read(self, body: bytes, begun: float, trace: dict[str, str] | None) -> _Job:
+    def _read(self, body: bytes, arrival: _Arrival) -> _Job:
         options, served = self._service.options, self._service.served
         request = self._kind.read(decode_json(body, options.max_json_depth), live=True)
         served.check_name(request.model)
-        params = request.sampling_params(served.default_params)
+        params = request.sampling_params(served)
         if request.needs_special_tokens(served):
             params.skip_special_tokens = False
         return _Job(
             id=uuid.uuid4().hex,
+            name=arrival.name,
             created=int(time.time()),
-            deadline=None if options.request_timeout is None else begun + options.request_timeout,
+            deadline=None
+            if options.request_timeout is None
+            else arrival.at + options.request_timeout,
             request=request,
             params=params,
-            trace_headers=trace,
+            trace_headers=arrival.trace_headers,
         )
 
     def _prompts(self, request: Request) -> list[PromptType]:
@@ -120,10 +134,10 @@ class AnswerEndpoint:
             async for place, output in outputs:
                 last[place] = output
         in_order = [last[place] for place in range(len(prompts))]
-        return job.request.answer(job.id, job.created, in_order, self._service.served)
+        return job.request.answer(job.name, job.created, in_order, self._service.served)
 
     async def _stream(self, job: _Job, prompts: Sequence[PromptType], events: EventStream) -> None:
-        chunks = job.request.streamed_answer(job.id, job.created, self._service.served)
+        chunks = job.request.streamed_answer(job.name, job.created, self._service.served)
         try:
             async with contextlib.aclosing(self._outputs(job, prompts)) as outputs:
                 async for place, output in outputs:

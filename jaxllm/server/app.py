@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,6 +15,7 @@ import jaxllm
 from jaxllm.errors import JaxLLMError
 from jaxllm.openai.endpoints import ENDPOINTS
 from jaxllm.openai.errors import NotFoundError
+from jaxllm.openai.models import ModelCard, ModelList
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Authentication
 from jaxllm.server.engine_metrics import EngineMetrics
@@ -23,7 +23,9 @@ from jaxllm.server.errors import HTTPError, error_response, json_response
 from jaxllm.server.http_metrics import HTTPMetrics
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.metrics import ServerMetrics
+from jaxllm.server.openapi import make_document
 from jaxllm.server.page.routes import page_routes
+from jaxllm.server.request_id import RequestIds
 from jaxllm.server.service import Service
 from jaxllm.server.tokenize import detokenize, tokenize
 
@@ -55,7 +57,7 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
 
     async def list_models(request: Request) -> Response:
         models = [_model(service, name) for name in service.served.names]
-        return json_response({"object": "list", "data": models})
+        return json_response(ModelList(data=models))
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["name"]
@@ -66,12 +68,16 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
         page = metrics.expose(await engine_metrics.read())
         return Response(page, media_type="text/plain; version=0.0.4")
 
+    async def describe(request: Request) -> Response:
+        return json_response(make_document(routes, with_keys=bool(keys)))
+
     routes = [
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/ready", ready),
         Route("/version", version),
         Route("/metrics", expose_metrics),
+        Route("/openapi.json", describe),
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", show_model),
         Route("/tokenize", JSONEndpoint(service, tokenize), methods=["POST"]),
@@ -88,7 +94,10 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
             async with lifespan(app):
                 yield
 
-    middleware = [Middleware(HTTPMetrics, routes=routes, registry=metrics.registry)]
+    middleware = [
+        Middleware(RequestIds),
+        Middleware(HTTPMetrics, routes=routes, registry=metrics.registry),
+    ]
     if options.allowed_origins:
         # Outside: a browser asks before it sends a key.
         middleware.append(
@@ -101,9 +110,10 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
         )
     if keys:
         middleware.append(Middleware(Authentication, keys=keys))
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=middleware,
+        # With Exception alone every refusal would be a failure in the log.
         exception_handlers={
             HTTPException: _of_starlette,
             JaxLLMError: _of_ours,
@@ -111,18 +121,18 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
         },
         lifespan=observed,
     )
+    # To another address it would be a redirect to whatever host the request names.
+    app.router.redirect_slashes = False
+    return app
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "jaxllm",
-        "root": service.served.names[0],
-        "parent": None,
-        "max_model_len": service.engine.info.max_model_len,
-    }
+def _model(service: Service, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=service.started,
+        root=service.served.names[0],
+        max_model_len=service.engine.info.max_model_len,
+    )
 
 
 async def _of_starlette(request: Request, error: Exception) -> Response:

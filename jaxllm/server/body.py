@@ -24,12 +24,10 @@ async def read_body(
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         # Also keeps web pages out, which may send anything but this without being asked.
-        raise HTTPError(
-            415,
-            "UnsupportedMediaTypeError",
-            f"Content-Type {content_type!r:.80} is not supported; use application/json",
-            _CLOSE,
-        )
+        raise _unsupported("Content-Type", content_type, "use application/json")
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise _unsupported("Content-Encoding", encoding, "send the body as it is")
     length = headers.get("content-length", "0")
     if length.isdigit() and len(length) < 20 and int(length) > options.max_body_bytes:
         raise _too_long(options)
@@ -43,6 +41,11 @@ async def read_body(
             f"the body did not come within {options.client_timeout} s",
             _CLOSE,
         ) from None
+
+
+def _unsupported(name: str, value: str, remedy: str) -> HTTPError:
+    message = f"{name} {value!r:.80} is not supported; {remedy}"
+    return HTTPError(415, "UnsupportedMediaTypeError", message, _CLOSE)
 
 
 async def _read(receive: Receive, options: ServerOptions, admit: Callable[[int], None]) -> bytes:

@@ -45,6 +45,13 @@ def limited_protocol(max_header_bytes: int, timeout_s: float) -> type[HttpToolsP
             self._count(len(name) + len(value))
             super().on_header(name, value)
 
+        def on_headers_complete(self) -> None:
+            assert self.parser is not None
+            if self.parser.get_http_version() not in ("1.0", "1.1"):
+                # HTTP/0.9 knows no heads: it would take that of our answer for content.
+                raise ValueError("no such version")
+            super().on_headers_complete()
+
         def on_body(self, body: bytes) -> None:
             self._was_told = True
             super().on_body(body)

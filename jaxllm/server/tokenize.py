@@ -1,6 +1,6 @@
 """/tokenize and /detokenize: what the model sees of a text or a conversation, and back."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -8,11 +8,10 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.fields import read_fields
+from jaxllm.openai.served_model import ServedModel
+from jaxllm.openai.tools import Tool
 from jaxllm.sampling_params import check_is_text
 from jaxllm.server.service import Service
-
-# Of a body with "messages", what is a chat request's; the rest is this request's own.
-_OWN = ("add_special_tokens", "return_token_strs")
 
 
 class TokenizeText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -24,10 +23,18 @@ class TokenizeText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool = False
 
 
-class TokenizeOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of a conversation, what is not a chat request's: the template writes special tokens."""
+class TokenizeChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A conversation: of a chat request, what its prompt is made of."""
 
-    add_special_tokens: bool = False
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    add_special_tokens: Literal[False] = False  # the template writes them
     return_token_strs: bool = False
 
 
@@ -51,28 +58,38 @@ def tokenize(service: Service, body: object) -> Tokenized:
     """The token ids of a text or a conversation."""
     tokenizer = _tokenizer(service)
     if isinstance(body, dict) and "messages" in body:
-        own = {name: body[name] for name in _OWN if name in body}
-        rest = {name: value for name, value in body.items() if name not in _OWN}
-        chat, options = ChatRequest.read(rest, live=True), read_fields(own, TokenizeOptions)
-        service.served.check_name(chat.model)
-        if options.add_special_tokens:
-            raise refused("add_special_tokens", True, "the chat template writes them; leave it out")
-        (prompt,) = chat.prompts(service.served)
-        assert isinstance(prompt, dict) and "prompt_token_ids" in prompt
-        ids, wants_strings = prompt["prompt_token_ids"], options.return_token_strs
+        request = read_fields(body, TokenizeChat)
+        service.served.check_name(request.model)
+        ids = _chat_ids(request, service.served)
     else:
         request = read_fields(body, TokenizeText)
         service.served.check_name(request.model)
         check_is_text("prompt", request.prompt)
         ids = tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        wants_strings = request.return_token_strs
-    strings: Any = tokenizer.hf.convert_ids_to_tokens(ids) if wants_strings else None
+    strings: Any = None
+    if request.return_token_strs:
+        strings = tokenizer.hf.convert_ids_to_tokens(ids)
     return Tokenized(
         count=len(ids),
         max_model_len=service.engine.info.max_model_len,
         tokens=ids,
         token_strs=strings,
     )
+
+
+def _chat_ids(request: TokenizeChat, served: ServedModel) -> list[int]:
+    chat = ChatRequest(
+        messages=request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template,
+        chat_template_kwargs=request.chat_template_kwargs,
+        tools=request.tools,
+        tool_choice=request.tool_choice,
+    )
+    (prompt,) = chat.prompts(served)
+    assert isinstance(prompt, dict) and "prompt_token_ids" in prompt
+    return prompt["prompt_token_ids"]
 
 
 def detokenize(service: Service, body: object) -> Detokenized:

@@ -98,6 +98,17 @@ def test_text_parts_and_tool_calls_reach_the_template_in_plain_form(byte_level):
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"x": 7}'
 
 
+def test_no_content_is_empty_text_for_the_template(byte_level):
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    calls = [{"function": {"name": "f", "arguments": ""}}]
+    messages = [
+        {"role": "user", "content": None},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "assistant", "content": "a", "tool_calls": None},
+    ]
+    assert render_chat(byte_level, messages, chat_template=template)["prompt"] == "[][][a]"
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "message"),
     [
@@ -118,6 +129,12 @@ def test_text_parts_and_tool_calls_reach_the_template_in_plain_form(byte_level):
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], {}, "must have a string"),
         ([{"role": "user", "content": "a\ud800"}], {}, "surrogate"),
         ([{"role": "assistant", "tool_calls": 5}], {}, "'tool_calls' must be a list"),
+        ([{"role": "assistant", "tool_calls": 0}], {}, "'tool_calls' must be a list"),
+        (
+            [{"role": "a", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]}],
+            {},
+            "arguments .* are not JSON",
+        ),
         ([{"role": "assistant", "tool_calls": [5]}], {}, "tool call must be a dict"),
         ([{"role": "assistant", "tool_calls": [{"function": 5}]}], {}, "and so its 'function'"),
     ],

@@ -44,7 +44,7 @@ def ask(llm, served):
     def ask(path: str, **body):
         request = read_request(path, json.loads(json.dumps(body)))
         served.check_name(request.model)
-        params = request.sampling_params(served.default_params)
+        params = request.sampling_params(served)
         outputs = llm.generate(
             request.prompts(served),
             params,
@@ -99,6 +99,19 @@ def test_chat_goes_on_with_the_last_message(llm, chat):
 def test_chat_without_a_bound_fills_the_context(chat):
     answer = chat(messages=HELLO, temperature=0, ignore_eos=True)
     assert answer["usage"]["total_tokens"] == OPTIONS["max_model_len"]
+
+
+def test_no_answer_is_longer_than_the_model_recommends(tmp_path):
+    model = make_tiny_checkpoint(tmp_path / "model")
+    (model / "generation_config.json").write_text('{"max_new_tokens": 3, "eos_token_id": 0}')
+    info = LLM(model, **OPTIONS).llm_engine.info
+    assert info.max_new_tokens == info.default_sampling_params.max_tokens == 3
+
+
+def test_equal_engines_have_equal_fingerprints(llm, served, chat):
+    answer = chat(messages=HELLO, **GREEDY)
+    assert answer["system_fingerprint"] == served.fingerprint
+    assert ServedModel.of(llm.llm_engine, ("other",)).fingerprint == served.fingerprint
 
 
 def test_chat_logprobs_are_the_likeliest_in_order(chat):

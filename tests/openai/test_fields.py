@@ -1,5 +1,8 @@
 """What a body may say: each field works, is neutral, or is refused by its name."""
 
+import dataclasses
+import typing
+
 import pytest
 
 from jaxllm import SamplingParams, ValidationError
@@ -10,7 +13,12 @@ from jaxllm.sampling_params import RequestOutputKind
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NEEDED = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"prompt": "Hi"}}
-DEFAULTS = SamplingParams(temperature=0.6, top_k=20)
+SERVED = ServedModel(
+    names=("a", "b"),
+    tokenizer=None,
+    default_params=SamplingParams(temperature=0.6, top_k=20),
+    fingerprint="fp",
+)
 
 # For the fields that both endpoints hand to the sampler as they are.
 SAMPLING = {
@@ -51,18 +59,18 @@ def read(path: str, **fields):
 def test_sampling_fields_reach_the_sampler(path, name):
     # JSON objects have string keys.
     in_json = {"7": 1.5} if name == "logit_bias" else SAMPLING[name]
-    params = read(path, **{name: in_json}).sampling_params(DEFAULTS)
+    params = read(path, **{name: in_json}).sampling_params(SERVED)
     assert getattr(params, name) == SAMPLING[name]
 
 
 def test_what_is_not_said_is_the_model_s_default(path):
-    params = read(path, temperature=None, top_p=0.5).sampling_params(DEFAULTS)
+    params = read(path, temperature=None, top_p=0.5).sampling_params(SERVED)
     assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.5)
     assert params.output_kind is RequestOutputKind.FINAL_ONLY
 
 
 def test_extra_arguments_are_for_logits_processors(path):
-    assert read(path, vllm_xargs={"a": 1}).sampling_params(DEFAULTS).extra_args == {"a": 1}
+    assert read(path, vllm_xargs={"a": 1}).sampling_params(SERVED).extra_args == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -141,28 +149,50 @@ def test_other_paths_are_not_found():
 
 
 def test_chat_may_fill_the_context_and_completions_make_16_tokens():
-    assert read(CHAT).sampling_params(DEFAULTS).max_tokens is None
-    assert read(CHAT, max_completion_tokens=5).sampling_params(DEFAULTS).max_tokens == 5
-    assert read(CHAT, max_completion_tokens=5, max_tokens=5).sampling_params(DEFAULTS)
-    assert read(COMPLETIONS).sampling_params(DEFAULTS).max_tokens == 16
+    assert read(CHAT).sampling_params(SERVED).max_tokens is None
+    assert read(CHAT, max_completion_tokens=5).sampling_params(SERVED).max_tokens == 5
+    assert read(CHAT, max_completion_tokens=5, max_tokens=5).sampling_params(SERVED)
+    assert read(COMPLETIONS).sampling_params(SERVED).max_tokens == 16
     with pytest.raises(ValidationError, match="max_tokens=4 says otherwise; give one of them"):
-        read(CHAT, max_completion_tokens=5, max_tokens=4).sampling_params(DEFAULTS)
+        read(CHAT, max_completion_tokens=5, max_tokens=4).sampling_params(SERVED)
+
+
+def test_no_answer_is_longer_than_the_model_recommends(path):
+    bounded = dataclasses.replace(SERVED, max_new_tokens=12)
+    lengths = [
+        read(path, max_tokens=asked).sampling_params(bounded).max_tokens for asked in (None, 5, 20)
+    ]
+    assert lengths == [12, 5, 12]
+
+
+def test_every_field_of_openai_is_known(path):
+    openai = pytest.importorskip("openai")
+    kinds = {CHAT: openai.types.chat, COMPLETIONS: openai.types}
+    kind = kinds[path].completion_create_params.CompletionCreateParamsStreaming
+    for name in typing.get_type_hints(kind):
+        read(path, **{name: NEEDED[path].get(name)})  # null is neutral
+
+
+def test_a_request_may_have_a_name_that_fits_everywhere(path):
+    assert read(path, request_id="x" * 128).request_id == "x" * 128
+    for wrong in ("", "x" * 129, "a b", "a\n", "ä"):
+        with pytest.raises(ValidationError, match="request_id=.*printable ASCII"):
+            read(path, request_id=wrong)
 
 
 def test_top_logprobs_need_logprobs():
     with pytest.raises(ValidationError, match="top_logprobs=2: it needs logprobs=true"):
-        read(CHAT, top_logprobs=2).sampling_params(DEFAULTS)
-    assert read(CHAT, logprobs=True).sampling_params(DEFAULTS).logprobs == 0
-    assert read(CHAT, logprobs=True, top_logprobs=2).sampling_params(DEFAULTS).logprobs == 2
-    assert read(CHAT, logprobs=False).sampling_params(DEFAULTS).logprobs is None
+        read(CHAT, top_logprobs=2).sampling_params(SERVED)
+    assert read(CHAT, logprobs=True).sampling_params(SERVED).logprobs == 0
+    assert read(CHAT, logprobs=True, top_logprobs=2).sampling_params(SERVED).logprobs == 2
+    assert read(CHAT, logprobs=False).sampling_params(SERVED).logprobs is None
 
 
 def test_a_request_must_mean_this_model():
-    served = ServedModel(names=("a", "b"), tokenizer=None, default_params=DEFAULTS)
-    served.check_name("b")
-    served.check_name(None)
+    SERVED.check_name("b")
+    SERVED.check_name(None)
     with pytest.raises(NotFoundError, match="model='c' is not served here; the names are 'a', 'b'"):
-        served.check_name("c")
+        SERVED.check_name("c")
 
 
 @pytest.mark.parametrize(
@@ -188,10 +218,10 @@ def test_errors_tell_no_paths_and_no_novels():
 
 def test_what_only_a_server_has_is_read_for_it_alone(path):
     live = ENDPOINTS[path].read(NEEDED[path] | {"stream": True}, live=True)
-    assert live.stream and live.sampling_params(DEFAULTS).output_kind is RequestOutputKind.DELTA
+    assert live.stream and live.sampling_params(SERVED).output_kind is RequestOutputKind.DELTA
     with pytest.raises(ValidationError, match="it needs stream=true"):
         ENDPOINTS[path].read(
             NEEDED[path] | {"stream_options": {"include_usage": True}}, live=True
-        ).sampling_params(DEFAULTS)
+        ).sampling_params(SERVED)
     with pytest.raises(ValidationError, match="unknown field"):
         ENDPOINTS[path].read(NEEDED[path] | {"stream_options": {"usage": True}}, live=True)

@@ -4,7 +4,11 @@ import pytest
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ValidationError
-from jaxllm.runner.generation_config import read_default_sampling_params, read_eos_token_ids
+from jaxllm.runner.generation_config import (
+    read_default_sampling_params,
+    read_eos_token_ids,
+    read_max_new_tokens,
+)
 
 
 @pytest.fixture
@@ -45,6 +49,16 @@ def test_default_sampling_params_come_from_the_generation_config(tmp_path, write
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 1.0, 99)
     plain = ModelConfig(model="m", generation_config="vllm")
     assert read_default_sampling_params(plain, tmp_path).temperature == 1.0
+
+
+def test_the_longest_answer_is_known_only_if_the_model_says_one(tmp_path, write):
+    config = ModelConfig(model="m")
+    assert read_max_new_tokens(config, tmp_path) is None
+    write(max_new_tokens=16)
+    assert read_max_new_tokens(config, tmp_path) == 16
+    elsewhere = ModelConfig(model="m", generation_config=str(tmp_path))
+    assert read_max_new_tokens(elsewhere, tmp_path / "nowhere") == 16
+    assert read_max_new_tokens(ModelConfig(model="m", generation_config="vllm"), tmp_path) is None
 
 
 def test_generation_config_that_is_missing_is_refused_only_if_asked_for(tmp_path):

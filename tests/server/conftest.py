@@ -5,6 +5,7 @@ An engine belongs to one event loop, so all servers run on one, in a thread.
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 
@@ -58,7 +59,7 @@ class Host:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     @contextlib.contextmanager
-    def serve(self, *, keys=(), **options):
+    def serve(self, *, keys=(), max_new_tokens=None, **options):
         """A server with these options, as an HTTP client of it."""
         options = ServerOptions(port=0, served_model_name=("tiny", "alias"), **options)
         options.validate()
@@ -68,6 +69,7 @@ class Host:
             trust_request_chat_template=options.trust_request_chat_template,
             parsers=NamedParsers(options.reasoning_parser, options.tool_call_parser),
         )
+        served = dataclasses.replace(served, max_new_tokens=max_new_tokens)
         server = Server(Service(self.engine, served, options), keys)
         listener = bind(options)
         future = asyncio.run_coroutine_threadsafe(server.serve([listener]), self._loop)
@@ -124,6 +126,11 @@ def make_host(llm):
             return host
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def new_host():
+    return Host
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ def served(reasoning="qwen3", tools="hermes"):
         names=("tiny",),
         tokenizer=None,
         default_params=SamplingParams(),
+        fingerprint="fp",
         parsers=NamedParsers(reasoning, tools),
     )
 

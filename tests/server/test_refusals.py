@@ -54,6 +54,23 @@ def test_a_wrong_request_is_told_what_is_wrong(client, path, body, status, messa
     assert len(error["message"]) < 2100
 
 
+def test_a_refusal_is_no_failure_in_the_log(client, caplog):
+    response = client.get("/v1/models/none")
+    assert response.status_code == 404 and "X-Request-Id" in response.headers
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_no_path_leads_to_a_host_that_the_request_names(client):
+    for path in ("/health/", "/v1/chat/completions/"):
+        response = client.get(path, headers={"Host": "evil.example"})
+        assert response.status_code == 404
+
+
+def test_a_conversation_is_tokenized_by_what_its_prompt_is_made_of(client):
+    response = client.post("/tokenize", json={"messages": HELLO, "temperature": 1})
+    assert response.status_code == 400 and "temperature" in response.text
+
+
 def test_a_template_of_a_request_is_run_in_a_sandbox_and_only_if_trusted(host):
     body = {"messages": HELLO, "add_generation_prompt": False}
     with host.serve(trust_request_chat_template=True) as client:

@@ -42,6 +42,8 @@ _FILES = {
     for path in sorted(Path(__file__).parent.iterdir())
     if path.suffix in _MEDIA_TYPES
 }
+# What each of them is.
+PAGE_MEDIA_TYPES = {url: _MEDIA_TYPES[path.suffix] for url, path in _FILES.items()}
 # Nobody needs a key for these: the page asks for it, and brings it with what it fetches.
 PAGE_PATHS = frozenset(_FILES)
 

@@ -1,0 +1,210 @@
+"""GET /openapi.json: what the server offers, described for programs.
+
+The bodies come from the types of the protocol. Every route needs its entry here: without one there
+is no document.
+"""
+
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from starlette.routing import BaseRoute, Route
+
+import jaxllm
+from jaxllm.openai.chat import ChatCompletion, ChatRequest
+from jaxllm.openai.chat_stream import ChatChunk
+from jaxllm.openai.completion_stream import CompletionChunk
+from jaxllm.openai.completions import Completion, CompletionRequest
+from jaxllm.openai.errors import ErrorBody
+from jaxllm.openai.fields import REQUEST_ID_IN_WORDS
+from jaxllm.openai.models import ModelCard, ModelList
+from jaxllm.openai.schema import Schema, answer_schemas, ref, request_schemas
+from jaxllm.server.auth import OPEN_PATHS
+from jaxllm.server.page.routes import PAGE_MEDIA_TYPES
+from jaxllm.server.request_id import HEADER
+from jaxllm.server.tokenize import (
+    Detokenized,
+    DetokenizeRequest,
+    TokenizeChat,
+    Tokenized,
+    TokenizeText,
+)
+
+
+class Operation(NamedTuple):
+    """What one method of one path does."""
+
+    summary: str
+    body: type | Schema | None = None  # of a request, as JSON
+    answer: type | Schema | None = None  # with status 200, as JSON
+    chunk: type | None = None  # of an answer that is streamed
+    content_type: str | None = None  # of an answer that is no JSON
+    errors: tuple[int, ...] = ()
+
+
+_TOKENIZE: Schema = {"anyOf": [ref(TokenizeText), ref(TokenizeChat)]}
+_VERSION: Schema = {
+    "type": "object",
+    "properties": {"version": {"type": "string"}},
+    "required": ["version"],
+}
+# What may be wrong with any request that has a body.
+_OF_BODIES = (400, 404, 408, 413, 415, 500, 503)
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("GET", "/health"): Operation("Whether the engine lives", errors=(503,)),
+    ("GET", "/ping"): Operation("Whether the engine lives", errors=(503,)),
+    ("POST", "/ping"): Operation("Whether the engine lives", errors=(503,)),
+    ("GET", "/ready"): Operation("Whether the server takes requests", errors=(503,)),
+    ("GET", "/version"): Operation("The version of the server", answer=_VERSION),
+    ("GET", "/metrics"): Operation(
+        "Figures for Prometheus", content_type="text/plain", errors=(500,)
+    ),
+    ("GET", "/openapi.json"): Operation("This document", answer={"type": "object"}),
+    ("GET", "/v1/models"): Operation("The names of the model", answer=ModelList),
+    ("GET", "/v1/models/{name}"): Operation("One of them", answer=ModelCard, errors=(404,)),
+    ("POST", "/v1/chat/completions"): Operation(
+        "The next message of a conversation",
+        body=ChatRequest,
+        answer=ChatCompletion,
+        chunk=ChatChunk,
+        errors=_OF_BODIES,
+    ),
+    ("POST", "/v1/completions"): Operation(
+        "The continuations of prompts",
+        body=CompletionRequest,
+        answer=Completion,
+        chunk=CompletionChunk,
+        errors=_OF_BODIES,
+    ),
+    ("POST", "/tokenize"): Operation(
+        "The token ids of a text or a conversation",
+        body=_TOKENIZE,
+        answer=Tokenized,
+        errors=_OF_BODIES,
+    ),
+    ("POST", "/detokenize"): Operation(
+        "The text of token ids", body=DetokenizeRequest, answer=Detokenized, errors=_OF_BODIES
+    ),
+}
+
+
+OPERATIONS |= {
+    ("GET", url): Operation("A file of the page", content_type=media_type)
+    for url, media_type in PAGE_MEDIA_TYPES.items()
+}
+
+
+def make_document(routes: Iterable[BaseRoute], *, with_keys: bool) -> dict[str, Any]:
+    """Describe these routes; those without an entry are an error of ours."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        assert isinstance(route, Route) and route.methods, route
+        path = route.path_format
+        for method in sorted(route.methods - {"HEAD"}):
+            needs_key = with_keys and path not in OPEN_PATHS
+            described = _described(path, OPERATIONS[method, path], needs_key)
+            paths.setdefault(path, {})[method.lower()] = described
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxllm", "version": jaxllm.__version__},
+        "paths": paths,
+        "components": {"schemas": _components()},
+    }
+    if with_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _described(path: str, operation: Operation, needs_key: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"summary": operation.summary, "responses": {}}
+    if "{name}" in path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        found["parameters"] = [name]
+    if operation.body is not None:
+        content = {"application/json": {"schema": _schema_of(operation.body)}}
+        found["requestBody"] = {"required": True, "content": content}
+        found.setdefault("parameters", []).append(_REQUEST_ID)
+    found["responses"]["200"] = _response(200, _content(operation))
+    for status in operation.errors:
+        # The paths for those who watch the server answer with a status and nothing else.
+        content = {} if path in OPEN_PATHS else _JSON_ERROR
+        found["responses"][str(status)] = _response(status, content)
+    if operation.body is not None:
+        found["responses"]["431"] = _response(431, {"text/plain": {"schema": {"type": "string"}}})
+    if needs_key:
+        found["security"] = [{"key": []}]
+        found["responses"]["401"] = _response(401, _JSON_ERROR)
+    return found
+
+
+def _response(status: int, content: dict[str, Any]) -> dict[str, Any]:
+    response: dict[str, Any] = {"description": HTTPStatus(status).phrase}
+    if content:
+        response["content"] = content
+    if status != 431:  # which is said before there is a request
+        response["headers"] = {HEADER: {"schema": {"type": "string"}}}
+    if status == 503 and content:
+        response["headers"] |= {"Retry-After": {"schema": {"type": "string"}}}
+    return response
+
+
+def _content(operation: Operation) -> dict[str, Any]:
+    if operation.content_type is not None:
+        return {operation.content_type: {"schema": {"type": "string"}}}
+    if operation.answer is None:
+        return {}
+    content: dict[str, Any] = {"application/json": {"schema": _schema_of(operation.answer)}}
+    if operation.chunk is not None:
+        content["text/event-stream"] = {"schema": _event(operation.chunk)}
+    return content
+
+
+def _event(chunk: type) -> Schema:
+    """One event of a stream: a chunk or, if the answer fails on the way, an error; or the end."""
+    message = {"anyOf": [ref(chunk), ref(ErrorBody)]}
+    return {
+        "description": "With stream=true. One event.",
+        "type": "object",
+        "properties": {
+            "data": {
+                "anyOf": [
+                    {"const": "[DONE]", "description": "The last event."},
+                    {
+                        "type": "string",
+                        "contentMediaType": "application/json",
+                        "contentSchema": message,
+                    },
+                ]
+            }
+        },
+        "required": ["data"],
+    }
+
+
+def _schema_of(given: type | Schema) -> Schema:
+    return given if isinstance(given, dict) else ref(given)
+
+
+def _components() -> dict[str, Schema]:
+    requests = request_schemas(
+        [ChatRequest, CompletionRequest, TokenizeText, TokenizeChat, DetokenizeRequest]
+    )
+    answers = answer_schemas(
+        [ChatCompletion, ChatChunk, Completion, CompletionChunk, ModelList, ModelCard, Tokenized,
+         Detokenized, ErrorBody]
+    )  # fmt: skip
+    assert not requests.keys() & answers.keys()
+    return requests | answers
+
+
+_JSON_ERROR = {"application/json": {"schema": ref(ErrorBody)}}
+_REQUEST_ID = {
+    "name": HEADER,
+    "in": "header",
+    "description": (
+        f"The id that the answer shall have: {REQUEST_ID_IN_WORDS}. Another one is replaced, and "
+        "in any case told in the head of the answer."
+    ),
+    "schema": {"type": "string"},
+}

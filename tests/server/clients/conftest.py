@@ -1,0 +1,49 @@
+"""A server with a key and with parsers, and what its model is to say."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+KEY = "a-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="session")
+def host(new_host, engine_options):
+    """An engine of its own, whose model says what it is told to."""
+    # Its process finds the class there.
+    sys.path.append(str(Path(__file__).parent))
+    host = new_host(engine_options | {"logits_processors": ["scripted_model:Scripted"]})
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def server(host):
+    """An HTTP client of the server that the others are to talk to."""
+    with host.serve(
+        keys=(KEY,),
+        access_log=False,
+        enable_auto_tool_choice=True,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+    ) as client:
+        client.headers.update(HEADERS)
+        yield client
+
+
+@pytest.fixture(scope="session")
+def url(server):
+    return f"{server.base_url}/v1"
+
+
+@pytest.fixture(scope="session")
+def says(server):
+    """What a request has to bring, so that the model says this."""
+
+    def says(text):
+        asked = {"prompt": text, "add_special_tokens": False}
+        return {"vllm_xargs": {"script": server.post("/tokenize", json=asked).json()["tokens"]}}
+
+    return says

@@ -1,0 +1,82 @@
+"""The server's own description: it is valid, says all there is, and is true."""
+
+import json
+
+import jsonschema
+import pytest
+import schemathesis
+from starlette.routing import Route
+
+from jaxllm import SamplingParams, ValidationError
+from jaxllm.openai.endpoints import ENDPOINTS
+from jaxllm.openai.schema import request_schemas
+from jaxllm.openai.served_model import ServedModel
+from jaxllm.server.auth import OPEN_PATHS
+from jaxllm.server.openapi import OPERATIONS, make_document
+
+NEEDED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+}
+SERVED = ServedModel(
+    names=("m",), tokenizer=None, default_params=SamplingParams(), fingerprint="fp"
+)
+
+
+def routes():
+    return [Route(path, print, methods=[method]) for method, path in OPERATIONS]
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_the_document_is_an_openapi_document(with_keys):
+    document = make_document(routes(), with_keys=with_keys)
+    schemathesis.openapi.from_dict(document).validate()
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    guarded = {path for path, item in document["paths"].items() if "security" in str(item)}
+    assert guarded == (document["paths"].keys() - OPEN_PATHS if with_keys else set())
+
+
+def test_all_references_lead_somewhere():
+    document = make_document(routes(), with_keys=True)
+    text = json.dumps(document)
+    schemas = document["components"]["schemas"]
+    found = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    # Each is used, and there.
+    assert found == schemas.keys()
+
+
+def test_a_route_without_an_entry_is_noticed():
+    with pytest.raises(KeyError, match="/other"):
+        make_document([*routes(), Route("/other", print, methods=["GET"])], with_keys=False)
+
+
+def bounds():
+    """Each numeric bound that the schemas tell, with a value within it and one beyond it."""
+    for path, kind in ENDPOINTS.items():
+        schema = request_schemas([kind])[kind.__name__]
+        for name, field in schema["properties"].items():
+            is_integer = "'integer'" in str(field)
+            if not is_integer and "'number'" not in str(field):
+                continue
+            step = 1 if is_integer else 1e-6
+            if "minimum" in field:
+                yield path, name, field["minimum"], field["minimum"] - step
+            if "exclusiveMinimum" in field:
+                yield path, name, field["exclusiveMinimum"] + step, field["exclusiveMinimum"]
+            if "maximum" in field:
+                yield path, name, field["maximum"], field["maximum"] + step
+
+
+# These need more than one field, or are checked by what the engine knows.
+ELSEWHERE = {"priority", "truncate_prompt_tokens", "max_tokens", "min_tokens", "top_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "inside", "outside"), [one for one in bounds() if one[1] not in ELSEWHERE]
+)
+def test_bounds_are_those_of_the_server(path, name, inside, outside):
+    kind = ENDPOINTS[path]
+    kind.read(NEEDED[path] | {name: inside}, live=True).sampling_params(SERVED)
+    with pytest.raises(ValidationError):
+        kind.read(NEEDED[path] | {name: outside}, live=True).sampling_params(SERVED)
