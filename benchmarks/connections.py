@@ -3,8 +3,8 @@
     python benchmarks/connections.py
     python benchmarks/connections.py --connections 300 --rounds 3
 
-A server runs a fixed number of streams, and its steps are counted over a while: alone, and beside
-connections of three kinds, in turns:
+A server runs a fixed number of streams, and a number of its steps is timed: alone, and beside
+connections of three kinds, in turns, each time with new streams:
 
 - idle ones, half of which have sent a part of a request's head;
 - slow ones: streams that are asked for and not read, with small buffers;
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=1000)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--steps", type=int, default=400, help="of each measurement")
     side_by_side.add_out_argument(parser)
     args = parser.parse_args()
     shape = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512}
@@ -57,19 +57,26 @@ def main() -> None:
 async def measure(server: servers.Server, args: argparse.Namespace) -> list[dict[str, float]]:
     """A row for each round, alone and beside the connections."""
     engine_pid, rounds = server.engine_pid, []
-    async with streams(server.port, args.streams):
-        await asyncio.sleep(1.0)
-        for number in range(args.rounds):
-            row = {}
-            # Now this one first, now the other: neither has the warmer machine.
-            for kind in ("alone", "beside") if number % 2 else ("beside", "alone"):
-                crowd = connections(server.port, args.connections if kind == "beside" else 0)
-                async with crowd:
+    for number in range(args.rounds):
+        row = {}
+        # Now this one first, now the other: neither has the warmer machine.
+        for kind in ("alone", "beside") if number % 2 else ("beside", "alone"):
+            async with streams(server.port, args.streams):
+                await until(server, "num_requests_running", args.streams)
+                crowd = args.connections if kind == "beside" else 0
+                async with connections(server.port, crowd):
                     await asyncio.sleep(1.0)
-                    pace, cpu_ms = await step_pace(server, engine_pid, args.seconds)
-                row[f"{kind}_steps_per_s"], row[f"{kind}_cpu_ms_per_step"] = pace, cpu_ms
-            rounds.append(row)
+                    pace, cpu_ms = await step_pace(server, engine_pid, args.steps)
+            await until(server, "num_requests_running", 0)
+            await until(server, "num_requests_waiting", 0)
+            row[f"{kind}_steps_per_s"], row[f"{kind}_cpu_ms_per_step"] = pace, cpu_ms
+        rounds.append(row)
     return rounds
+
+
+async def until(server: servers.Server, metric: str, value: float) -> None:
+    while await asyncio.to_thread(server.metric, metric) != value:
+        await asyncio.sleep(0.1)
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
@@ -84,30 +91,33 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-async def step_pace(server: servers.Server, engine_pid: int, seconds: float) -> tuple[float, float]:
+async def step_pace(server: servers.Server, engine_pid: int, num_steps: int) -> tuple[float, float]:
     """Steps per second, and CPU milliseconds of a step."""
 
     async def look() -> tuple[float, float, float]:
         steps = await asyncio.to_thread(server.metric, "engine_steps_total")
         return steps, time.perf_counter(), side_by_side.cpu_seconds(engine_pid)
 
-    before = await look()
-    await asyncio.sleep(seconds)
-    after = await look()
+    before = after = await look()
+    while after[0] - before[0] < num_steps:
+        await asyncio.sleep(0.25)
+        after = await look()
     steps, wall, cpu = (b - a for a, b in zip(before, after, strict=True))
     return steps / wall, cpu / steps * 1e3
 
 
 @contextlib.asynccontextmanager
 async def streams(port: int, num_streams: int):
-    """Streams that never end: another one follows each."""
+    """Streams for as long as the context lasts; every other one is read slowly."""
 
     async def stream(pause_s: float) -> None:
-        while True:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
-            writer.write(request(max_tokens=1900, priority=-1))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
+        writer.write(request(max_tokens=1900, priority=-1))
+        try:
             while await reader.read(1 << 16):
                 await asyncio.sleep(pause_s)
+            raise SystemExit("a stream has ended too early; give fewer --steps")
+        finally:
             writer.close()
 
     tasks = [asyncio.create_task(stream(i % 2 * 0.5)) for i in range(num_streams)]

@@ -206,7 +206,10 @@ def _message_of(body: bytes) -> str:
 async def first_model(http: HTTPClient) -> tuple[str, str]:
     """The first model that the server has, and where it says that it comes from."""
     body = bytearray()
-    status = await http.get("/v1/models", lambda status, data: body.extend(data))
+    try:
+        status = await http.get("/v1/models", lambda status, data: body.extend(data))
+    except OSError as error:
+        raise JaxLLMError(f"no server at {http.base_url}: {error.strerror or error}") from error
     if status != 200:
         raise JaxLLMError(f"/v1/models: status {status}: {_message_of(bytes(body))}")
     try:

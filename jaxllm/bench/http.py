@@ -35,6 +35,7 @@ class HTTPClient:
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or url.hostname is None:
             raise refused("base_url", base_url, "it must be http://HOST:PORT or https://HOST:PORT")
+        self.base_url = base_url
         self._host = url.hostname
         self._port = url.port or (443 if url.scheme == "https" else 80)
         self._prefix = url.path.rstrip("/")

@@ -28,9 +28,11 @@ class LatencyOptions:
     disable_detokenize: bool = option(False, "Leave the answers as tokens.")
 
     def validate(self) -> None:
-        for name, value in vars(self).items():
-            if value < (name not in ("num_iters_warmup", "disable_detokenize")):
-                raise refused(name, value, "it must be positive")
+        for name in ("input_len", "output_len", "batch_size", "n", "num_iters"):
+            if getattr(self, name) < 1:
+                raise refused(name, getattr(self, name), "it must be 1 or more")
+        if self.num_iters_warmup < 0:
+            raise refused("num_iters_warmup", self.num_iters_warmup, "it must be 0 or more")
 
 
 def bench_latency(config: EngineConfig, options: LatencyOptions) -> dict[str, Any]:

@@ -37,8 +37,9 @@ class DatasetOptions:
 
     def validate(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, int) and value < (name not in ("seed", "random_prefix_len")):
-                raise refused(name, value, "it must be positive")
+            least = 0 if name in ("seed", "random_prefix_len") else 1
+            if isinstance(value, int) and value < least:
+                raise refused(name, value, f"it must be {least} or more")
         if not 0 <= self.random_range_ratio < 1:
             raise refused("random_range_ratio", self.random_range_ratio, "it must be in [0, 1)")
         needs_file = self.dataset_name in ("sharegpt", "custom")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from jaxllm.bench.client import OpenAIClient
+from jaxllm.bench.client import OpenAIClient, first_model
 from jaxllm.bench.datasets import BenchRequest
 from jaxllm.bench.http import HTTPClient
 from jaxllm.bench.load import run_load, warm_up
@@ -137,10 +137,31 @@ def test_whatever_is_not_a_whole_answer_has_failed(scripted_server, parts, error
     assert outcome.output_len == 0
 
 
-def test_nobody_there(unused_port=1):
-    [outcome] = outcomes_of(unused_port)
+def test_nobody_there():
+    [outcome] = outcomes_of(1)
     assert outcome.has_failed
     assert outcome.error
+    with pytest.raises(JaxLLMError, match="no server at http://127.0.0.1:1: "):
+        asyncio.run(first_model(HTTPClient("http://127.0.0.1:1", {})))
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b'{"data":[{"id":"a","root":"/models/a"}]}', ("a", "/models/a")),
+        (b'{"data":[{"id":"a"},{"id":"b"}]}', ("a", "a")),
+        (b'{"data":[]}', None),
+        (b"hello", None),
+    ],
+)
+def test_the_model_is_the_first_that_the_server_has(scripted_server, body, found):
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+    http = HTTPClient(f"http://127.0.0.1:{scripted_server(lambda number: [head, body])}", {})
+    if found is None:
+        with pytest.raises(JaxLLMError, match="/v1/models names no model; give --model"):
+            asyncio.run(first_model(http))
+    else:
+        assert asyncio.run(first_model(http)) == found
 
 
 def test_a_server_that_says_nothing_is_given_up(scripted_server):

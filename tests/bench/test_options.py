@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxllm.bench.latency import LatencyOptions
 from jaxllm.bench.options import DatasetOptions, LoadOptions, ReportOptions
 from jaxllm.errors import ValidationError
 
@@ -10,6 +11,8 @@ from jaxllm.errors import ValidationError
     ("options", "message"),
     [
         (DatasetOptions(num_prompts=0), "num_prompts=0"),
+        (LatencyOptions(batch_size=0), "batch_size=0"),
+        (LatencyOptions(num_iters_warmup=-1), "num_iters_warmup=-1"),
         (DatasetOptions(dataset_name="sharegpt"), "dataset_path=None"),
         (DatasetOptions(dataset_path="x"), "dataset_path='x'"),
         (DatasetOptions(random_range_ratio=1.0), "random_range_ratio=1.0"),
