@@ -8,7 +8,7 @@ connections of three kinds, in turns, each time with new streams:
 
 - idle ones, half of which have sent a part of a request's head;
 - slow ones: streams that are asked for and not read, with small buffers;
-- ones that ask for a stream and are reset, one after another, 50 in a second.
+- ones that ask for a stream and are reset, one after another, so many in a second (--resets).
 
 Reported are steps per second, as a ratio, and the CPU time of the engine's process per step, which
 other programs on the machine disturb less. Half of the streams that are measured are read slowly.
@@ -29,7 +29,6 @@ import servers
 import side_by_side
 
 KINDS = ("idle", "slow", "reset")
-_RESETS_PER_S = 50
 
 
 def main() -> None:
@@ -37,6 +36,7 @@ def main() -> None:
     parser.add_argument("--model", help="checkpoint (default: one of 8 layers of 256)")
     parser.add_argument("--connections", type=int, default=1000)
     parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--resets", type=float, default=50.0, help="connections reset in a second")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=400, help="of each measurement")
     side_by_side.add_out_argument(parser)
@@ -64,18 +64,24 @@ async def measure(server: servers.Server, args: argparse.Namespace) -> list[dict
             async with streams(server.port, args.streams):
                 await until(server, "num_requests_running", args.streams)
                 crowd = args.connections if kind == "beside" else 0
-                async with connections(server.port, crowd):
-                    await asyncio.sleep(1.0)
+                async with connections(server.port, crowd, args.resets):
+                    await until(server, "num_requests_waiting", crowd // len(KINDS))
                     pace, cpu_ms = await step_pace(server, engine_pid, args.steps)
-            await until(server, "num_requests_running", 0)
-            await until(server, "num_requests_waiting", 0)
+            await until(server, "num_requests_running", 0, at_most=True)
+            await until(server, "num_requests_waiting", 0, at_most=True)
             row[f"{kind}_steps_per_s"], row[f"{kind}_cpu_ms_per_step"] = pace, cpu_ms
         rounds.append(row)
     return rounds
 
 
-async def until(server: servers.Server, metric: str, value: float) -> None:
-    while await asyncio.to_thread(server.metric, metric) != value:
+async def until(
+    server: servers.Server, metric: str, value: float, *, at_most: bool = False
+) -> None:
+    """Wait until a figure of the server is at least, or at most, so much."""
+    while True:
+        found = await asyncio.to_thread(server.metric, metric)
+        if found <= value if at_most else found >= value:
+            return
         await asyncio.sleep(0.1)
 
 
@@ -126,7 +132,7 @@ async def streams(port: int, num_streams: int):
 
 
 @contextlib.asynccontextmanager
-async def connections(port: int, number: int):
+async def connections(port: int, number: int, resets_per_s: float):
     """So many connections of the three kinds, from the beginning to the end."""
     of_kind = {kind: number // len(KINDS) for kind in KINDS}
     held = [await _open(port) for _ in range(of_kind["idle"] + of_kind["slow"])]
@@ -141,7 +147,7 @@ async def connections(port: int, number: int):
         while True:
             one = await _open(port)
             one.send(request(max_tokens=1000))
-            await asyncio.sleep(of_kind["reset"] / _RESETS_PER_S)
+            await asyncio.sleep(of_kind["reset"] / resets_per_s)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             one.close()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -58,6 +59,8 @@ def jaxllm(model: str, *flags: str) -> Iterator[Server]:
 @contextlib.contextmanager
 def started(name: str, command: list[str], ready_path: str = "/health") -> Iterator[Server]:
     """Run a command, to which --port is added, until it answers; end it in the end."""
+    # A benchmark that is ended takes its servers with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     port = free_port()
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     begun = time.perf_counter()

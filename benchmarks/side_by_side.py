@@ -264,7 +264,7 @@ def record(benchmark: str, rows: list[dict[str, Any]], out: str | None) -> None:
     line = {
         "benchmark": benchmark,
         "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": _command(out),
         "commit": _git("describe", "--always", "--dirty", "--abbrev=9"),
         "versions": {"python": platform.python_version(), **versions},
         "hardware": hardware(),
@@ -275,6 +275,12 @@ def record(benchmark: str, rows: list[dict[str, Any]], out: str | None) -> None:
     if out is not None:
         with open(out, "a", encoding="utf-8") as file:
             print(json.dumps(line), file=file)
+
+
+def _command(out: str | None) -> str:
+    """The command line, but for where the record goes."""
+    words = [word for word in sys.argv[1:] if word not in ("--out", out, f"--out={out}")]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def hardware() -> str:

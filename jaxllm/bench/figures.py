@@ -96,9 +96,9 @@ def is_good(outcome: Outcome, goals: Mapping[str, float]) -> bool:
     return not outcome.has_failed and all(ms[name] <= limit for name, limit in goals.items())
 
 
-def tokens_per_second(done: Sequence[Outcome]) -> np.ndarray:
-    """Output tokens in each second of the run. The tokens of an answer are spread evenly over its
-    pieces, since a piece does not say how many it has."""
+def tokens_per_second(done: Sequence[Outcome], interval: float = 1.0) -> np.ndarray:
+    """Output tokens per second in each interval of the run, of so many seconds. The tokens of an
+    answer are spread evenly over its pieces, since a piece does not say how many it has."""
     times: list[np.ndarray] = []
     weights: list[np.ndarray] = []
     for one in done:
@@ -108,7 +108,8 @@ def tokens_per_second(done: Sequence[Outcome]) -> np.ndarray:
             weights.append(np.full(len(at), one.output_len / len(at)))
     if not times:
         return np.zeros(0)
-    return np.bincount(np.concatenate(times).astype(int), np.concatenate(weights))
+    places = (np.concatenate(times) / interval).astype(int)
+    return np.bincount(places, np.concatenate(weights)) / interval
 
 
 def percentile_name(percentile: float) -> str:

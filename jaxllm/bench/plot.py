@@ -11,6 +11,7 @@ from jaxllm.bench.svg import Chart, Line, Mark, draw
 # A curve needs no more points than the eye can tell apart.
 _POINTS = 200
 _MARKED = (50, 99)
+_INTERVALS = 50  # of the run, in each of which tokens are counted
 
 
 def plot(path: str, outcomes: Sequence[Outcome]) -> None:
@@ -33,8 +34,10 @@ def _cumulative(name: str, seconds: Sequence[float]) -> Chart:
 
 
 def _over_time(done: Sequence[Outcome]) -> Chart:
-    tokens = tokens_per_second(done)
-    line = Line("tokens", (np.arange(len(tokens)) + 0.5).tolist(), tokens.tolist())
+    end = max((one.start + one.latency for one in done), default=1.0)
+    interval = end / _INTERVALS
+    tokens = tokens_per_second(done, interval)
+    line = Line("tokens", ((np.arange(len(tokens)) + 0.5) * interval).tolist(), tokens.tolist())
     return Chart("Output tokens", "second of the run", "tokens per second", [line])
 
 

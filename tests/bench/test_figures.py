@@ -82,3 +82,4 @@ def test_a_failed_request_is_never_good():
 def test_tokens_are_counted_in_the_second_in_which_their_piece_came():
     one = Outcome(1, start=0.5, output_len=6, ttft=0.1, itl=[0.1, 1.0], latency=1.2)
     assert tokens_per_second([one]).tolist() == pytest.approx([4, 2])  # at 0.6, 0.7 and 1.7
+    assert tokens_per_second([one], 0.65).tolist() == pytest.approx([2 / 0.65, 2 / 0.65, 2 / 0.65])

@@ -37,8 +37,11 @@ def test_a_line_goes_where_its_points_are():
 @pytest.mark.parametrize(
     "outcomes",
     [
-        [Outcome(1, start=i / 9, output_len=3, ttft=0.1, itl=[0.1, 0.2]) for i in range(9)],
-        [Outcome(1, output_len=1, ttft=0.1)],
+        [
+            Outcome(1, start=i / 9, output_len=3, ttft=0.1, itl=[0.1, 0.2], latency=0.4)
+            for i in range(9)
+        ],
+        [Outcome(1, output_len=1, ttft=0.1, latency=0.1)],
         [Outcome(1, error="x")],
     ],
 )
