@@ -29,7 +29,6 @@ DRAWN = {
             "frontend_pieces_per_cpu_s": "pieces per CPU second of the frontend",
         },
     ),
-    "connections": ((), {"ratio_of_steps_per_s": "pace beside connections / alone"}),
 }
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed")
 _WIDTH, _LABEL, _BAR, _HEAD = 760, 280, 22, 44
