@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jaxllm
@@ -29,6 +29,11 @@ COMMANDS = {
     "complete": Command("jaxllm.cli.complete", "Let a model behind a server go on with prompts."),
     "serve": Command("jaxllm.cli.serve", "Serve a model over HTTP, as OpenAI's API does."),
     "run-batch": Command("jaxllm.cli.run_batch", "Answer a file of requests."),
+    "bench serve": Command("jaxllm.cli.bench.serve", "Measure a server under load."),
+    "bench throughput": Command(
+        "jaxllm.cli.bench.throughput", "Measure how much an engine does in a second."
+    ),
+    "bench latency": Command("jaxllm.cli.bench.latency", "Measure how long a batch takes."),
     "plan": Command("jaxllm.cli.plan", "See what an engine would be on chips that are not here."),
     "simulate": Command(
         "jaxllm.cli.simulate", "See how a deployment that is not here would serve your traffic."
@@ -75,12 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(overview())
+        print(overview(COMMANDS))
         return 0
-    name, *rest = argv
-    if name in ("-v", "--version"):
+    if argv[0] in ("-v", "--version"):
         print(f"jaxllm {jaxllm.__version__}")
         return 0
+    # A command has one word or two.
+    family = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
+    if family and argv[1:] in ([], ["-h"], ["--help"]):
+        print(overview(family))
+        return 0
+    words = 2 if family else 1
+    name, rest = " ".join(argv[:words]), argv[words:]
     if name not in COMMANDS:
         raise ValidationError(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}")
     command = COMMANDS[name]
@@ -90,10 +101,10 @@ def run(argv: Sequence[str]) -> int:
     return module.run(parser.parse(rest)) or 0
 
 
-def overview() -> str:
-    """The text of `jaxllm --help`."""
+def overview(names: Iterable[str]) -> str:
+    """The text of `jaxllm --help`, with these commands."""
     lines = ["usage: jaxllm <command> [arguments]", "", "LLM inference on JAX.", "", "commands:"]
-    lines += [f"  {name:<15}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<16}  {COMMANDS[name].summary}" for name in names]
     lines += ["", "`jaxllm <command> --help` lists a command's arguments."]
     lines += ["`jaxllm --version` prints the version."]
     return "\n".join(lines)

@@ -3,6 +3,7 @@ either of server and engine has to go."""
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
@@ -110,6 +111,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # What is loaded stays. A collector that looks through all of it, as it would again and
+        # again, holds up every stream for 0.2 s.
+        gc.collect()
+        gc.freeze()
         scheme = "https" if self.config.is_ssl else "http"
         names = ", ".join(self._service.served.names)
         for one in sockets or ():

@@ -35,11 +35,19 @@ def test_help_names_every_command(argv, capsys):
         assert command.summary in out
 
 
+@pytest.mark.parametrize("argv", [["bench"], ["bench", "--help"]])
+def test_half_a_command_shows_its_other_halves(argv, capsys):
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert COMMANDS["bench serve"].summary in out
+    assert COMMANDS["generate"].summary not in out
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_loads_no_jax(name):
     code = (
         "import sys; from jaxllm.cli.main import main\n"
-        f"try: main([{name!r}, '--help'])\n"
+        f"try: main([*{name.split()!r}, '--help'])\n"
         "except SystemExit as end: assert end.code == 0\n"
         "sys.exit(bool({'jax', 'transformers', 'torch'} & sys.modules.keys()))"
     )
@@ -58,6 +66,8 @@ def test_version(flag, capsys):
     ("argv", "message"),
     [
         (["frobnicate"], "unknown command 'frobnicate'; the commands are generate, chat"),
+        (["bench", "frobnicate"], "unknown command 'bench frobnicate'; the commands are"),
+        (["bench", "serve", "now"], "unknown argument 'now'"),
         (["generate"], "no model"),
         (["generate", "m"], "no prompts; give --prompt"),
         (["generate", "m", "--prompts-file", "/no/such"], "/no/such: No such file or directory"),

@@ -1,0 +1,185 @@
+"""Whether clients disturb the engine: its step pace with a thousand connections, against none.
+
+    python benchmarks/connections.py
+    python benchmarks/connections.py --connections 300 --rounds 3
+
+A server runs a fixed number of streams, and a number of its steps is timed: alone, and beside
+connections of three kinds, in turns, each time with new streams:
+
+- idle ones, half of which have sent a part of a request's head;
+- slow ones: streams that are asked for and not read, with small buffers;
+- ones that ask for a stream and are reset, one after another, so many in a second (--resets).
+
+Reported are steps per second, as a ratio, and the CPU time of the engine's process per step, which
+other programs on the machine disturb less. Half of the streams that are measured are read slowly.
+The requests of the connections wait behind those streams, which are urgent, so that the batch is
+the same in both, and a difference is the connections' own doing.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import socket
+import statistics
+import struct
+import time
+
+import servers
+import side_by_side
+
+KINDS = ("idle", "slow", "reset")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="checkpoint (default: one of 8 layers of 256)")
+    parser.add_argument("--connections", type=int, default=1000)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--resets", type=float, default=50.0, help="connections reset in a second")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=400, help="of each measurement")
+    side_by_side.add_out_argument(parser)
+    args = parser.parse_args()
+    shape = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512}
+    with side_by_side.checkpoint(args.model, **shape) as model:
+        flags = [f"--max-num-seqs={args.streams}", "--max-model-len=2048"]
+        flags += ["--max-num-batched-tokens=64", "--scheduling-policy=priority"]
+        flags += ["--no-access-log", "--disable-log-stats"]
+        with servers.jaxllm(model, *flags) as server:
+            rounds = asyncio.run(measure(server, args))
+    rows = [summary(rounds)]
+    for name, value in rows[0].items():
+        print(f"{name:34} {value:10.3f}")
+    side_by_side.record("connections", rows + rounds, args.out)
+
+
+async def measure(server: servers.Server, args: argparse.Namespace) -> list[dict[str, float]]:
+    """A row for each round, alone and beside the connections."""
+    engine_pid, rounds = server.engine_pid, []
+    for number in range(args.rounds):
+        row = {}
+        # Now this one first, now the other: neither has the warmer machine.
+        for kind in ("alone", "beside") if number % 2 else ("beside", "alone"):
+            async with streams(server.port, args.streams):
+                await until(server, "num_requests_running", args.streams)
+                crowd = args.connections if kind == "beside" else 0
+                async with connections(server.port, crowd, args.resets):
+                    await until(server, "num_requests_waiting", crowd // len(KINDS))
+                    pace, cpu_ms = await step_pace(server, engine_pid, args.steps)
+            await until(server, "num_requests_running", 0, at_most=True)
+            await until(server, "num_requests_waiting", 0, at_most=True)
+            row[f"{kind}_steps_per_s"], row[f"{kind}_cpu_ms_per_step"] = pace, cpu_ms
+        rounds.append(row)
+    return rounds
+
+
+async def until(
+    server: servers.Server, metric: str, value: float, *, at_most: bool = False
+) -> None:
+    """Wait until a figure of the server is at least, or at most, so much."""
+    while True:
+        found = await asyncio.to_thread(server.metric, metric)
+        if found <= value if at_most else found >= value:
+            return
+        await asyncio.sleep(0.1)
+
+
+def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
+    ratios = [row["beside_steps_per_s"] / row["alone_steps_per_s"] for row in rounds]
+    cpu = [row["beside_cpu_ms_per_step"] / row["alone_cpu_ms_per_step"] for row in rounds]
+    return {
+        **side_by_side.medians(rounds),
+        "ratio_of_steps_per_s": statistics.median(ratios),
+        "ratio_least": min(ratios),
+        "ratio_most": max(ratios),
+        "ratio_of_cpu_per_step": statistics.median(cpu),
+    }
+
+
+async def step_pace(server: servers.Server, engine_pid: int, num_steps: int) -> tuple[float, float]:
+    """Steps per second, and CPU milliseconds of a step."""
+
+    async def look() -> tuple[float, float, float]:
+        steps = await asyncio.to_thread(server.metric, "engine_steps_total")
+        return steps, time.perf_counter(), side_by_side.cpu_seconds(engine_pid)
+
+    before = after = await look()
+    while after[0] - before[0] < num_steps:
+        await asyncio.sleep(0.25)
+        after = await look()
+    steps, wall, cpu = (b - a for a, b in zip(before, after, strict=True))
+    return steps / wall, cpu / steps * 1e3
+
+
+@contextlib.asynccontextmanager
+async def streams(port: int, num_streams: int):
+    """Streams for as long as the context lasts; every other one is read slowly."""
+
+    async def stream(pause_s: float) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
+        writer.write(request(max_tokens=1900, priority=-1))
+        try:
+            while await reader.read(1 << 16):
+                await asyncio.sleep(pause_s)
+            raise SystemExit("a stream has ended too early; give fewer --steps")
+        finally:
+            writer.close()
+
+    tasks = [asyncio.create_task(stream(i % 2 * 0.5)) for i in range(num_streams)]
+    yield
+    await _cancel(tasks)
+
+
+@contextlib.asynccontextmanager
+async def connections(port: int, number: int, resets_per_s: float):
+    """So many connections of the three kinds, from the beginning to the end."""
+    of_kind = {kind: number // len(KINDS) for kind in KINDS}
+    held = [await _open(port) for _ in range(of_kind["idle"] + of_kind["slow"])]
+    for place, one in enumerate(held[: of_kind["idle"]]):
+        if place % 2:
+            one.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+    for one in held[of_kind["idle"] :]:
+        one.send(request(max_tokens=1000))
+
+    async def reset() -> None:
+        """One after another asks and is gone, without goodbye."""
+        while True:
+            one = await _open(port)
+            one.send(request(max_tokens=1000))
+            await asyncio.sleep(of_kind["reset"] / resets_per_s)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one.close()
+
+    tasks = [asyncio.create_task(reset()) for _ in range(of_kind["reset"])]
+    yield
+    await _cancel(tasks)
+    for one in held:
+        one.close()
+
+
+def request(**fields: object) -> bytes:
+    body = json.dumps(
+        {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, **fields}
+    ).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(body) + (
+        b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body
+    )
+
+
+async def _open(port: int) -> socket.socket:
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(one, ("127.0.0.1", port))
+    return one
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    main()

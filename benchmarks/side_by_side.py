@@ -1,0 +1,315 @@
+"""What the benchmarks share: engines in processes of their own that take turns, checkpoints to run
+them on, and a record of where a figure comes from.
+
+Machines are noisy and differ from each other; ratios within one run are what can be compared. An
+engine here is a worker: it reads requests and answers with figures, line by line, and is idle while
+it is another one's turn. This file runs in a peer's environment, too: it imports nothing of jaxllm
+at its head.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SHAPE_350M: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+MAX_NUM_SEQS = 64
+PEER_BATCH = 16  # transformers' generate: static batches of this size
+
+Request = tuple[list[int], int]  # prompt, number of tokens to generate
+Run = Callable[[list[Request]], list[float]]  # returns the seconds to each first token
+
+
+def run_jaxllm(model: str, dtype: str, max_model_len: int) -> Run:
+    from jaxllm import LLM, SamplingParams
+
+    llm = LLM(
+        model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=MAX_NUM_SEQS,
+        skip_tokenizer_init=True,
+    )
+
+    def run(requests: list[Request]) -> list[float]:
+        outputs = llm.generate(
+            [prompt for prompt, _ in requests],
+            [
+                SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+                for _, n in requests
+            ],
+            use_tqdm=False,
+        )
+        for output, (_, wanted) in zip(outputs, requests, strict=True):
+            assert len(output.outputs[0].token_ids) == wanted, output
+        return [output.metrics.first_token_latency for output in outputs if output.metrics]
+
+    return run
+
+
+def run_transformers(model: str, dtype: str, max_model_len: int) -> Run:
+    import torch
+    from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    hf.generation_config.eos_token_id = None
+
+    class FirstToken(StoppingCriteria):
+        at: float | None = None
+
+        def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+            self.at = self.at or time.perf_counter()
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    @torch.inference_mode()
+    def run(requests: list[Request]) -> list[float]:
+        """Static batches, left-padded, of requests with similar output lengths; tokens that a
+        request did not ask for are not counted."""
+        start, first_tokens = time.perf_counter(), []
+        ordered = sorted(requests, key=lambda request: (request[1], len(request[0])))
+        for i in range(0, len(ordered), PEER_BATCH):
+            batch = ordered[i : i + PEER_BATCH]
+            longest = max(len(prompt) for prompt, _ in batch)
+            steps = max(n for _, n in batch)
+            first = FirstToken()
+            hf.generate(
+                torch.tensor([[0] * (longest - len(p)) + p for p, _ in batch]),
+                attention_mask=torch.tensor(
+                    [[0] * (longest - len(p)) + [1] * len(p) for p, _ in batch]
+                ),
+                max_new_tokens=steps,
+                min_new_tokens=steps,
+                do_sample=False,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([first]),
+            )
+            assert first.at is not None
+            first_tokens += [first.at - start] * len(batch)
+        return first_tokens
+
+    return run
+
+
+def run_vllm(model: str, dtype: str, max_model_len: int) -> Run:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Left to itself it leaves a core idle.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    llm = LLM(
+        model=model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=MAX_NUM_SEQS,
+        disable_log_stats=False,
+    )
+
+    def run(requests: list[Request]) -> list[float]:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt, _ in requests],
+            [
+                SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+                for _, n in requests
+            ],
+            use_tqdm=False,
+        )
+        for output, (_, wanted) in zip(outputs, requests, strict=True):
+            assert len(output.outputs[0].token_ids) == wanted, output
+        return [output.metrics.first_token_latency for output in outputs]
+
+    return run
+
+
+ENGINES = {"jaxllm": run_jaxllm, "transformers": run_transformers, "vllm": run_vllm}
+
+
+class Worker:
+    """An engine in a process of its own."""
+
+    def __init__(
+        self,
+        engine: str,
+        model: str,
+        dtype: str,
+        *,
+        max_model_len: int = 1024,
+        python: str = sys.executable,
+    ):
+        start = time.perf_counter()
+        arguments = [engine, model, dtype, str(max_model_len)]
+        self._process = subprocess.Popen(
+            [python, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._answer()
+        self.start_up_s = time.perf_counter() - start
+
+    def run(self, requests: list[Request]) -> dict[str, float]:
+        """Seconds of all, mean seconds to the first tokens, peak memory."""
+        assert self._process.stdin is not None
+        print(json.dumps(requests), file=self._process.stdin, flush=True)
+        return json.loads(self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a worker ended with exit code {self._process.wait()}")
+        return line
+
+
+def _work(engine: str, model: str, dtype: str, max_model_len: str) -> None:
+    """The worker's side: reads a list of requests per line, answers with a line of figures."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed goes to stderr
+    run = ENGINES[engine](model, dtype, int(max_model_len))
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        requests = json.loads(line)
+        start = time.perf_counter()
+        first_tokens = run(requests)
+        figures = {
+            "seconds": time.perf_counter() - start,
+            "first_token_s": statistics.mean(first_tokens),
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+        print(json.dumps(figures), file=answers, flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of every benchmark that runs engines side by side."""
+    parser.add_argument("--model", help="checkpoint (default: 0.35 billion random parameters)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument(
+        "--peers", default="transformers", help="comma-separated: transformers, vllm; '' for none"
+    )
+    parser.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vllm")
+    parser.add_argument("--repetitions", type=int, default=3)
+    add_out_argument(parser)
+
+
+def add_out_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", help="append the record to it, a line of JSON")
+
+
+@contextlib.contextmanager
+def workers(
+    args: argparse.Namespace, model: str, max_model_len: int = 1024
+) -> Iterator[dict[str, Worker]]:
+    """jaxllm and the peers that were asked for."""
+    started = {}
+    try:
+        for engine in ["jaxllm", *filter(None, args.peers.split(","))]:
+            python = args.vllm_python if engine == "vllm" else sys.executable
+            if python is None:
+                raise SystemExit("--peers vllm needs --vllm-python")
+            started[engine] = Worker(
+                engine, model, args.dtype, max_model_len=max_model_len, python=python
+            )
+        yield started
+    finally:
+        for worker in started.values():
+            worker.close()
+
+
+@contextlib.contextmanager
+def checkpoint(model: str | None, dtype: str = "float32", **shape: Any) -> Iterator[str]:
+    """The model, or a Llama of this shape with random weights in a temporary folder."""
+    if model is not None:
+        yield model
+        return
+    from jaxllm.testing import make_tiny_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        print("making a checkpoint of random weights ...", file=sys.stderr)
+        made = make_tiny_checkpoint(Path(folder) / "llama", "llama", dtype=dtype, **shape)  # type: ignore[arg-type]
+        yield str(made)
+
+
+def record(benchmark: str, rows: list[dict[str, Any]], out: str | None) -> None:
+    """File rows of figures, with all that somebody needs to know who reads them later."""
+    versions = {}
+    for package in ("jax", "jaxlib", "numpy", "torch", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    line = {
+        "benchmark": benchmark,
+        "date": datetime.date.today().isoformat(),
+        "command": _command(out),
+        "commit": _git("describe", "--always", "--dirty", "--abbrev=9"),
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": hardware(),
+        # Of others, too: what was measured beside them says less.
+        "load_average": os.getloadavg()[0],
+        "rows": rows,
+    }
+    if out is not None:
+        with open(out, "a", encoding="utf-8") as file:
+            print(json.dumps(line), file=file)
+
+
+def _command(out: str | None) -> str:
+    """The command line, but for where the record goes."""
+    words = [word for word in sys.argv[1:] if word not in ("--out", out, f"--out={out}")]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+
+
+def hardware() -> str:
+    """The processor, and how much of it there is."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text()
+        name = next(x.partition(": ")[2] for x in info.splitlines() if x.startswith("model name"))
+        flags = set(info.split("flags", 1)[1].split("\n", 1)[0].split())
+        known = {"avx512f": "AVX-512", "avx512_bf16": "bfloat16", "amx_tile": "AMX"}
+        name += "".join(f", {label}" for flag, label in known.items() if flag in flags)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} cores, {name}, {memory:.0f} GiB"
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used so far; of Linux."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    _work(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Measuring: a server through HTTP, and the engine in this process."""

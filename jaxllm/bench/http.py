@@ -1,0 +1,181 @@
+"""HTTP/1.1 to one server, as cheaply as Python can: who measures must not be what is slow.
+
+A body is handed on as it comes from the socket, without a queue or a task between.
+"""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
+
+import httptools
+
+from jaxllm.errors import JaxLLMError, refused
+
+# Gets the status and a piece of the body.
+Sink = Callable[[int, bytes], None]
+
+# Servers close connections that were idle for a while (often 5 s): none that old is used.
+_MAX_IDLE_S = 2.0
+
+
+class BrokenConnectionError(JaxLLMError):
+    """The connection ended before the response did."""
+
+
+class _UnansweredError(BrokenConnectionError):
+    """Not a byte of the response has come."""
+
+
+class HTTPClient:
+    """Connections to one server, kept for the next request. All methods are for one loop."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False):
+        url = urlsplit(base_url)
+        if url.scheme not in ("http", "https") or url.hostname is None:
+            raise refused("base_url", base_url, "it must be http://HOST:PORT or https://HOST:PORT")
+        self.base_url = base_url
+        self._host = url.hostname
+        self._port = url.port or (443 if url.scheme == "https" else 80)
+        self._prefix = url.path.rstrip("/")
+        self._ssl = _context(insecure) if url.scheme == "https" else None
+        lines = {"Host": url.netloc.rpartition("@")[2], **headers}
+        for name, value in lines.items():
+            if any(character in name + value for character in "\r\n"):
+                raise refused("header", f"{name}={value}", "a header is one line")
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._idle: list[tuple[float, _Connection]] = []
+
+    async def get(self, path: str, sink: Sink) -> int:
+        return await self._send(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._head}\r\n", b"", sink)
+
+    async def post(self, path: str, body: bytes, sink: Sink) -> int:
+        """Send JSON; returns the status when the response is complete."""
+        head = (
+            f"POST {self._prefix}{path} HTTP/1.1\r\n{self._head}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return await self._send(head, body, sink)
+
+    def close(self) -> None:
+        for _, connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def _send(self, head: str, body: bytes, sink: Sink) -> int:
+        request = head.encode("latin-1") + body
+        while (connection := self._take_idle()) is not None:
+            try:
+                return await self._exchange(connection, request, sink)
+            except _UnansweredError:
+                pass  # the server closed it before it saw the request: not an answer to it
+        _, connection = await asyncio.get_running_loop().create_connection(
+            _Connection, self._host, self._port, ssl=self._ssl
+        )
+        return await self._exchange(connection, request, sink)
+
+    async def _exchange(self, connection: "_Connection", request: bytes, sink: Sink) -> int:
+        try:
+            status = await connection.exchange(request, sink)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.is_reusable:
+            self._idle.append((time.monotonic(), connection))
+        else:
+            connection.close()
+        return status
+
+    def _take_idle(self) -> "_Connection | None":
+        while self._idle:
+            since, connection = self._idle.pop()
+            if connection.is_reusable and time.monotonic() - since < _MAX_IDLE_S:
+                return connection
+            connection.close()
+        return None
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self) -> None:
+        self.is_reusable = False
+        self._transport: asyncio.Transport
+        self._response: asyncio.Future[int] | None = None
+
+    async def exchange(self, request: bytes, sink: Sink) -> int:
+        """Send a request and pass the body of the response on; returns its status."""
+        self.is_reusable = False
+        self._sink = sink
+        self._parser = httptools.HttpResponseParser(self)
+        self._status = 0
+        self._has_begun = False
+        self._ends_with_connection = True
+        self._response = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._response
+
+    def close(self) -> None:
+        self._transport.close()
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._response is None:
+            self.is_reusable = False  # nobody has asked for anything
+            return
+        self._has_begun = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(BrokenConnectionError(f"not HTTP: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_reusable = False
+        if self._status and self._ends_with_connection and exc is None:
+            self.on_message_complete()
+        else:
+            reason = f" ({exc})" if exc else ""
+            if self._has_begun:
+                where, kind = "in the middle of the response", BrokenConnectionError
+            else:
+                where, kind = "without a response", _UnansweredError
+            self._fail(kind(f"the connection ended {where}{reason}"))
+
+    # Called by the parser.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._ends_with_connection = False
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._sink(self._status, body)
+
+    def on_message_complete(self) -> None:
+        if self._status < 200:
+            return  # the proper response follows
+        self.is_reusable = self._parser.should_keep_alive() and not self._ends_with_connection
+        response, self._response = self._response, None
+        if response is not None and not response.done():
+            response.set_result(self._status)
+
+    def _fail(self, error: Exception) -> None:
+        self._transport.close()
+        response, self._response = self._response, None
+        if response is not None and not response.done():
+            response.set_exception(error)
+
+
+def _context(insecure: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

@@ -1,0 +1,1 @@
+"""`jaxllm bench <what>`, a module for each; `jaxllm.bench` does the work."""
