@@ -125,7 +125,10 @@ class AnswerEndpoint:
     async def _stream(self, job: _Job, prompts: Sequence[PromptType], events: EventStream) -> None:
         chunks = job.request.streamed_answer(job.id, job.created, self._service.served)
         try:
-            async with contextlib.aclosing(self._outputs(job, prompts)) as outputs:
+            async with (
+                events.kept_alive(self._service.options.sse_keep_alive_interval),
+                contextlib.aclosing(self._outputs(job, prompts)) as outputs,
+            ):
                 async for place, output in outputs:
                     await events.write(chunks.take(place, output))
             await events.write(chunks.end())

@@ -3,7 +3,6 @@ either of server and engine has to go."""
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
@@ -21,7 +20,8 @@ from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.logging import init_logger
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.app import make_app
-from jaxllm.server.auth import read_keys
+from jaxllm.server.auth import Keys, read_keys
+from jaxllm.server.hosts import is_loopback
 from jaxllm.server.http_protocol import limited_protocol
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.parsing import NamedParsers
@@ -61,7 +61,7 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
             trust_request_chat_template=options.trust_request_chat_template,
             parsers=parsers,
         )
-        if not keys and not _is_loopback(listener):
+        if not keys.api and not is_loopback(options.host):
             logger.warning(
                 "everybody who reaches %s may use this server; --api-key-file sets keys",
                 options.host,
@@ -74,7 +74,7 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
 class Server(uvicorn.Server):
     """uvicorn, with an engine behind it."""
 
-    def __init__(self, service: Service, keys: tuple[str, ...] = ()):
+    def __init__(self, service: Service, keys: Keys):
         self._service = service
         options = service.options
         _log_like_us(options.access_log)
@@ -177,10 +177,6 @@ def bind(options: ServerOptions) -> socket.socket:
             f"cannot listen at {options.host}: {error.strerror}; give another --host or --port",
         ) from error
     return listener
-
-
-def _is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def _read_template(path: str) -> str:

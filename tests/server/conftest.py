@@ -15,6 +15,7 @@ import uvloop
 from jaxllm import LLM, AsyncLLMEngine, SamplingParams
 from jaxllm.config import EngineArgs
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.server.auth import Keys
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.parsing import NamedParsers
 from jaxllm.server.run import Server, bind
@@ -23,7 +24,12 @@ from jaxllm.testing import make_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")
-def engine_options(tmp_path_factory):
+def profile_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="session")
+def engine_options(tmp_path_factory, profile_dir):
     return {
         "model": str(make_tiny_checkpoint(tmp_path_factory.mktemp("model"))),
         "max_model_len": 2048,
@@ -31,6 +37,7 @@ def engine_options(tmp_path_factory):
         "max_num_batched_tokens": 16,
         "kv_cache_memory_bytes": 16 << 20,
         "enforce_eager": True,
+        "profile_dir": str(profile_dir),
         "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
     }
 
@@ -58,7 +65,7 @@ class Host:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     @contextlib.contextmanager
-    def serve(self, *, keys=(), **options):
+    def serve(self, *, keys=(), admin_keys=(), **options):
         """A server with these options, as an HTTP client of it."""
         options = ServerOptions(port=0, served_model_name=("tiny", "alias"), **options)
         options.validate()
@@ -68,6 +75,7 @@ class Host:
             trust_request_chat_template=options.trust_request_chat_template,
             parsers=NamedParsers(options.reasoning_parser, options.tool_call_parser),
         )
+        keys = Keys(api=keys, admin=admin_keys)
         server = Server(Service(self.engine, served, options), keys)
         listener = bind(options)
         future = asyncio.run_coroutine_threadsafe(server.serve([listener]), self._loop)
