@@ -1,5 +1,6 @@
 """/v1/chat/completions: a conversation in, the next message out."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -18,6 +19,10 @@ from jaxllm.openai.tools import Function, Tool, offered_functions
 from jaxllm.sampling_params import SamplingParams
 
 _NOT_OF_CHAT = {"add_special_tokens": (False,), "echo": (False,)}
+
+
+MAX_MESSAGES = 8192
+MAX_TEMPLATE_CHARS = 1 << 18
 
 
 class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +63,12 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
                 "it is a program; the server runs it only if it was started with "
                 "--trust-request-chat-template",
             )
+        if len(self.messages) > MAX_MESSAGES:
+            given = f"{len(self.messages)} messages"
+            raise refused("messages", given, f"at most {MAX_MESSAGES} are allowed")
+        if len(self.chat_template or "") > MAX_TEMPLATE_CHARS:
+            given = f"{len(self.chat_template or '')} characters"
+            raise refused("chat_template", given, f"at most {MAX_TEMPLATE_CHARS} are allowed")
         functions = self._functions(served)
         prompt = render_chat(
             served.tokenizer,
@@ -67,6 +78,10 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             continue_final_message=bool(self.continue_final_message),
             tools=None if functions is None else list(map(_as_template_has_it, functions)),
             chat_template_kwargs=self.chat_template_kwargs,
+            render=functools.partial(
+                served.renderer.render,
+                is_foreign=is_foreign(self.chat_template, self.chat_template_kwargs),
+            ),
         )
         if self.cache_salt is not None:
             prompt["cache_salt"] = self.cache_salt
@@ -149,6 +164,15 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             stop_reason=one.stop_reason,
             token_ids=one.token_ids if self.return_token_ids else None,
         )
+
+
+def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:
+    """Whether a template may run long because of what a request has brought. The model's own does
+    with messages what it was written for, and switches that are on or off choose within that."""
+    if chat_template is not None:
+        return True
+    given = chat_template_kwargs.values() if isinstance(chat_template_kwargs, dict) else ()
+    return not all(isinstance(value, bool | None) for value in given)
 
 
 def _as_template_has_it(function: Function) -> dict[str, Any]:

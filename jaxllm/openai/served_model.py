@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jaxllm.frontend.chat_template import Renderer
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import NotFoundError
@@ -19,6 +20,7 @@ class ServedModel:
     default_params: SamplingParams  # of what a request does not say
     chat_template: str | None = None  # in place of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
+    renderer: Renderer = Renderer()
     parsers: Parsers = Parsers()
 
     @classmethod

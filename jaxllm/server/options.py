@@ -56,6 +56,9 @@ class ServerOptions:
     trust_request_chat_template: bool = option(
         False, "Let a request bring a chat template, which is a program that this machine runs."
     )
+    chat_template_timeout: float = option(
+        10.0, "Seconds that a chat template may take for one request."
+    )
     enable_auto_tool_choice: bool = option(
         False, "Let the model call tools that a request offers; needs --tool-call-parser."
     )
@@ -75,6 +78,11 @@ class ServerOptions:
     )
     max_queued_bytes: int = option(
         1 << 30, "Most bytes of all bodies under way; the same above it."
+    )
+    max_request_logprobs: int = option(
+        1 << 24,
+        "Most logprobs that one request may ask for, at all positions of all its answers and "
+        "prompts together.",
     )
     request_timeout: float | None = option(
         None,
@@ -135,8 +143,10 @@ _LOWEST = {
     "max_queued_requests": 0,
     "max_queued_tokens": 1,
     "max_queued_bytes": 1,
+    "max_request_logprobs": 0,
     "request_timeout": 0.001,
     "client_timeout": 0.001,
+    "chat_template_timeout": 0.001,
     "sse_keep_alive_interval": 0,
     "shutdown_timeout": 0,
 }

@@ -66,7 +66,9 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
                 "everybody who reaches %s may use this server; --api-key-file sets keys",
                 options.host,
             )
-        server = Server(Service(engine, served, options), keys)
+        service = Service(engine, served, options)
+        service.templates.start()
+        server = Server(service, keys)
         server.run([listener])
         return EXIT_ENGINE_DEAD if engine.errored else 0
 
@@ -145,6 +147,7 @@ class Server(uvicorn.Server):
         if not service.options.disable_log_stats:
             tasks.append(asyncio.create_task(log_stats(service.engine)))
         yield
+        service.templates.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
