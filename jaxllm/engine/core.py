@@ -85,7 +85,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        if self._asleep:
+        if self._asleep or self._late_outputs:
             return bool(self._late_outputs)
         return bool(self._in_flight) or self._scheduler.has_unfinished_requests()
 
@@ -193,7 +193,8 @@ class EngineCore:
         if len(self._in_flight) == 1 and self._idle_since is not None:
             self._stats.device_idle_s += time.perf_counter() - self._idle_since
         try:
-            pending = self._executor.execute(schedule)
+            with self._profiler.step(schedule.step):
+                pending = self._executor.execute(schedule)
         except Exception as error:
             self._in_flight[-1] = (schedule, _NotDispatched(error))
             return False

@@ -103,9 +103,7 @@ class ModelRunner:
         self._model.write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start
         self.num_token_rows += packed.bucket.num_tokens
-        # So that a profile shows where a step begins.
-        with jax.profiler.StepTraceAnnotation("step", step_num=schedule.step):
-            outputs = self._model.run(packed)
+        outputs = self._model.run(packed)
         # Counted here: another replica of this process may be compiling on its own account.
         self.num_compiles_after_warmup += compilation_counter.compiles - compiles
         assert isinstance(outputs, StepOutputs)
