@@ -7,7 +7,6 @@ requests to other sites without asking them first; `Origin` tells that these com
 
 import ipaddress
 import socket
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -71,7 +70,8 @@ class KnownHosts:
     def _is_own_page(self, origin: str, hosts: list[str]) -> bool:
         if "*" in self._origins or origin in self._origins:
             return True
-        return [urlsplit(origin).netloc.lower()] == [host.lower() for host in hosts]
+        authority = origin.partition("://")[2].lower()
+        return authority != "" and [authority] == [host.lower() for host in hosts]
 
 
 def is_loopback(host: str) -> bool:

@@ -141,28 +141,24 @@ def test_what_cannot_wake_up(llm, tags):
 
 SCRIPT = """
 import json, os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 from jaxllm import LLM, SamplingParams
 
 model, cache = sys.argv[1:]
-for options in (
-    {"tensor_parallel_size": 2, "data_parallel_size": 2},
-    {"pipeline_parallel_size": 2},
-):
-    llm = LLM(model, dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16,
-              kv_cache_memory_bytes=1 << 20, enforce_eager=True, compilation_cache_dir=cache,
-              **options)
-    params = SamplingParams(temperature=0, max_tokens=12)
-    def ask():
-        outputs = llm.generate(["Once", "upon a time"], params, use_tqdm=False)
-        return [output.outputs[0].token_ids for output in outputs]
-    expected = ask()
-    for level in (1, 2):
-        llm.sleep(level)
-        assert llm.is_sleeping()
-        llm.wake_up()
-        assert ask() == expected, (options, level)
+llm = LLM(model, dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16,
+          kv_cache_memory_bytes=1 << 20, enforce_eager=True, compilation_cache_dir=cache,
+          tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+params = SamplingParams(temperature=0, max_tokens=12)
+def ask():
+    outputs = llm.generate(["Once", "upon a time"], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+expected = ask()
+for level in (1, 2):
+    llm.sleep(level)
+    assert llm.is_sleeping()
+    llm.wake_up()
+    assert ask() == expected, level
 print("the same")
 """
 

@@ -77,6 +77,7 @@ def test_elsewhere_all_names_are_right_unless_some_are_named():
         ("http://localhost:8001", 403),
         ("http://evil.example", 403),
         ("http://localhost:8000.evil.example", 403),
+        ("http://[", 403),
         ("null", 403),
         ("", 403),
     ],
