@@ -160,6 +160,17 @@ class ObservabilityConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """Profiles"""
+
+    profile_dir: str | None = option(
+        None,
+        "Directory for profiles of the engine, which start_profile and stop_profile take; without "
+        "one they are refused.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All that a user asks of an engine."""
 
@@ -169,6 +180,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
 
     @classmethod
     def create(cls, model: str | os.PathLike[str], **options: Any) -> "EngineConfig":
@@ -277,7 +289,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_log_stats": (True, False),
     "enable_expert_parallel": (False,),
     "enable_lora": (False,),
-    "enable_sleep_mode": (False,),
+    "enable_sleep_mode": (False, True),  # every engine can sleep
     "kv_cache_dtype": ("auto",),
     "limit_mm_per_prompt": (None, {}),
     "logprobs_mode": ("raw_logprobs",),

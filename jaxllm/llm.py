@@ -187,6 +187,28 @@ class LLM:
         """Forget all cached prompt blocks; False when some are in use."""
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
+    def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        """Give memory back until `wake_up`: at level 1 the weights go to the host's memory and the
+        KV cache is dropped, at level 2 the weights are dropped, too; level 0 only pauses. What was
+        enqueued waits (mode 'keep') or ends ('abort')."""
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back. With tags, only of 'weights', 'kv_cache' or 'scheduling'."""
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether a part of the engine sleeps, so that it computes nothing."""
+        return self.llm_engine.is_sleeping()
+
+    def start_profile(self) -> None:
+        """Begin a profile, for TensorBoard or xprof, in the directory `profile_dir`."""
+        self.llm_engine.start_profile()
+
+    def stop_profile(self) -> None:
+        """End the profile and write it out."""
+        self.llm_engine.stop_profile()
+
     def shutdown(self) -> None:
         """Give the devices' memory back."""
         self.llm_engine.shutdown()

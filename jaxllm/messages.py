@@ -155,12 +155,60 @@ class Abort(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
+class GetStats(msgspec.Struct, tag=True):
+    """The figures of each replica as of now: a list of EngineStats."""
+
+
+class GetMemory(msgspec.Struct, tag=True):
+    """What process and devices have in memory as of now: EngineMemory."""
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Forget all cached prompt blocks: whether that was possible."""
+
+
+class StartProfile(msgspec.Struct, tag=True):
+    """Begin a profile, in the directory that the engine was started with."""
+
+
+class StopProfile(msgspec.Struct, tag=True):
+    """End the profile and write it out."""
+
+
+class Sleep(msgspec.Struct, tag=True):
+    """Give memory back and compute nothing until woken up."""
+
+    level: int
+    mode: str
+
+
+class WakeUp(msgspec.Struct, tag=True):
+    """Take memory back: all, or what the tags name."""
+
+    tags: list[str] | None
+
+
+class IsSleeping(msgspec.Struct, tag=True):
+    """Whether the engine sleeps."""
+
+
+Command = (
+    GetStats
+    | GetMemory
+    | ResetPrefixCache
+    | StartProfile
+    | StopProfile
+    | Sleep
+    | WakeUp
+    | IsSleeping
+)
+
+
 class Call(msgspec.Struct, tag=True):
     """Ask the engine for something beside requests; answered by a Returned of the same number."""
 
     number: int
-    name: str
-    arguments: dict[str, str] = {}
+    command: Command
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -183,17 +231,24 @@ class Outputs(msgspec.Struct, tag=True):
     outputs: list[EngineOutput]
 
 
+class Failure(msgspec.Struct):
+    """An error. `kind` is the name of its type, by which the other side knows it if it is one that
+    users may see."""
+
+    reason: str
+    kind: str
+
+
 class Returned(msgspec.Struct, tag=True):
     number: int
     value: Any = None
-    error: str | None = None
+    failure: Failure | None = None
 
 
 class Dead(msgspec.Struct, tag=True):
-    """The engine has ended. `kind` is the name of the error that says why, as a user knows it."""
+    """The engine has ended, and why."""
 
-    reason: str
-    kind: str = "EngineDeadError"
+    failure: Failure
 
 
 FromEngine = Ready | Outputs | Returned | Dead

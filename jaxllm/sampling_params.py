@@ -25,6 +25,7 @@ class Limits:
     MAX_STOP_STRINGS = 64
     MAX_STOP_STRING_CHARS = 1024
     MAX_STOP_TOKEN_IDS = 128  # with the end-of-sequence ids; sampler table
+    MAX_BAD_WORD_CHARS = 1024
     MAX_BAD_WORDS = 128  # token sequences after tokenisation; sampler table
     MAX_BAD_WORD_TOKENS = 16  # sampler table
     MAX_LOGIT_BIAS = 65536
@@ -149,12 +150,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if not isinstance(text, str) or not text:
                 raise refused("stop", text, "stop strings must be non-empty strings")
             check_is_text("stop", text)
-            if len(text) > Limits.MAX_STOP_STRING_CHARS:
-                raise refused(
-                    "stop",
-                    len(text),
-                    f"a stop string has at most {Limits.MAX_STOP_STRING_CHARS} characters",
-                )
+            _short("stop", text, "a stop string", Limits.MAX_STOP_STRING_CHARS)
         if stop and not self.detokenize:
             raise refused("stop", stop, "stop strings need detokenize=True")
         for token in _list("stop_token_ids", self.stop_token_ids, Limits.MAX_STOP_TOKEN_IDS):
@@ -164,6 +160,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if not isinstance(word, str) or not word:
                 raise refused("bad_words", word, "bad words must be non-empty strings")
             check_is_text("bad_words", word)
+            _short("bad_words", word, "a bad word", Limits.MAX_BAD_WORD_CHARS)
         if self.allowed_token_ids is not None:
             allowed = _list("allowed_token_ids", self.allowed_token_ids, 2**31 - 1)
             if not allowed:
@@ -177,7 +174,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise refused("logit_bias", self.logit_bias, "it must map token ids to numbers")
             if len(self.logit_bias) > Limits.MAX_LOGIT_BIAS:
                 raise refused(
-                    "logit_bias", len(self.logit_bias), f"at most {Limits.MAX_LOGIT_BIAS} entries"
+                    "logit_bias",
+                    f"{len(self.logit_bias)} entries",
+                    f"at most {Limits.MAX_LOGIT_BIAS} are allowed",
                 )
             # JSON objects have string keys.
             try:
@@ -247,6 +246,11 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
         if high < math.inf:
             bounds.append(f"at most {high}")
         raise refused(name, value, f"it must be {', '.join(bounds)}")
+
+
+def _short(name: str, text: str, what: str, most: int) -> None:
+    if len(text) > most:
+        raise refused(name, f"{len(text)} characters", f"{what} has at most {most}")
 
 
 def _copied(value: Any) -> Any:

@@ -36,6 +36,7 @@ _MAY_CHANGE = {
     "otlp_traces_endpoint",
     "otlp_traces_protocol",
     "pipeline_parallel_size",
+    "profile_dir",
     "program_bundle",
     "tensor_parallel_size",
 }

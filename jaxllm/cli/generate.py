@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> None:
     llm = LLM(**options)
     params = sampling_params_from(args, llm.get_default_sampling_params())
     plain = [one.prompt for one in prompts]
+    if llm.llm_engine.config.profiler.profile_dir is not None:
+        llm.start_profile()
     try:
         outputs = llm.generate(plain, params, use_tqdm=sys.stderr.isatty())
     except ValidationError as error:
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
             raise
         where = prompts[error.prompt_index].where
         raise ValidationError(f"{where}: {error.__cause__}") from error
+    llm.shutdown()  # writes the profile out
     if args.json:
         print("\n".join(as_json(output) for output in outputs))
     else:

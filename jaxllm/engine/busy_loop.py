@@ -6,7 +6,6 @@ pace. It sleeps while there is nothing to do, and wakes at once when something c
 
 import contextlib
 import queue
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxllm.engine.launch import Engine
@@ -16,13 +15,23 @@ from jaxllm.messages import (
     Abort,
     Add,
     Call,
+    Command,
     EngineOutput,
+    Failure,
     FinishReason,
+    GetMemory,
+    GetStats,
     Hello,
+    IsSleeping,
     Ready,
+    ResetPrefixCache,
     Returned,
+    Sleep,
+    StartProfile,
     Stop,
+    StopProfile,
     ToEngine,
+    WakeUp,
 )
 
 logger = init_logger(__name__)
@@ -49,13 +58,6 @@ class BusyLoop:
         self._engine = engine
         self._inbox = inbox
         self._outbox = outbox
-        self._calls: dict[str, Callable[..., Any]] = {
-            "replica_stats": engine.replica_stats,
-            "memory": engine.memory,
-            "reset_prefix_cache": engine.reset_prefix_cache,
-            "start_profile": _start_profile,
-            "stop_profile": _stop_profile,
-        }
 
     def run(self) -> None:
         """Returns when stopped; raises when there is no engine any more."""
@@ -91,24 +93,41 @@ class BusyLoop:
             self._outbox.put(Letter(client, Ready(self._engine.info, self._engine.startup)))
 
     def _call(self, call: Call) -> Returned:
+        """What was asked for, or why not: a bad call is the caller's concern and nobody else's."""
         try:
-            return Returned(call.number, self._calls[call.name](**call.arguments))
-        except Exception as error:  # whatever it is, it is for the caller
-            logger.warning("call %r: %s", call.name, error)
-            return Returned(call.number, error=f"{type(error).__name__}: {error}"[:500])
+            return Returned(call.number, self._obey(call.command))
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if not isinstance(error, JaxLLMError):
+                logger.exception("%s failed", type(call.command).__name__)
+            return Returned(call.number, failure=failure_of(error))
+
+    def _obey(self, command: Command) -> Any:
+        engine = self._engine
+        match command:
+            case GetStats():
+                return engine.replica_stats()
+            case GetMemory():
+                return engine.memory()
+            case ResetPrefixCache():
+                return engine.reset_prefix_cache()
+            case StartProfile():
+                return engine.start_profile()
+            case StopProfile():
+                return engine.stop_profile()
+            case Sleep(level, mode):
+                return engine.sleep(level, mode)
+            case WakeUp(tags):
+                return engine.wake_up(tags)
+            case IsSleeping():
+                return engine.is_sleeping
+
+
+def failure_of(error: Exception) -> Failure:
+    """An error as a message."""
+    return Failure(f"{error}"[:2000] or repr(error), type(error).__name__)
 
 
 def _refusal(request_id: str, reason: str) -> EngineOutput:
     return EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason)
-
-
-def _start_profile(directory: str) -> None:
-    import jax
-
-    jax.profiler.start_trace(directory)
-
-
-def _stop_profile() -> None:
-    import jax
-
-    jax.profiler.stop_trace()

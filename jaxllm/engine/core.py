@@ -7,12 +7,15 @@ with overlap one more. Single-threaded; nothing here waits for a client.
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError
+from jaxllm.engine.sleep import KV_CACHE, WEIGHTS, parts_named, parts_of
+from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError, refused
 from jaxllm.executor.base import Executor, PendingResult
+from jaxllm.executor.profiler import Profiler
 from jaxllm.logging import init_logger
-from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
+from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest, FinishReason
 from jaxllm.metrics.memory import DeviceMemory, EngineMemory, resident_bytes
 from jaxllm.metrics.startup import Phase
 from jaxllm.metrics.stats import EngineStats
@@ -61,6 +64,11 @@ class EngineCore:
         self._max_in_flight = self._num_stages - 1 + (1 if overlap else 0)
         self._in_flight: deque[tuple[Schedule, PendingResult]] = deque()
         self._idle_since: float | None = None
+        # Parts that sleep; no step is dispatched while there are any.
+        self._asleep: frozenset[str] = frozenset()
+        self._late_outputs: list[EngineOutput] = []  # of what ended as it fell asleep
+        self._is_on_one_host = config.parallel.nnodes == 1
+        self._profiler = Profiler(config.profiler.profile_dir)
         # Set when there is nothing to go on with.
         self._end: JaxLLMError | None = None
 
@@ -77,6 +85,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
+        if self._asleep or self._late_outputs:
+            return bool(self._late_outputs)
         return bool(self._in_flight) or self._scheduler.has_unfinished_requests()
 
     def step(self) -> list[EngineOutput]:
@@ -84,6 +94,9 @@ class EngineCore:
         brought."""
         if self._end is not None:
             raise self._end
+        outputs, self._late_outputs = self._late_outputs, []
+        if self._asleep:
+            return outputs
         start = time.perf_counter()
         schedule = self._scheduler.schedule()
         if schedule is not None:
@@ -94,7 +107,6 @@ class EngineCore:
             num_kept = len(self._in_flight) - 1  # when one has come back, somebody may go on
         else:
             num_kept = self._max_in_flight if self._dispatch(schedule) else 0
-        outputs: list[EngineOutput] = []
         while self._in_flight and len(self._in_flight) > num_kept:
             outputs += self._collect()
         self._stats.step_s += time.perf_counter() - start
@@ -103,6 +115,48 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False when some are in use."""
         return self._scheduler.reset_prefix_cache()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        """Give memory of the devices back, and compute nothing until `wake_up`; requests may come
+        and wait. All cached prefixes are forgotten, except at level 0."""
+        parts = parts_of(level, mode)
+        if not self._is_on_one_host:
+            raise refused("level", level, "an engine on several hosts cannot sleep")
+        while self._in_flight:
+            self._late_outputs += self._collect()
+        if self._end is not None:
+            raise self._end
+        if mode == "abort":
+            self._late_outputs += self._scheduler.end_all(FinishReason.ABORT)
+        self._asleep |= parts
+        if level:
+            # Those that run will compute their KV again.
+            self._scheduler.restart()
+            self._executor.sleep(keep_weights=level == 1)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back: all that was given, or what is named. When nothing sleeps any more, the
+        engine goes on."""
+        if self._end is not None:
+            raise self._end
+        parts = parts_named(tags) & self._asleep
+        if WEIGHTS in parts:
+            self._executor.wake_weights()
+        if KV_CACHE in parts:
+            self._executor.wake_cache()
+        self._asleep -= parts
+
+    def start_profile(self) -> None:
+        """Begin a profile of this process and its devices."""
+        self._profiler.start()
+
+    def stop_profile(self) -> None:
+        """End the profile and write it out."""
+        self._profiler.stop()
 
     def stats(self) -> EngineStats:
         """The figures as of now."""
@@ -130,6 +184,7 @@ class EngineCore:
     def shutdown(self) -> None:
         self._end = ValidationError("the engine has been shut down; make a new one")
         self._in_flight.clear()
+        self._profiler.close()
         self._executor.shutdown()
 
     def _dispatch(self, schedule: Schedule) -> bool:
@@ -138,7 +193,8 @@ class EngineCore:
         if len(self._in_flight) == 1 and self._idle_since is not None:
             self._stats.device_idle_s += time.perf_counter() - self._idle_since
         try:
-            pending = self._executor.execute(schedule)
+            with self._profiler.step(schedule.step):
+                pending = self._executor.execute(schedule)
         except Exception as error:
             self._in_flight[-1] = (schedule, _NotDispatched(error))
             return False
@@ -181,7 +237,7 @@ class EngineCore:
         self._in_flight.clear()
         if isinstance(error, EngineDeadError):
             self._end = error
-            return outputs + self._scheduler.fail_all(message)
+            return outputs + self._scheduler.end_all(FinishReason.ERROR, message)
         self._scheduler.restart()
         self._executor.reset()
         return outputs

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import msgspec
 import zmq
 
-from jaxllm.engine.busy_loop import EVERYBODY, BusyLoop, Inbox, Letter, Outbox
+from jaxllm.engine.busy_loop import EVERYBODY, BusyLoop, Inbox, Letter, Outbox, failure_of
 from jaxllm.engine.io_threads import InputThread, OutputThread
 from jaxllm.engine.launch import make_engine
 from jaxllm.errors import JaxLLMError
@@ -55,7 +55,7 @@ def main() -> None:
         status = EXIT_DEAD
         if not isinstance(error, JaxLLMError):
             logger.exception("the engine has died")
-        outbox.put(Letter(EVERYBODY, Dead(f"{error}"[:2000] or repr(error), type(error).__name__)))
+        outbox.put(Letter(EVERYBODY, Dead(failure_of(error))))
     outbox.put(None)
     output.join()
     context.term()  # waits until the last words have gone out

@@ -52,6 +52,24 @@ class Replicas:
     def reset_prefix_cache(self) -> bool:
         return all([core.reset_prefix_cache() for core in self._cores])
 
+    @property
+    def is_sleeping(self) -> bool:
+        return any(core.is_sleeping for core in self._cores)
+
+    def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        for core in self._cores:
+            core.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        for core in self._cores:
+            core.wake_up(tags)
+
+    def start_profile(self) -> None:
+        self._cores[0].start_profile()  # a profile is of the whole process
+
+    def stop_profile(self) -> None:
+        self._cores[0].stop_profile()
+
     def stats(self) -> EngineStats:
         return EngineStats.total(self.replica_stats())
 

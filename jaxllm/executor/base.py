@@ -48,4 +48,17 @@ class Executor(Protocol):
         """Forget all device state after a failed step."""
         ...
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back what the devices hold: the weights go to the host's memory, or are let go, and
+        the KV cache is lost. No step may be under way."""
+        ...
+
+    def wake_weights(self) -> None:
+        """Bring the weights back, or read them again."""
+        ...
+
+    def wake_cache(self) -> None:
+        """Make an empty KV cache."""
+        ...
+
     def shutdown(self) -> None: ...

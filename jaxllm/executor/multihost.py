@@ -195,6 +195,15 @@ class MultiHostExecutor:
     def reset(self) -> None:
         raise AssertionError("an engine on several hosts does not outlive a failed step")
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        raise AssertionError("an engine on several hosts does not sleep")
+
+    def wake_weights(self) -> None:
+        raise AssertionError("an engine on several hosts does not sleep")
+
+    def wake_cache(self) -> None:
+        raise AssertionError("an engine on several hosts does not sleep")
+
     def shutdown(self) -> None:
         if self._runner is not None:
             self._runner.free()

@@ -15,9 +15,11 @@ from jaxllm.frontend.engine_process import EngineProcess
 from jaxllm.messages import (
     OWNER_MARK,
     Call,
+    Command,
     Dead,
     EngineInfo,
     EngineRequest,
+    Failure,
     FromEngine,
     Hello,
     Ready,
@@ -88,21 +90,26 @@ class AsyncClient:
             if isinstance(message, BaseException):
                 raise message
             if isinstance(message, Dead):
-                raise _error_of(message)
+                raise _error_of(message.failure, EngineDeadError)
             if not isinstance(message, Returned):
                 return message
             future = self._calls.pop(message.number, None)
             if future is not None and not future.done():
                 future.set_result(message)
 
-    async def call(self, name: str, **arguments: str) -> Any:
+    async def call(self, command: Command) -> Any:
         """Ask the engine for something; somebody must be receiving."""
         number = next(self._numbers)
+        call = self._encoder.encode(Call(number, command))
+        try:
+            msgspec.msgpack.decode(call, type=Call)  # what the engine cannot read has no answer
+        except msgspec.ValidationError as error:
+            raise errors.ValidationError(f"{type(command).__name__}: {error}") from None
         future = self._calls[number] = asyncio.get_running_loop().create_future()
-        self.send(Call(number, name, arguments))
+        self._input.send(call, zmq.NOBLOCK)
         returned: Returned = await future
-        if returned.error is not None:
-            raise errors.JaxLLMError(f"{name}: {returned.error}")
+        if returned.failure is not None:
+            raise _error_of(returned.failure, errors.JaxLLMError)
         return returned.value
 
     def fail_calls(self, error: BaseException) -> None:
@@ -153,7 +160,7 @@ class AsyncClient:
         if isinstance(message, BaseException):
             raise message
         if isinstance(message, Dead):
-            raise _error_of(message)
+            raise _error_of(message.failure, EngineDeadError)
         assert isinstance(message, Ready), message
         return message
 
@@ -165,9 +172,9 @@ class AsyncClient:
         return EngineDeadError(f"the engine process has ended with status {status}: see its log")
 
 
-def _error_of(dead: Dead) -> errors.JaxLLMError:
-    """The error that ended the engine, as one of ours."""
-    kind = getattr(errors, dead.kind, None)
+def _error_of(failure: Failure, otherwise: type[errors.JaxLLMError]) -> errors.JaxLLMError:
+    """The error as one of ours, or the other kind if it is none."""
+    kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.JaxLLMError):
-        return kind(dead.reason)
-    return EngineDeadError(f"{dead.kind}: {dead.reason}")
+        return kind(failure.reason)
+    return otherwise(f"{failure.kind}: {failure.reason}")

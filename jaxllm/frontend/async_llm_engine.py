@@ -7,7 +7,7 @@ nobody and needs no more memory than its answer.
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -26,12 +26,21 @@ from jaxllm.logging import init_logger
 from jaxllm.messages import (
     Abort,
     Add,
+    Command,
     EngineInfo,
     EngineOutput,
+    GetMemory,
+    GetStats,
+    IsSleeping,
     Outputs,
     PromptType,
     RequestOutput,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
     Stop,
+    StopProfile,
+    WakeUp,
 )
 from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.memory import EngineMemory
@@ -173,22 +182,38 @@ class AsyncLLMEngine:
 
     async def replica_stats(self) -> list[EngineStats]:
         """The figures of each replica as of now."""
-        return msgspec.convert(await self._call("replica_stats"), list[EngineStats])
+        return msgspec.convert(await self._call(GetStats()), list[EngineStats])
 
     async def memory(self) -> EngineMemory:
         """What the engine's process and its devices have in memory, as of now."""
-        return msgspec.convert(await self._call("memory"), EngineMemory)
+        return msgspec.convert(await self._call(GetMemory()), EngineMemory)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt blocks; False, and nothing happens, when some are in use."""
-        return await self._call("reset_prefix_cache")
+        return await self._call(ResetPrefixCache())
 
-    async def start_profile(self, directory: str) -> None:
-        """Write a profile of the engine, for TensorBoard or xprof, into this directory."""
-        await self._call("start_profile", directory=directory)
+    async def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        """Give memory back until `wake_up`: at level 1 the weights go to the host's memory and the
+        KV cache is dropped, at level 2 the weights are dropped, too; level 0 only pauses. Requests
+        that are under way wait (mode 'keep') or end ('abort'); new ones wait."""
+        await self._call(Sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back and go on. With tags, only of 'weights', 'kv_cache' or 'scheduling'."""
+        await self._call(WakeUp(None if tags is None else list(tags)))
+
+    async def is_sleeping(self) -> bool:
+        """Whether a part of the engine sleeps, so that it computes nothing."""
+        return await self._call(IsSleeping())
+
+    async def start_profile(self) -> None:
+        """Begin a profile of the engine, for TensorBoard or xprof, in the directory
+        `profile_dir`."""
+        await self._call(StartProfile())
 
     async def stop_profile(self) -> None:
-        await self._call("stop_profile")
+        """End the profile and write it out."""
+        await self._call(StopProfile())
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Wait until no request is under way; False if some still are after this time."""
@@ -229,10 +254,10 @@ class AsyncLLMEngine:
         process = functools.partial(self._input_processor.process, *args, **kwargs)
         return await self.in_tokenizer_thread(process)
 
-    async def _call(self, name: str, **arguments: str) -> Any:
+    async def _call(self, command: Command) -> Any:
         self._check()
         self._start_reading()
-        return await self._client.call(name, **arguments)
+        return await self._client.call(command)
 
     def _end(self, request_id: str) -> None:
         """End a request, if it has not ended; its last output goes to whoever waits."""

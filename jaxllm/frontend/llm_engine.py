@@ -6,7 +6,7 @@ and the output processor (ids to text, stop strings, RequestOutputs).
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.config import EngineConfig
@@ -139,10 +139,14 @@ class LLMEngine:
             self._engine.abort_requests(self._output_processor.abort(request_id))
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the engine and return what there is to say; may be empty.
+        """Run one step of the engine and return what there is to say; may be empty. While it
+        sleeps and all wait for it, that is refused.
 
         Ctrl-C is raised when the step is over, and what the step brought is returned by the next.
         """
+        waits = self._output_processor.has_unfinished() and not self._outputs
+        if waits and self.is_sleeping() and not self._engine.has_work():
+            raise ValidationError("the engine sleeps, and requests wait for it; call wake_up()")
         with InterruptsBetweenSteps():
             processed = self._output_processor.process(self._engine.step())
             self._outputs += processed.request_outputs
@@ -180,6 +184,28 @@ class LLMEngine:
             if value:
                 raise refused(name, value, "it is not supported yet; leave it at False")
         return self._engine.reset_prefix_cache()
+
+    def is_sleeping(self) -> bool:
+        """Whether a part of the engine sleeps, so that it computes nothing."""
+        return self._engine.is_sleeping
+
+    def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        """Give memory back until `wake_up`: at level 1 the weights go to the host's memory and the
+        KV cache is dropped, at level 2 the weights are dropped, too; level 0 only pauses. Requests
+        that are under way wait (mode 'keep') or end ('abort'); new ones wait."""
+        self._engine.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back and go on. With tags, only of 'weights', 'kv_cache' or 'scheduling'."""
+        self._engine.wake_up(tags)
+
+    def start_profile(self) -> None:
+        """Begin a profile, for TensorBoard or xprof, in the directory `profile_dir`."""
+        self._engine.start_profile()
+
+    def stop_profile(self) -> None:
+        """End the profile and write it out."""
+        self._engine.stop_profile()
 
     def stats(self) -> EngineStats:
         """The engine's figures as of now; of several replicas, as of one."""

@@ -8,14 +8,15 @@ import functools
 import inspect
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ValidationError, refused
+from jaxllm.frontend.chat_template import Conversation, render
 from jaxllm.frontend.detokenizer import Detokenizer
 from jaxllm.messages import TokensPrompt
-from jaxllm.sampling_params import check_is_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +27,7 @@ class Tokenizer:
 
     def __init__(self, hf: "PreTrainedTokenizerBase"):
         self.hf = hf
+        self._lock = threading.Lock()  # encoding sets modes of the one tokenizer
 
     @functools.cached_property
     def detokenizer(self) -> Detokenizer:
@@ -39,7 +41,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # verbose=False: the engine has its own, right limit on the length.
-        encoded = self.hf(text, add_special_tokens=add_special_tokens, verbose=False)
+        with self._lock:
+            encoded = self.hf(text, add_special_tokens=add_special_tokens, verbose=False)
         return list(encoded["input_ids"])
 
     def decode(
@@ -97,8 +100,35 @@ def render_chat(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    render: Callable[[Conversation], str] = render,
 ) -> TokensPrompt:
-    """Turn a conversation into a prompt by the model's chat template."""
+    """Turn a conversation into a prompt by the model's chat template, or another one."""
+    conversation = _conversation(
+        tokenizer,
+        messages,
+        chat_template,
+        add_generation_prompt,
+        continue_final_message,
+        tools,
+        chat_template_kwargs,
+    )
+    text = render(conversation)
+    # The template has written the special tokens; the tokenizer must not add a second BOS.
+    return TokensPrompt(
+        prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)
+    )
+
+
+def _conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template: str | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: list[dict[str, Any]] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> Conversation:
+    """What the template gets to see, once it has been looked at."""
     for name, value, kind in (
         ("messages", messages, list | tuple),
         ("chat_template", chat_template, str | None),
@@ -125,35 +155,46 @@ def render_chat(
     conversation = [_plain_message(message) for message in messages]
     if not conversation:
         raise ValidationError("messages is empty; give at least one", parameter="messages")
-    try:
-        text = tokenizer.hf.apply_chat_template(
-            conversation,
-            tools=tools,  # pyright: ignore[reportArgumentType]  (invariant list of a union)
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=False,
-            **(chat_template_kwargs or {}),
-        )
-    except Exception as error:  # a template is a program: it may raise anything
-        raise ValidationError(
-            f"the chat template refuses these messages: {str(error) or type(error).__name__}",
-            parameter="messages",
-        ) from error
-    assert isinstance(text, str), type(text)
-    check_is_text("messages", text)
-    # The template has written the special tokens; the tokenizer must not add a second BOS.
-    return TokensPrompt(
-        prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)
+    return Conversation(
+        template=_template(tokenizer, chat_template, tools),
+        # Templates would write None where it says that there is nothing.
+        messages=[{k: v for k, v in one.items() if v is not None} for one in conversation],
+        tools=None if tools is None else list(tools),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        variables={**tokenizer.hf.special_tokens_map, **(chat_template_kwargs or {})},
     )
 
 
+def _template(tokenizer: Tokenizer, given: str | None, tools: object) -> str:
+    """The template itself: a tokenizer may have several, by name."""
+    try:
+        return tokenizer.hf.get_chat_template(given, tools)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise ValidationError(f"chat_template: {error}", parameter="chat_template") from error
+
+
 def _reserved(tokenizer: Tokenizer, names: Mapping[str, Any] | None) -> list[str]:
-    """Of these names, those that mean something to the function that renders."""
+    """Of these names, those that are not free: what the function that renders takes, and what
+    templates find by themselves."""
     if not names:
         return []
-    taken = inspect.signature(tokenizer.hf.apply_chat_template).parameters
+    taken = {*inspect.signature(tokenizer.hf.apply_chat_template).parameters, *_OF_TEMPLATES}
     return sorted(name for name in names if name in taken and name != "documents")
+
+
+_OF_TEMPLATES = (
+    "conversations",
+    "cycler",
+    "dict",
+    "joiner",
+    "lipsum",
+    "messages",
+    "namespace",
+    "raise_exception",
+    "range",
+    "strftime_now",
+)
 
 
 _KINDS = {

@@ -1,5 +1,6 @@
 """/v1/chat/completions: a conversation in, the next message out."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +17,9 @@ from jaxllm.openai.parsing import ChatMessage, TextParser, message_of
 from jaxllm.openai.served_model import ServedModel, id_as_text
 from jaxllm.openai.tools import Function, Tool, offered_functions
 from jaxllm.sampling_params import SamplingParams
+
+MAX_MESSAGES = 8192
+MAX_TEMPLATE_CHARS = 1 << 18
 
 
 class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +58,12 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
                 "it is a program; the server runs it only if it was started with "
                 "--trust-request-chat-template",
             )
+        if len(self.messages) > MAX_MESSAGES:
+            given = f"{len(self.messages)} messages"
+            raise refused("messages", given, f"at most {MAX_MESSAGES} are allowed")
+        if len(self.chat_template or "") > MAX_TEMPLATE_CHARS:
+            given = f"{len(self.chat_template or '')} characters"
+            raise refused("chat_template", given, f"at most {MAX_TEMPLATE_CHARS} are allowed")
         functions = self._functions(served)
         prompt = render_chat(
             served.tokenizer,
@@ -63,6 +73,10 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             continue_final_message=bool(self.continue_final_message),
             tools=None if functions is None else list(map(_as_template_has_it, functions)),
             chat_template_kwargs=self.chat_template_kwargs,
+            render=functools.partial(
+                served.renderer.render,
+                is_foreign=is_foreign(self.chat_template, self.chat_template_kwargs),
+            ),
         )
         if self.cache_salt is not None:
             prompt["cache_salt"] = self.cache_salt
@@ -147,6 +161,15 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             stop_reason=one.stop_reason,
             token_ids=one.token_ids if self.return_token_ids else None,
         )
+
+
+def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:
+    """Whether a template may run long because of what a request has brought. The model's own does
+    with messages what it was written for, and switches that are on or off choose within that."""
+    if chat_template is not None:
+        return True
+    given = chat_template_kwargs.values() if isinstance(chat_template_kwargs, dict) else ()
+    return not all(isinstance(value, bool | None) for value in given)
 
 
 def _as_template_has_it(function: Function) -> dict[str, Any]:

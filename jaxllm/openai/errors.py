@@ -7,6 +7,7 @@ import msgspec
 from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError
 
 MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 80
 
 
 class NotFoundError(ValidationError):
@@ -59,6 +60,7 @@ def error_body(error: Exception) -> ErrorBody:
 def make_error(message: str, kind: str, code: int, param: str | None = None) -> ErrorBody:
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[: MAX_MESSAGE_CHARS - 3] + "..."
+    param = param and param[:MAX_PARAM_CHARS]  # it may be a field that the client has made up
     return ErrorBody(ErrorInfo(message=message, type=kind, param=param, code=code))
 
 

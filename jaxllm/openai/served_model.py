@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 import jaxllm
+from jaxllm.frontend.chat_template import Renderer
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import NotFoundError
@@ -26,6 +27,7 @@ class ServedModel:
     max_new_tokens: int | None = None  # no answer is longer, if the model recommends a bound
     chat_template: str | None = None  # in place of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
+    renderer: Renderer = Renderer()
     parsers: Parsers = Parsers()
 
     @classmethod

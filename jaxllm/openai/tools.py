@@ -8,6 +8,7 @@ import msgspec
 from jaxllm.errors import ValidationError, refused
 
 MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 1 << 20  # of all of them, as JSON
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -39,6 +40,9 @@ def offered_functions(
         return None
     if not 1 <= len(tools) <= MAX_TOOLS:
         raise refused("tools", f"{len(tools)} tools", f"give 1 to {MAX_TOOLS}, or leave it out")
+    size = len(msgspec.json.encode(tools))
+    if size > MAX_TOOLS_BYTES:
+        raise refused("tools", f"{size} bytes", f"at most {MAX_TOOLS_BYTES} are allowed")
     for tool in tools:
         if not _NAME.fullmatch(tool.function.name):
             raise refused(

@@ -17,6 +17,7 @@ from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
 from jaxllm.runner.bundle import load_programs
 from jaxllm.runner.compile import Programs, compilation_counter
+from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.memory import device_memory, format_bytes, peak_host_bytes
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.plan import EnginePlan
@@ -67,29 +68,18 @@ class ModelRunner:
         declared = declare_programs(plan, self._packer.layouts)
         programs = Programs(declared, load_programs(plan, declared))
         self.startup = Phases()
-        start = time.perf_counter()
         with self.startup.timed("Load weights"):
-            weights = load_parts(
-                plan.model_dir,
-                [(plan.abstract_model(stage), stage.mesh) for stage in plan.stages],
-                load_format=plan.load_format,
-                seed=plan.seed,
-            )
-        logger.info(
-            "weights loaded in %.1f s: %s on this process's devices; peak host memory %s",
-            time.perf_counter() - start,
-            format_bytes(_local_bytes(weights)),
-            format_bytes(peak_host_bytes()),
-        )
+            weights = self._load_weights()
         if plan.compile_at_start:
             with self.startup.timed("Compile graphs"):
                 logger.info("compiled %s", programs.compile_all())
         with self.startup.timed("Allocate KV cache"):
-            stages = [
-                Stage(plan, stage, programs, jax.tree.leaves(state))
-                for stage, state in zip(plan.stages, weights, strict=True)
+            self._stages = [
+                Stage(plan, stage, programs, its)
+                for stage, its in zip(plan.stages, weights, strict=True)
             ]
-        self._model = stages[0] if len(stages) == 1 else Pipeline(plan, stages)
+        self._model = self._stages[0] if len(self._stages) == 1 else Pipeline(plan, self._stages)
+        self._host_weights: list[list[HostArray]] = []  # by stage, while they are not on devices
         self.num_compiles_after_warmup = 0
         self.num_token_rows = 0
         self.pack_s = 0.0
@@ -123,9 +113,60 @@ class ModelRunner:
         """Start over with an empty cache, after a step has failed and its state is lost."""
         self._model.reset()
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give back what the devices hold, but for the programs; to be asked when no step is under
+        way. The weights are kept in the host's memory, or let go."""
+        self._model.reset()
+        if not keep_weights:
+            self._host_weights = []
+        elif self._has_weights:
+            # All are copied before any is let go: if the memory does not suffice, nothing is lost.
+            self._host_weights = [list(map(HostArray, stage.weights)) for stage in self._stages]
+        for stage in self._stages:
+            stage.weights = []
+
+    def wake_weights(self) -> None:
+        """Bring the weights back to the devices, from the host's memory or from the checkpoint."""
+        if self._has_weights:
+            return
+        if self._host_weights:
+            weights = [[array.to_device() for array in its] for its in self._host_weights]
+        else:
+            weights = self._load_weights()
+        for stage, its in zip(self._stages, weights, strict=True):
+            stage.weights = its
+        self._host_weights = []
+
+    def wake_cache(self) -> None:
+        """Make an empty KV cache now."""
+        for stage in self._stages:
+            stage.ensure_state()
+
     def free(self) -> None:
         """Give the devices' memory back; nothing can run any more."""
+        self._host_weights = []
         self._model.free()
+
+    @property
+    def _has_weights(self) -> bool:
+        return bool(self._stages[0].weights)
+
+    def _load_weights(self) -> list[list[jax.Array]]:
+        """The weights of each stage, from the checkpoint."""
+        plan, start = self._plan, time.perf_counter()
+        states = load_parts(
+            plan.model_dir,
+            [(plan.abstract_model(stage), stage.mesh) for stage in plan.stages],
+            load_format=plan.load_format,
+            seed=plan.seed,
+        )
+        logger.info(
+            "weights loaded in %.1f s: %s on this process's devices; peak host memory %s",
+            time.perf_counter() - start,
+            format_bytes(_local_bytes(states)),
+            format_bytes(peak_host_bytes()),
+        )
+        return list(map(jax.tree.leaves, states))
 
 
 def _local_bytes(arrays: Any) -> int:

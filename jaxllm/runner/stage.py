@@ -32,7 +32,7 @@ class Stage:
     ):
         self._plan, self._stage = plan, stage
         self._programs = programs
-        self._weights = weights
+        self.weights = weights  # none while they are elsewhere
         self._state: DeviceState | None = programs[program_key(stage, MAKE_STATE)]()
         self.everywhere = sharding(stage.mesh)
 
@@ -47,7 +47,7 @@ class Stage:
         what the step leaves: for the next stage, or for the host."""
         program = self._programs[program_key(self._stage, packed.bucket)]
         state = self._take_state()
-        self._state, left = program(self._weights, state, packed.buffer, *arrived)
+        self._state, left = program(self.weights, state, packed.buffer, *arrived)
         return left
 
     def write_slot(self, slot: int, row: SlotRow) -> None:
@@ -68,9 +68,13 @@ class Stage:
         """Start over with an empty cache, after a step has failed and its state is lost."""
         self._state = None  # made anew by the next step: there may be no room for two caches
 
+    def ensure_state(self) -> None:
+        """Make the state now if it is not there, which the next step would do."""
+        self._state = self._take_state()
+
     def free(self) -> None:
         """Give the devices' memory back; nothing can run any more."""
-        self._weights, self._state = [], None
+        self.weights, self._state = [], None
 
     def _take_state(self) -> DeviceState:
         """The state, for a program that consumes it."""

@@ -378,9 +378,9 @@ class Scheduler:
         self._drop_finished()
         return outputs
 
-    def fail_all(self, message: str) -> list[EngineOutput]:
-        """End every request that there is: there will be no more steps."""
-        return self._end_all(list(self._requests.values()), FinishReason.ERROR, message)
+    def end_all(self, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
+        """End every request that there is."""
+        return self._end_all(list(self._requests.values()), reason, error)
 
     def restart(self) -> None:
         """Let all running requests start over, and forget every prefix: the device's KV cache is

@@ -21,6 +21,7 @@ from jaxllm.sampling_params import SamplingParams, check_is_text
 from jaxllm.server.body import decode_json, read_body
 from jaxllm.server.disconnect import while_connected
 from jaxllm.server.errors import Disconnected, body_of, error_response, json_response, respond
+from jaxllm.server.limits import check_logprobs
 from jaxllm.server.merged import merged
 from jaxllm.server.request_id import request_id_of
 from jaxllm.server.service import Service
@@ -89,8 +90,13 @@ class AnswerEndpoint:
         job = read() if is_small else await self._engine.in_tokenizer_thread(read)
         admission = self._service.admission
         with admission.answers(job.request.num_prompts * job.params.n):
-            prompts = await self._engine.in_tokenizer_thread(partial(self._prompts, job.request))
-            with admission.tokens(sum(map(_num_tokens, prompts))):
+            prompts = await self._service.in_text_thread(
+                job.request, partial(self._prompts, job.request)
+            )
+            lengths = list(map(_num_tokens, prompts))
+            most = self._service.options.max_request_logprobs
+            check_logprobs(job.params, lengths, self._engine.info, most)
+            with admission.tokens(sum(lengths)):
                 if not job.request.stream:
                     return json_response(await self._whole(job, prompts))
                 await self._stream(job, prompts, events)
@@ -139,7 +145,10 @@ class AnswerEndpoint:
     async def _stream(self, job: _Job, prompts: Sequence[PromptType], events: EventStream) -> None:
         chunks = job.request.streamed_answer(job.name, job.created, self._service.served)
         try:
-            async with contextlib.aclosing(self._outputs(job, prompts)) as outputs:
+            async with (
+                events.kept_alive(self._service.options.sse_keep_alive_interval),
+                contextlib.aclosing(self._outputs(job, prompts)) as outputs,
+            ):
                 async for place, output in outputs:
                     await events.write(chunks.take(place, output))
             await events.write(chunks.end())

@@ -1,7 +1,7 @@
 """The paths, and the application that they make."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,10 +16,12 @@ from jaxllm.errors import JaxLLMError
 from jaxllm.openai.endpoints import ENDPOINTS
 from jaxllm.openai.errors import NotFoundError
 from jaxllm.openai.models import ModelCard, ModelList
+from jaxllm.server.admin import ADMIN_PATHS, admin_routes
 from jaxllm.server.answers import AnswerEndpoint
-from jaxllm.server.auth import Authentication
+from jaxllm.server.auth import OPEN_PATHS, Authentication, Keys
 from jaxllm.server.engine_metrics import EngineMetrics
 from jaxllm.server.errors import HTTPError, error_response, json_response
+from jaxllm.server.hosts import KnownHosts
 from jaxllm.server.http_metrics import HTTPMetrics
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.metrics import ServerMetrics
@@ -32,7 +34,7 @@ from jaxllm.server.tokenize import detokenize, tokenize
 Lifespan = Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]
 
 
-def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Starlette:
+def make_app(service: Service, keys: Keys, lifespan: Lifespan) -> Starlette:
     """The application in front of a service; without keys it is open to everybody."""
     options, engine = service.options, service.engine
     model = service.served.names[0]
@@ -64,18 +66,22 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
         service.served.check_name(name)
         return json_response(_model(service, name))
 
+    async def load(request: Request) -> Response:
+        return json_response({"server_load": service.admission.num_answers})
+
     async def expose_metrics(request: Request) -> Response:
         page = metrics.expose(await engine_metrics.read())
         return Response(page, media_type="text/plain; version=0.0.4")
 
     async def describe(request: Request) -> Response:
-        return json_response(make_document(routes, with_keys=bool(keys)))
+        return json_response(make_document(routes, keys))
 
     routes = [
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/ready", ready),
         Route("/version", version),
+        Route("/load", load),
         Route("/metrics", expose_metrics),
         Route("/openapi.json", describe),
         Route("/v1/models", list_models),
@@ -88,6 +94,12 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
     if not options.disable_page:
         routes += page_routes()
 
+    open_paths = OPEN_PATHS
+    if keys.admin or options.admin_without_key:
+        routes += admin_routes(service, keys.admin)
+    if keys.admin:
+        open_paths |= ADMIN_PATHS  # they ask for a key themselves
+
     @contextlib.asynccontextmanager
     async def observed(app: Starlette) -> AsyncIterator[None]:
         with metrics.watching(engine):
@@ -97,6 +109,7 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
     middleware = [
         Middleware(RequestIds),
         Middleware(HTTPMetrics, routes=routes, registry=metrics.registry),
+        Middleware(KnownHosts, options=options, is_open=not keys.api),
     ]
     if options.allowed_origins:
         # Outside: a browser asks before it sends a key.
@@ -108,8 +121,8 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
                 allow_headers=options.allowed_headers,
             )
         )
-    if keys:
-        middleware.append(Middleware(Authentication, keys=keys))
+    if keys.api:
+        middleware.append(Middleware(Authentication, keys=keys.api, open_paths=open_paths))
     app = Starlette(
         routes=routes,
         middleware=middleware,

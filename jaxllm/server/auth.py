@@ -1,9 +1,10 @@
 """API keys: every path wants one, but those that say whether the server is well, and the
-page, which asks for it."""
+page, which asks for it. What an operator does has keys of its own."""
 
 import hashlib
 import hmac
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,15 +17,27 @@ from jaxllm.server.page.routes import PAGE_PATHS
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"}) | PAGE_PATHS
 
 
-class Authentication:
-    """Lets requests through that bring one of the keys as `Authorization: Bearer KEY`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """The keys of a server. Without keys of a kind, nobody is asked for one."""
 
-    def __init__(self, app: ASGIApp, keys: Collection[str]):
+    api: tuple[str, ...] = ()
+    admin: tuple[str, ...] = ()
+
+
+class Authentication:
+    """Lets requests through that bring one of the keys as `Authorization: Bearer KEY`, and those
+    to open paths."""
+
+    def __init__(
+        self, app: ASGIApp, keys: Collection[str], open_paths: Collection[str] = OPEN_PATHS
+    ):
         self._app = app
+        self._open_paths = open_paths
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] == "lifespan" or scope["path"] in self._open_paths or self._knows(scope):
             await self._app(scope, receive, send)
         else:
             await _refusal()(scope, receive, send)
@@ -51,16 +64,21 @@ def _refusal():
     )
 
 
-def read_keys(options: ServerOptions) -> tuple[str, ...]:
-    """The keys of the flags and of the file."""
-    keys = list(options.api_key)
-    if options.api_key_file is not None:
-        lines = Path(options.api_key_file).read_text().splitlines()
-        of_file = [line.strip() for line in lines if line.strip()]
-        if not of_file:
-            # A server without a key would be open to everybody.
-            raise ValidationError(f"api_key_file={options.api_key_file!r}: it has no keys")
-        for key in of_file:
-            check_key("api_key_file", key)
-        keys += of_file
-    return tuple(keys)
+def read_keys(options: ServerOptions) -> Keys:
+    """The keys of the flags and of the files."""
+    return Keys(
+        api=_all_keys("api_key_file", options.api_key, options.api_key_file),
+        admin=_all_keys("admin_api_key_file", options.admin_api_key, options.admin_api_key_file),
+    )
+
+
+def _all_keys(name: str, of_flags: Sequence[str], path: str | None) -> tuple[str, ...]:
+    if path is None:
+        return tuple(of_flags)
+    of_file = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    if not of_file:
+        # A server without a key would be open to everybody.
+        raise ValidationError(f"{name}={path!r}: it has no keys")
+    for key in of_file:
+        check_key(name, key)
+    return (*of_flags, *of_file)

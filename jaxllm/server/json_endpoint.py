@@ -23,13 +23,12 @@ class JSONEndpoint:
             await service.check_takes_requests()
             with service.admission.body() as admit:
                 body = await read_body(scope, receive, service.options, admit)
-                response = await service.engine.in_tokenizer_thread(partial(self._answer, body))
+                decode = partial(decode_json, body, service.options.max_json_depth)
+                value = await service.engine.in_tokenizer_thread(decode)
+                answer = partial(self._answer_to, service, value)
+                response = json_response(await service.in_text_thread(value, answer))
         except Disconnected:
             return
         except Exception as error:
             response = error_response(error)
         await respond(response, scope, receive, send, service.options.client_timeout)
-
-    def _answer(self, body: bytes):
-        value = decode_json(body, self._service.options.max_json_depth)
-        return json_response(self._answer_to(self._service, value))

@@ -1,10 +1,12 @@
 """How much may be under way at once: what comes above it is refused, and may come again later."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxllm.errors import refused
+from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import UnavailableError
+from jaxllm.sampling_params import SamplingParams
 
 
 class Admission:
@@ -81,3 +83,26 @@ class Admission:
             self.num_refused[limit] += 1
             flag = "--" + limit.replace("_", "-")
             raise UnavailableError(f"too many requests are under way ({flag}); try again later")
+
+
+def check_logprobs(
+    params: SamplingParams, prompt_lengths: Iterable[int], info: EngineInfo, most: int
+) -> None:
+    """Refuse a request whose logprobs would be too many, at the longest that its answers can be.
+    Their number at one position has a limit of its own."""
+    of_answers, of_prompts = (
+        0 if wanted is None else (info.vocab_size if wanted < 0 else wanted) + 1
+        for wanted in (params.logprobs, params.prompt_logprobs)
+    )
+    total = 0
+    for length in prompt_lengths:
+        room = max(0, info.max_model_len - length)
+        longest = room if params.max_tokens is None else min(params.max_tokens, room)
+        total += params.n * longest * of_answers + length * of_prompts
+    if total > most:
+        raise refused(
+            "logprobs",
+            f"{total} at all positions",
+            f"one request may have at most {most}; ask for fewer, lower max_tokens or n, or start "
+            "the server with a greater --max-request-logprobs",
+        )

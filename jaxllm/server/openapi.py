@@ -19,7 +19,8 @@ from jaxllm.openai.errors import ErrorBody
 from jaxllm.openai.fields import REQUEST_ID_IN_WORDS
 from jaxllm.openai.models import ModelCard, ModelList
 from jaxllm.openai.schema import Schema, answer_schemas, ref, request_schemas
-from jaxllm.server.auth import OPEN_PATHS
+from jaxllm.server.admin import ADMIN_PATHS
+from jaxllm.server.auth import OPEN_PATHS, Keys
 from jaxllm.server.page.routes import PAGE_MEDIA_TYPES
 from jaxllm.server.request_id import HEADER
 from jaxllm.server.tokenize import (
@@ -40,6 +41,7 @@ class Operation(NamedTuple):
     chunk: type | None = None  # of an answer that is streamed
     content_type: str | None = None  # of an answer that is no JSON
     errors: tuple[int, ...] = ()
+    query: tuple[tuple[str, Schema], ...] = ()  # parameters in the URL, which may be left out
 
 
 _TOKENIZE: Schema = {"anyOf": [ref(TokenizeText), ref(TokenizeChat)]}
@@ -57,6 +59,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/ping"): Operation("Whether the engine lives", errors=(503,)),
     ("GET", "/ready"): Operation("Whether the server takes requests", errors=(503,)),
     ("GET", "/version"): Operation("The version of the server", answer=_VERSION),
+    ("GET", "/load"): Operation(
+        "How many answers are under way",
+        answer={"type": "object", "properties": {"server_load": {"type": "integer"}}},
+    ),
     ("GET", "/metrics"): Operation(
         "Figures for Prometheus", content_type="text/plain", errors=(500,)
     ),
@@ -89,21 +95,50 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 }
 
 
+# What may be wrong with what an operator asks.
+_OF_ADMIN = (400, 500, 503)
+
+OPERATIONS |= {
+    ("POST", "/sleep"): Operation(
+        "Give memory back and let requests wait",
+        errors=_OF_ADMIN,
+        query=(
+            ("level", {"type": "integer", "default": 1}),
+            ("mode", {"enum": ["keep", "abort"], "default": "keep"}),
+        ),
+    ),
+    ("POST", "/wake_up"): Operation(
+        "Take memory again and go on",
+        errors=_OF_ADMIN,
+        query=(("tags", {"type": "array", "items": {"type": "string"}}),),
+    ),
+    ("GET", "/is_sleeping"): Operation(
+        "Whether it sleeps",
+        answer={"type": "object", "properties": {"is_sleeping": {"type": "boolean"}}},
+        errors=_OF_ADMIN,
+    ),
+    ("POST", "/reset_prefix_cache"): Operation("Forget all prefixes", errors=(*_OF_ADMIN, 409)),
+    ("GET", "/server_info"): Operation(
+        "How the server was started", answer={"type": "object"}, errors=_OF_ADMIN
+    ),
+    ("POST", "/start_profile"): Operation("Begin a profile", errors=_OF_ADMIN),
+    ("POST", "/stop_profile"): Operation("End it and write it", errors=_OF_ADMIN),
+}
+
 OPERATIONS |= {
     ("GET", url): Operation("A file of the page", content_type=media_type)
     for url, media_type in PAGE_MEDIA_TYPES.items()
 }
 
 
-def make_document(routes: Iterable[BaseRoute], *, with_keys: bool) -> dict[str, Any]:
+def make_document(routes: Iterable[BaseRoute], keys: Keys) -> dict[str, Any]:
     """Describe these routes; those without an entry are an error of ours."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         assert isinstance(route, Route) and route.methods, route
         path = route.path_format
         for method in sorted(route.methods - {"HEAD"}):
-            needs_key = with_keys and path not in OPEN_PATHS
-            described = _described(path, OPERATIONS[method, path], needs_key)
+            described = _described(path, OPERATIONS[method, path], _key_of(path, keys))
             paths.setdefault(path, {})[method.lower()] = described
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -111,16 +146,33 @@ def make_document(routes: Iterable[BaseRoute], *, with_keys: bool) -> dict[str, 
         "paths": paths,
         "components": {"schemas": _components()},
     }
-    if with_keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schemes = {name: {"type": "http", "scheme": "bearer"} for name in _names(keys)}
+    if schemes:
+        document["components"]["securitySchemes"] = schemes
     return document
 
 
-def _described(path: str, operation: Operation, needs_key: bool) -> dict[str, Any]:
+def _names(keys: Keys) -> list[str]:
+    """The kinds of keys that somebody may be asked for."""
+    return ["key"] * bool(keys.api) + ["admin_key"] * bool(keys.admin)
+
+
+def _key_of(path: str, keys: Keys) -> str | None:
+    """The kind of key that a path wants; None if it is open."""
+    if path in OPEN_PATHS:
+        return None
+    kind = "admin_key" if path in ADMIN_PATHS and keys.admin else "key"
+    return kind if kind in _names(keys) else None
+
+
+def _described(path: str, operation: Operation, key: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"summary": operation.summary, "responses": {}}
     if "{name}" in path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         found["parameters"] = [name]
+    for parameter, schema in operation.query:
+        described = {"name": parameter, "in": "query", "schema": schema}
+        found.setdefault("parameters", []).append(described)
     if operation.body is not None:
         content = {"application/json": {"schema": _schema_of(operation.body)}}
         found["requestBody"] = {"required": True, "content": content}
@@ -132,8 +184,8 @@ def _described(path: str, operation: Operation, needs_key: bool) -> dict[str, An
         found["responses"][str(status)] = _response(status, content)
     if operation.body is not None:
         found["responses"]["431"] = _response(431, {"text/plain": {"schema": {"type": "string"}}})
-    if needs_key:
-        found["security"] = [{"key": []}]
+    if key is not None:
+        found["security"] = [{key: []}]
         found["responses"]["401"] = _response(401, _JSON_ERROR)
     return found
 

@@ -23,10 +23,26 @@ class ServerOptions:
     api_key_file: str | None = option(
         None, "File with such keys, one on each line; unlike flags, nobody sees them in `ps`."
     )
+    admin_api_key: tuple[str, ...] = option(
+        (),
+        "Keys that open the admin endpoints (/sleep, /wake_up, /is_sleeping, /reset_prefix_cache, "
+        "/server_info, and with --profile-dir /start_profile and /stop_profile) and nothing else. "
+        "Without such a key there are none of these endpoints.",
+    )
+    admin_api_key_file: str | None = option(None, "File with such keys, one on each line.")
+    admin_without_key: bool = option(
+        False, "Offer the admin endpoints to everybody who may use the server."
+    )
     ssl_certfile: str | None = option(None, "Certificate; with it the server speaks HTTPS only.")
     ssl_keyfile: str | None = option(None, "Private key of --ssl-certfile.")
     ssl_ca_certs: str | None = option(
         None, "Authorities, a certificate of one of which every client must then bring."
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Names by which the server may be called (the Host header); '*.example.org' means all "
+        "below, '*' all. By default a server at a loopback address has local names only, so that "
+        "no web page reaches it by a name of its own, and any other has all.",
     )
     allowed_origins: tuple[str, ...] = option(
         (), "Web origins whose pages may call the server (CORS); '*' means all."
@@ -39,6 +55,9 @@ class ServerOptions:
     )
     trust_request_chat_template: bool = option(
         False, "Let a request bring a chat template, which is a program that this machine runs."
+    )
+    chat_template_timeout: float = option(
+        10.0, "Seconds that a chat template may take for one request."
     )
     enable_auto_tool_choice: bool = option(
         False, "Let the model call tools that a request offers; needs --tool-call-parser."
@@ -60,6 +79,11 @@ class ServerOptions:
     max_queued_bytes: int = option(
         1 << 30, "Most bytes of all bodies under way; the same above it."
     )
+    max_request_logprobs: int = option(
+        1 << 24,
+        "Most logprobs that one request may ask for, at all positions of all its answers and "
+        "prompts together.",
+    )
     request_timeout: float | None = option(
         None,
         "Seconds after which an answer ends as it is, with finish_reason 'abort' and stop_reason "
@@ -69,6 +93,11 @@ class ServerOptions:
         60.0,
         "Seconds that a client has to send its headers, to send its body, or to take the next "
         "piece of an answer.",
+    )
+    sse_keep_alive_interval: float = option(
+        0.0,
+        "Seconds without news after which a stream sends a comment, so that no proxy takes it for "
+        "dead; 0 is never.",
     )
     shutdown_timeout: float = option(
         30.0, "Seconds after SIGTERM in which requests under way may finish."
@@ -99,6 +128,12 @@ class ServerOptions:
             raise refused("metrics_prefix", self.metrics_prefix, "use letters, digits and '_'")
         for key in self.api_key:
             check_key("api_key", key)
+        for key in self.admin_api_key:
+            check_key("admin_api_key", key)
+        if self.admin_without_key and (self.admin_api_key or self.admin_api_key_file):
+            raise ValidationError(
+                "admin_without_key and admin_api_key contradict each other; give one of them"
+            )
 
 
 _LOWEST = {
@@ -108,8 +143,11 @@ _LOWEST = {
     "max_queued_requests": 0,
     "max_queued_tokens": 1,
     "max_queued_bytes": 1,
+    "max_request_logprobs": 0,
     "request_timeout": 0.001,
     "client_timeout": 0.001,
+    "chat_template_timeout": 0.001,
+    "sse_keep_alive_interval": 0,
     "shutdown_timeout": 0,
 }
 

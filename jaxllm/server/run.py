@@ -4,7 +4,6 @@ either of server and engine has to go."""
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import signal
 import socket
@@ -22,7 +21,8 @@ from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.logging import init_logger
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.app import make_app
-from jaxllm.server.auth import read_keys
+from jaxllm.server.auth import Keys, read_keys
+from jaxllm.server.hosts import is_loopback
 from jaxllm.server.http_protocol import limited_protocol
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.parsing import NamedParsers
@@ -62,12 +62,14 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
             trust_request_chat_template=options.trust_request_chat_template,
             parsers=parsers,
         )
-        if not keys and not _is_loopback(listener):
+        if not keys.api and not is_loopback(options.host):
             logger.warning(
                 "everybody who reaches %s may use this server; --api-key-file sets keys",
                 options.host,
             )
-        server = Server(Service(engine, served, options), keys)
+        service = Service(engine, served, options)
+        service.templates.start()
+        server = Server(service, keys)
         server.run([listener])
         return EXIT_ENGINE_DEAD if engine.errored else 0
 
@@ -75,7 +77,7 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
 class Server(uvicorn.Server):
     """uvicorn, with an engine behind it."""
 
-    def __init__(self, service: Service, keys: tuple[str, ...] = ()):
+    def __init__(self, service: Service, keys: Keys):
         self._service = service
         options = service.options
         _log_like_us(options.access_log)
@@ -150,6 +152,7 @@ class Server(uvicorn.Server):
         if not service.options.disable_log_stats:
             tasks.append(asyncio.create_task(log_stats(service.engine)))
         yield
+        service.templates.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -182,10 +185,6 @@ def bind(options: ServerOptions) -> socket.socket:
             f"cannot listen at {options.host}: {error.strerror}; give another --host or --port",
         ) from error
     return listener
-
-
-def _is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def _read_template(path: str) -> str:

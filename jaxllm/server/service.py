@@ -1,12 +1,19 @@
 """What all endpoints share: the engine, the model as it is served, and what is under way."""
 
+import dataclasses
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.limits import Admission
 from jaxllm.server.options import ServerOptions
+from jaxllm.server.templates import Templates
+
+Result = TypeVar("Result")
 
 
 class Service:
@@ -14,7 +21,8 @@ class Service:
 
     def __init__(self, engine: AsyncLLMEngine, served: ServedModel, options: ServerOptions):
         self.engine = engine
-        self.served = served
+        self.templates = Templates(options.chat_template_timeout)
+        self.served = dataclasses.replace(served, renderer=self.templates)
         self.options = options
         self.started = int(time.time())
         self.request_ids: set[str] = set()  # of what is under way in the engine
@@ -36,6 +44,19 @@ class Service:
         await self.engine.check_health()
         if self.is_stopping:
             raise UnavailableError("the server is stopping")
+
+    async def in_text_thread(self, request: object, work: Callable[[], Result]) -> Result:
+        """Do work on the text of a request, or of a decoded body, where it holds up nobody but
+        requests of its kind."""
+        if isinstance(request, ChatRequest):
+            return await self.templates.run(
+                request.chat_template, request.chat_template_kwargs, work
+            )
+        if isinstance(request, dict) and "messages" in request:
+            return await self.templates.run(
+                request.get("chat_template"), request.get("chat_template_kwargs"), work
+            )
+        return await self.engine.in_tokenizer_thread(work)
 
     async def abort_all(self) -> None:
         """End what is under way; those who wait are told."""

@@ -1,7 +1,8 @@
 """Server-sent events: an answer as it comes, one `data:` line for each piece."""
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 from starlette.types import Message, Send
@@ -14,6 +15,7 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # a proxy must not gather what is to be seen at once
 ]
 _DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 
 
 class EventStream:
@@ -24,6 +26,8 @@ class EventStream:
         self._send = send
         self._timeout_s = timeout_s
         self._encoder = msgspec.json.Encoder()
+        self._lock = asyncio.Lock()
+        self._last_write = 0.0
         self.has_begun = False
 
     async def write(self, events: Sequence[object]) -> None:
@@ -31,18 +35,39 @@ class EventStream:
             data = b"".join(b"data: %b\n\n" % self._encoder.encode(event) for event in events)
             await self._write(data, more=True)
 
+    @contextlib.asynccontextmanager
+    async def kept_alive(self, every_s: float) -> AsyncIterator[None]:
+        """Within this context something is sent after so many seconds without an event, or else a
+        proxy may take the connection for dead. 0 is never."""
+        task = asyncio.create_task(self._keep_alive(every_s)) if every_s else None
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _keep_alive(self, every_s: float) -> None:
+        clock = asyncio.get_running_loop().time
+        self._last_write = clock()
+        while True:
+            await asyncio.sleep(self._last_write + every_s - clock())
+            if clock() >= self._last_write + every_s:
+                await self._write(_KEEP_ALIVE, more=True)
+
     async def end(self) -> None:
         await self._write(_DONE, more=False)
 
     async def _write(self, data: bytes, *, more: bool) -> None:
-        if not self.has_begun:
-            self.has_begun = True
-            await self._send(
-                {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
-            )
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s), self._lock:
+                if not self.has_begun:
+                    self.has_begun = True
+                    await self._send(
+                        {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+                    )
                 await self._send(message)
+                self._last_write = asyncio.get_running_loop().time()
         except TimeoutError:
             raise Disconnected from None  # a client that reads nothing holds what it holds no more

@@ -72,6 +72,13 @@ class SimulatedExecutor:
     def reset(self) -> None:
         raise AssertionError("simulated steps do not fail")
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        raise AssertionError("simulated devices hold nothing that they could give back")
+
+    def wake_weights(self) -> None: ...
+
+    def wake_cache(self) -> None: ...
+
     def shutdown(self) -> None: ...
 
     def _tokens_there(self, schedule: Schedule) -> float:

@@ -163,6 +163,15 @@ class _TimingExecutor:
     def reset(self) -> None:
         self._runner.reset()
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        self._runner.sleep(keep_weights=keep_weights)
+
+    def wake_weights(self) -> None:
+        self._runner.wake_weights()
+
+    def wake_cache(self) -> None:
+        self._runner.wake_cache()
+
     def shutdown(self) -> None:
         self._runner.free()
 

@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+from jax.profiler import ProfileData
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.cli.generate import read_prompts
@@ -65,6 +66,13 @@ def test_json_has_one_line_per_answer_with_all_that_was_asked_for(
         assert record["metrics"]["num_generation_tokens"] == 5
         for token, entries in zip(record["token_ids"], record["logprobs"], strict=True):
             assert entries[str(token)]["rank"] == 1
+
+
+def test_a_run_is_profiled_if_there_is_where_to(model, tmp_path, capsys):
+    main(["generate", model, "--prompt", "One two", f"--profile-dir={tmp_path}", *ENGINE, *GREEDY])
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    lines = [line for plane in ProfileData.from_file(str(path)).planes for line in plane.lines]
+    assert sum(event.name == "step" for line in lines for event in line.events) == 5
 
 
 def test_json_has_no_logprobs_that_nobody_asked_for(model, capsys):

@@ -229,3 +229,45 @@ def _runs(pid):
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.slow
+def test_calls_beside_requests_are_answered_or_refused_and_harm_no_request(options, tmp_path):
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+    async def use(engine):
+        whole = asyncio.create_task(last(engine, "a", params, "0"))
+        stream = engine.generate("a", params, "1")
+        first = await anext(stream)
+        for call, message in (
+            (engine.stop_profile(), "no profile is being taken"),
+            (engine.sleep(7), "level=7"),
+            (engine.sleep("a"), "Sleep: Expected `int`"),
+            (engine.wake_up(["eyes"]), "tags='eyes'"),
+        ):
+            with pytest.raises(ValidationError, match=message):
+                await call
+        await engine.start_profile()
+        await engine.sleep(2)
+        assert await engine.is_sleeping()
+        late = asyncio.create_task(last(engine, "a", params, "2"))
+        while (await engine.stats()).num_requests_waiting < 3:
+            await asyncio.sleep(0.01)
+        await engine.stop_profile()
+        await engine.wake_up()
+        assert not await engine.is_sleeping()
+        outputs = [await whole, await late]
+        tokens = first.outputs[0].token_ids
+        async for output in stream:
+            tokens = output.outputs[0].token_ids
+        assert [output.outputs[0].token_ids for output in outputs] == [tokens] * 2
+        assert len(tokens) == 60
+        assert list((tmp_path / "p").rglob("*.xplane.pb"))
+
+        stream = engine.generate("a", params, "3")
+        await anext(stream)
+        await engine.sleep(mode="abort")
+        outputs = [output async for output in stream]
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+
+    with_engine({**options, "profile_dir": str(tmp_path / "p")}, use)

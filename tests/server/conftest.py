@@ -16,6 +16,7 @@ import uvloop
 from jaxllm import LLM, AsyncLLMEngine, SamplingParams
 from jaxllm.config import EngineArgs
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.server.auth import Keys
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.parsing import NamedParsers
 from jaxllm.server.run import Server, bind
@@ -24,7 +25,12 @@ from jaxllm.testing import make_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")
-def engine_options(tmp_path_factory):
+def profile_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="session")
+def engine_options(tmp_path_factory, profile_dir):
     return {
         "model": str(make_tiny_checkpoint(tmp_path_factory.mktemp("model"))),
         "max_model_len": 2048,
@@ -32,6 +38,7 @@ def engine_options(tmp_path_factory):
         "max_num_batched_tokens": 16,
         "kv_cache_memory_bytes": 16 << 20,
         "enforce_eager": True,
+        "profile_dir": str(profile_dir),
         "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
     }
 
@@ -59,7 +66,7 @@ class Host:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     @contextlib.contextmanager
-    def serve(self, *, keys=(), max_new_tokens=None, **options):
+    def serve(self, *, keys=(), admin_keys=(), max_new_tokens=None, **options):
         """A server with these options, as an HTTP client of it."""
         options = ServerOptions(port=0, served_model_name=("tiny", "alias"), **options)
         options.validate()
@@ -70,6 +77,7 @@ class Host:
             parsers=NamedParsers(options.reasoning_parser, options.tool_call_parser),
         )
         served = dataclasses.replace(served, max_new_tokens=max_new_tokens)
+        keys = Keys(api=keys, admin=admin_keys)
         server = Server(Service(self.engine, served, options), keys)
         listener = bind(options)
         future = asyncio.run_coroutine_threadsafe(server.serve([listener]), self._loop)

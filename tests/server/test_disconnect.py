@@ -45,8 +45,8 @@ def test_leaving_before_the_answer_aborts_it(host, client, prompt):
 def test_leaving_in_the_midst_of_a_body_leaves_nothing(host, client):
     with socket.create_connection(("127.0.0.1", client.port)) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 100\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
         )
     assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
     assert host.engine.num_unfinished == 0

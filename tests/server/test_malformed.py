@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.slow  # the first one starts an engine
 
-HOST = b"Host: a\r\n"
+HOST = b"Host: localhost\r\n"
 POST = b"POST /tokenize HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
 GET = b"GET /version HTTP/1.1\r\n" + HOST
 BODY = b'{"prompt": "a"}'

@@ -11,7 +11,8 @@ from jaxllm import SamplingParams, ValidationError
 from jaxllm.openai.endpoints import ENDPOINTS
 from jaxllm.openai.schema import request_schemas
 from jaxllm.openai.served_model import ServedModel
-from jaxllm.server.auth import OPEN_PATHS
+from jaxllm.server.admin import ADMIN_PATHS
+from jaxllm.server.auth import OPEN_PATHS, Keys
 from jaxllm.server.openapi import OPERATIONS, make_document
 
 NEEDED = {
@@ -27,18 +28,30 @@ def routes():
     return [Route(path, print, methods=[method]) for method, path in OPERATIONS]
 
 
-@pytest.mark.parametrize("with_keys", [False, True])
-def test_the_document_is_an_openapi_document(with_keys):
-    document = make_document(routes(), with_keys=with_keys)
+def guarded_by(document, key):
+    """The paths that want a key of this kind."""
+    wanted = {"security": [{key: []}]}.items()
+    return {
+        path
+        for path, item in document["paths"].items()
+        if all(wanted <= operation.items() for operation in item.values())
+    }
+
+
+@pytest.mark.parametrize("keys", [Keys(), Keys(api=("k",)), Keys(api=("k",), admin=("a",))])
+def test_the_document_is_an_openapi_document(keys):
+    document = make_document(routes(), keys)
     schemathesis.openapi.from_dict(document).validate()
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
-    guarded = {path for path, item in document["paths"].items() if "security" in str(item)}
-    assert guarded == (document["paths"].keys() - OPEN_PATHS if with_keys else set())
+    of_admins = ADMIN_PATHS if keys.admin else frozenset()
+    of_users = document["paths"].keys() - OPEN_PATHS - of_admins if keys.api else set()
+    assert guarded_by(document, "key") == of_users
+    assert guarded_by(document, "admin_key") == of_admins
 
 
 def test_all_references_lead_somewhere():
-    document = make_document(routes(), with_keys=True)
+    document = make_document(routes(), Keys(api=("k",)))
     text = json.dumps(document)
     schemas = document["components"]["schemas"]
     found = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
@@ -48,7 +61,7 @@ def test_all_references_lead_somewhere():
 
 def test_a_route_without_an_entry_is_noticed():
     with pytest.raises(KeyError, match="/other"):
-        make_document([*routes(), Route("/other", print, methods=["GET"])], with_keys=False)
+        make_document([*routes(), Route("/other", print, methods=["GET"])], Keys())
 
 
 def bounds():

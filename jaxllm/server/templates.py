@@ -1,0 +1,51 @@
+"""Chat templates of requests, rendered where they hold up nobody who has brought none."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from jaxllm.frontend.chat_template import Conversation, Renderer
+from jaxllm.frontend.template_process import TemplateProcess
+from jaxllm.openai.chat import is_foreign
+
+Result = TypeVar("Result")
+
+
+class Templates(Renderer):
+    """Two processes that render, each with a thread that waits for it: one for templates and
+    variables that requests bring, so that the other requests need not wait for them."""
+
+    def __init__(self, timeout_s: float):
+        self._own = _Lane("template", timeout_s)
+        self._foreign = _Lane("foreign template", timeout_s)
+
+    def start(self) -> None:
+        """Have a process ready when the first request comes."""
+        self._own.process.start()
+
+    def render(self, conversation: Conversation, *, is_foreign: bool) -> str:
+        return self._lane(is_foreign).process.render(conversation)
+
+    async def run(
+        self, chat_template: object, chat_template_kwargs: object, work: Callable[[], Result]
+    ) -> Result:
+        """Do work that renders for a request with these, in the thread for such ones."""
+        thread = self._lane(is_foreign(chat_template, chat_template_kwargs)).thread
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+    def close(self) -> None:
+        for lane in (self._own, self._foreign):
+            lane.process.close()
+            lane.thread.shutdown(wait=False, cancel_futures=True)
+
+    def _lane(self, is_foreign: bool) -> "_Lane":
+        return self._foreign if is_foreign else self._own
+
+
+class _Lane:
+    """A process, and the thread of those who wait for it."""
+
+    def __init__(self, name: str, timeout_s: float):
+        self.process = TemplateProcess(timeout_s)
+        self.thread = ThreadPoolExecutor(1, name)

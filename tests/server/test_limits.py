@@ -1,0 +1,156 @@
+"""Every limit refuses what is above it, with the field, the value and the limit, in few words."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from jaxllm.messages import EngineInfo
+from jaxllm.openai.errors import error_body
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.server.limits import check_logprobs
+
+pytestmark = pytest.mark.slow  # the first one starts an engine
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+LONG = "x" * 100_000
+
+
+def tool(**more):
+    return {"type": "function", "function": {"name": "look", **more}}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "told"),
+    [
+        (CHAT, "messages", HELLO * 8193, "messages='8193 messages': at most 8192"),
+        (CHAT, "tools", [tool()] * 129, "tools='129 tools': give 1 to 128"),
+        (CHAT, "tools", [tool(description="x" * 2**20)], " bytes': at most 1048576"),
+        (CHAT, "tools", [tool() | {"function": {"name": LONG}}], "a name has 1 to 64"),
+        (CHAT, "top_logprobs", 21, "max_logprobs=20"),
+        (COMPLETIONS, "prompt", ["a"] * 1025, "prompt='1025 prompts': at most 1024"),
+        (COMPLETIONS, "n", 16385, "n=16385: it must be between 1 and 16384"),
+        (COMPLETIONS, "stop", ["a"] * 65, "stop='65 entries': at most 64"),
+        (COMPLETIONS, "stop", "a" * 1025, "stop='1025 characters': a stop string has at most 1024"),
+        (COMPLETIONS, "stop_token_ids", list(range(129)), "'129 entries': at most 128"),
+        (COMPLETIONS, "bad_words", ["a"] * 129, "bad_words='129 entries': at most 128"),
+        (COMPLETIONS, "bad_words", [LONG], "'100000 characters': a bad word has at most 1024"),
+        (COMPLETIONS, "bad_words", ["x y z " * 20], "between 1 and 16 are allowed"),
+        (
+            COMPLETIONS,
+            "logit_bias",
+            {str(token): 1 for token in range(65537)},
+            "logit_bias='65537 entries': at most 65536",
+        ),
+        (COMPLETIONS, "allowed_token_ids", list(range(500)), "ids of this model are below"),
+        (COMPLETIONS, "logprobs", 21, "logprobs=21: the engine gives at most max_logprobs=20"),
+        (COMPLETIONS, "prompt_logprobs", 21, "prompt_logprobs=21"),
+        (COMPLETIONS, "cache_salt", "a" * 129, "cache_salt="),
+        (COMPLETIONS, "prompt", "x " * 9000, "max_model_len=2048"),
+        # Long values are told by their beginning, whatever is wrong with them.
+        (COMPLETIONS, "temperature", LONG, "temperature='xxx"),
+        (COMPLETIONS, "model", LONG, "model='xxx"),
+        (COMPLETIONS, LONG, 1, "unknown field 'xxx"),
+        (COMPLETIONS, "logit_bias", {LONG: 1}, "logit_bias="),
+        (COMPLETIONS, "seed", int("1" * 4000), "seed="),
+        (CHAT, "messages", [{"role": "user", "content": [LONG, 1]}], "message content 1 is"),
+        (CHAT, "messages", [LONG], "messages"),
+        (CHAT, "chat_template_kwargs", {"tokenize": LONG}, "chat_template_kwargs="),
+        ("/tokenize", "prompt", [LONG], "prompt="),
+        ("/detokenize", "tokens", [10**9], "ids of this model are"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_above_a_limit(parsing_client, path, field, value, told):
+    body = {CHAT: {"messages": HELLO, "logprobs": True}, COMPLETIONS: {"prompt": "a"}}
+    response = parsing_client.post(path, json=body.get(path, {}) | {field: value})
+    assert response.status_code in (400, 404), response.text[:200]
+    message = response.json()["error"]["message"]
+    assert told in message or field[:80] in message and len(field) > 1000, message
+    assert len(response.text) < 2500 and "/" not in message.replace("and/or", ""), message
+
+
+@pytest.fixture(scope="module")
+def parsing_client(host):
+    options = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    with host.serve(access_log=False, **options) as client:
+        yield client
+
+
+def test_logprobs_count_at_all_positions(host):
+    with host.serve(max_request_logprobs=1000) as client:
+        body = {"prompt": [[5] * 10, [6] * 10], "n": 2, "logprobs": 4}
+        response = client.post(COMPLETIONS, json=body | {"max_tokens": 51})
+        assert response.status_code == 400
+        assert (
+            "logprobs='1020 at all positions': one request may have at most 1000" in response.text
+        )
+        assert client.post(COMPLETIONS, json=body | {"max_tokens": 50}).status_code == 200
+        echo = {"prompt": [5] * 100, "prompt_logprobs": 9, "max_tokens": 1}
+        assert client.post(COMPLETIONS, json=echo).status_code == 200
+        assert client.post(COMPLETIONS, json=echo | {"prompt_logprobs": 10}).status_code == 400
+
+
+def test_all_of_the_vocabulary_counts_as_what_it_is():
+    info = EngineInfo(
+        model="m", model_dir="m", vocab_size=1000, max_model_len=100, max_logprobs=1000,
+        eos_token_ids=[], max_num_seqs=1, max_num_batched_tokens=16, num_blocks=1, block_size=16,
+    )  # fmt: skip
+    params = SamplingParams(logprobs=-1, max_tokens=None)
+    check_logprobs(params, [90], info, most=10 * 1001)
+    with pytest.raises(ValueError, match="logprobs='10010 at all positions'"):
+        check_logprobs(params, [90], info, most=10 * 1001 - 1)
+
+
+def test_what_is_not_meant_for_users_is_not_told():
+    for error in (OSError("/secret/path"), RuntimeError("x" * 10_000)):
+        message = error_body(error).error.message
+        assert "secret" not in message and len(message) < 100
+
+
+def test_a_template_without_end_holds_up_nobody_who_brings_none(host):
+    slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    found = []
+    with host.serve(trust_request_chat_template=True, chat_template_timeout=3.0) as client:
+        body = {"messages": HELLO, "max_tokens": 2}
+        assert client.post(CHAT, json=body).status_code == 200
+        foreign = body | {"chat_template": "{{ 'a' }}"}
+        assert client.post(CHAT, json=foreign).status_code == 200  # that process is ready, too
+
+        def ask():
+            found.append(client.post(CHAT, json=body | {"chat_template": slow}))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.3)
+        # Chat with and without switches, completions, and what else needs the tokenizer.
+        assert client.post(CHAT, json=body).status_code == 200
+        switched = body | {"chat_template_kwargs": {"enable_thinking": False}}
+        assert client.post(CHAT, json=switched).status_code == 200
+        assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
+        assert client.post("/tokenize", json={"messages": HELLO}).status_code == 200
+        assert not found
+        thread.join()
+        assert found[0].status_code == 400
+        assert "chat_template_timeout=3.0" in found[0].text
+        assert client.post(CHAT, json=foreign).status_code == 200
+        response = client.post(CHAT, json=body | {"chat_template": "x" * 300_000})
+        assert response.status_code == 400 and "'300000 characters'" in response.text
+
+
+def test_a_stream_without_news_is_kept_alive(host):
+    body = {"prompt": "a", "max_tokens": 3, "stream": True, "temperature": 0}
+    with host.serve(sse_keep_alive_interval=0.05, client_timeout=5.0) as client:
+        whole = client.post(COMPLETIONS, json=body | {"stream": False}).json()
+        host.call(host.engine.sleep(0))
+        with client.stream("POST", COMPLETIONS, json=body) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            assert [next(lines) for _ in range(3)] == [": keep-alive"] * 3
+            host.call(host.engine.wake_up())
+            *events, last = [line for line in lines if line != ": keep-alive"]
+        texts = [json.loads(one.removeprefix("data: "))["choices"][0]["text"] for one in events]
+        assert last == "data: [DONE]" and "".join(texts) == whole["choices"][0]["text"]
+    with host.serve() as client:
+        assert "keep-alive" not in client.post(COMPLETIONS, json=body).text
