@@ -15,7 +15,7 @@ from starlette.routing import Route
 import jaxllm
 from jaxllm.errors import EngineDeadError
 from jaxllm.openai.endpoints import ENDPOINTS
-from jaxllm.openai.errors import NotFoundError
+from jaxllm.openai.errors import NotFoundError, UnavailableError
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Authentication
 from jaxllm.server.errors import HTTPError, error_response, json_response
@@ -33,6 +33,7 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
     options, engine = service.options, service.engine
     metrics = ServerMetrics(options.metrics_prefix, service.served.names[0])
     engine.on_output = metrics.observe
+    service.peers.report = lambda: metrics.report(service.admission.num_refused)
 
     async def health(request: Request) -> Response:
         return Response(status_code=200 if engine.is_running else 503)
@@ -56,7 +57,12 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
         stats = None
         with contextlib.suppress(EngineDeadError):
             stats = await engine.stats()
-        page = metrics.expose(stats, service.admission.num_refused)
+        try:
+            reports = await service.peers.ask()
+        except OSError:
+            # Without all of them counters would seem to have begun anew.
+            raise UnavailableError("a frontend does not say what it has counted") from None
+        page = metrics.expose(stats, service.admission.num_refused, reports)
         return Response(page, media_type="text/plain; version=0.0.4")
 
     routes = [

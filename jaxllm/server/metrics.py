@@ -4,7 +4,8 @@ Names and meanings are those that vLLM's dashboards know, after a prefix.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +13,7 @@ from prometheus_client.exposition import generate_latest
 
 from jaxllm.messages import RequestOutput
 from jaxllm.metrics.stats import EngineStats
+from jaxllm.server.summed_metrics import added, report
 
 _SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -53,6 +55,15 @@ _SIZES = {
 }
 
 
+class _Page(NamedTuple):
+    """A registry of what has been collected."""
+
+    families: Sequence[Metric]
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families
+
+
 class ServerMetrics:
     """Fed with every output of the engine; on the event loop only."""
 
@@ -83,7 +94,6 @@ class ServerMetrics:
             registry=self._registry,
         ).labels(*self._labels)
         self._num_refused = 0
-        self._registry.register(self)
 
     def observe(self, output: RequestOutput) -> None:
         """Take an output of the engine in."""
@@ -96,16 +106,27 @@ class ServerMetrics:
             if last is not None:
                 self._observe_piece(output, now - last)
 
-    def expose(self, stats: EngineStats | None, num_refused: int) -> bytes:
-        """The page; without stats of the engine with the last ones that were seen."""
+    def expose(
+        self, stats: EngineStats | None, num_refused: int, reports: Sequence[bytes] = ()
+    ) -> bytes:
+        """The page, with the reports of other frontends added; without stats of the engine with
+        the last ones that were seen."""
         if stats is not None:
             self._stats = stats
+        families = added(self._counted(num_refused), reports)
+        return generate_latest(_Page([*families, *self._engine_families()]))
+
+    def report(self, num_refused: int) -> bytes:
+        """What was counted here, for another frontend's page."""
+        return report(self._counted(num_refused))
+
+    def _counted(self, num_refused: int) -> Iterable[Metric]:
         self._refused.inc(num_refused - self._num_refused)
         self._num_refused = num_refused
-        return generate_latest(self._registry)
+        return self._registry.collect()
 
-    def collect(self) -> Iterable[Metric]:
-        """For the registry: the figures that the engine keeps itself."""
+    def _engine_families(self) -> Iterable[Metric]:
+        """The figures that the engine keeps itself."""
         stats = self._stats
         values = (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage)
         for (name, text), value in zip(_GAUGES.items(), values, strict=True):

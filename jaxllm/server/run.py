@@ -22,9 +22,11 @@ from jaxllm.logging import init_logger
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.app import make_app
 from jaxllm.server.auth import read_keys
+from jaxllm.server.frontends import Frontends
 from jaxllm.server.http_protocol import limited_protocol
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.parsing import NamedParsers
+from jaxllm.server.peers import Peers, prepare
 from jaxllm.server.service import Service
 from jaxllm.server.stats_log import log_stats
 
@@ -42,7 +44,7 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
     """Serve until a signal, or the end of the engine; returns the exit status."""
     options.validate()
     keys = read_keys(options)
-    parsers = NamedParsers(options.reasoning_parser, options.tool_call_parser)
+    NamedParsers(options.reasoning_parser, options.tool_call_parser)  # refuses what is no parser
     template = options.chat_template and _read_template(options.chat_template)
     signal.signal(signal.SIGTERM, _exit_at_once)
     with contextlib.ExitStack() as stack:
@@ -54,28 +56,53 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
         stack.callback(engine.shutdown)
         if listener is None:  # a rank that follows has not come back from there
             listener = stack.enter_context(bind(options))
-        served = ServedModel.of(
-            engine,
-            options.served_model_name,
-            chat_template=template,
-            trust_request_chat_template=options.trust_request_chat_template,
-            parsers=parsers,
-        )
+        peers, frontends = None, Frontends()
+        if options.api_server_count > 1:
+            directory = engine.assignment.directory
+            prepare(directory, options.api_server_count)
+            peers = Peers(directory, 0, options.api_server_count)
+            frontends = Frontends.start(engine, options, keys, template, listener)
+            stack.callback(frontends.end)
         if not keys and not _is_loopback(listener):
             logger.warning(
                 "everybody who reaches %s may use this server; --api-key-file sets keys",
                 options.host,
             )
-        server = Server(Service(engine, served, options), keys)
+        server = make_server(engine, options, keys, template, peers, frontends)
         server.run([listener])
-        return EXIT_ENGINE_DEAD if engine.errored else 0
+        if server.force_exit:
+            frontends.end(at_once=True)
+        return EXIT_ENGINE_DEAD if engine.errored or frontends.has_lost else 0
+
+
+def make_server(
+    engine: AsyncLLMEngine,
+    options: ServerOptions,
+    keys: tuple[str, ...],
+    chat_template: str | None,
+    peers: Peers | None = None,
+    frontends: Frontends | None = None,
+) -> "Server":
+    """A server in front of an engine, with the frontends beside it and those that it owns."""
+    served = ServedModel.of(
+        engine,
+        options.served_model_name,
+        chat_template=chat_template,
+        trust_request_chat_template=options.trust_request_chat_template,
+        parsers=NamedParsers(options.reasoning_parser, options.tool_call_parser),
+    )
+    return Server(Service(engine, served, options, peers), keys, frontends)
 
 
 class Server(uvicorn.Server):
     """uvicorn, with an engine behind it."""
 
-    def __init__(self, service: Service, keys: tuple[str, ...] = ()):
+    def __init__(
+        self, service: Service, keys: tuple[str, ...] = (), frontends: Frontends | None = None
+    ):
         self._service = service
+        self._frontends = frontends or Frontends()
+        self._is_first = service.peers.index == 0
         options = service.options
         _log_like_us(options.access_log)
         super().__init__(
@@ -100,6 +127,9 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """SIGTERM and Ctrl-C end the server in order; a second one ends it at once."""
+        if not self._is_first:
+            yield  # the first one gets them, and tells
+            return
         try:
             loop = asyncio.get_running_loop()
             for one in (signal.SIGTERM, signal.SIGINT):
@@ -110,6 +140,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if not self._is_first:
+            return
         scheme = "https" if self.config.is_ssl else "http"
         names = ", ".join(self._service.served.names)
         for one in sockets or ():
@@ -121,6 +153,7 @@ class Server(uvicorn.Server):
         """Take no more requests; let those under way finish, and end them when it takes too
         long."""
         self._service.is_stopping = True
+        self._frontends.stop(self.config.timeout_graceful_shutdown or 0)
         logger.info("stopping; %d requests are under way", len(self._service.request_ids))
         limit = asyncio.create_task(self._abort_late())
         await super().shutdown(sockets)
@@ -141,10 +174,16 @@ class Server(uvicorn.Server):
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         service = self._service
         await service.engine.stats()  # from now on it is read what the engine sends
-        tasks = [asyncio.create_task(self._stop_without_engine())]
-        if not service.options.disable_log_stats:
+        listener = await service.peers.listen()
+        tasks = [
+            asyncio.create_task(self._stop_without_engine()),
+            asyncio.create_task(self._stop_without_frontends()),
+        ]
+        if self._is_first and not service.options.disable_log_stats:
             tasks.append(asyncio.create_task(log_stats(service.engine)))
         yield
+        if listener is not None:
+            listener.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -152,8 +191,17 @@ class Server(uvicorn.Server):
     async def _stop_without_engine(self) -> None:
         while self._service.engine.is_running:
             await asyncio.sleep(_LOOK_S)
+        self._frontends.engine_has_ended(self._service.engine.exit_status or EXIT_ENGINE_DEAD)
         logger.error("the engine has ended, and so does the server")
         await asyncio.sleep(_SHOW_DEATH_S)
+        self.should_exit = True
+
+    async def _stop_without_frontends(self) -> None:
+        while (lost := self._frontends.lost()) is None:
+            await asyncio.sleep(_LOOK_S)
+        logger.error(
+            "frontend %d has ended with status %s, and so does the server", lost.index, lost.status
+        )
         self.should_exit = True
 
 

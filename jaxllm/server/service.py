@@ -7,15 +7,23 @@ from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.limits import Admission
 from jaxllm.server.options import ServerOptions
+from jaxllm.server.peers import Peers
 
 
 class Service:
     """One engine behind a server."""
 
-    def __init__(self, engine: AsyncLLMEngine, served: ServedModel, options: ServerOptions):
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        served: ServedModel,
+        options: ServerOptions,
+        peers: Peers | None = None,  # there are none
+    ):
         self.engine = engine
         self.served = served
         self.options = options
+        self.peers = peers or Peers.none()
         self.started = int(time.time())
         self.request_ids: set[str] = set()  # of what is under way in the engine
         self.is_stopping = False
@@ -25,6 +33,7 @@ class Service:
             None if queued is None else running + queued,
             options.max_queued_tokens,
             options.max_queued_bytes,
+            self.peers,
         )
 
     @property

@@ -1,0 +1,173 @@
+"""Further frontends of a server, each in a process of its own (`--api-server-count`).
+
+The first one owns the engine and the others. All of them accept at one listening socket, which it
+has bound and they inherit: who is free takes the next connection, and none is lost with one of
+them. They stop together: a server that has lost a frontend ends as one that has lost its engine,
+but lets the others finish what is under way.
+"""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from jaxllm.errors import EngineDeadError, JaxLLMError
+from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.messages import Assignment
+from jaxllm.server.options import ServerOptions
+
+# What a frontend says when it is about to serve.
+READY = b"ready\n"
+_LOOK_S = 0.2
+
+
+class FrontendAssignment(msgspec.Struct, kw_only=True):
+    """What a frontend's process is started with; keys do not show in its arguments."""
+
+    index: int
+    engine: Assignment
+    options: ServerOptions
+    keys: tuple[str, ...]
+    chat_template: str | None
+    listener: int  # file descriptor of the socket to accept at
+
+
+class EngineEnded(msgspec.Struct, tag=True):
+    """There is no engine any more."""
+
+    status: int
+
+
+class StopServing(msgspec.Struct, tag=True):
+    """Take no more requests, and end when those under way have ended."""
+
+
+ToFrontend = EngineEnded | StopServing
+
+
+class FrontendProcess:
+    """One further frontend. Its standard input is a socket that brings what it is told, and whose
+    end tells either side of the end of the other."""
+
+    def __init__(self, assignment: FrontendAssignment):
+        self.index = assignment.index
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "jaxllm.server.frontend_process"],
+                stdin=theirs.fileno(),
+                pass_fds=[assignment.listener],
+            )
+        self.tell(assignment)
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._process.poll()
+
+    def tell(self, message: FrontendAssignment | ToFrontend) -> None:
+        try:
+            self._channel.sendall(msgspec.json.encode(message) + b"\n")
+        except OSError:
+            pass  # it is gone already, which `status` tells
+
+    def await_ready(self, engine: AsyncLLMEngine) -> None:
+        """Wait until it can serve; raises when it, or the engine, has ended."""
+        self._channel.settimeout(_LOOK_S)
+        said = b""
+        while said != READY:
+            if engine.exit_status is not None:
+                raise EngineDeadError(f"the engine has ended with status {engine.exit_status}")
+            try:
+                part = self._channel.recv(len(READY))
+            except TimeoutError:
+                continue
+            if not part:
+                raise JaxLLMError(
+                    f"frontend {self.index} has ended with status {self._process.wait()} before it "
+                    "was ready: see its log"
+                )
+            said += part
+        self._channel.settimeout(None)
+
+    def end(self, grace_s: float) -> None:
+        """Be rid of it: when it has ended by itself, or after this time."""
+        try:
+            self._process.wait(max(grace_s, 0))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._channel.close()
+
+
+class Frontends:
+    """The further frontends of a server, of which there may be none."""
+
+    def __init__(self, processes: Sequence[FrontendProcess] = ()):
+        self._processes = processes
+        self._ends_at: float | None = None  # when they must have ended, once they were told to
+        self.has_lost = False
+
+    @classmethod
+    def start(
+        cls,
+        engine: AsyncLLMEngine,
+        options: ServerOptions,
+        keys: tuple[str, ...],
+        chat_template: str | None,
+        listener: socket.socket,
+    ) -> "Frontends":
+        """Start them, and wait until all are ready."""
+        frontends = cls(
+            [
+                FrontendProcess(
+                    FrontendAssignment(
+                        index=index,
+                        engine=engine.assignment,
+                        options=options,
+                        keys=keys,
+                        chat_template=chat_template,
+                        listener=listener.fileno(),
+                    )
+                )
+                for index in range(1, options.api_server_count)
+            ]
+        )
+        try:
+            for process in frontends._processes:
+                process.await_ready(engine)
+        except BaseException:
+            frontends.end()
+            raise
+        return frontends
+
+    def lost(self) -> FrontendProcess | None:
+        """One that has ended without having been told to."""
+        if self._ends_at is None:
+            for process in self._processes:
+                if process.status is not None:
+                    self.has_lost = True
+                    return process
+        return None
+
+    def engine_has_ended(self, status: int) -> None:
+        self._tell(EngineEnded(status))
+
+    def stop(self, within_s: float) -> None:
+        """Let them finish what is under way."""
+        self._ends_at = time.monotonic() + within_s
+        self._tell(StopServing())
+
+    def end(self, *, at_once: bool = False) -> None:
+        """Be rid of them, when they have had the time they were given."""
+        if at_once or self._ends_at is None:
+            self._ends_at = 0.0
+        for process in self._processes:
+            process.end(self._ends_at - time.monotonic())
+
+    def _tell(self, message: ToFrontend) -> None:
+        for process in self._processes:
+            process.tell(message)
