@@ -26,7 +26,6 @@ from jaxllm.logging import init_logger
 from jaxllm.messages import (
     Abort,
     Add,
-    Assignment,
     EngineInfo,
     EngineOutput,
     Outputs,
@@ -49,12 +48,14 @@ Result = TypeVar("Result")
 class AsyncLLMEngine:
     """An engine for applications with an event loop. All methods are for one loop."""
 
-    def __init__(self, config: EngineConfig, joined: JoinedEngine | None = None):
-        """Start the engine, or join one; returns when it is ready, which may take minutes."""
+    def __init__(self, config: EngineConfig, process: EngineProcess | JoinedEngine | None = None):
+        """Start the engine, or use one that was started; returns when it is ready, which may take
+        minutes."""
         self.config = config
-        self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
-        self._process = EngineProcess(config) if joined is None else joined
+        self._process = EngineProcess(config) if process is None else process
         try:
+            # Both load at once.
+            self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
             self._client = AsyncClient(self._process)
         except BaseException:
             self._stop_process(grace_s=0)
@@ -79,11 +80,6 @@ class AsyncLLMEngine:
     @property
     def info(self) -> EngineInfo:
         return self._client.info
-
-    @property
-    def assignment(self) -> Assignment:
-        """What the engine's process was started with, by which others can join it."""
-        return self._process.assignment
 
     @property
     def exit_status(self) -> int | None:

@@ -93,13 +93,9 @@ class FrontendProcess:
             said += part
         self._channel.settimeout(None)
 
-    def end(self, grace_s: float) -> None:
-        """Be rid of it: when it has ended by itself, or after this time."""
-        try:
-            self._process.wait(max(grace_s, 0))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
         self._channel.close()
 
 
@@ -114,19 +110,19 @@ class Frontends:
     @classmethod
     def start(
         cls,
-        engine: AsyncLLMEngine,
+        engine: Assignment,
         options: ServerOptions,
         keys: tuple[str, ...],
         chat_template: str | None,
         listener: socket.socket,
     ) -> "Frontends":
-        """Start them, and wait until all are ready."""
-        frontends = cls(
+        """Start all that the options want beside the first one."""
+        return cls(
             [
                 FrontendProcess(
                     FrontendAssignment(
                         index=index,
-                        engine=engine.assignment,
+                        engine=engine,
                         options=options,
                         keys=keys,
                         chat_template=chat_template,
@@ -136,13 +132,10 @@ class Frontends:
                 for index in range(1, options.api_server_count)
             ]
         )
-        try:
-            for process in frontends._processes:
-                process.await_ready(engine)
-        except BaseException:
-            frontends.end()
-            raise
-        return frontends
+
+    def await_ready(self, engine: AsyncLLMEngine) -> None:
+        for process in self._processes:
+            process.await_ready(engine)
 
     def lost(self) -> FrontendProcess | None:
         """One that has ended without having been told to."""
@@ -161,12 +154,18 @@ class Frontends:
         self._ends_at = time.monotonic() + within_s
         self._tell(StopServing())
 
-    def end(self, *, at_once: bool = False) -> None:
-        """Be rid of them, when they have had the time they were given."""
-        if at_once or self._ends_at is None:
-            self._ends_at = 0.0
+    @property
+    def are_stopping(self) -> bool:
+        """Whether some are still about it, and have time left."""
+        late = self._ends_at is None or time.monotonic() > self._ends_at
+        return not late and any(process.status is None for process in self._processes)
+
+    def __enter__(self) -> "Frontends":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.end(self._ends_at - time.monotonic())
+            process.kill()
 
     def _tell(self, message: ToFrontend) -> None:
         for process in self._processes:

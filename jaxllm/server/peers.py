@@ -21,7 +21,7 @@ class Peers:
     """One of `num` frontends, and the way to the others."""
 
     def __init__(self, directory: str, index: int, num: int):
-        """Join the others in a folder that `prepare` has been called for."""
+        """Join the others in a folder that the first one has made ready."""
         self.index = index
         self.num = num
         self.report: Callable[[], bytes] = bytes  # what the others get when they ask
@@ -38,6 +38,13 @@ class Peers:
             self._socket.listen()
         # counts[index * NUM_COUNTS + kind]
         self._counts = memory.cast("q")
+
+    @classmethod
+    def first(cls, directory: str, num: int) -> "Peers":
+        """Make a folder ready for so many frontends, and be the first one."""
+        if num > 1:
+            _counts_path(directory).write_bytes(bytes(num * NUM_COUNTS * _BYTES))
+        return cls(directory, 0, num)
 
     @classmethod
     def none(cls) -> "Peers":
@@ -80,11 +87,6 @@ class Peers:
 
     def _socket_path(self, index: int) -> str:
         return str(self._directory / f"frontend-{index}")
-
-
-def prepare(directory: str, num: int) -> None:
-    """Make a folder ready for so many frontends."""
-    _counts_path(directory).write_bytes(bytes(num * NUM_COUNTS * _BYTES))
 
 
 def _counts_path(directory: str) -> Path:

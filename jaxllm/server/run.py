@@ -3,6 +3,7 @@ either of server and engine has to go."""
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import signal
@@ -18,6 +19,7 @@ from starlette.applications import Starlette
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.frontend.engine_process import EngineProcess
 from jaxllm.logging import init_logger
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.app import make_app
@@ -26,7 +28,7 @@ from jaxllm.server.frontends import Frontends
 from jaxllm.server.http_protocol import limited_protocol
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.parsing import NamedParsers
-from jaxllm.server.peers import Peers, prepare
+from jaxllm.server.peers import Peers
 from jaxllm.server.service import Service
 from jaxllm.server.stats_log import log_stats
 
@@ -48,21 +50,24 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
     template = options.chat_template and _read_template(options.chat_template)
     signal.signal(signal.SIGTERM, _exit_at_once)
     with contextlib.ExitStack() as stack:
-        listener = None
+        listener = frontends = None
         if not config.parallel.may_follow:
             # A port that is taken is told before a model is loaded. It does not listen yet.
             listener = stack.enter_context(bind(options))
-        engine = AsyncLLMEngine(config)
+        process = EngineProcess(config)
+        stack.callback(process.stop, grace_s=0)
+        peers = Peers.first(process.assignment.directory, options.api_server_count)
+        start = functools.partial(Frontends.start, process.assignment, options, keys, template)
+        if listener is not None:
+            frontends = stack.enter_context(start(listener))
+        engine = AsyncLLMEngine(config, process)
         stack.callback(engine.shutdown)
-        if listener is None:  # a rank that follows has not come back from there
+        if (
+            listener is None or frontends is None
+        ):  # a rank that follows has not come back from there
             listener = stack.enter_context(bind(options))
-        peers, frontends = None, Frontends()
-        if options.api_server_count > 1:
-            directory = engine.assignment.directory
-            prepare(directory, options.api_server_count)
-            peers = Peers(directory, 0, options.api_server_count)
-            frontends = Frontends.start(engine, options, keys, template, listener)
-            stack.callback(frontends.end)
+            frontends = stack.enter_context(start(listener))
+        frontends.await_ready(engine)
         if not keys and not _is_loopback(listener):
             logger.warning(
                 "everybody who reaches %s may use this server; --api-key-file sets keys",
@@ -70,8 +75,6 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
             )
         server = make_server(engine, options, keys, template, peers, frontends)
         server.run([listener])
-        if server.force_exit:
-            frontends.end(at_once=True)
         return EXIT_ENGINE_DEAD if engine.errored or frontends.has_lost else 0
 
 
@@ -158,6 +161,8 @@ class Server(uvicorn.Server):
         limit = asyncio.create_task(self._abort_late())
         await super().shutdown(sockets)
         limit.cancel()
+        while self._frontends.are_stopping and not self.force_exit:
+            await asyncio.sleep(_LOOK_S / 5)
 
     def _on_signal(self) -> None:
         if self.should_exit:
