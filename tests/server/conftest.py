@@ -80,7 +80,7 @@ class Host:
         port = listener.getsockname()[1]
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-                client.port = port
+                client.port, client.server = port, server
                 yield client
         finally:
             server.should_exit = True
