@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import BinaryIO
+from collections.abc import Iterator
 
 import msgspec
 
@@ -32,8 +32,11 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
-    lines = channel.makefile("rb")
-    assignment = msgspec.json.decode(lines.readline(), type=FrontendAssignment)
+    lines = _lines(channel)
+    first = next(lines, None)
+    if first is None:
+        return EXIT_ENGINE_DEAD  # nobody has waited for this process
+    assignment = msgspec.json.decode(first, type=FrontendAssignment)
     name_process(f"frontend {assignment.index}")
     sys.path[:] = assignment.engine.python_path
     joined = JoinedEngine(assignment.engine)
@@ -44,12 +47,9 @@ def main() -> int:
     except JaxLLMError as error:
         logger.error("%s", error)
         return EXIT_ENGINE_DEAD
-    peers = Peers(
-        assignment.engine.directory, assignment.index, assignment.options.api_server_count
-    )
-    server = make_server(
-        engine, assignment.options, assignment.keys, assignment.chat_template, peers
-    )
+    options = assignment.options
+    peers = Peers(assignment.engine.directory, assignment.index, options.api_server_count)
+    server = make_server(engine, options, assignment.keys, assignment.chat_template, peers)
     orders.server = server
     channel.sendall(READY)
     server.run([socket.socket(fileno=assignment.listener)])
@@ -60,21 +60,32 @@ def main() -> int:
 class _Orders(threading.Thread):
     """Does what the first frontend says, and ends with it."""
 
-    def __init__(self, lines: BinaryIO, engine: JoinedEngine):
+    def __init__(self, lines: Iterator[bytes], engine: JoinedEngine):
         super().__init__(name="orders", daemon=True)
         self._lines = lines
         self._engine = engine
         self.server: Server | None = None  # there is one before any order comes
 
     def run(self) -> None:
-        for line in self._lines:
-            order = msgspec.json.decode(line, type=ToFrontend)
-            if isinstance(order, EngineEnded):
-                self._engine.status = order.status
-            else:
-                assert self.server is not None
-                self.server.should_exit = True
-        os._exit(EXIT_ENGINE_DEAD)
+        try:
+            for line in self._lines:
+                order = msgspec.json.decode(line, type=ToFrontend)
+                if isinstance(order, EngineEnded):
+                    self._engine.status = order.status
+                else:
+                    assert self.server is not None
+                    self.server.should_exit = True
+        finally:
+            os._exit(EXIT_ENGINE_DEAD)
+
+
+def _lines(channel: socket.socket) -> Iterator[bytes]:
+    """Not those of a file object: its lock, held by a thread that reads, would be in the way when
+    the process ends."""
+    rest = b""
+    while part := channel.recv(1 << 16):
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
 
 
 def _config_of(assignment: FrontendAssignment) -> EngineConfig:

@@ -85,6 +85,8 @@ class FrontendProcess:
                 part = self._channel.recv(len(READY))
             except TimeoutError:
                 continue
+            except OSError:
+                part = b""  # it has left what it was told unread
             if not part:
                 raise JaxLLMError(
                     f"frontend {self.index} has ended with status {self._process.wait()} before it "
@@ -104,7 +106,8 @@ class Frontends:
 
     def __init__(self, processes: Sequence[FrontendProcess] = ()):
         self._processes = processes
-        self._ends_at: float | None = None  # when they must have ended, once they were told to
+        self._may_end = False
+        self._must_end_at = 0.0
         self.has_lost = False
 
     @classmethod
@@ -139,7 +142,7 @@ class Frontends:
 
     def lost(self) -> FrontendProcess | None:
         """One that has ended without having been told to."""
-        if self._ends_at is None:
+        if not self._may_end:
             for process in self._processes:
                 if process.status is not None:
                     self.has_lost = True
@@ -147,18 +150,21 @@ class Frontends:
         return None
 
     def engine_has_ended(self, status: int) -> None:
+        """They end, too, when they have told their clients."""
+        self._may_end = True
         self._tell(EngineEnded(status))
 
     def stop(self, within_s: float) -> None:
         """Let them finish what is under way."""
-        self._ends_at = time.monotonic() + within_s
+        self._may_end = True
+        self._must_end_at = time.monotonic() + within_s
         self._tell(StopServing())
 
     @property
     def are_stopping(self) -> bool:
         """Whether some are still about it, and have time left."""
-        late = self._ends_at is None or time.monotonic() > self._ends_at
-        return not late and any(process.status is None for process in self._processes)
+        has_time = time.monotonic() < self._must_end_at
+        return has_time and any(process.status is None for process in self._processes)
 
     def __enter__(self) -> "Frontends":
         return self

@@ -62,9 +62,8 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
             frontends = stack.enter_context(start(listener))
         engine = AsyncLLMEngine(config, process)
         stack.callback(engine.shutdown)
-        if (
-            listener is None or frontends is None
-        ):  # a rank that follows has not come back from there
+        # A rank that follows has not come back from there.
+        if listener is None or frontends is None:
             listener = stack.enter_context(bind(options))
             frontends = stack.enter_context(start(listener))
         frontends.await_ready(engine)
@@ -156,7 +155,7 @@ class Server(uvicorn.Server):
         """Take no more requests; let those under way finish, and end them when it takes too
         long."""
         self._service.is_stopping = True
-        self._frontends.stop(self.config.timeout_graceful_shutdown or 0)
+        self._frontends.stop(self._service.options.shutdown_timeout + 2 * _LAST_WORDS_S)
         logger.info("stopping; %d requests are under way", len(self._service.request_ids))
         limit = asyncio.create_task(self._abort_late())
         await super().shutdown(sockets)
