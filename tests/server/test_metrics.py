@@ -39,5 +39,5 @@ def test_what_happened_is_counted(host):
     assert 2 <= after["vllm:inter_token_latency_seconds_count"] <= 6
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0
-    assert 0 < before["vllm:engine_step_seconds_total"] < after["vllm:engine_step_seconds_total"]
+    assert 0 <= before["vllm:engine_step_seconds_total"] < after["vllm:engine_step_seconds_total"]
     assert {"vllm:prefix_cache_hits_total", "vllm:num_preemptions_total"} <= after.keys()
