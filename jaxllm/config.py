@@ -146,6 +146,20 @@ class CompilationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObservabilityConfig:
+    """Tracing"""
+
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL of an OpenTelemetry collector that gets a span for every request, such as "
+        "http://localhost:4317; needs 'jaxllm[otel]'.",
+    )
+    otlp_traces_protocol: Literal["grpc", "http/protobuf"] = option(
+        "grpc", "What it speaks there; collectors listen at 4317 for the one, 4318 for the other."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All that a user asks of an engine."""
 
@@ -154,6 +168,7 @@ class EngineConfig:
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     compilation: CompilationConfig = CompilationConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
 
     @classmethod
     def create(cls, model: str | os.PathLike[str], **options: Any) -> "EngineConfig":

@@ -177,8 +177,9 @@ class LLM:
         return self.llm_engine.info.default_sampling_params.clone()
 
     def get_metrics(self) -> list[Metric]:
-        """Counters and gauges of the engine by name."""
-        return read_metrics(self.llm_engine.stats())
+        """The figures of the engine, under the names that /metrics has."""
+        engine = self.llm_engine
+        return read_metrics(engine.replica_stats(), engine.info.model)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

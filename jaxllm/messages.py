@@ -8,6 +8,7 @@ from typing import Any, NotRequired, TypedDict
 import msgspec
 
 from jaxllm.config import EngineConfig
+from jaxllm.metrics.startup import Phase
 from jaxllm.sampling_params import SamplingParams
 
 # ---- what a user may pass as a prompt
@@ -51,6 +52,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     # Of n > 1 samples of one prompt, all but the first wait until the KV of that request's prompt
     # is computed and then share its blocks.
     prefix_leader_id: str | None = None
+    replica: int = 0  # of several, the one that serves it; chosen within the engine
 
 
 # ---- engine core -> frontend
@@ -99,6 +101,7 @@ class RequestStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_preemptions: int = 0
+    replica: int = 0
 
 
 class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -169,6 +172,7 @@ class Ready(msgspec.Struct, tag=True):
     """The engine takes requests."""
 
     info: EngineInfo
+    startup: list[Phase] = []
 
 
 class Outputs(msgspec.Struct, tag=True):
@@ -216,6 +220,7 @@ class RequestStateStats:
     first_token_latency: float = 0.0  # seconds from arrival to the first token
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    replica: int = 0  # that served it; 0 if it ended before its first token
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from jaxllm import (
     ValidationError,
     register_scheduling_policy,
 )
-from jaxllm.metrics.reader import Counter, Gauge
+from jaxllm.metrics.reader import Counter, Gauge, Histogram
 from jaxllm.scheduler import policy
 from jaxllm.testing import VOCAB_SIZE, make_tiny_checkpoint
 
@@ -562,30 +562,52 @@ def test_only_ends_of_sequence_beside_the_first_are_a_reason_to_stop(start, tmp_
 # ---- the engine
 
 
+LABELS = ("model_name", "engine")
+
+
 def test_metrics_move(llm):
     def read():
-        metrics = llm.get_metrics()
-        assert len({metric.name for metric in metrics}) == len(metrics)
-        return {metric.name.removeprefix("jaxllm:"): metric for metric in metrics}
+        found = {}
+        for metric in llm.get_metrics():
+            assert metric.labels["model_name"] == llm.llm_engine.info.model
+            assert metric.labels["engine"] == "0"
+            others = [value for name, value in metric.labels.items() if name not in LABELS]
+            key = " ".join([metric.name.removeprefix("jaxllm:"), *others])
+            assert key not in found
+            found[key] = metric
+        return found
 
     before = read()
     llm.reset_prefix_cache()
     for _ in range(2):
         generate(llm, [ids(0, 20), ids(1, 3)], greedy(5))
     after = read()
+    steps, steps_before = after.pop("iteration_tokens_total"), before["iteration_tokens_total"]
     moved = {name: after[name].value - before[name].value for name in after}
-    assert moved["num_requests_finished"] == 4
-    assert moved["num_generation_tokens"] == 20
+    assert moved["engine_answers_finished"] == 4
+    assert moved["generation_tokens"] == 20
     assert moved["prefix_cache_hits"] == 16
-    assert moved["prefix_cache_queries"] == moved["num_prompt_tokens"] + 16 == 46
-    assert moved["num_token_rows"] >= moved["num_scheduled_tokens"] >= 30 + 16
-    assert moved["num_steps"] >= 10
+    assert moved["prefix_cache_queries"] == moved["prompt_tokens"] == 46
+    assert moved["prompt_tokens_by_source local_compute"] == 30
+    assert moved["prompt_tokens_by_source local_cache_hit"] == moved["prompt_tokens_cached"] == 16
+    assert moved["token_rows"] >= moved["scheduled_tokens"] >= 30 + 16
+    assert moved["engine_steps"] >= 10
+    for phase in ("schedule", "pack", "update"):
+        assert moved[f"host_seconds {phase}"] > 0
+    # Every step is in the histogram, by its size.
+    assert type(steps) is Histogram
+    assert steps.count - steps_before.count == moved["engine_steps"]
+    assert steps.sum - steps_before.sum == moved["scheduled_tokens"]
+    larger = steps.count - steps.buckets["1.0"]
+    assert larger - (steps_before.count - steps_before.buckets["1.0"]) >= 2
+    assert list(steps.buckets.values()) == sorted(steps.buckets.values())
+    assert steps.buckets["+Inf"] == steps.count
     for name, metric in after.items():
         assert type(metric) in (Counter, Gauge)
         assert type(metric) is Gauge or moved[name] >= 0
-    for name in ("num_requests_running", "num_requests_waiting", "num_blocks_used"):
+    for name in ("num_requests_running", "num_requests_waiting", "kv_blocks_used"):
         assert after[name].value == 0
-    assert after["num_blocks"].value == 40 and after["overlap"].value == 1
+    assert after["kv_blocks"].value == 40 and after["overlap"].value == 1
 
 
 EVERY_PARAMETER = [

@@ -33,6 +33,8 @@ _MAY_CHANGE = {
     "nnodes",
     "node_rank",
     "num_gpu_blocks_override",
+    "otlp_traces_endpoint",
+    "otlp_traces_protocol",
     "pipeline_parallel_size",
     "program_bundle",
     "tensor_parallel_size",

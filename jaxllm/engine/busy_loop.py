@@ -50,7 +50,8 @@ class BusyLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._calls: dict[str, Callable[..., Any]] = {
-            "stats": engine.stats,
+            "replica_stats": engine.replica_stats,
+            "memory": engine.memory,
             "reset_prefix_cache": engine.reset_prefix_cache,
             "start_profile": _start_profile,
             "stop_profile": _stop_profile,
@@ -87,7 +88,7 @@ class BusyLoop:
         elif isinstance(message, Call):
             self._outbox.put(Letter(client, self._call(message)))
         elif isinstance(message, Hello):
-            self._outbox.put(Letter(client, Ready(self._engine.info)))
+            self._outbox.put(Letter(client, Ready(self._engine.info, self._engine.startup)))
 
     def _call(self, call: Call) -> Returned:
         try:

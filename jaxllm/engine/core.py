@@ -13,6 +13,8 @@ from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError
 from jaxllm.executor.base import Executor, PendingResult
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
+from jaxllm.metrics.memory import DeviceMemory, EngineMemory, resident_bytes
+from jaxllm.metrics.startup import Phase
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
@@ -108,6 +110,22 @@ class EngineCore:
         self._stats.pack_s = self._executor.pack_s
         self._stats.num_compiles_after_warmup = self._executor.num_compiles_after_warmup
         return self._stats
+
+    def replica_stats(self) -> list[EngineStats]:
+        """The same, of each replica: there is one."""
+        return [self.stats()]
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return self._executor.device_memory()
+
+    def memory(self) -> EngineMemory:
+        """What the process and the devices have in memory, as of now."""
+        return EngineMemory(resident_bytes(), [self.device_memory()])
+
+    @property
+    def startup(self) -> list[Phase]:
+        """What was done before the engine was ready."""
+        return self._executor.startup
 
     def shutdown(self) -> None:
         self._end = ValidationError("the engine has been shut down; make a new one")

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.router import Router
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
+from jaxllm.metrics.memory import EngineMemory, resident_bytes
+from jaxllm.metrics.startup import Phase
 from jaxllm.metrics.stats import EngineStats
 
 
@@ -20,7 +22,7 @@ class Replicas:
         self.info: EngineInfo = cores[0].info
 
     def add_request(self, request: EngineRequest) -> None:
-        replica = self._router.choose(request)
+        replica = request.replica = self._router.choose(request)
         try:
             self._cores[replica].add_request(request)
         except BaseException:
@@ -51,7 +53,17 @@ class Replicas:
         return all([core.reset_prefix_cache() for core in self._cores])
 
     def stats(self) -> EngineStats:
-        return EngineStats.total([core.stats() for core in self._cores])
+        return EngineStats.total(self.replica_stats())
+
+    def replica_stats(self) -> list[EngineStats]:
+        return [core.stats() for core in self._cores]
+
+    def memory(self) -> EngineMemory:
+        return EngineMemory(resident_bytes(), [core.device_memory() for core in self._cores])
+
+    @property
+    def startup(self) -> list[Phase]:
+        return [phase for core in self._cores for phase in core.startup]
 
     def shutdown(self) -> None:
         for core in self._cores:

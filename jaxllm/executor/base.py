@@ -3,6 +3,8 @@
 from typing import Protocol
 
 from jaxllm.messages import EngineInfo
+from jaxllm.metrics.memory import DeviceMemory
+from jaxllm.metrics.startup import Phase
 from jaxllm.scheduler.schedule import Schedule, StepResult
 
 
@@ -28,6 +30,15 @@ class Executor(Protocol):
 
     @property
     def num_compiles_after_warmup(self) -> int: ...
+
+    @property
+    def startup(self) -> list[Phase]:
+        """What was done before the engine was ready."""
+        ...
+
+    def device_memory(self) -> list[DeviceMemory]:
+        """Of the devices of this process that tell it."""
+        ...
 
     def execute(self, schedule: Schedule) -> PendingResult:
         """Dispatch a step and return at once; raises when it cannot be dispatched."""

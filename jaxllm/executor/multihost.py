@@ -39,6 +39,8 @@ from jaxllm.executor.wire import (
 )
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
+from jaxllm.metrics.memory import DeviceMemory
+from jaxllm.metrics.startup import Phase
 from jaxllm.parallel.distributed import broadcast, join_hosts, own_address
 from jaxllm.runner.model_runner import ModelRunner
 from jaxllm.scheduler.schedule import Schedule, StepResult
@@ -171,6 +173,13 @@ class MultiHostExecutor:
     @property
     def num_compiles_after_warmup(self) -> int:
         return (self._runner or self._figures).num_compiles_after_warmup
+
+    @property
+    def startup(self) -> list[Phase]:
+        return [] if self._runner is None else self._runner.startup
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return [] if self._runner is None else self._runner.device_memory()
 
     def execute(self, schedule: Schedule) -> PendingResult:
         # The others first, so that they pack while this rank does.

@@ -3,6 +3,8 @@
 from jaxllm.config import EngineConfig
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
+from jaxllm.metrics.memory import DeviceMemory
+from jaxllm.metrics.startup import Phases
 from jaxllm.runner.model_runner import ModelRunner, PendingStep
 from jaxllm.runner.plan import replica_devices
 from jaxllm.runner.sizing import plan_engine
@@ -15,10 +17,13 @@ class UniProcExecutor:
     """The plan, made real in this process, on the devices of one replica."""
 
     def __init__(self, config: EngineConfig, replica: int = 0):
-        plan = plan_engine(config, replica_devices(config, replica))
+        self.startup = Phases()
+        with self.startup.timed("Plan"):
+            plan = plan_engine(config, replica_devices(config, replica))
         logger.info("plan: %s", plan.summary())
         self.info: EngineInfo = plan.info()
         self._runner = ModelRunner(plan)
+        self.startup += self._runner.startup
 
     @property
     def num_token_rows(self) -> int:
@@ -31,6 +36,9 @@ class UniProcExecutor:
     @property
     def num_compiles_after_warmup(self) -> int:
         return self._runner.num_compiles_after_warmup
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return self._runner.device_memory()
 
     def execute(self, schedule: Schedule) -> PendingStep:
         return self._runner.execute(schedule)

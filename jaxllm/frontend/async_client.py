@@ -48,7 +48,9 @@ class AsyncClient:
         try:
             self._output.send(b"")
             self.send(Hello())
-            self.info: EngineInfo = self._await_ready()
+            ready = self._await_ready()
+            self.info: EngineInfo = ready.info
+            self.startup = ready.startup
         except BaseException:
             self.close()
             raise
@@ -144,7 +146,7 @@ class AsyncClient:
             return self._decoder.decode(self._output.recv())
         return self._death() if has_ended else None
 
-    def _await_ready(self) -> EngineInfo:
+    def _await_ready(self) -> Ready:
         message = None
         while message is None:
             message = self._next()
@@ -153,7 +155,7 @@ class AsyncClient:
         if isinstance(message, Dead):
             raise _error_of(message)
         assert isinstance(message, Ready), message
-        return message.info
+        return message
 
     def _death(self) -> BaseException:
         status = self._process.status

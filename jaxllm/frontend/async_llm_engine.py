@@ -33,7 +33,10 @@ from jaxllm.messages import (
     RequestOutput,
     Stop,
 )
+from jaxllm.metrics.finished_request import FinishedRequest
+from jaxllm.metrics.memory import EngineMemory
 from jaxllm.metrics.stats import EngineStats
+from jaxllm.metrics.tracing import start_tracing
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
@@ -51,7 +54,10 @@ class AsyncLLMEngine:
     def __init__(self, config: EngineConfig, process: EngineProcess | JoinedEngine | None = None):
         """Start the engine, or use one that was started; returns when it is ready, which may take
         minutes."""
+        begun = time.time()
         self.config = config
+        # First of all: what it needs may not be installed.
+        self.tracer = start_tracing(config)
         self._process = EngineProcess(config) if process is None else process
         try:
             # Both load at once.
@@ -61,7 +67,7 @@ class AsyncLLMEngine:
             self._stop_process(grace_s=0)
             raise
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
-        self._output_processor = OutputProcessor(self.tokenizer)
+        self._output_processor = OutputProcessor(self.tokenizer, on_end=self._tell_end)
         self._collectors: dict[str, OutputCollector] = {}
         # One thread: tokenizers keep state. It is not the event loop's.
         self._pool = ThreadPoolExecutor(1, "tokenize")
@@ -70,8 +76,13 @@ class AsyncLLMEngine:
         self._is_shut_down = False
         self._idle = asyncio.Event()
         self._idle.set()
-        # Sees every output, before its consumer does.
-        self.on_output: Callable[[RequestOutput], None] = lambda output: None
+        # Who sees every output, before its consumer does, and every end of a request.
+        self.on_output: list[Callable[[RequestOutput], None]] = []
+        self.on_end: list[Callable[[FinishedRequest], None]] = []
+        if self.tracer is not None:
+            if isinstance(self._process, EngineProcess):  # once for each engine
+                self.tracer.trace_startup(self._client.startup, begun, time.time())
+            self.on_end.append(self.tracer.trace_request)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "AsyncLLMEngine":
@@ -107,6 +118,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         arrival_time: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         lora_request: None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, with an output whenever there is news. Whoever stops asking, or is
@@ -123,6 +135,7 @@ class AsyncLLMEngine:
                 sampling_params,
                 priority=priority,
                 arrival_time=time.time() if arrival_time is None else arrival_time,
+                trace_headers=trace_headers,
                 **tokenization_options(tokenization_kwargs),
             )
             self._check()
@@ -163,8 +176,16 @@ class AsyncLLMEngine:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
     async def stats(self) -> EngineStats:
-        """The engine's figures as of now."""
-        return msgspec.convert(await self._call("stats"), EngineStats)
+        """The engine's figures as of now; of several replicas, as of one."""
+        return EngineStats.total(await self.replica_stats())
+
+    async def replica_stats(self) -> list[EngineStats]:
+        """The figures of each replica as of now."""
+        return msgspec.convert(await self._call("replica_stats"), list[EngineStats])
+
+    async def memory(self) -> EngineMemory:
+        """What the engine's process and its devices have in memory, as of now."""
+        return msgspec.convert(await self._call("memory"), EngineMemory)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt blocks; False, and nothing happens, when some are in use."""
@@ -198,6 +219,8 @@ class AsyncLLMEngine:
         self._client.close()
         self._stop_process(_STOP_GRACE_S)
         self._pool.shutdown(wait=False)
+        if self.tracer is not None:
+            self.tracer.shutdown()
 
     def _stop_process(self, grace_s: float) -> None:
         if isinstance(self._process, EngineProcess):
@@ -261,10 +284,15 @@ class AsyncLLMEngine:
                 self._client.send(Abort(processed.abort_ids))
 
     def _deliver(self, output: RequestOutput) -> None:
-        self.on_output(output)
+        for tell in self.on_output:
+            tell(output)
         collector = self._collectors.get(output.request_id)
         if collector is not None:
             collector.put(output)
+
+    def _tell_end(self, request: FinishedRequest) -> None:
+        for tell in self.on_end:
+            tell(request)
 
     def _die(self, error: BaseException) -> None:
         """There is no engine any more: everybody who waits hears of it."""

@@ -6,6 +6,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
+from jaxllm.metrics.startup import Phase
 from jaxllm.metrics.stats import EngineStats
 
 
@@ -28,6 +29,11 @@ class EngineClient(Protocol):
     def reset_prefix_cache(self) -> bool: ...
 
     def stats(self) -> EngineStats: ...
+
+    def replica_stats(self) -> list[EngineStats]: ...
+
+    @property
+    def startup(self) -> list[Phase]: ...
 
     def shutdown(self) -> None: ...
 

@@ -31,6 +31,7 @@ class ProcessedInput(NamedTuple):
     prompt_token_ids: list[int]
     params: SamplingParams
     requests: list[EngineRequest]  # one for each of n answers; they share the prompt's list
+    trace_headers: Mapping[str, str] | None = None  # W3C's, of the span that the request is part of
 
 
 class InputProcessor:
@@ -63,6 +64,7 @@ class InputProcessor:
         priority: int = 0,
         arrival_time: float | None = None,
         truncate_prompt_tokens: int | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> ProcessedInput:
         """Turn a prompt into n engine requests; raises ValidationError."""
         if not isinstance(request_id, str) or not request_id:
@@ -72,6 +74,7 @@ class InputProcessor:
             arrival_time = time.time()
         elif not isinstance(arrival_time, numbers.Real) or not math.isfinite(arrival_time):
             raise refused("arrival_time", arrival_time, "it must be a number, as of time.time()")
+        _check_trace_headers(trace_headers)
         text, token_ids, cache_salt = self._read_prompt(prompt)
         token_ids = self._fit_prompt(token_ids, truncate_prompt_tokens)
         params = self._resolve_params(params)
@@ -113,7 +116,7 @@ class InputProcessor:
             for i, engine_id in enumerate(ids)
         ]
         # A second copy: the user may do with the output's list what he likes.
-        return ProcessedInput(request_id, text, list(token_ids), params, requests)
+        return ProcessedInput(request_id, text, list(token_ids), params, requests, trace_headers)
 
     def _checked_priority(self, priority: object) -> int:
         if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
@@ -346,6 +349,14 @@ def _check_salt(salt: object) -> None:
         raise refused("cache_salt", salt, f"at most {Limits.MAX_SALT_CHARS} characters")
     if any(char in salt for char in "@/\\\0"):
         raise refused("cache_salt", salt, "it must not contain '@', '/', '\\' or NUL")
+
+
+def _check_trace_headers(headers: object) -> None:
+    if headers is not None and not (
+        isinstance(headers, Mapping)
+        and all(isinstance(text, str) for item in headers.items() for text in item)
+    ):
+        raise refused("trace_headers", headers, "it must be a dict of strings, or None")
 
 
 def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:

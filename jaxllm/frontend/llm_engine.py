@@ -22,6 +22,7 @@ from jaxllm.frontend.output_processor import OutputProcessor
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo, PromptType, RequestOutput
 from jaxllm.metrics.stats import EngineStats
+from jaxllm.metrics.tracing import start_tracing
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -29,12 +30,20 @@ class LLMEngine:
     """An engine in this process. Not thread-safe: one thread adds requests and steps."""
 
     def __init__(self, config: EngineConfig):
+        begun = time.time()
         self.config = config
+        self._tracer = start_tracing(config)
         # The tokenizer first: a missing one is said before gigabytes are read.
         self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
         self._engine: EngineClient = start_engine(config)
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
-        self._output_processor = OutputProcessor(self.tokenizer)
+        if self._tracer is None:
+            self._output_processor = OutputProcessor(self.tokenizer)
+        else:
+            self._tracer.trace_startup(self._engine.startup, begun, time.time())
+            self._output_processor = OutputProcessor(
+                self.tokenizer, on_end=self._tracer.trace_request
+            )
         self._outputs: list[RequestOutput] = []  # of a step that Ctrl-C was pressed in
 
     @classmethod
@@ -63,6 +72,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> ProcessedInput:
         """Validate and tokenise; raises ValidationError. Nothing is queued yet."""
         if self.is_known(request_id):
@@ -77,6 +87,7 @@ class LLMEngine:
             params,
             priority=priority,
             arrival_time=time.time() if arrival_time is None else arrival_time,
+            trace_headers=trace_headers,
             **tokenization_options(tokenization_kwargs),
         )
 
@@ -105,6 +116,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
         """Queue a request; raises ValidationError and queues nothing if it is refused."""
         self.submit(
@@ -115,6 +127,7 @@ class LLMEngine:
                 arrival_time=arrival_time,
                 priority=priority,
                 tokenization_kwargs=tokenization_kwargs,
+                trace_headers=trace_headers,
             )
         )
 
@@ -169,7 +182,14 @@ class LLMEngine:
         return self._engine.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
+        """The engine's figures as of now; of several replicas, as of one."""
         return self._engine.stats()
+
+    def replica_stats(self) -> list[EngineStats]:
+        """The figures of each replica as of now."""
+        return self._engine.replica_stats()
 
     def shutdown(self) -> None:
         self._engine.shutdown()
+        if self._tracer is not None:
+            self._tracer.shutdown()

@@ -29,6 +29,7 @@ from jaxllm.messages import (
     RequestStateStats,
     RequestStats,
 )
+from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -43,8 +44,14 @@ class OutputProcessor:
     """All unfinished requests of one frontend. A request with n > 1 is n requests of the engine;
     their outputs gather here under the id that the user gave."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        on_end: Callable[[FinishedRequest], None] = lambda request: None,
+    ):
+        """Every request that ends is told to `on_end`."""
         self._detokenizer = None if tokenizer is None else tokenizer.detokenizer
+        self._on_end = on_end
         self._requests: dict[str, _Request] = {}
         self._answers: dict[str, _Answer] = {}  # by the engine's request id; unfinished only
 
@@ -102,6 +109,7 @@ class OutputProcessor:
             if request.is_finished:
                 del self._requests[request.request_id]
                 request_outputs.append(request.finish())
+                self._on_end(request.finished())
             elif request.kind is not RequestOutputKind.FINAL_ONLY:
                 request_outputs.append(request.make_output())
         return ProcessedOutputs(request_outputs, abort_ids)
@@ -117,8 +125,10 @@ class OutputProcessor:
         for answer in running:
             del self._answers[answer.engine_id]
             answer.abort()
+        request.combine_stats()
         request.num_running = 0
         request.finish()
+        self._on_end(request.finished())
         return [answer.engine_id for answer in running]
 
 
@@ -131,7 +141,8 @@ class _Request:
         detokenizer: Detokenizer | None,
         on_finish: Callable[[RequestOutput], None] | None,
     ):
-        params = processed.params
+        self.params = params = processed.params
+        self._trace_headers = processed.trace_headers
         self._on_finish = on_finish
         self.request_id = processed.request_id
         self.prompt = processed.prompt
@@ -169,7 +180,7 @@ class _Request:
                 answer.stats or RequestStats(), last_token_ts=time.monotonic()
             )
         if out.stats is not None or answer.finish_reason is not None:
-            self._combine_stats()
+            self.combine_stats()
         if answer.index == 0:
             # The others share the first one's prompt blocks; theirs would always be hits.
             if answer.num_tokens == num_new:
@@ -180,10 +191,11 @@ class _Request:
                     for position in out.new_prompt_logprobs
                 ]
 
-    def _combine_stats(self) -> None:
+    def combine_stats(self) -> None:
         """First and last times over the answers. Happens twice in the life of each."""
         known = [answer.stats for answer in self.answers if answer.stats is not None]
         metrics = self.metrics
+        metrics.replica = known[0].replica if known else 0
         metrics.queued_ts = _first(stats.queued_ts for stats in known)
         metrics.scheduled_ts = _first(stats.scheduled_ts for stats in known)
         metrics.first_token_ts = _first(stats.first_token_ts for stats in known)
@@ -196,6 +208,22 @@ class _Request:
         if self._on_finish is not None:
             self._on_finish(output)
         return output
+
+    def finished(self) -> FinishedRequest:
+        """What is to be said of the request when all is over."""
+        failed = [one for one in self.answers if one.finish_reason is FinishReason.ERROR]
+        return FinishedRequest(
+            request_id=self.request_id,
+            params=self.params,
+            trace_headers=self._trace_headers,
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            num_generation_tokens=[answer.num_tokens for answer in self.answers],
+            finish_reasons=[str(answer.finish_reason) for answer in self.answers],
+            errors=[str(answer.stop_reason) for answer in failed],
+            times=self.metrics,
+            end_time=time.time(),
+        )
 
     def make_output(self) -> RequestOutput:
         """Say what there is to say. The metrics are the request's own object, which goes on
@@ -298,6 +326,8 @@ class _Answer:
     def abort(self) -> None:
         """End the answer where it is."""
         self.finish_reason = FinishReason.ABORT
+        if self.stats is not None:
+            self.stats = msgspec.structs.replace(self.stats, last_token_ts=time.monotonic())
         if self._stop is not None:
             self._text.write(self._stop.flush())
         self.has_news = True

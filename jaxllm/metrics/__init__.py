@@ -1,1 +1,1 @@
-"""Figures about the engine, as plain data."""
+"""Figures about engines and requests, as plain data; spans that are made of them."""

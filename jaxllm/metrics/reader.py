@@ -1,48 +1,63 @@
-"""The engine's statistics under public names, for `LLM.get_metrics`."""
+"""The engine's figures as `LLM.get_metrics` returns them: those of /metrics, without a server."""
 
-import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxllm.metrics.figures import FIGURES, STEP_TOKENS, step_tokens_buckets
 from jaxllm.metrics.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure."""
+    """One figure of one engine."""
 
     name: str
-    value: float
+    labels: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
 class Counter(Metric):
     """A total that only grows."""
 
+    value: float
 
+
+@dataclass(frozen=True, slots=True)
 class Gauge(Metric):
     """A state as of now."""
 
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(Metric):
+    """How many values were not above each of some limits."""
+
+    count: int
+    sum: float
+    buckets: Mapping[str, int]
+
 
 _PREFIX = "jaxllm:"
-_GAUGES = {
-    "num_requests_running",
-    "num_requests_waiting",
-    "num_blocks",
-    "num_blocks_used",
-    "overlap",
-}
-_DERIVED = (
-    "kv_cache_usage",
-    "prefix_cache_hit_rate",
-    "padding_waste",
-    "pipeline_bubble_share",
-    "host_us_per_step",
-)
+_KINDS = {"counter": Counter, "gauge": Gauge}
 
 
-def read_metrics(stats: EngineStats) -> list[Metric]:
-    """Every field of the statistics as a Counter or Gauge, then the ratios made of them."""
+def read_metrics(replicas: Sequence[EngineStats], model: str) -> list[Metric]:
+    """All figures of every replica, which the label `engine` numbers."""
     metrics: list[Metric] = []
-    for field in dataclasses.fields(stats):
-        kind = Gauge if field.name in _GAUGES else Counter
-        metrics.append(kind(_PREFIX + field.name, float(getattr(stats, field.name))))
-    return metrics + [Gauge(_PREFIX + name, getattr(stats, name)) for name in _DERIVED]
+    for number, stats in enumerate(replicas):
+        labels = {"model_name": model, "engine": str(number)}
+        for figure in FIGURES:
+            kind = _KINDS[figure.kind]
+            metrics.append(kind(_PREFIX + figure.name, labels | figure.labels, figure.read(stats)))
+        buckets = step_tokens_buckets(stats)
+        metrics.append(
+            Histogram(
+                _PREFIX + STEP_TOKENS,
+                labels,
+                count=buckets["+Inf"],
+                sum=stats.num_scheduled_tokens,
+                buckets=buckets,
+            )
+        )
+    return metrics

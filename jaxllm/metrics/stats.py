@@ -2,7 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+# Steps are counted by their size: up to 1 token, 2, 4, ..., 32768, and above.
+NUM_STEP_SIZES = 17
 
 
 @dataclass(slots=True)
@@ -12,6 +15,7 @@ class EngineStats:
     # gauges
     num_requests_running: int = 0
     num_requests_waiting: int = 0
+    num_requests_deferred: int = 0  # of those: could not start if there were room
     num_blocks: int = 0
     num_blocks_used: int = 0
     overlap: bool = False  # whether steps are dispatched one ahead
@@ -30,6 +34,7 @@ class EngineStats:
     # each dispatch. Without a pipeline there is one, and it has.
     num_stages_offered: int = 0
     num_stages_filled: int = 0
+    step_sizes: list[int] = field(default_factory=lambda: [0] * NUM_STEP_SIZES)
     # seconds
     step_s: float = 0.0  # the engine's loop went around with work, all below included
     schedule_s: float = 0.0
@@ -42,10 +47,26 @@ class EngineStats:
     def total(cls, replicas: Sequence["EngineStats"]) -> "EngineStats":
         """The figures of several engines as of one."""
         total = cls()
-        for field in dataclasses.fields(cls):
-            setattr(total, field.name, sum(getattr(stats, field.name) for stats in replicas))
+        for one in dataclasses.fields(cls):
+            values = [getattr(stats, one.name) for stats in replicas]
+            is_list = isinstance(values[0], list)
+            in_all = list(map(sum, zip(*values, strict=True))) if is_list else sum(values)
+            setattr(total, one.name, in_all)
         total.overlap = all(stats.overlap for stats in replicas)
         return total
+
+    def count_step(self, num_tokens: int) -> None:
+        """Count a step that was planned."""
+        self.num_scheduled_tokens += num_tokens
+        self.step_sizes[min((num_tokens - 1).bit_length(), NUM_STEP_SIZES - 1)] += 1
+
+    @property
+    def num_requests_for_room(self) -> int:
+        return self.num_requests_waiting - self.num_requests_deferred
+
+    @property
+    def num_all_prompt_tokens(self) -> int:
+        return self.num_prompt_tokens + self.prefix_cache_hits
 
     @property
     def kv_cache_usage(self) -> float:

@@ -1,6 +1,7 @@
 """How many KV blocks fit: the memory side of the plan."""
 
 import resource
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -8,6 +9,7 @@ from jaxllm_kernels.platform import Device, chip_of
 
 from jaxllm.config import CacheConfig
 from jaxllm.errors import OutOfMemoryError, ValidationError
+from jaxllm.metrics.memory import DeviceMemory
 
 # Of the memory that is free after the weights, on a CPU: the machine has other things to do, and
 # a cache of this size is rarely the limit there.
@@ -106,14 +108,36 @@ def peak_host_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def device_memory(devices: Iterable[Device]) -> list[DeviceMemory]:
+    """What is in use on devices of this process; those that do not tell are left out."""
+    found = []
+    for device in devices:
+        stats = _memory_stats(device)
+        if stats:
+            used = stats.get("bytes_in_use", 0)
+            found.append(
+                DeviceMemory(
+                    device=device.id,
+                    used_bytes=used,
+                    peak_bytes=stats.get("peak_bytes_in_use", used),
+                    limit_bytes=stats.get("bytes_limit", 0),
+                )
+            )
+    return found
+
+
+def _memory_stats(device: Device) -> Mapping[str, int]:
+    try:
+        return device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        return {}  # a device of a compile-only topology
+
+
 def _free_bytes(config: CacheConfig, device: Device, num_devices: int) -> int:
     """What the engine may take of the device's memory."""
     if device.platform == "cpu":
         return _available_host_bytes() // num_devices
-    try:
-        stats = device.memory_stats() or {}
-    except jax.errors.JaxRuntimeError:
-        stats = {}  # a device of a compile-only topology
+    stats = _memory_stats(device)
     limit = stats.get("bytes_limit", chip_of(device).hbm_bytes)
     return int(limit * config.gpu_memory_utilization) - stats.get("bytes_in_use", 0)
 

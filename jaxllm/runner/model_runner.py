@@ -13,9 +13,11 @@ import jax
 import numpy as np
 
 from jaxllm.logging import init_logger
+from jaxllm.metrics.memory import DeviceMemory
+from jaxllm.metrics.startup import Phases
 from jaxllm.runner.bundle import load_programs
 from jaxllm.runner.compile import Programs, compilation_counter
-from jaxllm.runner.memory import format_bytes, peak_host_bytes
+from jaxllm.runner.memory import device_memory, format_bytes, peak_host_bytes
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.programs import declare_programs, make_packer
@@ -64,13 +66,15 @@ class ModelRunner:
         self._packer = make_packer(plan)
         declared = declare_programs(plan, self._packer.layouts)
         programs = Programs(declared, load_programs(plan, declared))
+        self.startup = Phases()
         start = time.perf_counter()
-        weights = load_parts(
-            plan.model_dir,
-            [(plan.abstract_model(stage), stage.mesh) for stage in plan.stages],
-            load_format=plan.load_format,
-            seed=plan.seed,
-        )
+        with self.startup.timed("Load weights"):
+            weights = load_parts(
+                plan.model_dir,
+                [(plan.abstract_model(stage), stage.mesh) for stage in plan.stages],
+                load_format=plan.load_format,
+                seed=plan.seed,
+            )
         logger.info(
             "weights loaded in %.1f s: %s on this process's devices; peak host memory %s",
             time.perf_counter() - start,
@@ -78,22 +82,27 @@ class ModelRunner:
             format_bytes(peak_host_bytes()),
         )
         if plan.compile_at_start:
-            logger.info("compiled %s", programs.compile_all())
-        stages = [
-            Stage(plan, stage, programs, jax.tree.leaves(state))
-            for stage, state in zip(plan.stages, weights, strict=True)
-        ]
+            with self.startup.timed("Compile graphs"):
+                logger.info("compiled %s", programs.compile_all())
+        with self.startup.timed("Allocate KV cache"):
+            stages = [
+                Stage(plan, stage, programs, jax.tree.leaves(state))
+                for stage, state in zip(plan.stages, weights, strict=True)
+            ]
         self._model = stages[0] if len(stages) == 1 else Pipeline(plan, stages)
-        self._compiles_at_start = compilation_counter.compiles
+        self.num_compiles_after_warmup = 0
         self.num_token_rows = 0
         self.pack_s = 0.0
 
-    @property
-    def num_compiles_after_warmup(self) -> int:
-        return compilation_counter.compiles - self._compiles_at_start
+    def device_memory(self) -> list[DeviceMemory]:
+        """Of the devices of this process that tell it."""
+        return device_memory(
+            device for stage in self._plan.stages for device in stage.mesh.local_devices
+        )
 
     def execute(self, schedule: Schedule) -> PendingStep:
         """Dispatch one step and return without waiting for it."""
+        compiles = compilation_counter.compiles
         start = time.perf_counter()
         for admission in schedule.admissions:
             self._packer.admit(admission)
@@ -105,6 +114,8 @@ class ModelRunner:
         self.pack_s += time.perf_counter() - start
         self.num_token_rows += packed.bucket.num_tokens
         outputs = self._model.run(packed)
+        # Counted here: another replica of this process may be compiling on its own account.
+        self.num_compiles_after_warmup += compilation_counter.compiles - compiles
         assert isinstance(outputs, StepOutputs)
         return PendingStep(schedule, outputs)
 

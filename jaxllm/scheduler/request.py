@@ -93,7 +93,7 @@ class Request:
         self.sampled_in = -1  # the step that samples the newest token
         self.followers: list[Request] = []  # parked until this request's prompt is dispatched
         self.num_cached_tokens = 0  # found in the prefix cache when first admitted
-        self.stats = RequestStats()
+        self.stats = RequestStats(replica=message.replica)
 
         # Owned by KVCacheManager. Hashes outlive a preemption; blocks do not.
         self.block_ids: list[int] = []

@@ -172,7 +172,7 @@ class Scheduler:
         self._advance(rows)
         if self._lanes is not None:
             self._lanes.dispatch(schedule.step, rows)
-        self.stats.num_scheduled_tokens += schedule.total_tokens
+        self.stats.count_step(schedule.total_tokens)
         self._settle()
         return schedule
 
@@ -369,12 +369,11 @@ class Scheduler:
         assert step.schedule is schedule, (
             f"step {schedule.step} failed, step {step.schedule.step} is the oldest"
         )
-        now = time.monotonic()
         outputs = []
         touched = [request for later in (step, *self._dispatched) for request in later.rows]
         for request in touched:
             if not request.is_finished:
-                outputs.append(self._end(request, FinishReason.ERROR, now, error=message))
+                outputs.append(self._end(request, FinishReason.ERROR, error=message))
             self._kv.forget(request)
         self._drop_finished()
         return outputs
@@ -398,13 +397,12 @@ class Scheduler:
     def _end_all(
         self, requests: Iterable[Request], reason: FinishReason, error: str | None = None
     ) -> list[EngineOutput]:
-        now = time.monotonic()
-        outputs = [self._end(request, reason, now, error) for request in requests]
+        outputs = [self._end(request, reason, error) for request in requests]
         self._drop_finished()
         return outputs
 
     def _end(
-        self, request: Request, reason: FinishReason, now: float, error: str | None = None
+        self, request: Request, reason: FinishReason, error: str | None = None
     ) -> EngineOutput:
         """Finish a request from outside, not because of a token."""
         self._finish(request)
@@ -453,6 +451,7 @@ class Scheduler:
         stats = self.stats
         stats.num_requests_running = self.num_running
         stats.num_requests_waiting = self.num_waiting
+        stats.num_requests_deferred = self.num_waiting - len(self._waiting)
         stats.num_blocks_used = self._kv.pool.num_used
         if self._check_invariants:
             self.check()

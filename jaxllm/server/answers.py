@@ -24,6 +24,7 @@ from jaxllm.server.errors import Disconnected, body_of, error_response, json_res
 from jaxllm.server.merged import merged
 from jaxllm.server.service import Service
 from jaxllm.server.sse import EventStream
+from jaxllm.server.trace_headers import trace_headers
 
 # Bodies up to this size are decoded on the event loop: a thread would cost more.
 _SMALL_BODY = 32 << 10
@@ -39,6 +40,7 @@ class _Job(NamedTuple):
     deadline: float | None  # on the clock of the event loop
     request: Request
     params: SamplingParams
+    trace_headers: dict[str, str] | None  # of the span that it is part of, if spans are made
 
 
 class AnswerEndpoint:
@@ -48,6 +50,7 @@ class AnswerEndpoint:
         self._kind = kind
         self._service = service
         self._engine = service.engine
+        self._is_traced = service.engine.tracer is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = asyncio.get_running_loop().time()
@@ -56,7 +59,9 @@ class AnswerEndpoint:
             await self._service.check_takes_requests()
             with self._service.admission.body() as admit:
                 body = await read_body(scope, receive, self._service.options, admit)
-                response = await while_connected(receive, self._answer(body, begun, events))
+                trace = trace_headers(scope) if self._is_traced else None
+                answer = self._answer(body, begun, trace, events)
+                response = await while_connected(receive, answer)
         except Disconnected:
             return
         except Exception as error:
@@ -64,9 +69,11 @@ class AnswerEndpoint:
         if response is not None:
             await respond(response, scope, receive, send, self._service.options.client_timeout)
 
-    async def _answer(self, body: bytes, begun: float, events: EventStream) -> Response | None:
+    async def _answer(
+        self, body: bytes, begun: float, trace: dict[str, str] | None, events: EventStream
+    ) -> Response | None:
         """The whole answer, or None if it was streamed."""
-        read = partial(self._read, body, begun)
+        read = partial(self._read, body, begun, trace)
         is_small = len(body) <= _SMALL_BODY
         job = read() if is_small else await self._engine.in_tokenizer_thread(read)
         admission = self._service.admission
@@ -78,7 +85,7 @@ class AnswerEndpoint:
                 await self._stream(job, prompts, events)
                 return None
 
-    def _read(self, body: bytes, begun: float) -> _Job:
+    def _read(self, body: bytes, begun: float, trace: dict[str, str] | None) -> _Job:
         options, served = self._service.options, self._service.served
         request = self._kind.read(decode_json(body, options.max_json_depth), live=True)
         served.check_name(request.model)
@@ -91,6 +98,7 @@ class AnswerEndpoint:
             deadline=None if options.request_timeout is None else begun + options.request_timeout,
             request=request,
             params=params,
+            trace_headers=trace,
         )
 
     def _prompts(self, request: Request) -> list[PromptType]:
@@ -143,6 +151,7 @@ class AnswerEndpoint:
                 request_id,
                 priority=job.request.priority or 0,
                 tokenization_kwargs=options,
+                trace_headers=job.trace_headers,
             )
             for request_id, prompt in zip(ids, prompts, strict=True)
         ]

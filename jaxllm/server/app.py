@@ -1,7 +1,7 @@
 """The paths, and the application that they make."""
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,12 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import jaxllm
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import JaxLLMError
 from jaxllm.openai.endpoints import ENDPOINTS
 from jaxllm.openai.errors import NotFoundError, UnavailableError
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Authentication
+from jaxllm.server.engine_metrics import EngineMetrics
 from jaxllm.server.errors import HTTPError, error_response, json_response
+from jaxllm.server.http_metrics import HTTPMetrics
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.metrics import ServerMetrics
 from jaxllm.server.page.routes import page_routes
@@ -31,9 +33,17 @@ Lifespan = Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]
 def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Starlette:
     """The application in front of a service; without keys it is open to everybody."""
     options, engine = service.options, service.engine
-    metrics = ServerMetrics(options.metrics_prefix, service.served.names[0])
-    engine.on_output = metrics.observe
-    service.peers.report = lambda: metrics.report(service.admission.num_refused)
+    model = service.served.names[0]
+    metrics = ServerMetrics(
+        options.metrics_prefix,
+        model,
+        num_replicas=engine.config.parallel.data_parallel_size,
+        refused=service.admission.num_refused,
+    )
+    service.peers.report = metrics.report
+    engine_metrics = EngineMetrics(engine, options.metrics_prefix, model)
+    if engine.tracer is not None:
+        engine.tracer.model = model
 
     async def health(request: Request) -> Response:
         return Response(status_code=200 if engine.is_running else 503)
@@ -54,15 +64,12 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
         return json_response(_model(service, name))
 
     async def expose_metrics(request: Request) -> Response:
-        stats = None
-        with contextlib.suppress(EngineDeadError):
-            stats = await engine.stats()
         try:
             reports = await service.peers.ask()
         except OSError:
             # Without all of them counters would seem to have begun anew.
             raise UnavailableError("a frontend does not say what it has counted") from None
-        page = metrics.expose(stats, service.admission.num_refused, reports)
+        page = metrics.expose(await engine_metrics.read(), reports)
         return Response(page, media_type="text/plain; version=0.0.4")
 
     routes = [
@@ -81,7 +88,13 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
     if not options.disable_page:
         routes += page_routes()
 
-    middleware = []
+    @contextlib.asynccontextmanager
+    async def observed(app: Starlette) -> AsyncIterator[None]:
+        with metrics.watching(engine):
+            async with lifespan(app):
+                yield
+
+    middleware = [Middleware(HTTPMetrics, routes=routes, registry=metrics.registry)]
     if options.allowed_origins:
         # Outside: a browser asks before it sends a key.
         middleware.append(
@@ -97,8 +110,12 @@ def make_app(service: Service, keys: Collection[str], lifespan: Lifespan) -> Sta
     return Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: _of_starlette, Exception: _of_ours},
-        lifespan=lifespan,
+        exception_handlers={
+            HTTPException: _of_starlette,
+            JaxLLMError: _of_ours,
+            Exception: _of_ours,
+        },
+        lifespan=observed,
     )
 
 

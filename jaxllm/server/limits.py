@@ -24,7 +24,12 @@ class Admission:
         self._max_tokens = max_tokens
         self._max_bytes = max_bytes
         self._peers = peers
-        self.num_refused = 0  # here
+        # Here, by the limit that was met.
+        self.num_refused = {
+            "max_queued_bytes": 0,
+            "max_queued_requests": 0,
+            "max_queued_tokens": 0,
+        }
 
     @property
     def num_answers(self) -> int:
@@ -45,7 +50,7 @@ class Admission:
 
         def admit(num: int) -> None:
             nonlocal held
-            self._admit(_BYTES, num, self._max_bytes, "--max-queued-bytes")
+            self._admit(_BYTES, num, self._max_bytes, "max_queued_bytes")
             held += num
 
         try:
@@ -63,7 +68,7 @@ class Admission:
                 f"one request may have at most {self._max_answers}; split it, or start the "
                 "server with a greater --max-queued-requests",
             )
-        self._admit(_ANSWERS, num, self._max_answers, "--max-queued-requests")
+        self._admit(_ANSWERS, num, self._max_answers, "max_queued_requests")
         try:
             yield
         finally:
@@ -79,15 +84,16 @@ class Admission:
                 f"one request may have at most {self._max_tokens}; split it, or start the "
                 "server with a greater --max-queued-tokens",
             )
-        self._admit(_TOKENS, num, self._max_tokens, "--max-queued-tokens")
+        self._admit(_TOKENS, num, self._max_tokens, "max_queued_tokens")
         try:
             yield
         finally:
             self._peers.count(_TOKENS, -num)
 
-    def _admit(self, kind: int, num: int, limit: int | None, flag: str) -> None:
+    def _admit(self, kind: int, num: int, most: int | None, limit: str) -> None:
         total = self._peers.count(kind, num)
-        if limit is not None and total > limit:
+        if most is not None and total > most:
             self._peers.count(kind, -num)
-            self.num_refused += 1
+            self.num_refused[limit] += 1
+            flag = "--" + limit.replace("_", "-")
             raise UnavailableError(f"too many requests are under way ({flag}); try again later")

@@ -1,42 +1,32 @@
-"""/metrics: the engine's figures as of now, and how long requests took, for Prometheus.
+"""What a server counts of its requests, for Prometheus: how many, how long, how large.
 
-Names and meanings are those that vLLM's dashboards know, after a prefix.
+All of it only grows, so the figures of several servers in front of one engine can be added up. The
+names are those that vLLM's dashboards know, after a prefix.
 """
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
 
+from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.messages import RequestOutput
-from jaxllm.metrics.stats import EngineStats
+from jaxllm.metrics.finished_request import FinishedRequest
+from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.server.summed_metrics import added, report
 
-_SECONDS = (
+SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-_LABELS = ("model_name", "engine")
+_FEW = (0, 1, 2, 3, 5, 10, 20, 50)
+LABELS = ("model_name", "engine")
 
-_GAUGES = {
-    "num_requests_running": "Answers in the running batch.",
-    "num_requests_waiting": "Answers that wait for a place in it.",
-    "kv_cache_usage_perc": "Share of the KV cache's blocks in use; 1 means all.",
-}
-_COUNTERS = {
-    "prompt_tokens": ("num_prompt_tokens", "Tokens of prompts computed, not found in the cache."),
-    "generation_tokens": ("num_generation_tokens", "Tokens generated."),
-    "num_preemptions": ("num_preemptions", "Answers put back to the queue for want of memory."),
-    "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
-    "prefix_cache_hits": ("prefix_cache_hits", "Tokens found there."),
-    "engine_steps": ("num_steps", "Steps of the engine."),
-    "engine_step_seconds": ("step_s", "Seconds of the engine's loop in which there was a step."),
-    "compiles_after_warmup": ("num_compiles_after_warmup", "Programs compiled late."),
-}
 _TIMES = {
     "time_to_first_token_seconds": "From the arrival of a request to its first token.",
     "inter_token_latency_seconds": "From token to token: of a streamed answer from piece to piece, "
@@ -50,129 +40,131 @@ _TIMES = {
 }
 _SIZES = {
     "request_prompt_tokens": "Tokens of a prompt.",
+    "request_prefill_kv_computed_tokens": "Those of them that were not found in the cache.",
     "request_generation_tokens": "Tokens generated for a prompt.",
+    "request_max_num_generation_tokens": "Tokens of the longest answer to a prompt.",
+    "request_params_max_tokens": "Most tokens that a request wanted in an answer, if it said so.",
     "request_params_n": "Answers wanted to a prompt.",
 }
-
-
-class _Page(NamedTuple):
-    """A registry of what has been collected."""
-
-    families: Sequence[Metric]
-
-    def collect(self) -> Iterable[Metric]:
-        return self.families
+_COUNTS = {"request_num_preemptions": "How often a request was put back to the queue."}
 
 
 class ServerMetrics:
-    """Fed with every output of the engine; on the event loop only."""
+    """Fed with every output of the engine and every end of a request; on the event loop only."""
 
-    def __init__(self, prefix: str, model: str):
+    def __init__(self, prefix: str, model: str, num_replicas: int, refused: Mapping[str, int]):
+        """Requests that were `refused` are counted elsewhere, by the limit that they met."""
         disable_created_metrics()  # a second series for each, of no use to a dashboard
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._labels = (model, "0")
+        self.registry = CollectorRegistry(auto_describe=False)
         self._prefix = prefix
-        self._stats = EngineStats()
+        self._model = model
         self._last_piece: dict[str, float] = {}  # of streamed answers under way
-        self._histograms = {
+        families = {
             name: Histogram(
-                f"{prefix}:{name}", text, _LABELS, buckets=buckets, registry=self._registry
-            ).labels(*self._labels)
-            for names, buckets in ((_TIMES, _SECONDS), (_SIZES, _TOKENS))
+                f"{prefix}:{name}", text, LABELS, buckets=buckets, registry=self.registry
+            )
+            for names, buckets in ((_TIMES, SECONDS), (_SIZES, _TOKENS), (_COUNTS, _FEW))
             for name, text in names.items()
         }
+        # By replica.
+        self._histograms = [
+            {name: family.labels(model, str(replica)) for name, family in families.items()}
+            for replica in range(num_replicas)
+        ]
         self._success = Counter(
             f"{prefix}:request_success",
             "Answers that have ended.",
-            (*_LABELS, "finished_reason"),
-            registry=self._registry,
+            (*LABELS, "finished_reason"),
+            registry=self.registry,
         )
-        self._refused = Counter(
-            f"{prefix}:admission_rejections",
-            "Requests that were refused because too many were under way.",
-            _LABELS,
-            registry=self._registry,
-        ).labels(*self._labels)
-        self._num_refused = 0
+        self._refused = refused
+        self.registry.register(self)
 
-    def observe(self, output: RequestOutput) -> None:
-        """Take an output of the engine in."""
+    @contextlib.contextmanager
+    def watching(self, engine: AsyncLLMEngine) -> Iterator[None]:
+        """Within this context the engine tells what happens."""
+        engine.on_output.append(self.observe_output)
+        engine.on_end.append(self.observe_end)
+        yield
+        engine.on_output.remove(self.observe_output)
+        engine.on_end.remove(self.observe_end)
+
+    def observe_output(self, output: RequestOutput) -> None:
+        """Take an output of the engine in; all but the last one of a request are pieces of it."""
+        if output.metrics is None or not output.metrics.num_generation_tokens:
+            return
         now = time.monotonic()
-        if output.finished:
-            self._observe_end(output, now)
-        elif output.metrics is not None:
-            last = self._last_piece.get(output.request_id)
+        last = self._last_piece.get(output.request_id)
+        if not output.finished:
             self._last_piece[output.request_id] = now
-            if last is not None:
-                self._observe_piece(output, now - last)
+        if last is not None:
+            num_tokens = max((len(one.token_ids) for one in output.outputs), default=0)
+            histogram = self._histograms[output.metrics.replica]["inter_token_latency_seconds"]
+            for _ in range(num_tokens):
+                histogram.observe((now - last) / num_tokens)
 
-    def expose(
-        self, stats: EngineStats | None, num_refused: int, reports: Sequence[bytes] = ()
-    ) -> bytes:
-        """The page, with the reports of other frontends added; without stats of the engine with
-        the last ones that were seen."""
-        if stats is not None:
-            self._stats = stats
-        families = added(self._counted(num_refused), reports)
-        return generate_latest(_Page([*families, *self._engine_families()]))
-
-    def report(self, num_refused: int) -> bytes:
-        """What was counted here, for another frontend's page."""
-        return report(self._counted(num_refused))
-
-    def _counted(self, num_refused: int) -> Iterable[Metric]:
-        self._refused.inc(num_refused - self._num_refused)
-        self._num_refused = num_refused
-        return self._registry.collect()
-
-    def _engine_families(self) -> Iterable[Metric]:
-        """The figures that the engine keeps itself."""
-        stats = self._stats
-        values = (stats.num_requests_running, stats.num_requests_waiting, stats.kv_cache_usage)
-        for (name, text), value in zip(_GAUGES.items(), values, strict=True):
-            gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=_LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        for name, (field, text) in _COUNTERS.items():
-            counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=_LABELS)
-            counter.add_metric(self._labels, getattr(stats, field))
-            yield counter
-
-    def _observe_piece(self, output: RequestOutput, seconds: float) -> None:
-        num_tokens = max((len(one.token_ids) for one in output.outputs), default=0)
-        for _ in range(num_tokens):
-            self._histograms["inter_token_latency_seconds"].observe(seconds / num_tokens)
-
-    def _observe_end(self, output: RequestOutput, now: float) -> None:
-        last_piece = self._last_piece.pop(output.request_id, None)
-        for one in output.outputs:
-            if one.finish_reason is not None:
-                self._success.labels(*self._labels, one.finish_reason).inc()
-        metrics = output.metrics
-        if metrics is None or not metrics.num_generation_tokens:
+    def observe_end(self, request: FinishedRequest) -> None:
+        """Take in what is known of a request that has ended."""
+        self._last_piece.pop(request.request_id, None)
+        times, params = request.times, request.params
+        for reason in request.finish_reasons:
+            self._success.labels(self._model, str(times.replica), reason).inc()
+        num_tokens = sum(request.num_generation_tokens)
+        if not num_tokens:
             return  # it was aborted before it began
-        if last_piece is not None:
-            self._observe_piece(output, now - last_piece)
-        decode = metrics.last_token_ts - metrics.first_token_ts
-        per_answer = metrics.num_generation_tokens / len(output.outputs)
         observed: dict[str, float] = {
-            "time_to_first_token_seconds": metrics.first_token_latency,
-            "e2e_request_latency_seconds": time.time() - metrics.arrival_time,
-            "request_prompt_tokens": len(output.prompt_token_ids),
-            "request_generation_tokens": metrics.num_generation_tokens,
-            "request_params_n": len(output.outputs),
+            "time_to_first_token_seconds": times.first_token_latency,
+            "e2e_request_latency_seconds": request.e2e_s,
+            "request_prompt_tokens": request.num_prompt_tokens,
+            "request_prefill_kv_computed_tokens": (
+                request.num_prompt_tokens - request.num_cached_tokens
+            ),
+            "request_generation_tokens": num_tokens,
+            "request_max_num_generation_tokens": max(request.num_generation_tokens),
+            "request_params_n": params.n,
+            "request_num_preemptions": times.num_preemptions,
         }
-        if metrics.scheduled_ts:
-            observed["request_queue_time_seconds"] = metrics.scheduled_ts - metrics.queued_ts
-            observed["request_inference_time_seconds"] = (
-                metrics.last_token_ts - metrics.scheduled_ts
-            )
-            observed["request_prefill_time_seconds"] = metrics.first_token_ts - metrics.scheduled_ts
-            observed["request_decode_time_seconds"] = decode
+        if params.max_tokens is not None:
+            observed["request_params_max_tokens"] = params.max_tokens
+        if times.scheduled_ts:
+            observed["request_queue_time_seconds"] = request.queue_s
+            observed["request_inference_time_seconds"] = request.inference_s
+            observed["request_prefill_time_seconds"] = request.prefill_s
+            observed["request_decode_time_seconds"] = request.decode_s
+            per_answer = num_tokens / params.n
             if per_answer > 1:
-                mean = decode / (per_answer - 1)
+                mean = request.decode_s / (per_answer - 1)
                 observed["request_time_per_output_token_seconds"] = mean
-                if last_piece is None:
+                if params.output_kind is RequestOutputKind.FINAL_ONLY:
                     observed["inter_token_latency_seconds"] = mean
         for name, value in observed.items():
-            self._histograms[name].observe(max(value, 0.0))
+            self._histograms[times.replica][name].observe(max(value, 0.0))
+
+    def collect(self) -> Iterable[Metric]:
+        """For the registry."""
+        refused = CounterMetricFamily(
+            f"{self._prefix}:admission_rejections",
+            "Requests that were refused because too many were under way.",
+            labels=("model_name", "reason"),
+        )
+        for reason, num in self._refused.items():
+            refused.add_metric((self._model, reason), num)
+        yield refused
+
+    def expose(self, of_engine: Sequence[Metric], reports: Sequence[bytes] = ()) -> bytes:
+        """The page: the engine's figures, which were read a moment ago, then those of this
+        server, with the reports of other frontends added."""
+        counted = added(self.registry.collect(), reports)
+        return generate_latest(_AsRead([*of_engine, *counted]))
+
+    def report(self) -> bytes:
+        """What was counted here, for another frontend's page."""
+        return report(self.registry.collect())
+
+
+class _AsRead(Collector):
+    def __init__(self, families: Sequence[Metric]):
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -1,10 +1,14 @@
-"""One line of log about the engine, now and then, while there is something to say."""
+"""One line of log about the engine, now and then, while there is something to say.
+
+Its words are vLLM's: scripts look for them.
+"""
 
 import asyncio
 import time
 
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.logging import init_logger
+from jaxllm.metrics.stats import EngineStats
 
 logger = init_logger(__name__)
 
@@ -20,15 +24,30 @@ async def log_stats(engine: AsyncLLMEngine) -> None:
         stats, now = await engine.stats(), time.monotonic()
         is_idle = stats.num_steps == before.num_steps
         if not (is_idle and was_idle):
-            seconds = now - then
-            logger.info(
-                "%.1f prompt and %.1f output tokens per second; %d running, %d waiting; "
-                "KV cache %.1f%% used, prefix hits %.1f%%",
-                (stats.num_prompt_tokens - before.num_prompt_tokens) / seconds,
-                (stats.num_generation_tokens - before.num_generation_tokens) / seconds,
-                stats.num_requests_running,
-                stats.num_requests_waiting,
-                100 * stats.kv_cache_usage,
-                100 * stats.prefix_cache_hit_rate,
-            )
+            logger.info("%s", state_line(before, stats, now - then))
         before, then, was_idle = stats, now, is_idle
+
+
+def state_line(before: EngineStats, stats: EngineStats, seconds: float) -> str:
+    """What was done in these seconds, and how things are now."""
+
+    def more(name: str) -> int:
+        return getattr(stats, name) - getattr(before, name)
+
+    looked_up = more("prefix_cache_queries")
+    # Of this time; when nothing was looked up in it, of all.
+    hit_rate = more("prefix_cache_hits") / looked_up if looked_up else stats.prefix_cache_hit_rate
+    parts = [
+        f"Avg prompt throughput: {more('num_prompt_tokens') / seconds:.1f} tokens/s",
+        f"Avg generation throughput: {more('num_generation_tokens') / seconds:.1f} tokens/s",
+        f"Running: {stats.num_requests_running} reqs",
+        f"Waiting: {stats.num_requests_waiting} reqs",
+        f"KV cache usage: {stats.kv_cache_usage:.1%}",
+        f"Prefix cache hit rate: {hit_rate:.1%}",
+    ]
+    # What should not be, if it is.
+    if more("num_preemptions"):
+        parts.append(f"Preemptions: {more('num_preemptions')}")
+    if more("num_compiles_after_warmup"):
+        parts.append(f"Compiled late: {more('num_compiles_after_warmup')} programs")
+    return ", ".join(parts)

@@ -3,6 +3,8 @@
 import numpy as np
 
 from jaxllm.messages import EngineInfo
+from jaxllm.metrics.memory import DeviceMemory
+from jaxllm.metrics.startup import Phase
 from jaxllm.runner.buckets import Bucket, BucketTable
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.simulation.step_time import StepTime
@@ -32,6 +34,7 @@ class SimulatedExecutor:
         self.busy_s = 0.0  # of the stage that is busiest
         self.num_token_rows = 0
         self.pack_s = 0.0
+        self.startup: list[Phase] = []
         self._buckets = BucketTable(buckets)
         self._step_time = step_time
         # Half of it comes before a step is dispatched, half when its tokens are there.
@@ -40,6 +43,9 @@ class SimulatedExecutor:
         self._busy_s = [0.0] * step_time.num_stages
         self._done_at: dict[int, float] = {}  # steps on their way
         self._last_done = 0.0
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return []
 
     def execute(self, schedule: Schedule) -> "_Pending":
         bucket = self._buckets.find(

@@ -10,6 +10,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import refused
 from jaxllm.messages import EngineRequest
+from jaxllm.metrics.memory import DeviceMemory
+from jaxllm.metrics.startup import Phase
 from jaxllm.runner.buckets import Bucket, BucketTable
 from jaxllm.runner.compile import use_compilation_cache
 from jaxllm.runner.model_runner import ModelRunner, PendingStep
@@ -137,6 +139,13 @@ class _TimingExecutor:
     @property
     def num_compiles_after_warmup(self) -> int:
         return self._runner.num_compiles_after_warmup
+
+    @property
+    def startup(self) -> list[Phase]:
+        return self._runner.startup
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return self._runner.device_memory()
 
     def execute(self, schedule: Schedule) -> "_Timed":
         start = time.perf_counter()

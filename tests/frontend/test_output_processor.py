@@ -18,7 +18,8 @@ class Frontend:
 
     def __init__(self, config, info, tokenizer):
         self.input = InputProcessor(config, info, tokenizer)
-        self.output = OutputProcessor(tokenizer)
+        self.ended = []
+        self.output = OutputProcessor(tokenizer, on_end=self.ended.append)
         self.tokenizer = tokenizer
 
     def add(self, request_id="r", prompt="hello", **params):
@@ -334,3 +335,31 @@ def test_metrics_and_cached_tokens_are_of_the_whole_request(frontend):
     assert math.isfinite(metrics.first_token_latency) and metrics.first_token_latency > 0
     assert metrics.num_generation_tokens == 2
     assert output.num_cached_tokens == 0  # the first answer's; the second shares its blocks
+
+
+def test_what_is_told_of_an_end_covers_all_answers_whenever_they_ended(frontend):
+    frontend.add(n=3, output_kind=DELTA, max_tokens=9)
+    stats = RequestStats(scheduled_ts=12.0, first_token_ts=13.0, last_token_ts=13.0, replica=1)
+    frontend.feed(out("0_r", [5, 6], stats=stats, finish_reason=FinishReason.LENGTH))
+    frontend.feed(out("1_r", [5], finish_reason=FinishReason.ERROR, error="no memory"))
+    frontend.feed(out("2_r", [5]))
+    assert not frontend.ended
+    frontend.feed(out("2_r", [6, 7], finish_reason=FinishReason.STOP))
+    (request,) = frontend.ended
+    assert request.request_id == "r" and request.params.max_tokens == 9
+    assert request.num_generation_tokens == [2, 1, 3]
+    assert request.finish_reasons == ["length", "error", "stop"]
+    assert request.errors == ["no memory"]
+    assert request.times.replica == 1
+    assert request.e2e_s > 0
+
+
+def test_the_end_of_an_aborted_request_is_told_once_and_is_now(frontend):
+    frontend.add(output_kind=DELTA)
+    stats = RequestStats(scheduled_ts=0.5, first_token_ts=1.0, last_token_ts=1.0)
+    frontend.feed(out("r", [5], stats=stats))
+    frontend.output.abort("r")
+    frontend.output.abort("r")
+    (request,) = frontend.ended
+    assert request.finish_reasons == ["abort"] and request.num_generation_tokens == [1]
+    assert request.decode_s > 0

@@ -14,6 +14,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax.numpy as jnp
 from jaxllm import LLM, SamplingParams
+from jaxllm.metrics.reader import Histogram
 from jaxllm.sampling.logits_processor import LogitsProcessor
 
 class Favour(LogitsProcessor):
@@ -63,7 +64,11 @@ def run(options):
     return {
         "answers": answers,
         "again": again,
-        "metrics": {m.name.partition(":")[2]: m.value for m in llm.get_metrics()},
+        "metrics": {
+            m.name.partition(":")[2]: m.value
+            for m in llm.get_metrics()
+            if not isinstance(m, Histogram)
+        },
     }
 
 def run_again(llm):

@@ -14,6 +14,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ValidationError
+from jaxllm.metrics.reader import Histogram
 
 base = dict(
     model=sys.argv[1], dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32,
@@ -23,18 +24,28 @@ prompts = [[3 + (i * 31 + j) % 300 for j in range(2 + 3 * i)] for i in range(8)]
 params = [SamplingParams(seed=i, max_tokens=4 + i, n=1 + i % 2, ignore_eos=True) for i in range(8)]
 
 def tokens(llm):
+    global outputs
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [[c.token_ids for c in output.outputs] for output in outputs]
 
 def metrics(llm):
-    return {metric.name: metric.value for metric in llm.get_metrics()}
+    "Of both replicas."
+    found = {}
+    for metric in llm.get_metrics():
+        if not isinstance(metric, Histogram):
+            found.setdefault(metric.name, []).append(metric.value)
+    return found
 
 one = tokens(LLM(**base))
 for shards in (1, 2):
     llm = LLM(**base, data_parallel_size=2, tensor_parallel_size=shards)
     assert tokens(llm) == one, shards
-    assert metrics(llm)["jaxllm:num_requests_finished"] == sum(len(row) for row in one)
-    assert metrics(llm)["jaxllm:num_blocks_used"] == 0
+    finished = metrics(llm)["jaxllm:engine_answers_finished"]
+    assert min(finished) > 0 and sum(finished) == sum(len(row) for row in one)
+    assert metrics(llm)["jaxllm:kv_blocks_used"] == [0, 0]
+    assert llm.llm_engine.stats().num_requests_finished == sum(finished)
+    replicas = {output.metrics.replica for output in outputs}
+    assert replicas == {0, 1}
     # Both have worked: each has its cache on devices of its own.
     used = {shard.device for array in jax.live_arrays() for shard in array.addressable_shards}
     assert len(used) >= 2 * shards, used

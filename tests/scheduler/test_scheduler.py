@@ -310,6 +310,7 @@ def test_siblings_share_the_prompt(make_engine, make_request, depth, caching):
     followers = [engine.add(make_request(f"{i}", prompt, prefix_leader_id="0")) for i in (1, 2, 3)]
     engine.step()
     assert engine.scheduler.num_running == 1
+    assert engine.stats.num_requests_deferred == 3  # for the leader, not for room
     engine.step()
     assert engine.scheduler.num_waiting == 3
     engine.step()

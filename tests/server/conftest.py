@@ -19,7 +19,7 @@ import httpx
 import pytest
 import uvloop
 
-from jaxllm import LLM, AsyncLLMEngine
+from jaxllm import LLM, AsyncLLMEngine, SamplingParams
 from jaxllm.config import EngineArgs
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.options import ServerOptions
@@ -44,7 +44,11 @@ def engine_options(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def llm(engine_options):
-    return LLM(**engine_options)
+    llm = LLM(**engine_options)
+    # Every program is compiled, and in the cache when engines of servers need it.
+    llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+    llm.generate(["a"] * 4, SamplingParams(max_tokens=2), use_tqdm=False)
+    return llm
 
 
 class Host:
@@ -97,9 +101,12 @@ class Host:
             time.sleep(0.05)
 
     def close(self):
+        if self._loop.is_closed():
+            return
         self.call(_shut_down(self.engine))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
 
 async def _shut_down(engine):
@@ -111,6 +118,19 @@ def host(engine_options, llm):  # after LLM, which fills the cache of compiled p
     host = Host(engine_options)
     yield host
     host.close()
+
+
+@pytest.fixture
+def make_host(llm):
+    """Engines that are like no other."""
+    with contextlib.ExitStack() as stack:
+
+        def make(engine_options):
+            host = Host(engine_options)
+            stack.callback(host.close)
+            return host
+
+        yield make
 
 
 @pytest.fixture(scope="session")

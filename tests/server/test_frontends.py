@@ -31,7 +31,7 @@ def test_limits_hold_for_all_together(tmp_path):
     with first.answers(2), second.answers(3):
         with pytest.raises(UnavailableError, match="--max-queued-requests"), third.answers(1):
             pass
-        assert (third.num_answers, third.num_refused) == (5, 1)
+        assert (third.num_answers, third.num_refused["max_queued_requests"]) == (5, 1)
     with third.answers(5), third.tokens(60), first.tokens(40), second.body() as admit:
         admit(1000)
         with pytest.raises(UnavailableError, match="--max-queued-tokens"), second.tokens(1):

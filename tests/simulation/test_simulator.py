@@ -148,11 +148,11 @@ def test_steps_are_those_of_an_engine(tmp_path, deployment):
         for n in trace.num_output_tokens
     ]
     llm.generate(prompts, params, use_tqdm=False)
-    real = {metric.name: metric.value for metric in llm.get_metrics()}
+    real = llm.llm_engine.stats()
     stats = simulate(trace, deployment(num_blocks=24), 1).stats
     for name in (
         "num_steps", "num_scheduled_tokens", "num_token_rows", "num_preemptions",
-        "num_generation_tokens",
+        "num_generation_tokens", "step_sizes",
     ):  # fmt: skip
-        assert getattr(stats, name) == real[f"jaxllm:{name}"], name
+        assert getattr(stats, name) == getattr(real, name), name
     assert stats.num_preemptions > 0

@@ -1,0 +1,98 @@
+"""What is told of an engine's statistics, and under which names.
+
+The names are those that dashboards of vLLM know, where it has the figure, too.
+"""
+
+from typing import Literal, NamedTuple
+
+from jaxllm.metrics.stats import EngineStats
+
+
+class Figure(NamedTuple):
+    """One figure of an engine."""
+
+    kind: Literal["counter", "gauge"]
+    name: str
+    attribute: str  # of EngineStats
+    help: str
+    labels: dict[str, str]
+
+    def read(self, stats: EngineStats) -> float:
+        return float(getattr(stats, self.attribute))
+
+
+def _gauge(name: str, attribute: str, help: str, **labels: str) -> Figure:
+    return Figure("gauge", name, attribute, help, labels)
+
+
+def _counter(name: str, attribute: str, help: str, **labels: str) -> Figure:
+    return Figure("counter", name, attribute, help, labels)
+
+
+_WAITING = "Answers that wait: for room (capacity), or for another answer first (deferred)."
+_BY_SOURCE = "Tokens of prompts by where their KV came from."
+_HOST = "Seconds that the host spent on steps: planning, packing, taking results in."
+
+FIGURES = (
+    _gauge("num_requests_running", "num_requests_running", "Answers in the running batch."),
+    _gauge("num_requests_waiting", "num_requests_waiting", "Answers that wait for a place in it."),
+    _gauge("num_requests_waiting_by_reason", "num_requests_for_room", _WAITING, reason="capacity"),
+    _gauge("num_requests_waiting_by_reason", "num_requests_deferred", _WAITING, reason="deferred"),
+    _gauge("kv_cache_usage_perc", "kv_cache_usage", "Share of the KV cache in use; 1 means all."),
+    _gauge("kv_blocks", "num_blocks", "Blocks of the KV cache."),
+    _gauge("kv_blocks_used", "num_blocks_used", "Those of them that are in use."),
+    _gauge("overlap", "overlap", "1 if steps are dispatched one ahead of their results, else 0."),
+    _gauge("prefix_cache_hit_rate", "prefix_cache_hit_rate", "Found of looked up, since start."),
+    _gauge("padding_waste", "padding_waste", "Share of token rows that were padding, since start."),
+    _gauge(
+        "pipeline_bubble_share",
+        "pipeline_bubble_share",
+        "Share of pipeline stages that found nothing to run, since start.",
+    ),
+    _gauge("host_us_per_step", "host_us_per_step", "Microseconds of the host, since start."),
+    _counter("prompt_tokens", "num_all_prompt_tokens", "Tokens of prompts, computed or cached."),
+    _counter("prompt_tokens_by_source", "num_prompt_tokens", _BY_SOURCE, source="local_compute"),
+    _counter("prompt_tokens_by_source", "prefix_cache_hits", _BY_SOURCE, source="local_cache_hit"),
+    _counter("prompt_tokens_cached", "prefix_cache_hits", "Tokens of prompts found in the cache."),
+    _counter("generation_tokens", "num_generation_tokens", "Tokens generated."),
+    _counter("num_preemptions", "num_preemptions", "Answers put back for want of memory."),
+    _counter("prefix_cache_queries", "prefix_cache_queries", "Tokens looked up in the cache."),
+    _counter("prefix_cache_hits", "prefix_cache_hits", "Tokens found there."),
+    _counter(
+        "engine_answers_finished", "num_requests_finished", "Answers that the engine is done with."
+    ),
+    _counter("engine_steps", "num_steps", "Steps of the engine."),
+    _counter("engine_step_seconds", "step_s", "Seconds of the engine's loop that had a step."),
+    _counter("scheduled_tokens", "num_scheduled_tokens", "Token rows that carried a token."),
+    _counter("token_rows", "num_token_rows", "Token rows of steps, padding included."),
+    _counter("compiles_after_warmup", "num_compiles_after_warmup", "Programs compiled late."),
+    _counter(
+        "pipeline_stages_offered", "num_stages_offered", "Stages of the pipeline, at every step."
+    ),
+    _counter(
+        "pipeline_stages_filled", "num_stages_filled", "Those of them that had something to run."
+    ),
+    _counter("host_seconds", "schedule_s", _HOST, phase="schedule"),
+    _counter("host_seconds", "pack_s", _HOST, phase="pack"),
+    _counter("host_seconds", "update_s", _HOST, phase="update"),
+    _counter(
+        "device_wait_seconds", "device_wait_s", "Seconds that the host waited for the device."
+    ),
+    _counter(
+        "device_idle_seconds", "device_idle_s", "Seconds in which work was there and none ran."
+    ),
+)
+
+STEP_TOKENS = "iteration_tokens_total"
+STEP_TOKENS_HELP = "Tokens computed in a step."
+
+
+def step_tokens_buckets(stats: EngineStats) -> dict[str, int]:
+    """How many steps had at most so many tokens, by the limit; the last has none."""
+    buckets: dict[str, int] = {}
+    count = 0
+    last = len(stats.step_sizes) - 1
+    for power, num in enumerate(stats.step_sizes):
+        count += num
+        buckets["+Inf" if power == last else f"{float(1 << power)}"] = count
+    return buckets

@@ -1,0 +1,181 @@
+"""Traces for OpenTelemetry: a span for every request, and for what was done at the start.
+
+Spans are made when all is over, of times that were noted anyway, and leave in a thread of their
+own. There is room for so many of them; when the collector is down or slow, those that find none are
+dropped. Nothing here waits for it but `shutdown`, and that not for long.
+"""
+
+import atexit
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Literal
+from urllib.parse import urlsplit
+
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import jaxllm
+from jaxllm.logging import init_logger
+from jaxllm.metrics.finished_request import FinishedRequest
+from jaxllm.metrics.startup import Phase
+
+logger = init_logger(__name__)
+
+# What the collector has to take the last spans.
+_LAST_SPANS_S = 5.0
+
+
+def make_exporter(endpoint: str, protocol: Literal["grpc", "http/protobuf"]) -> SpanExporter:
+    """What sends spans; raises ModuleNotFoundError if it is not installed."""
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+            OTLPSpanExporter as GRPCExporter,
+        )
+
+        return GRPCExporter(endpoint=endpoint)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+        OTLPSpanExporter as HTTPExporter,
+    )
+
+    if urlsplit(endpoint).path in ("", "/"):
+        endpoint = endpoint.rstrip("/") + "/v1/traces"
+    return HTTPExporter(endpoint=endpoint)
+
+
+class RequestTracer:
+    """Tells a collector of requests. Whoever has a request ended by it never hears of an error."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str, model: str):
+        self.model = model  # as requests call it
+        self._exporter = _QuietExporter(exporter, endpoint)
+        resource = Resource.create({"service.name": "jaxllm"}).merge(
+            OTELResourceDetector().detect()  # OTEL_SERVICE_NAME goes before
+        )
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("jaxllm", jaxllm.__version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._has_failed = False
+        atexit.register(self.shutdown)
+
+    def trace_request(self, request: FinishedRequest) -> None:
+        """Make the span of a request that has ended."""
+        try:
+            self._trace_request(request)
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("a request could not be traced; this is not said again")
+
+    def trace_startup(self, phases: Sequence[Phase], begun: float, ended: float) -> None:
+        """Make the spans of the start."""
+        root = self._tracer.start_span("Overall Loading", start_time=_ns(begun))
+        context = set_span_in_context(root)
+        for phase in phases:
+            span = self._tracer.start_span(phase.name, context, start_time=_ns(phase.start))
+            span.end(_ns(phase.end))
+        root.end(_ns(ended))
+
+    def shutdown(self) -> None:
+        """Send what there is, unless the collector takes too long."""
+        atexit.unregister(self.shutdown)
+        # A thread: the provider has no limit to its patience.
+        sender = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        sender.start()
+        sender.join(_LAST_SPANS_S)
+        if sender.is_alive():
+            self._exporter.shutdown()
+
+    def _trace_request(self, request: FinishedRequest) -> None:
+        parent = self._propagator.extract(request.trace_headers or {})
+        end = _ns(request.end_time)
+        # The arrival is what the user says it is.
+        start = _ns(min(request.times.arrival_time, request.end_time))
+        span = self._tracer.start_span("llm_request", parent, SpanKind.SERVER, start_time=start)
+        if span.is_recording():
+            span.set_attributes(_attributes(request, self.model))
+            if request.errors:
+                span.set_status(Status(StatusCode.ERROR, request.errors[0]))
+        span.end(end)
+
+
+def _attributes(request: FinishedRequest, model: str) -> dict[str, str | int | float | list[str]]:
+    params, times = request.params, request.times
+    attributes: dict[str, str | int | float | list[str]] = {
+        "gen_ai.request.id": request.request_id.encode(errors="replace").decode(),
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.n": params.n,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.usage.prompt_tokens": request.num_prompt_tokens,
+        "gen_ai.usage.completion_tokens": sum(request.num_generation_tokens),
+        "gen_ai.response.finish_reasons": request.finish_reasons,
+        "gen_ai.latency.e2e": request.e2e_s,
+    }
+    if params.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = params.max_tokens
+    if times.scheduled_ts:
+        attributes |= {
+            "gen_ai.latency.time_to_first_token": times.first_token_latency,
+            "gen_ai.latency.time_in_queue": request.queue_s,
+            "gen_ai.latency.time_in_model_prefill": request.prefill_s,
+            "gen_ai.latency.time_in_model_decode": request.decode_s,
+            "gen_ai.latency.time_in_model_inference": request.inference_s,
+        }
+    return attributes
+
+
+def _ns(seconds: float) -> int:
+    return max(int(seconds * 1e9), 0)
+
+
+class _QuietExporter(SpanExporter):
+    """Says once that the collector is gone, and once that it is back."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str):
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._is_down = False
+        # An application that has set logging up still sees what the exporter itself says.
+        logging.getLogger("opentelemetry").addHandler(_complaint)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        _complaint.text = ""
+        result = self._exporter.export(spans)
+        is_down = result is not SpanExportResult.SUCCESS
+        if is_down and not self._is_down:
+            logger.warning(
+                "traces do not reach %s, and are lost until they do: %s",
+                self._endpoint,
+                _complaint.text or "no reason is known",
+            )
+        elif self._is_down and not is_down:
+            logger.info("traces reach %s again", self._endpoint)
+        self._is_down = is_down
+        return result
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return True  # an exporter keeps nothing
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class _Complaint(logging.Handler):
+    """Keeps the first thing that was logged. Where there is such a handler, Python does not write
+    to stderr what nobody has set logging up for."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = self.text or record.getMessage()[:300]
+
+
+_complaint = _Complaint()

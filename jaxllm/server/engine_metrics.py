@@ -1,0 +1,115 @@
+"""The figures that the engine keeps, as of now, for Prometheus: one series for each replica.
+
+Nothing is counted here, so it does not matter which of several servers is asked.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from jaxllm.config import CacheConfig
+from jaxllm.errors import EngineDeadError
+from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.messages import EngineInfo
+from jaxllm.metrics.figures import FIGURES, STEP_TOKENS, STEP_TOKENS_HELP, step_tokens_buckets
+from jaxllm.metrics.memory import EngineMemory, resident_bytes
+from jaxllm.metrics.stats import EngineStats
+
+_LABELS = ("model_name", "engine")
+_DEVICE_MEMORY = {
+    "device_memory_used_bytes": ("used_bytes", "Memory of an accelerator that is in use."),
+    "device_memory_peak_bytes": ("peak_bytes", "The most that has been in use."),
+    "device_memory_limit_bytes": ("limit_bytes", "What there is to use."),
+}
+
+
+class EngineMetrics:
+    """Asks the engine; once it has ended, tells what it said last."""
+
+    def __init__(self, engine: AsyncLLMEngine, prefix: str, model: str):
+        self._engine = engine
+        self._prefix = prefix
+        self._model = model
+        self._stats: list[EngineStats] = []
+        self._memory: EngineMemory | None = None
+
+    async def read(self) -> list[Metric]:
+        """The figures as of now."""
+        try:
+            self._stats = await self._engine.replica_stats()
+            self._memory = await self._engine.memory()
+        except EngineDeadError:
+            self._memory = None
+        families = Figures(self._prefix, self._model)
+        return [
+            *families.of_stats(self._stats),
+            *families.of_memory(self._memory, resident_bytes()),
+            families.of_cache(self._engine.config.cache, self._engine.info, len(self._stats)),
+        ]
+
+
+class Figures:
+    """Plain data as Prometheus has it, under the names of one model."""
+
+    def __init__(self, prefix: str, model: str):
+        self._prefix = prefix
+        self._model = model
+
+    def of_stats(self, replicas: Sequence[EngineStats]) -> Iterator[Metric]:
+        """What the engine has counted."""
+        families: dict[str, Metric] = {}
+        for figure in FIGURES:
+            name = f"{self._prefix}:{figure.name}"
+            kind = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
+            labels = (*_LABELS, *figure.labels)
+            family = families.setdefault(name, kind(name, figure.help, labels=labels))
+            assert isinstance(family, kind)
+            for number, stats in enumerate(replicas):
+                values = (self._model, str(number), *figure.labels.values())
+                family.add_metric(values, figure.read(stats))
+        yield from families.values()
+        steps = HistogramMetricFamily(
+            f"{self._prefix}:{STEP_TOKENS}", STEP_TOKENS_HELP, labels=_LABELS
+        )
+        for number, stats in enumerate(replicas):
+            buckets = list(step_tokens_buckets(stats).items())
+            steps.add_metric((self._model, str(number)), buckets, stats.num_scheduled_tokens)
+        yield steps
+
+    def of_memory(self, engine: EngineMemory | None, server_bytes: int) -> Iterator[Metric]:
+        """Of processes and devices; of these there is nothing where the backend does not tell."""
+        resident = GaugeMetricFamily(
+            f"{self._prefix}:resident_memory_bytes",
+            "What a process has in memory: the engine's, or the server's.",
+            labels=("model_name", "process"),
+        )
+        resident.add_metric((self._model, "server"), server_bytes)
+        if engine is not None:
+            resident.add_metric((self._model, "engine"), engine.resident_bytes)
+        yield resident
+        for name, (field, text) in _DEVICE_MEMORY.items():
+            family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=(*_LABELS, "device"))
+            for number, devices in enumerate(engine.devices if engine else ()):
+                for device in devices:
+                    labels = (self._model, str(number), str(device.device))
+                    family.add_metric(labels, getattr(device, field))
+            yield family
+
+    def of_cache(self, asked: CacheConfig, info: EngineInfo, num_replicas: int) -> Metric:
+        """How the KV cache was asked for, and what came of it."""
+        values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
+        values |= {"block_size": info.block_size, "num_gpu_blocks": info.num_blocks}
+        family = GaugeMetricFamily(
+            f"{self._prefix}:cache_config_info",
+            "The KV cache, in the labels.",
+            labels=(*_LABELS, *values),
+        )
+        for number in range(num_replicas):
+            family.add_metric((self._model, str(number), *map(str, values.values())), 1)
+        return family

@@ -1,0 +1,68 @@
+"""Counts requests over HTTP by path and status, and how long they took, to the end of a stream.
+
+The names have no prefix: they are those that other servers in Python have. Paths that only say how
+the server is are left out, and paths that do not exist are counted as one.
+"""
+
+import time
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxllm.server.metrics import SECONDS
+
+_NOT_COUNTED = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+# The status of a request whose client left before the answer began.
+_CLIENT_LEFT = "499"
+
+
+class HTTPMetrics:
+    """As a middleware outside of all others, which may refuse requests."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route], registry: CollectorRegistry):
+        self._app = app
+        self._routes = routes
+        self._requests = Counter(
+            "http_requests",
+            "Requests over HTTP.",
+            ("handler", "method", "status"),
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "http_request_duration_seconds",
+            "From the head of a request to the end of its answer.",
+            ("handler", "method"),
+            buckets=SECONDS,
+            registry=registry,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _NOT_COUNTED:
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        status = _CLIENT_LEFT
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            status = "500"  # which is what becomes of it further out
+            raise
+        finally:
+            handler = self._handler(scope["path"])
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._requests.labels(handler, method, status).inc()
+            self._seconds.labels(handler, method).observe(time.perf_counter() - start)
+
+    def _handler(self, path: str) -> str:
+        """The path as it was declared: there are only so many of these."""
+        return next((one.path for one in self._routes if one.path_regex.match(path)), "none")
