@@ -138,7 +138,7 @@ async def connections(port: int, number: int, resets_per_s: float):
     held = [await _open(port) for _ in range(of_kind["idle"] + of_kind["slow"])]
     for place, one in enumerate(held[: of_kind["idle"]]):
         if place % 2:
-            one.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+            one.send(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
     for one in held[of_kind["idle"] :]:
         one.send(request(max_tokens=1000))
 
@@ -162,7 +162,7 @@ def request(**fields: object) -> bytes:
     body = json.dumps(
         {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, **fields}
     ).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(body) + (
+    return b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % len(body) + (
         b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body
     )
 

@@ -5,6 +5,7 @@ import os
 import sys
 
 _FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
+_TIME = "%H:%M:%S"
 
 
 def init_logger(name: str) -> logging.Logger:
@@ -16,8 +17,15 @@ def init_logger(name: str) -> logging.Logger:
     root = logging.getLogger("jaxllm")
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
+        handler.setFormatter(logging.Formatter(_FORMAT, datefmt=_TIME))
         root.addHandler(handler)
         root.setLevel(os.environ.get("JAXLLM_LOGGING_LEVEL", "INFO").upper())
         root.propagate = False
     return logging.getLogger(name)
+
+
+def name_process(name: str) -> None:
+    """From now on log lines say which process of several they are from."""
+    formatter = logging.Formatter(f"{name}: {_FORMAT}", datefmt=_TIME)
+    for handler in logging.getLogger("jaxllm").handlers:
+        handler.setFormatter(formatter)

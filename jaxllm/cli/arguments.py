@@ -52,6 +52,7 @@ SHORT_FLAGS = {
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
     "data_parallel_size": ("-dp",),
+    "api_server_count": ("-asc",),
 }
 
 # What a command has no use for that prints one answer as text, and no numbers.

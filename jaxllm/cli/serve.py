@@ -15,7 +15,7 @@ from jaxllm.server.options import ServerOptions
 DETAILS = """\
 exit status:
   0    stopped by SIGTERM or Ctrl-C
-  1    the engine has ended; the log says why
+  1    the engine, or one of several frontends, has ended; the log says why
   2    it could not start, for a reason that is printed"""
 
 

@@ -33,15 +33,17 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     assignment = read_assignment(sys.stdin.buffer)
-    threading.Thread(
-        target=_end_with_parent, args=(assignment.directory,), name="parent", daemon=True
-    ).start()
     sys.path[:] = assignment.python_path
     context = zmq.Context()
     inbox: Inbox = queue.SimpleQueue()
     outbox: Outbox = queue.SimpleQueue()
-    InputThread(_listen(context, assignment.input_address), inbox).start()
+    requests = InputThread(_listen(context, assignment.input_address), inbox)
     output = OutputThread(_listen(context, assignment.output_address), outbox)
+    # From now on nothing more comes into the folder, which may be removed at any moment.
+    threading.Thread(
+        target=_end_with_parent, args=(assignment.directory,), name="parent", daemon=True
+    ).start()
+    requests.start()
     output.start()
     status = 0
     try:

@@ -11,7 +11,7 @@ import zmq
 
 from jaxllm import errors
 from jaxllm.errors import EngineDeadError
-from jaxllm.frontend.engine_process import EngineProcess
+from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
 from jaxllm.messages import (
     OWNER_MARK,
     Call,
@@ -35,7 +35,7 @@ class AsyncClient:
     """One frontend's connection. Making it waits until the engine is ready; `listen` then ties it
     to the event loop that runs."""
 
-    def __init__(self, process: EngineProcess):
+    def __init__(self, process: EngineProcess | JoinedEngine):
         self._process = process
         self._name = uuid.uuid4().hex[:12].encode()
         self._context = zmq.Context()

@@ -17,7 +17,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError, ValidationError, refused
 from jaxllm.frontend.async_client import AsyncClient
 from jaxllm.frontend.client import load_engine_tokenizer
-from jaxllm.frontend.engine_process import EngineProcess
+from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
 from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput, tokenization_options
 from jaxllm.frontend.output_collector import OutputCollector
 from jaxllm.frontend.output_processor import OutputProcessor
@@ -60,18 +60,20 @@ Result = TypeVar("Result")
 class AsyncLLMEngine:
     """An engine for applications with an event loop. All methods are for one loop."""
 
-    def __init__(self, config: EngineConfig):
-        """Start the engine; returns when it is ready, which may take minutes."""
+    def __init__(self, config: EngineConfig, process: EngineProcess | JoinedEngine | None = None):
+        """Start the engine, or use one that was started; returns when it is ready, which may take
+        minutes."""
         begun = time.time()
         self.config = config
         # First of all: what it needs may not be installed.
         self.tracer = start_tracing(config)
-        self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
-        self._process = EngineProcess(config)
+        self._process = EngineProcess(config) if process is None else process
         try:
+            # Both load at once.
+            self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
             self._client = AsyncClient(self._process)
         except BaseException:
-            self._process.stop(grace_s=0)
+            self._stop_process(grace_s=0)
             raise
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self._output_processor = OutputProcessor(self.tokenizer, on_end=self._tell_end)
@@ -87,7 +89,8 @@ class AsyncLLMEngine:
         self.on_output: list[Callable[[RequestOutput], None]] = []
         self.on_end: list[Callable[[FinishedRequest], None]] = []
         if self.tracer is not None:
-            self.tracer.trace_startup(self._client.startup, begun, time.time())
+            if isinstance(self._process, EngineProcess):  # once for each engine
+                self.tracer.trace_startup(self._client.startup, begun, time.time())
             self.on_end.append(self.tracer.trace_request)
 
     @classmethod
@@ -97,6 +100,11 @@ class AsyncLLMEngine:
     @property
     def info(self) -> EngineInfo:
         return self._client.info
+
+    @property
+    def exit_status(self) -> int | None:
+        """Of the engine's process; None while it runs."""
+        return self._process.status
 
     @property
     def is_running(self) -> bool:
@@ -224,20 +232,24 @@ class AsyncLLMEngine:
             return False
 
     def shutdown(self) -> None:
-        """End the engine and its process; requests under way end with it."""
+        """End the engine and its process, if it is ours; requests under way end with it."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        if self._dead is None:
+        if self._dead is None and isinstance(self._process, EngineProcess):
             self._client.send(Stop())
         self._die(EngineDeadError("the engine has been shut down; make a new one"))
         if self._reader is not None:
             self._reader.cancel()
         self._client.close()
-        self._process.stop(_STOP_GRACE_S)
+        self._stop_process(_STOP_GRACE_S)
         self._pool.shutdown(wait=False)
         if self.tracer is not None:
             self.tracer.shutdown()
+
+    def _stop_process(self, grace_s: float) -> None:
+        if isinstance(self._process, EngineProcess):
+            self._process.stop(grace_s)
 
     def _check(self) -> None:
         if self._dead is not None:

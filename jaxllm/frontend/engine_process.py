@@ -62,6 +62,17 @@ class EngineProcess:
         shutil.rmtree(self.assignment.directory, ignore_errors=True)
 
 
+class JoinedEngine:
+    """The engine that another process has started and will end, as one more frontend has it.
+
+    Who started it is told of its end by the operating system, and tells the others.
+    """
+
+    def __init__(self, assignment: Assignment):
+        self.assignment = assignment
+        self.status: int | None = None  # set when it has ended
+
+
 def _portable(config: EngineConfig) -> EngineConfig:
     """The config with classes by their names, under which the other process finds them."""
     names = tuple(map(_name, config.model.logits_processors))

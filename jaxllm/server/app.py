@@ -14,7 +14,7 @@ from starlette.routing import Route
 import jaxllm
 from jaxllm.errors import JaxLLMError
 from jaxllm.openai.endpoints import ENDPOINTS
-from jaxllm.openai.errors import NotFoundError
+from jaxllm.openai.errors import NotFoundError, UnavailableError
 from jaxllm.openai.models import ModelCard, ModelList
 from jaxllm.server.admin import ADMIN_PATHS, admin_routes
 from jaxllm.server.answers import AnswerEndpoint
@@ -44,6 +44,7 @@ def make_app(service: Service, keys: Keys, lifespan: Lifespan) -> Starlette:
         num_replicas=engine.config.parallel.data_parallel_size,
         refused=service.admission.num_refused,
     )
+    service.peers.report = metrics.report
     engine_metrics = EngineMetrics(engine, options.metrics_prefix, model)
     if engine.tracer is not None:
         engine.tracer.model = model
@@ -70,7 +71,12 @@ def make_app(service: Service, keys: Keys, lifespan: Lifespan) -> Starlette:
         return json_response({"server_load": service.admission.num_answers})
 
     async def expose_metrics(request: Request) -> Response:
-        page = metrics.expose(await engine_metrics.read())
+        try:
+            reports = await service.peers.ask()
+        except OSError:
+            # Without all of them counters would seem to have begun anew.
+            raise UnavailableError("a frontend does not say what it has counted") from None
+        page = metrics.expose(await engine_metrics.read(), reports)
         return Response(page, media_type="text/plain; version=0.0.4")
 
     async def describe(request: Request) -> Response:

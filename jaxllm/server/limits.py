@@ -7,24 +7,43 @@ from jaxllm.errors import refused
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import UnavailableError
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.server.peers import Peers
+
+_ANSWERS, _TOKENS, _BYTES = range(3)
 
 
 class Admission:
-    """Counts answers, tokens of prompts and bytes of bodies under way. `None` means no limit."""
+    """Counts answers, tokens of prompts and bytes of bodies under way. `None` means no limit.
 
-    def __init__(self, max_answers: int | None, max_tokens: int | None, max_bytes: int):
+    A limit holds for all frontends together. What comes is counted first and looked at then: two
+    that come at once may both be refused, but never both pass where there is room for one.
+    """
+
+    def __init__(
+        self, max_answers: int | None, max_tokens: int | None, max_bytes: int, peers: Peers
+    ):
         self._max_answers = max_answers
         self._max_tokens = max_tokens
         self._max_bytes = max_bytes
-        self.num_bytes = 0
-        self.num_answers = 0
-        self.num_tokens = 0
-        # By the limit that was met.
+        self._peers = peers
+        # Here, by the limit that was met.
         self.num_refused = {
             "max_queued_bytes": 0,
             "max_queued_requests": 0,
             "max_queued_tokens": 0,
         }
+
+    @property
+    def num_answers(self) -> int:
+        return self._peers.total(_ANSWERS)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._peers.total(_TOKENS)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._peers.total(_BYTES)
 
     @contextlib.contextmanager
     def body(self) -> Iterator[Callable[[int], None]]:
@@ -33,53 +52,50 @@ class Admission:
 
         def admit(num: int) -> None:
             nonlocal held
-            self._check(self.num_bytes + num > self._max_bytes, "max_queued_bytes")
+            self._admit(_BYTES, num, self._max_bytes, "max_queued_bytes")
             held += num
-            self.num_bytes += num
 
         try:
             yield admit
         finally:
-            self.num_bytes -= held
+            self._peers.count(_BYTES, -held)
 
     @contextlib.contextmanager
     def answers(self, num: int) -> Iterator[None]:
         """So many answers are under way within this context."""
-        if self._max_answers is not None:
-            if num > self._max_answers:
-                raise refused(
-                    "n",
-                    f"{num} answers",
-                    f"one request may have at most {self._max_answers}; split it, or start the "
-                    "server with a greater --max-queued-requests",
-                )
-            self._check(self.num_answers + num > self._max_answers, "max_queued_requests")
-        self.num_answers += num
+        if self._max_answers is not None and num > self._max_answers:
+            raise refused(
+                "n",
+                f"{num} answers",
+                f"one request may have at most {self._max_answers}; split it, or start the "
+                "server with a greater --max-queued-requests",
+            )
+        self._admit(_ANSWERS, num, self._max_answers, "max_queued_requests")
         try:
             yield
         finally:
-            self.num_answers -= num
+            self._peers.count(_ANSWERS, -num)
 
     @contextlib.contextmanager
     def tokens(self, num: int) -> Iterator[None]:
         """So many tokens of prompts are under way within this context."""
-        if self._max_tokens is not None:
-            if num > self._max_tokens:
-                raise refused(
-                    "prompt",
-                    f"{num} tokens",
-                    f"one request may have at most {self._max_tokens}; split it, or start the "
-                    "server with a greater --max-queued-tokens",
-                )
-            self._check(self.num_tokens + num > self._max_tokens, "max_queued_tokens")
-        self.num_tokens += num
+        if self._max_tokens is not None and num > self._max_tokens:
+            raise refused(
+                "prompt",
+                f"{num} tokens",
+                f"one request may have at most {self._max_tokens}; split it, or start the "
+                "server with a greater --max-queued-tokens",
+            )
+        self._admit(_TOKENS, num, self._max_tokens, "max_queued_tokens")
         try:
             yield
         finally:
-            self.num_tokens -= num
+            self._peers.count(_TOKENS, -num)
 
-    def _check(self, is_full: bool, limit: str) -> None:
-        if is_full:
+    def _admit(self, kind: int, num: int, most: int | None, limit: str) -> None:
+        total = self._peers.count(kind, num)
+        if most is not None and total > most:
+            self._peers.count(kind, -num)
             self.num_refused[limit] += 1
             flag = "--" + limit.replace("_", "-")
             raise UnavailableError(f"too many requests are under way ({flag}); try again later")

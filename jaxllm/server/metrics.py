@@ -17,6 +17,7 @@ from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.messages import RequestOutput
 from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.sampling_params import RequestOutputKind
+from jaxllm.server.summed_metrics import added, report
 
 SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -150,10 +151,15 @@ class ServerMetrics:
             refused.add_metric((self._model, reason), num)
         yield refused
 
-    def expose(self, of_engine: Sequence[Metric]) -> bytes:
+    def expose(self, of_engine: Sequence[Metric], reports: Sequence[bytes] = ()) -> bytes:
         """The page: the engine's figures, which were read a moment ago, then those of this
-        server."""
-        return generate_latest(_AsRead(of_engine)) + generate_latest(self.registry)
+        server, with the reports of other frontends added."""
+        counted = added(self.registry.collect(), reports)
+        return generate_latest(_AsRead([*of_engine, *counted]))
+
+    def report(self) -> bytes:
+        """What was counted here, for another frontend's page."""
+        return report(self.registry.collect())
 
 
 class _AsRead(Collector):

@@ -13,6 +13,11 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 lets other machines in.")
     port: int = option(8000, "Port to listen at; 0 takes any that is free.")
+    api_server_count: int = option(
+        1,
+        "Processes that speak HTTP and handle text, in front of the one engine. Each has a "
+        "tokenizer of its own; limits hold for all of them together.",
+    )
     served_model_name: tuple[str, ...] = option(
         (), 'What "model" in a request may be; answers carry the first one (default: --model).'
     )
@@ -137,6 +142,7 @@ class ServerOptions:
 
 
 _LOWEST = {
+    "api_server_count": 1,
     "max_body_bytes": 1,
     "max_header_bytes": 1024,
     "max_json_depth": 1,

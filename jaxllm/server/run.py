@@ -3,6 +3,7 @@ either of server and engine has to go."""
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import signal
@@ -18,14 +19,17 @@ from starlette.applications import Starlette
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.frontend.engine_process import EngineProcess
 from jaxllm.logging import init_logger
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.app import make_app
 from jaxllm.server.auth import Keys, read_keys
+from jaxllm.server.frontends import Frontends
 from jaxllm.server.hosts import is_loopback
 from jaxllm.server.http_protocol import limited_protocol
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.parsing import NamedParsers
+from jaxllm.server.peers import Peers
 from jaxllm.server.service import Service
 from jaxllm.server.stats_log import log_stats
 
@@ -43,42 +47,65 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
     """Serve until a signal, or the end of the engine; returns the exit status."""
     options.validate()
     keys = read_keys(options)
-    parsers = NamedParsers(options.reasoning_parser, options.tool_call_parser)
+    NamedParsers(options.reasoning_parser, options.tool_call_parser)  # refuses what is no parser
     template = options.chat_template and _read_template(options.chat_template)
     signal.signal(signal.SIGTERM, _exit_at_once)
     with contextlib.ExitStack() as stack:
-        listener = None
+        listener = frontends = None
         if not config.parallel.may_follow:
             # A port that is taken is told before a model is loaded. It does not listen yet.
             listener = stack.enter_context(bind(options))
-        engine = AsyncLLMEngine(config)
+        process = EngineProcess(config)
+        stack.callback(process.stop, grace_s=0)
+        peers = Peers.first(process.assignment.directory, options.api_server_count)
+        start = functools.partial(Frontends.start, process.assignment, options, keys, template)
+        if listener is not None:
+            frontends = stack.enter_context(start(listener))
+        engine = AsyncLLMEngine(config, process)
         stack.callback(engine.shutdown)
-        if listener is None:  # a rank that follows has not come back from there
+        # A rank that follows has not come back from there.
+        if listener is None or frontends is None:
             listener = stack.enter_context(bind(options))
-        served = ServedModel.of(
-            engine,
-            options.served_model_name,
-            chat_template=template,
-            trust_request_chat_template=options.trust_request_chat_template,
-            parsers=parsers,
-        )
+            frontends = stack.enter_context(start(listener))
+        frontends.await_ready(engine)
         if not keys.api and not is_loopback(options.host):
             logger.warning(
                 "everybody who reaches %s may use this server; --api-key-file sets keys",
                 options.host,
             )
-        service = Service(engine, served, options)
-        service.templates.start()
-        server = Server(service, keys)
+        server = make_server(engine, options, keys, template, peers, frontends)
         server.run([listener])
-        return EXIT_ENGINE_DEAD if engine.errored else 0
+        return EXIT_ENGINE_DEAD if engine.errored or frontends.has_lost else 0
+
+
+def make_server(
+    engine: AsyncLLMEngine,
+    options: ServerOptions,
+    keys: Keys,
+    chat_template: str | None,
+    peers: Peers | None = None,
+    frontends: Frontends | None = None,
+) -> "Server":
+    """A server in front of an engine, with the frontends beside it and those that it owns."""
+    served = ServedModel.of(
+        engine,
+        options.served_model_name,
+        chat_template=chat_template,
+        trust_request_chat_template=options.trust_request_chat_template,
+        parsers=NamedParsers(options.reasoning_parser, options.tool_call_parser),
+    )
+    service = Service(engine, served, options, peers)
+    service.templates.start()
+    return Server(service, keys, frontends)
 
 
 class Server(uvicorn.Server):
     """uvicorn, with an engine behind it."""
 
-    def __init__(self, service: Service, keys: Keys):
+    def __init__(self, service: Service, keys: Keys, frontends: Frontends | None = None):
         self._service = service
+        self._frontends = frontends or Frontends()
+        self._is_first = service.peers.index == 0
         options = service.options
         _log_like_us(options.access_log)
         super().__init__(
@@ -103,6 +130,9 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """SIGTERM and Ctrl-C end the server in order; a second one ends it at once."""
+        if not self._is_first:
+            yield  # the first one gets them, and tells
+            return
         try:
             loop = asyncio.get_running_loop()
             for one in (signal.SIGTERM, signal.SIGINT):
@@ -117,6 +147,8 @@ class Server(uvicorn.Server):
         # again, holds up every stream for 0.2 s.
         gc.collect()
         gc.freeze()
+        if not self._is_first:
+            return
         scheme = "https" if self.config.is_ssl else "http"
         names = ", ".join(self._service.served.names)
         for one in sockets or ():
@@ -128,10 +160,13 @@ class Server(uvicorn.Server):
         """Take no more requests; let those under way finish, and end them when it takes too
         long."""
         self._service.is_stopping = True
+        self._frontends.stop(self._service.options.shutdown_timeout + 2 * _LAST_WORDS_S)
         logger.info("stopping; %d requests are under way", len(self._service.request_ids))
         limit = asyncio.create_task(self._abort_late())
         await super().shutdown(sockets)
         limit.cancel()
+        while self._frontends.are_stopping and not self.force_exit:
+            await asyncio.sleep(_LOOK_S / 5)
 
     def _on_signal(self) -> None:
         if self.should_exit:
@@ -148,11 +183,17 @@ class Server(uvicorn.Server):
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         service = self._service
         await service.engine.stats()  # from now on it is read what the engine sends
-        tasks = [asyncio.create_task(self._stop_without_engine())]
-        if not service.options.disable_log_stats:
+        listener = await service.peers.listen()
+        tasks = [
+            asyncio.create_task(self._stop_without_engine()),
+            asyncio.create_task(self._stop_without_frontends()),
+        ]
+        if self._is_first and not service.options.disable_log_stats:
             tasks.append(asyncio.create_task(log_stats(service.engine)))
         yield
         service.templates.close()
+        if listener is not None:
+            listener.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -160,8 +201,17 @@ class Server(uvicorn.Server):
     async def _stop_without_engine(self) -> None:
         while self._service.engine.is_running:
             await asyncio.sleep(_LOOK_S)
+        self._frontends.engine_has_ended(self._service.engine.exit_status or EXIT_ENGINE_DEAD)
         logger.error("the engine has ended, and so does the server")
         await asyncio.sleep(_SHOW_DEATH_S)
+        self.should_exit = True
+
+    async def _stop_without_frontends(self) -> None:
+        while (lost := self._frontends.lost()) is None:
+            await asyncio.sleep(_LOOK_S)
+        logger.error(
+            "frontend %d has ended with status %s, and so does the server", lost.index, lost.status
+        )
         self.should_exit = True
 
 

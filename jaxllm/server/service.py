@@ -11,6 +11,7 @@ from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.limits import Admission
 from jaxllm.server.options import ServerOptions
+from jaxllm.server.peers import Peers
 from jaxllm.server.templates import Templates
 
 Result = TypeVar("Result")
@@ -19,11 +20,18 @@ Result = TypeVar("Result")
 class Service:
     """One engine behind a server."""
 
-    def __init__(self, engine: AsyncLLMEngine, served: ServedModel, options: ServerOptions):
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        served: ServedModel,
+        options: ServerOptions,
+        peers: Peers | None = None,  # there are none
+    ):
         self.engine = engine
         self.templates = Templates(options.chat_template_timeout)
         self.served = dataclasses.replace(served, renderer=self.templates)
         self.options = options
+        self.peers = peers or Peers.none()
         self.started = int(time.time())
         self.request_ids: set[str] = set()  # of what is under way in the engine
         self.is_stopping = False
@@ -33,6 +41,7 @@ class Service:
             None if queued is None else running + queued,
             options.max_queued_tokens,
             options.max_queued_bytes,
+            self.peers,
         )
 
     @property

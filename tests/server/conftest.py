@@ -6,8 +6,15 @@ An engine belongs to one event loop, so all servers run on one, in a thread.
 import asyncio
 import contextlib
 import dataclasses
+import json
+import re
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -87,7 +94,7 @@ class Host:
         port = listener.getsockname()[1]
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-                client.port = port
+                client.port, client.server = port, server
                 yield client
         finally:
             server.should_exit = True
@@ -146,3 +153,144 @@ def client(host):
     """A server with what is the default."""
     with host.serve(access_log=False) as client:
         yield client
+
+
+class ServeProcess:
+    """`jaxllm serve` in a process of its own; ended with the context."""
+
+    def __init__(self, engine_options, *flags):
+        self.port = free_port()
+        options = dict(engine_options)
+        command = [sys.executable, "-m", "jaxllm.cli.main", "serve", options.pop("model")]
+        command += [f"--port={self.port}", "--served-model-name=tiny", *flags]
+        del options["enforce_eager"]
+        command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        self._log = tempfile.NamedTemporaryFile()  # a pipe that nobody reads would fill up
+        self.process = subprocess.Popen([*command, "--enforce-eager"], stderr=self._log)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+
+    def wait_until_ready(self):
+        deadline = time.monotonic() + 300
+        while True:
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline
+            try:
+                if self.client.get("/ready").status_code == 200:
+                    return
+            except httpx.ConnectError:
+                time.sleep(0.1)
+
+    def metric(self, name):
+        """The sum of a metric's samples, asked on a new connection."""
+        page = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60).text
+        return sum(map(float, re.findall(rf"^jaxllm:{name}{{.*}} (\S+)$", page, re.M)))
+
+    def wait_until_idle(self):
+        deadline = time.monotonic() + 60
+        while self.metric("num_requests_running") or self.metric("num_requests_waiting"):
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.1)
+
+    def said(self):
+        """What it has logged so far."""
+        return Path(self._log.name).read_text()
+
+    @property
+    def engine_pid(self):
+        (pid,) = self.children("jaxllm.engine.process")
+        return pid
+
+    def children(self, module):
+        """Process ids of its children that run this module."""
+        command = ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)]
+        rows = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+        return [int(row.split()[0]) for row in rows if row.endswith(f"-m {module}")]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def runs(pid):
+    """Whether there is such a process, and not only its name for somebody to collect."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Serving:
+    """Makes such processes."""
+
+    free_port, runs = staticmethod(free_port), staticmethod(runs)
+
+    def __init__(self, engine_options):
+        self._engine_options = engine_options
+
+    def __call__(self, *flags):
+        return ServeProcess(self._engine_options, *flags)
+
+
+@pytest.fixture(scope="session")
+def serving(engine_options, llm):  # after LLM, which fills the cache of compiled programs
+    return Serving(engine_options)
+
+
+class Asked:
+    """One request on a connection of its own, for tests that have many of them."""
+
+    def __init__(self, reader, writer, status):
+        self._reader = reader
+        self._writer = writer
+        self.status = status
+        self.port = writer.get_extra_info("sockname")[1]  # of this end
+
+    @classmethod
+    async def open(cls, port, body, receive_bytes=None):
+        """Send it and wait for the status."""
+        connection = socket.socket()
+        if receive_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 12)
+        data = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        try:
+            status = await reader.readline()
+        except asyncio.CancelledError:
+            writer.transport.abort()
+            raise
+        return cls(reader, writer, int(status.split()[1]))
+
+    async def events(self):
+        """What a stream brings, up to its end."""
+        while line := await self._reader.readline():
+            if line.startswith(b"data: "):
+                yield line[len("data: ") :].decode().strip()
+
+    async def rest(self):
+        """All that is left, with headers."""
+        return (await self._reader.read()).decode()
+
+    def leave(self):
+        """Hang up at once, whatever is on its way."""
+        self._writer.transport.abort()
+
+
+@pytest.fixture(scope="session")
+def ask():
+    return Asked.open

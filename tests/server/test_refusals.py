@@ -241,7 +241,7 @@ def talk(port, data, *, more=b"", timeout=20):
 
 def test_heads_have_an_end(host):
     with host.serve(max_header_bytes=4096, client_timeout=0.5) as client:
-        start = b"GET /health HTTP/1.1\r\nHost: a\r\n"
+        start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         many = b"".join(b"X-%d: a\r\n" % number for number in range(2000))
         for data in (
             start + b"X: " + b"a" * 5000 + b"\r\n\r\n",

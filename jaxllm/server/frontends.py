@@ -1,0 +1,179 @@
+"""Further frontends of a server, each in a process of its own (`--api-server-count`).
+
+The first one owns the engine and the others. All of them accept at one listening socket, which it
+has bound and they inherit: who is free takes the next connection, and none is lost with one of
+them. They stop together: a server that has lost a frontend ends as one that has lost its engine,
+but lets the others finish what is under way.
+"""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from jaxllm.errors import EngineDeadError, JaxLLMError
+from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.messages import Assignment
+from jaxllm.server.auth import Keys
+from jaxllm.server.options import ServerOptions
+
+# What a frontend says when it is about to serve.
+READY = b"ready\n"
+_LOOK_S = 0.2
+
+
+class FrontendAssignment(msgspec.Struct, kw_only=True):
+    """What a frontend's process is started with; keys do not show in its arguments."""
+
+    index: int
+    engine: Assignment
+    options: ServerOptions
+    keys: Keys
+    chat_template: str | None
+    listener: int  # file descriptor of the socket to accept at
+
+
+class EngineEnded(msgspec.Struct, tag=True):
+    """There is no engine any more."""
+
+    status: int
+
+
+class StopServing(msgspec.Struct, tag=True):
+    """Take no more requests, and end when those under way have ended."""
+
+
+ToFrontend = EngineEnded | StopServing
+
+
+class FrontendProcess:
+    """One further frontend. Its standard input is a socket that brings what it is told, and whose
+    end tells either side of the end of the other."""
+
+    def __init__(self, assignment: FrontendAssignment):
+        self.index = assignment.index
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "jaxllm.server.frontend_process"],
+                stdin=theirs.fileno(),
+                pass_fds=[assignment.listener],
+            )
+        self.tell(assignment)
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._process.poll()
+
+    def tell(self, message: FrontendAssignment | ToFrontend) -> None:
+        try:
+            self._channel.sendall(msgspec.json.encode(message) + b"\n")
+        except OSError:
+            pass  # it is gone already, which `status` tells
+
+    def await_ready(self, engine: AsyncLLMEngine) -> None:
+        """Wait until it can serve; raises when it, or the engine, has ended."""
+        self._channel.settimeout(_LOOK_S)
+        said = b""
+        while said != READY:
+            if engine.exit_status is not None:
+                raise EngineDeadError(f"the engine has ended with status {engine.exit_status}")
+            try:
+                part = self._channel.recv(len(READY))
+            except TimeoutError:
+                continue
+            except OSError:
+                part = b""  # it has left what it was told unread
+            if not part:
+                raise JaxLLMError(
+                    f"frontend {self.index} has ended with status {self._process.wait()} before it "
+                    "was ready: see its log"
+                )
+            said += part
+        self._channel.settimeout(None)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
+
+
+class Frontends:
+    """The further frontends of a server, of which there may be none."""
+
+    def __init__(self, processes: Sequence[FrontendProcess] = ()):
+        self._processes = processes
+        self._may_end = False
+        self._must_end_at = 0.0
+        self.has_lost = False
+
+    @classmethod
+    def start(
+        cls,
+        engine: Assignment,
+        options: ServerOptions,
+        keys: Keys,
+        chat_template: str | None,
+        listener: socket.socket,
+    ) -> "Frontends":
+        """Start all that the options want beside the first one."""
+        return cls(
+            [
+                FrontendProcess(
+                    FrontendAssignment(
+                        index=index,
+                        engine=engine,
+                        options=options,
+                        keys=keys,
+                        chat_template=chat_template,
+                        listener=listener.fileno(),
+                    )
+                )
+                for index in range(1, options.api_server_count)
+            ]
+        )
+
+    def await_ready(self, engine: AsyncLLMEngine) -> None:
+        for process in self._processes:
+            process.await_ready(engine)
+
+    def lost(self) -> FrontendProcess | None:
+        """One that has ended without having been told to."""
+        if not self._may_end:
+            for process in self._processes:
+                if process.status is not None:
+                    self.has_lost = True
+                    return process
+        return None
+
+    def engine_has_ended(self, status: int) -> None:
+        """They end, too, when they have told their clients."""
+        self._may_end = True
+        self._tell(EngineEnded(status))
+
+    def stop(self, within_s: float) -> None:
+        """Let them finish what is under way."""
+        self._may_end = True
+        self._must_end_at = time.monotonic() + within_s
+        self._tell(StopServing())
+
+    @property
+    def are_stopping(self) -> bool:
+        """Whether some are still about it, and have time left."""
+        has_time = time.monotonic() < self._must_end_at
+        return has_time and any(process.status is None for process in self._processes)
+
+    def __enter__(self) -> "Frontends":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _tell(self, message: ToFrontend) -> None:
+        for process in self._processes:
+            process.tell(message)

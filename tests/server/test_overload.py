@@ -1,0 +1,115 @@
+"""More than can be done: what is let in is answered in time, the rest is refused at once, and
+nothing piles up, not even for a client that does not read."""
+
+import asyncio
+import gc
+import json
+import os
+import re
+import socket
+
+import pytest
+
+from jaxllm import SamplingParams
+
+pytestmark = pytest.mark.slow  # the first one starts an engine
+
+LONG = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
+SHORT = LONG | {"max_tokens": 16}
+# As many as run and as many as may wait.
+NUM_RUNNING, NUM_WAITING = 4, 2
+LIMIT = NUM_RUNNING + NUM_WAITING
+
+
+@pytest.fixture
+def limited(host):
+    with host.serve(max_queued_requests=NUM_WAITING, access_log=False) as client:
+        yield client
+
+
+async def ten_times_too_many(ask, port):
+    """Each client comes again until it is let in; of each answer, how many others ended between
+    its asking and its end."""
+    num_ended = 0
+    overtaken = []
+
+    async def client():
+        nonlocal num_ended
+        while True:
+            then = num_ended
+            asked = await ask(port, SHORT)
+            rest = await asked.rest()
+            if asked.status == 200:
+                overtaken.append(num_ended - then)
+                num_ended += 1
+                return
+            assert asked.status == 503 and "retry-after: 1" in rest
+            await asyncio.sleep(0.4)
+
+    await asyncio.gather(*(client() for _ in range(10 * LIMIT)))
+    return overtaken
+
+
+def test_who_is_let_in_does_not_wait_for_all_who_come(host, limited, ask):
+    assert limited.post("/v1/completions", json=SHORT).status_code == 200  # programs are compiled
+    counts = []
+    for _ in range(3):
+        overtaken = asyncio.run(ten_times_too_many(ask, limited.port))
+        assert len(overtaken) == 10 * LIMIT
+        # Those before it in the queue, and some that end while it is on its way.
+        assert max(overtaken) <= 3 * LIMIT, overtaken
+        assert host.wait_until_idle().num_blocks_used == 0
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert counts[2] - counts[1] < 500, counts  # less than one for each request
+    assert host.engine.num_unfinished == 0
+    assert limited.post("/v1/completions", json=SHORT).status_code == 200
+
+
+def test_who_is_not_let_in_hears_it_at_once(host, limited, ask):
+    async def use():
+        held = [asyncio.create_task(ask(limited.port, LONG)) for _ in range(LIMIT)]
+        while host.engine.num_unfinished < LIMIT:
+            await asyncio.sleep(0.01)
+        refused = await asyncio.gather(*(ask(limited.port, SHORT) for _ in range(10 * LIMIT)))
+        num_ended = sum(one.done() for one in held)
+        for one in held:
+            one.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        assert num_ended == 0
+        return [(one.status, await one.rest()) for one in refused]
+
+    for status, rest in asyncio.run(use()):
+        assert status == 503 and "retry-after: 1" in rest
+    assert host.wait_until_idle().num_blocks_used == 0
+
+
+def test_for_a_client_that_does_not_read_little_is_kept(host, client, ask, llm):
+    body = LONG | {"seed": 1, "stream": True, "logprobs": 5}
+
+    async def use():
+        asked = await ask(client.port, body, receive_bytes=4096)
+        transport = host.call(transport_to(client.server, asked.port))
+        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as sending:
+            sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        host.wait_until_idle()
+        assert host.engine.num_unfinished == 1
+        num_waiting = transport.get_write_buffer_size()
+        return num_waiting, await asked.rest()
+
+    num_waiting, answer = asyncio.run(use())
+    events = re.findall("^data: (.*)$", answer, re.M)
+    assert sum(map(len, events)) > 4 * num_waiting > 0
+    assert events.pop() == "[DONE]"
+    assert len(events) < 1000  # of 2000 tokens: the last ones came together
+    text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+    params = SamplingParams(seed=1, max_tokens=2000, ignore_eos=True)
+    (expected,) = llm.generate([body["prompt"]], params, use_tqdm=False)
+    assert text == expected.outputs[0].text
+
+
+async def transport_to(server, port):
+    """The server's end of a connection."""
+    transports = [one.transport for one in server.server_state.connections]
+    (found,) = [one for one in transports if one.get_extra_info("peername")[1] == port]
+    return found
