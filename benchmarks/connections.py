@@ -162,9 +162,9 @@ def request(**fields: object) -> bytes:
     body = json.dumps(
         {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, **fields}
     ).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % len(body) + (
-        b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body
-    )
+    return b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % len(
+        body
+    ) + (b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body)
 
 
 async def _open(port: int) -> socket.socket:
