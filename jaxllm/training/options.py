@@ -1,0 +1,109 @@
+"""What the user asks of a training run. `jaxllm train` has a flag for every field."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from jaxllm.config import option
+from jaxllm.errors import ValidationError, refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Data"""
+
+    data: tuple[str, ...] = option((), "Files and folders of text (.py, .rst, .txt, .md).")
+    exclude: tuple[str, ...] = option((), "Patterns of names below those folders to leave out.")
+    heldout_share: float = option(0.05, "Share of the files, by name, that is only measured.")
+    chat_examples: bool = option(
+        True, "Make conversations of the functions in Python sources, in the chat template's form."
+    )
+    tokenizer: str | None = option(
+        None, "Model directory whose tokenizer to use (default: train one on the data)."
+    )
+    vocab_size: int = option(4096, "Tokens of a tokenizer that is trained.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeOptions:
+    """Shape of the model"""
+
+    hidden_size: int = option(256, "Width of the residual stream.")
+    intermediate_size: int = option(768, "Width of the MLP.")
+    num_layers: int = option(6, "Decoder layers.")
+    num_heads: int = option(4, "Query heads.")
+    num_kv_heads: int = option(2, "Key and value heads.")
+    head_size: int = option(64, "Width of a head.")
+    max_model_len: int = option(1024, "Longest sequence that the model is made for, in tokens.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Run"""
+
+    steps: int | None = option(None, "End after this many steps.")
+    minutes: float | None = option(None, "End after this many minutes of training.")
+    batch_size: int = option(4, "Rows of a step.")
+    context: int = option(512, "Tokens of a row.")
+    learning_rate: float = option(3e-3, "Highest learning rate.")
+    warmup_steps: int = option(50, "Steps in which it rises.")
+    decay_share: float = option(0.4, "Last share of the run, in which it falls to zero.")
+    weight_decay: float = option(0.1, "Decay of matrices.")
+    max_grad_norm: float = option(1.0, "Longer gradients are cut to this length.")
+    seed: int = option(0, "Of the first weights and of the order of the data.")
+    initial_model: str | None = option(None, "Model directory whose weights to begin with.")
+    save_steps: int = option(100, "Steps from checkpoint to checkpoint.")
+    keep_checkpoints: int = option(2, "Checkpoints to keep.")
+    eval_steps: int = option(100, "Steps from one measurement of the held-out text to the next.")
+    eval_rows: int = option(32, "Rows of held-out text in such a measurement.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherOptions:
+    """Distillation"""
+
+    teacher: str | None = option(None, "Model directory of a teacher with the same tokenizer.")
+    teacher_weight: float = option(0.5, "Share of the teacher in the loss; the text has the rest.")
+    temperature: float = option(1.0, "Temperature at which student and teacher are compared.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """All that a user asks of a run, and where it is kept."""
+
+    output: str
+    data: DataOptions = DataOptions()
+    shape: ShapeOptions = ShapeOptions()
+    run: RunOptions = RunOptions()
+    teacher: TeacherOptions = TeacherOptions()
+
+    def validate(self) -> None:
+        """Refuse values that no data could make right."""
+        run = self.run
+        if run.steps is None and run.minutes is None:
+            raise ValidationError("a run needs an end; give steps or minutes", parameter="steps")
+        for part in (self.data, self.shape, run, self.teacher):
+            for f in dataclasses.fields(part):
+                value = getattr(part, f.name)
+                if isinstance(value, bool) or not isinstance(value, int | float):
+                    continue
+                if not math.isfinite(value) or value < 0 or (value == 0 and f.name not in _MAYBE_0):
+                    raise refused(f.name, value, "it must be a number above zero")
+        for part, name in ((run, "decay_share"), (self.teacher, "teacher_weight")):
+            if getattr(part, name) > 1:
+                raise refused(name, getattr(part, name), "it is a share, at most 1")
+        if self.shape.num_heads % self.shape.num_kv_heads:
+            raise refused(
+                "num_kv_heads",
+                self.shape.num_kv_heads,
+                f"it must divide num_heads={self.shape.num_heads}",
+            )
+        if run.context > self.shape.max_model_len:
+            raise refused(
+                "context", run.context, f"max_model_len={self.shape.max_model_len}; raise that"
+            )
+
+
+_MAYBE_0 = {
+    "heldout_share", "weight_decay", "warmup_steps", "decay_share", "seed", "teacher_weight"
+}  # fmt: skip
