@@ -1,20 +1,17 @@
 """`jaxllm train`: text in, a small model out, or one that learns from another."""
 
 import argparse
-import typing
 
 from jaxllm.cli.arguments import add_option_arguments, options_from
 from jaxllm.errors import ValidationError
-from jaxllm.training.options import TrainOptions
-
-PARTS = {
-    name: hint for name, hint in typing.get_type_hints(TrainOptions).items() if hint is not str
-}
+from jaxllm.training.options import PARTS, TrainOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "output", metavar="DIR", help="Folder of the run. If it has one, the run goes on."
+        "output",
+        metavar="DIR",
+        help="Folder of the run. If there is one, it goes on; what is not given is as it was.",
     )
     parser.add_argument(
         "--export-only",
@@ -26,17 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    options = TrainOptions(
-        output=args.output,
-        **{name: part(**options_from(args, part)) for name, part in PARTS.items()},
-    )
-    if not args.export_only:
-        options.validate()
+    given = {name: options_from(args, part) for name, part in PARTS.items()}
+    options = TrainOptions.of_folder(args.output, given)
+    options.validate()
     try:
         from jaxllm.training.trainer import Trainer
     except ModuleNotFoundError as error:
         raise ValidationError(
-            f"training needs {error.name}; install it with: pip install 'jaxllm[train]'"
+            f"training needs {error.name}; install it with pip install 'jaxllm[train]'"
         ) from None
     trainer = Trainer(options)
     folder = trainer.export_latest() if args.export_only else trainer.run()

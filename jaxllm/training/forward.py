@@ -20,6 +20,7 @@ from jaxllm.models.architecture import Architecture
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.weights.loader import load_weights, parameters_of
 
+_QUERY_BLOCK = 256  # tokens
 _WRITES = ("o_proj", "down_proj")  # modules that write to the residual stream
 
 
@@ -52,12 +53,28 @@ class CausalRows:
             x.reshape(-1, length, config.num_kv_heads, head_size).transpose(0, 2, 1, 3)
             for x in (k, v)
         )
-        scores = config.scale * jnp.einsum(
-            "bkgqh,bkth->bkgqt", q, k, preferred_element_type=jnp.float32
-        )
-        scores = jnp.where(_visible(length, config.sliding_window), scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        out = jnp.einsum("bkgqt,bkth->bkgqh", weights, v, preferred_element_type=jnp.float32)
+        visible = _visible(length, config.sliding_window)
+        blocks = []
+        # Block by block, since of the products with later tokens nothing would be left.
+        for first in range(0, length, _QUERY_BLOCK):
+            end = min(first + _QUERY_BLOCK, length)
+            scores = config.scale * jnp.einsum(
+                "bkgqh,bkth->bkgqt",
+                q[:, :, :, first:end],
+                k[:, :, :end],
+                preferred_element_type=jnp.float32,
+            )
+            scores = jnp.where(visible[first:end, :end], scores, -jnp.inf)
+            weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+            blocks.append(
+                jnp.einsum(
+                    "bkgqt,bkth->bkgqh",
+                    weights,
+                    v[:, :, :end],
+                    preferred_element_type=jnp.float32,
+                )
+            )
+        out = jnp.concatenate(blocks, axis=3)
         out = out.transpose(0, 3, 1, 2, 4).astype(v.dtype)
         return out.reshape(-1, config.num_heads, head_size), cache
 

@@ -1,8 +1,12 @@
 """What the user asks of a training run. `jaxllm train` has a flag for every field."""
 
 import dataclasses
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
 
 from jaxllm.config import option
 from jaxllm.errors import ValidationError, refused
@@ -29,8 +33,8 @@ class ShapeOptions:
     """Shape of the model"""
 
     hidden_size: int = option(256, "Width of the residual stream.")
-    intermediate_size: int = option(768, "Width of the MLP.")
-    num_layers: int = option(6, "Decoder layers.")
+    intermediate_size: int = option(1024, "Width of the MLP.")
+    num_layers: int = option(4, "Decoder layers.")
     num_heads: int = option(4, "Query heads.")
     num_kv_heads: int = option(2, "Key and value heads.")
     head_size: int = option(64, "Width of a head.")
@@ -43,8 +47,8 @@ class RunOptions:
 
     steps: int | None = option(None, "End after this many steps.")
     minutes: float | None = option(None, "End after this many minutes of training.")
-    batch_size: int = option(4, "Rows of a step.")
-    context: int = option(512, "Tokens of a row.")
+    batch_size: int = option(2, "Rows of a step.")
+    context: int = option(1024, "Tokens of a row.")
     learning_rate: float = option(3e-3, "Highest learning rate.")
     warmup_steps: int = option(50, "Steps in which it rises.")
     decay_share: float = option(0.4, "Last share of the run, in which it falls to zero.")
@@ -77,6 +81,35 @@ class TrainOptions:
     run: RunOptions = RunOptions()
     teacher: TeacherOptions = TeacherOptions()
 
+    @classmethod
+    def of_folder(cls, output: str, given: Mapping[str, Mapping[str, Any]]) -> "TrainOptions":
+        """Options of a new run, or of the one in that folder, with some of them given anew; by
+        part and name."""
+        stored = _read(Path(output) / _FILE)
+        return cls(
+            output=output,
+            **{
+                name: part(**{**stored.get(name, {}), **given.get(name, {})})
+                for name, part in PARTS.items()
+            },
+        )
+
+    def keep(self) -> None:
+        """Write them into the folder. What made the data and the model there cannot change."""
+        path = Path(self.output) / _FILE
+        stored = _read(path)
+        new = {name: dataclasses.asdict(getattr(self, name)) for name in PARTS}
+        for part, name in _FIXED:
+            before = stored.get(part, {}).get(name, new[part][name])
+            if before != new[part][name]:
+                raise refused(
+                    name,
+                    new[part][name],
+                    f"the run in {self.output} has {before!r}; give that, or another folder",
+                )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
+
     def validate(self) -> None:
         """Refuse values that no data could make right."""
         run = self.run
@@ -104,6 +137,25 @@ class TrainOptions:
             )
 
 
+PARTS = {name: hint for name, hint in get_type_hints(TrainOptions).items() if hint is not str}
+
+_FILE = "options.json"
+_FIXED = [
+    *(("data", f.name) for f in dataclasses.fields(DataOptions)),
+    *(("shape", f.name) for f in dataclasses.fields(ShapeOptions)),
+    *(("run", name) for name in ("batch_size", "context", "seed", "initial_model")),
+]
 _MAYBE_0 = {
     "heldout_share", "weight_decay", "warmup_steps", "decay_share", "seed", "teacher_weight"
 }  # fmt: skip
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """Options by part and name, as they were kept; none if there is no run."""
+    if not path.exists():
+        return {}
+    parts = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        part: {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+        for part, options in parts.items()
+    }

@@ -13,7 +13,7 @@ from jaxllm.training.forward import RowModel
 from jaxllm.training.options import DataOptions
 from jaxllm.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from jaxllm.training.tokens import TokenData, has_tokens, read_tokens, write_tokens
-from jaxllm.weights.checkpoint import read_json
+from jaxllm.weights.checkpoint import read_json, resolve_model_dir
 
 logger = init_logger(__name__)
 
@@ -43,7 +43,7 @@ def prepare_data(options: DataOptions, tokenizer_folder: Path, data_folder: Path
         tokenizer = (
             train_tokenizer((d.text for d in documents if not d.is_heldout), options.vocab_size)
             if options.tokenizer is None
-            else load_tokenizer(Path(options.tokenizer))
+            else load_tokenizer(resolve_model_dir(options.tokenizer))
         )
         save_tokenizer(tokenizer, tokenizer_folder)
         write_tokens(data_folder, tokenizer, documents, chat=options.chat_examples)
@@ -52,12 +52,11 @@ def prepare_data(options: DataOptions, tokenizer_folder: Path, data_folder: Path
     return data
 
 
-def load_teacher(model_dir: Path, tokenizer_folder: Path) -> Teacher:
+def load_teacher(name: str, tokenizer_folder: Path) -> Teacher:
     """A model to learn from; its tokens must mean the same."""
+    model_dir = resolve_model_dir(name)
     ours, theirs = (load_tokenizer(folder) for folder in (tokenizer_folder, model_dir))
     if ours.get_vocab() != theirs.get_vocab():
-        raise refused(
-            "teacher", str(model_dir), "it has other tokens; give it as the tokenizer, too"
-        )
+        raise refused("teacher", name, "it has other tokens; give it as the tokenizer, too")
     model = RowModel(read_architecture(read_json(model_dir / "config.json")))
     return Teacher(model, model.load(model_dir))

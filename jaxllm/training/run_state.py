@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from jaxllm.errors import refused
-
 
 class Restored(NamedTuple):
     step: int  # steps that are done
@@ -88,19 +86,3 @@ class Log:
 
     def close(self) -> None:
         self._file.close()
-
-
-def keep_options(path: Path, options: dict[str, Any]) -> None:
-    """Write what fixes a run; a run that goes on must have asked for the same."""
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in options.items():
-            if before.get(name) != value:
-                raise refused(
-                    name,
-                    value,
-                    f"the run in {path.parent} has {before.get(name)!r}; give that, or another "
-                    "output folder",
-                )
-        return
-    path.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")

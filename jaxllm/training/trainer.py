@@ -9,7 +9,6 @@ Killed at any moment, it goes on from its last checkpoint and, but for an end by
 very weights that it would have come to.
 """
 
-import dataclasses
 import math
 import time
 from pathlib import Path
@@ -28,10 +27,11 @@ from jaxllm.training.objective import distance, surprise
 from jaxllm.training.optimizer import make_optimizer
 from jaxllm.training.options import TrainOptions
 from jaxllm.training.prepare import load_teacher, prepare_data
-from jaxllm.training.run_state import Checkpoints, Log, keep_options
+from jaxllm.training.run_state import Checkpoints, Log
 from jaxllm.training.schedule import Schedule
 from jaxllm.training.tokenizer import load_tokenizer
 from jaxllm.training.tokens import Batches, heldout_rows
+from jaxllm.weights.checkpoint import resolve_model_dir
 
 logger = init_logger(__name__)
 
@@ -47,19 +47,17 @@ class Trainer:
     """A run in its output folder."""
 
     def __init__(self, options: TrainOptions):
+        options.validate()
         self.options = options
         self.folder = Path(options.output)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        keep_options(self.folder / "options.json", _fixed(options))
+        options.keep()
         self._tokenizer_folder = self.folder / "tokenizer"
         self.data = prepare_data(options.data, self._tokenizer_folder, self.folder / "data")
         vocab_size = load_tokenizer(self._tokenizer_folder).get_vocab_size()
         self.config = hf_config(options.shape, vocab_size)
         self.model = RowModel(read_architecture(self.config))
         teacher = options.teacher.teacher
-        self.teacher = (
-            None if teacher is None else load_teacher(Path(teacher), self._tokenizer_folder)
-        )
+        self.teacher = None if teacher is None else load_teacher(teacher, self._tokenizer_folder)
         run = options.run
         self.schedule = Schedule(
             steps=run.steps,
@@ -91,9 +89,9 @@ class Trainer:
         started = time.monotonic() - seconds
         while self.schedule.progress(step, seconds) < 1:
             rate = self.schedule.rate(step, seconds)
-            state, loss = self._step(state, taught_by, batches.at(step), rate)
+            state, losses = self._step(state, taught_by, batches.at(step), rate)
             step += 1
-            record = {"step": step, "loss": float(loss), "learning_rate": rate}
+            record = {"step": step} | {name: float(loss) for name, loss in losses.items()}
             seconds = time.monotonic() - started
             done = self.schedule.progress(step, seconds) == 1
             if not math.isfinite(record["loss"]):
@@ -112,7 +110,7 @@ class Trainer:
                     record["loss"],
                     record["heldout_bits_per_byte"],
                 )
-            log.write(**record, seconds=round(seconds, 2))
+            log.write(**record, learning_rate=rate, seconds=round(seconds, 2))
             if done or step % run.save_steps == 0:
                 checkpoints.save(step, seconds, state)
         checkpoints.close()
@@ -151,34 +149,34 @@ class Trainer:
         weights = (
             self.model.initial_weights(run.seed)
             if run.initial_model is None
-            else self.model.load(Path(run.initial_model))
+            else self.model.load(resolve_model_dir(run.initial_model))
         )
         return TrainState(weights, self.optimizer.init(weights))
 
     def _take_step(
         self, state: TrainState, teacher_weights: Weights, rows: jax.Array, rate: jax.Array
-    ) -> tuple[TrainState, jax.Array]:
-        """One update; the loss is that of the text before it, a teacher's part left out."""
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One update, and the losses before it."""
         gradients = jax.value_and_grad(self._losses, has_aux=True)
-        (_, loss), gradient = gradients(state.weights, teacher_weights, rows)
+        (_, losses), gradient = gradients(state.weights, teacher_weights, rows)
         directions, optimizer = self.optimizer.update(gradient, state.optimizer, state.weights)
         weights = jax.tree.map(lambda w, d: w - rate * d, state.weights, directions)
-        return TrainState(weights, optimizer), loss
+        return TrainState(weights, optimizer), losses
 
     def _losses(
         self, weights: Weights, teacher_weights: Weights, rows: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """What is minimised, and the loss of the text, in nats per token."""
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """What is minimised, and what it is made of, in nats per token."""
         inputs, targets = rows[:, :-1], rows[:, 1:]
         logits = self.model.logits(weights, inputs)
         loss = jnp.mean(surprise(logits, targets))
         if self.teacher is None:
-            return loss, loss
+            return loss, {"loss": loss}
         options = self.options.teacher
         taught = self.teacher.model.logits(teacher_weights, inputs)
         apart = jnp.mean(distance(logits, taught, options.temperature))
         share = options.teacher_weight
-        return (1 - share) * loss + share * apart, loss
+        return (1 - share) * loss + share * apart, {"loss": loss, "teacher_distance": apart}
 
     def _surprise(self, weights: Weights, rows: jax.Array) -> jax.Array:
         """Surprise in nats at the targets of rows [n, length + 1], padding left out."""
@@ -189,14 +187,3 @@ class Trainer:
         folder = self.folder / "model"
         export(folder, self.model, weights, self.config, self._tokenizer_folder)
         return folder
-
-
-def _fixed(options: TrainOptions) -> dict[str, Any]:
-    """What may not change while a run goes on."""
-    names = ("context", "batch_size", "seed", "initial_model")
-    run = dataclasses.asdict(options.run)
-    return {
-        **dataclasses.asdict(options.data),
-        **dataclasses.asdict(options.shape),
-        **{name: run[name] for name in names},
-    }
