@@ -143,7 +143,7 @@ _FILE = "options.json"
 _FIXED = [
     *(("data", f.name) for f in dataclasses.fields(DataOptions)),
     *(("shape", f.name) for f in dataclasses.fields(ShapeOptions)),
-    *(("run", name) for name in ("batch_size", "context", "seed", "initial_model")),
+    *(("run", name) for name in ("seed", "initial_model")),
 ]
 _MAYBE_0 = {
     "heldout_share", "weight_decay", "warmup_steps", "decay_share", "seed", "teacher_weight"

@@ -40,16 +40,16 @@ def write_tokens(
     train = [d for d in documents if not d.is_heldout]
     heldout = [d for d in documents if d.is_heldout]
     # Text that looks like a special token is text; in conversations it is meant.
-    texts = _encode(tokenizer, (d.text for d in train), special=False)
+    texts = encode(tokenizer, (d.text for d in train), special=False)
     conversations: Iterator[np.ndarray] = iter(())
     if chat:
         found = (e.render() for d in train if d.name.endswith(".py") for e in examples(d.text))
-        conversations = _encode(tokenizer, found, special=True)
+        conversations = encode(tokenizer, found, special=True)
     pieces = [*texts, *conversations]
     # Files of one folder resemble each other, and conversations are apart from files.
     order = np.random.default_rng(0).permutation(len(pieces))
     _write(folder / "train.bin", [pieces[i] for i in order])
-    _write(folder / "heldout.bin", _encode(tokenizer, (d.text for d in heldout), special=False))
+    _write(folder / "heldout.bin", encode(tokenizer, (d.text for d in heldout), special=False))
     with open(folder / "manifest.jsonl", "w", encoding="utf-8") as manifest:
         for document in documents:
             manifest.write(json.dumps(document.manifest_entry()) + "\n")
@@ -117,7 +117,7 @@ def heldout_rows(tokens: np.ndarray, context: int) -> np.ndarray:
     return padded[starts + np.arange(context + 1)]
 
 
-def _encode(tokenizer: Tokenizer, texts: Iterable[str], *, special: bool) -> Iterator[np.ndarray]:
+def encode(tokenizer: Tokenizer, texts: Iterable[str], *, special: bool) -> Iterator[np.ndarray]:
     """Token ids of each text, with the end-of-text token behind."""
     end = tokenizer.token_to_id(EOS)
     tokenizer.encode_special_tokens = not special

@@ -139,8 +139,8 @@ def test_a_run_may_begin_with_the_weights_of_a_model_and_be_prolonged(
 
 @pytest.mark.slow
 def test_refusals(small_run, first, first_model):
-    with pytest.raises(ValidationError, match="context=16: the run in .* has 32; give that"):
-        Trainer(small_run("first", steps=2, context=16))
+    with pytest.raises(ValidationError, match="seed=7: the run in .* has 0; give that"):
+        Trainer(small_run("first", steps=2, seed=7))
     with pytest.raises(ValidationError, match="no data; give files or folders"):
         Trainer(small_run("none", steps=2, data={"data": ()}))
     with pytest.raises(ValidationError, match="heldout_share=0.0: .* all or none would be held"):
