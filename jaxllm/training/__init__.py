@@ -7,6 +7,7 @@ whole rows instead of a paged cache.
     tokenizer.py    a byte-level BPE tokenizer of one's own
     chat_examples.py  conversations made of the functions of Python sources
     tokens.py       text to arrays of token ids, and batches of them by step
+    bigrams.py      first embeddings, from counts
     forward.py      logits of whole rows, by the served model
     objective.py    the loss, of text alone or with a teacher
     schedule.py     how much of a run is done, and the learning rate there

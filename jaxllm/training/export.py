@@ -17,7 +17,7 @@ from jaxllm.training.tokenizer import END, EOS, load_tokenizer, save_tokenizer
 
 
 def hf_config(shape: ShapeOptions, vocab_size: int) -> dict[str, Any]:
-    """The config.json of a Llama of this shape, whose embedding is its head, too."""
+    """The config.json of a Llama of this shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -34,7 +34,7 @@ def hf_config(shape: ShapeOptions, vocab_size: int) -> dict[str, Any]:
         "rope_theta": 10_000.0,
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

@@ -99,16 +99,17 @@ class RowModel:
         self._treedef = jax.tree.structure(state)
 
     def initial_weights(self, seed: int) -> dict[str, jax.Array]:
-        """Small random matrices, those that write to the residual stream smaller by its depth."""
+        """Small random matrices; layers add nothing yet, since what they write is zero."""
         rng = np.random.default_rng(seed)
-        residual = (2 * self.architecture.num_layers) ** -0.5
         weights = {}
         for name, parameter in self.parameters.items():
+            module = name.split(".")[-2]
             if len(parameter.shape) == 1:
                 values = np.full(parameter.shape, 0.0 if name.endswith(".bias") else 1.0)
+            elif module in _WRITES:
+                values = np.zeros(parameter.shape)
             else:
-                scale = 0.02 * (residual if name.split(".")[-2] in _WRITES else 1.0)
-                values = scale * rng.standard_normal(parameter.shape)
+                values = 0.02 * rng.standard_normal(parameter.shape)
             weights[name] = jnp.asarray(values, jnp.float32)
         return weights
 

@@ -55,6 +55,10 @@ class RunOptions:
     weight_decay: float = option(0.1, "Decay of matrices.")
     max_grad_norm: float = option(1.0, "Longer gradients are cut to this length.")
     seed: int = option(0, "Of the first weights and of the order of the data.")
+    bigram_steps: int = option(
+        50,
+        "Steps, over all bigrams at once, that first embeddings are fitted in; 0: they are random.",
+    )
     initial_model: str | None = option(None, "Model directory whose weights to begin with.")
     save_steps: int = option(100, "Steps from checkpoint to checkpoint.")
     keep_checkpoints: int = option(2, "Checkpoints to keep.")
@@ -146,7 +150,8 @@ _FIXED = [
     *(("run", name) for name in ("seed", "initial_model")),
 ]
 _MAYBE_0 = {
-    "heldout_share", "weight_decay", "warmup_steps", "decay_share", "seed", "teacher_weight"
+    "heldout_share", "weight_decay", "warmup_steps", "decay_share", "seed", "teacher_weight",
+    "bigram_steps",
 }  # fmt: skip
 
 

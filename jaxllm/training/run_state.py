@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import orbax.checkpoint as ocp
 
 
@@ -55,7 +54,6 @@ class Checkpoints:
         step = self.latest_step
         if step is None:
             return None
-        like = jax.tree.map(ocp.tree.to_shape_dtype_struct, like)
         found = self._manager.restore(
             step,
             args=ocp.args.Composite(

@@ -21,6 +21,7 @@ import numpy as np
 from jaxllm.errors import refused
 from jaxllm.logging import init_logger
 from jaxllm.models.architecture import read_architecture
+from jaxllm.training.bigrams import fit_embeddings
 from jaxllm.training.export import export, hf_config
 from jaxllm.training.forward import RowModel
 from jaxllm.training.objective import distance, surprise
@@ -36,6 +37,8 @@ from jaxllm.weights.checkpoint import resolve_model_dir
 logger = init_logger(__name__)
 
 Weights = dict[str, jax.Array]
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class TrainState(NamedTuple):
@@ -79,11 +82,10 @@ class Trainer:
             self.data.train, batch_size=run.batch_size, context=run.context, seed=run.seed
         )
         checkpoints = Checkpoints(self.folder / "checkpoints", run.keep_checkpoints)
-        state = self._initial_state()
-        step, seconds = 0, 0.0
-        if (restored := checkpoints.restore(state)) is not None:
-            step, seconds, state = restored
-            logger.info("going on after step %d", step)
+        restored = checkpoints.restore(self._abstract_state())
+        if restored is not None:
+            logger.info("going on after step %d", restored.step)
+        step, seconds, state = restored or (0, 0.0, self._initial_state())
         log = Log(self.folder / "log.jsonl", first_step=step)
         taught_by = {} if self.teacher is None else self.teacher.weights
         started = time.monotonic() - seconds
@@ -120,7 +122,7 @@ class Trainer:
     def export_latest(self) -> Path:
         """Write the model of the latest checkpoint."""
         checkpoints = Checkpoints(self.folder / "checkpoints", self.options.run.keep_checkpoints)
-        restored = checkpoints.restore(self._initial_state())
+        restored = checkpoints.restore(self._abstract_state())
         checkpoints.close()
         if restored is None:
             raise refused("output", str(self.folder), "it has no checkpoint yet")
@@ -146,12 +148,24 @@ class Trainer:
 
     def _initial_state(self) -> TrainState:
         run = self.options.run
-        weights = (
-            self.model.initial_weights(run.seed)
-            if run.initial_model is None
-            else self.model.load(resolve_model_dir(run.initial_model))
-        )
+        if run.initial_model is not None:
+            weights = self.model.load(resolve_model_dir(run.initial_model))
+        else:
+            weights = self.model.initial_weights(run.seed)
+            if run.bigram_steps:
+                logger.info("fitting first embeddings to bigrams")
+                weights[_EMBEDDING], weights[_HEAD] = fit_embeddings(
+                    self.data.train, *weights[_HEAD].shape, steps=run.bigram_steps, seed=run.seed
+                )
         return TrainState(weights, self.optimizer.init(weights))
+
+    def _abstract_state(self) -> TrainState:
+        """A state's structure, for restoring one."""
+        weights = {
+            name: jax.ShapeDtypeStruct(p.shape, jnp.float32)
+            for name, p in self.model.parameters.items()
+        }
+        return TrainState(weights, jax.eval_shape(self.optimizer.init, weights))
 
     def _take_step(
         self, state: TrainState, teacher_weights: Weights, rows: jax.Array, rate: jax.Array

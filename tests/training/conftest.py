@@ -33,7 +33,13 @@ def small_run(text, tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
 
     def make(folder: str, *, data: dict | None = None, teacher=None, **run) -> TrainOptions:
-        run = {"batch_size": 2, "context": 32, "warmup_steps": 2, "eval_rows": 4} | run
+        run = {
+            "batch_size": 2,
+            "context": 32,
+            "warmup_steps": 2,
+            "eval_rows": 4,
+            "bigram_steps": 0,
+        } | run
         parts = {} if teacher is None else {"teacher": teacher}
         return TrainOptions(
             output=str(runs / folder),
