@@ -7,6 +7,9 @@ those of the training run (the model card has them); the hashes in the model's m
 The peers: `gzip -9` and `xz -9` on the held-out files one after the other, and a byte 5-gram model
 with interpolated Kneser-Ney smoothing, counted on the very text that the model was trained on. The
 model sees the held-out text in windows of its context that know nothing of each other.
+
+With --draft, also how often a draft model agrees with the model on that text: in its likeliest
+token, and in what speculative sampling would accept (the overlap of their distributions).
 """
 
 import argparse
@@ -14,10 +17,11 @@ import gzip
 import json
 import lzma
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.models.architecture import read_architecture
@@ -38,6 +42,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", required=True)
     parser.add_argument("--exclude", nargs="*", default=[])
     parser.add_argument("--heldout-share", type=float, default=0.05)
+    parser.add_argument("--draft")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     folder = resolve_model_dir(args.model)
@@ -52,6 +57,8 @@ def main() -> None:
     for kind, some in kinds.items():
         if some:
             results[f"model_{kind}"] = model_bits_per_byte(folder, some)
+    if args.draft is not None:
+        results |= agreement(folder, resolve_model_dir(args.draft), heldout)
     if args.peers:
         results["gzip_9"] = 8 * len(gzip.compress(text, 9)) / len(text)
         results["xz_9"] = 8 * len(lzma.compress(text, preset=9)) / len(text)
@@ -74,20 +81,49 @@ def check_manifest(path: Path, documents: Sequence[Document]) -> None:
 
 def model_bits_per_byte(folder: Path, documents: Sequence[Document]) -> float:
     """What these texts cost the model as it is shipped, computed in float32."""
-    model = RowModel(read_architecture(read_json(folder / "config.json")))
-    weights = model.load(folder)
-    tokenizer = load_tokenizer(folder)
-    tokens = np.concatenate(list(encode(tokenizer, (d.text for d in documents), special=False)))
-    rows = heldout_rows(tokens, model.architecture.max_model_len)
-    rows = np.pad(rows, ((0, -len(rows) % _BATCH), (0, 0)), constant_values=-1)
+    model, weights = load(folder)
 
     @jax.jit
     def cost(rows: jax.Array) -> jax.Array:
-        logits = model.logits(weights, jax.numpy.maximum(rows[:, :-1], 0))
+        logits = model.logits(weights, jnp.maximum(rows[:, :-1], 0))
         return surprise(logits, rows[:, 1:]).sum()
 
-    nats = sum(float(cost(rows[i : i + _BATCH])) for i in range(0, len(rows), _BATCH))
+    nats = sum(float(cost(batch)) for batch in batches(folder, documents))
     return nats / math.log(2) / sum(d.num_bytes for d in documents)
+
+
+def agreement(folder: Path, draft_folder: Path, documents: Sequence[Document]) -> dict[str, float]:
+    """How often a draft says what the model says, by token of these texts."""
+    model, weights = load(folder)
+    draft, draft_weights = load(draft_folder)
+
+    @jax.jit
+    def agree(rows: jax.Array) -> jax.Array:
+        is_real, inputs = rows[:, 1:] >= 0, jnp.maximum(rows[:, :-1], 0)
+        theirs, ours = (
+            jax.nn.softmax(one.logits(its, inputs))
+            for one, its in ((model, weights), (draft, draft_weights))
+        )
+        same = theirs.argmax(-1) == ours.argmax(-1)
+        overlap = jnp.minimum(theirs, ours).sum(-1)
+        return jnp.array([jnp.sum(x * is_real) for x in (same, overlap, 1.0)])
+
+    same, overlap, count = sum(np.asarray(agree(b)) for b in batches(folder, documents))
+    return {"draft_same_token": same / count, "draft_accepted": overlap / count}
+
+
+def load(folder: Path) -> tuple[RowModel, dict[str, jax.Array]]:
+    model = RowModel(read_architecture(read_json(folder / "config.json")))
+    return model, model.load(folder)
+
+
+def batches(folder: Path, documents: Sequence[Document]) -> Iterator[np.ndarray]:
+    """Texts as rows of the model's context, a few at a time; -1 is padding."""
+    tokenizer = load_tokenizer(folder)
+    tokens = np.concatenate(list(encode(tokenizer, (d.text for d in documents), special=False)))
+    rows = heldout_rows(tokens, read_json(folder / "config.json")["max_position_embeddings"])
+    rows = np.pad(rows, ((0, -len(rows) % _BATCH), (0, 0)), constant_values=-1)
+    yield from np.split(rows, len(rows) // _BATCH)
 
 
 class NGramModel:

@@ -25,7 +25,7 @@ from jaxllm.training.bigrams import fit_embeddings
 from jaxllm.training.export import export, hf_config
 from jaxllm.training.forward import RowModel
 from jaxllm.training.objective import distance, surprise
-from jaxllm.training.optimizer import make_optimizer
+from jaxllm.training.optimizer import TABLES, make_optimizer
 from jaxllm.training.options import TrainOptions
 from jaxllm.training.prepare import load_teacher, prepare_data
 from jaxllm.training.run_state import Checkpoints, Log
@@ -37,8 +37,6 @@ from jaxllm.weights.checkpoint import resolve_model_dir
 logger = init_logger(__name__)
 
 Weights = dict[str, jax.Array]
-
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class TrainState(NamedTuple):
@@ -70,7 +68,9 @@ class Trainer:
             decay_share=run.decay_share,
         )
         self.optimizer = make_optimizer(
-            weight_decay=run.weight_decay, max_grad_norm=run.max_grad_norm
+            weight_decay=run.weight_decay,
+            max_grad_norm=run.max_grad_norm,
+            table_rate=run.table_rate,
         )
         self._step = jax.jit(self._take_step, donate_argnums=0)
         self._row_surprise = jax.jit(self._surprise)
@@ -154,9 +154,14 @@ class Trainer:
             weights = self.model.initial_weights(run.seed)
             if run.bigram_steps:
                 logger.info("fitting first embeddings to bigrams")
-                weights[_EMBEDDING], weights[_HEAD] = fit_embeddings(
-                    self.data.train, *weights[_HEAD].shape, steps=run.bigram_steps, seed=run.seed
+                tables = fit_embeddings(
+                    self.data.train,
+                    self.config["vocab_size"],
+                    self.options.shape.hidden_size,
+                    steps=run.bigram_steps,
+                    seed=run.seed,
                 )
+                weights |= dict(zip(TABLES, tables, strict=True))
         return TrainState(weights, self.optimizer.init(weights))
 
     def _abstract_state(self) -> TrainState:
