@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, EngineArgs, SamplingParams, bundled
+from jaxllm.cli.main import main
 from jaxllm.models.architecture import read_architecture
 from jaxllm.training.forward import RowModel
 from jaxllm.training.objective import surprise
@@ -73,6 +74,17 @@ def test_completions_are_those_of_transformers(name):
     [output] = llm.generate(PROMPT, params, use_tqdm=False)
     assert output.outputs[0].token_ids == wanted[0, prompt["input_ids"].shape[1] :].tolist()
     assert len(set(output.outputs[0].token_ids)) > 4
+
+
+@pytest.mark.slow
+def test_commands_need_no_model(capsys):
+    sizes = ["--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "2"]
+    prompt = ["--prompt", PROMPT, "--temperature", "0", "--max-tokens", "8"]
+    assert main(["generate", *prompt, *sizes]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(PROMPT) and len(captured.out.strip()) > len(PROMPT)
+    assert main(["plan", "--cpu", "--json", *sizes]) == 0
+    assert json.loads(capsys.readouterr().out)["cpu"]["model"] == bundled.MODEL
 
 
 @pytest.mark.slow

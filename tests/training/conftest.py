@@ -39,6 +39,7 @@ def small_run(text, tmp_path_factory):
             "warmup_steps": 2,
             "eval_rows": 4,
             "bigram_steps": 0,
+            "table_rate": 1.0,
         } | run
         parts = {} if teacher is None else {"teacher": teacher}
         return TrainOptions(
