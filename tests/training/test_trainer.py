@@ -102,25 +102,23 @@ def test_a_run_learns_and_its_model_serves(first, first_model):
     params = SamplingParams(temperature=0, max_tokens=8)
     [output] = llm.generate("import ", params, use_tqdm=False)
     assert output.outputs[0].text
-    [answer] = llm.chat([{"role": "user", "content": "What?"}], params, use_tqdm=False)
-    assert answer.outputs[0].token_ids
 
 
 @pytest.mark.slow
-def test_a_draft_comes_nearer_to_its_teacher_than_text_alone_brings_it(small_run, first_model):
-    apart = {}
-    for share in (0.0, 1.0):
-        options = small_run(
-            f"draft{share}",
-            data={"tokenizer": first_model},
-            steps=60,
-            learning_rate=1e-2,
-            seed=1,
-            teacher=TeacherOptions(teacher=first_model, teacher_weight=share),
-        )
-        Trainer(options).run()
-        apart[share] = np.mean([record["teacher_distance"] for record in log_of(options)[-20:]])
-    assert apart[1.0] < apart[0.0]
+def test_a_draft_comes_nearer_to_its_teacher(small_run, first_model):
+    options = small_run(
+        "draft",
+        data={"tokenizer": first_model},
+        steps=60,
+        learning_rate=1e-2,
+        seed=1,
+        teacher=TeacherOptions(teacher=first_model, teacher_weight=1.0),
+    )
+    Trainer(options).run()
+    apart = [record["teacher_distance"] for record in log_of(options)]
+    # It sees the text through its teacher alone, and learns both.
+    assert np.mean(apart[-10:]) < 0.5 * apart[0]
+    assert losses(options)[-1] < losses(options)[0] - 0.5
 
 
 @pytest.mark.slow
@@ -147,7 +145,7 @@ def test_refusals(small_run, first, first_model):
         Trainer(small_run("all", steps=2, data={"heldout_share": 0.0}))
     with pytest.raises(ValidationError, match="it has other tokens; give it as the tokenizer"):
         teacher = TeacherOptions(teacher=first_model)
-        Trainer(small_run("draft", steps=2, data={"vocab_size": 300}, teacher=teacher))
+        Trainer(small_run("other", steps=2, data={"vocab_size": 300}, teacher=teacher))
     with pytest.raises(ValidationError, match="it has no checkpoint yet"):
         Trainer(small_run("empty", steps=2)).export_latest()
 
