@@ -19,7 +19,7 @@ from jaxllm.weights.checkpoint import read_json, resolve_model_dir
 
 NAMES = [bundled.MODEL, bundled.DRAFT]
 MAX_BYTES = 20_000_000
-PROMPT = "import os\n\n\nclass Queue:\n    def __init__(self):\n"
+PROMPT = "import os\n\n\nclass Queue:\n    def __init__(self"
 
 
 def folder(name: str) -> Path:
