@@ -166,7 +166,7 @@ class Trainer:
 
     def _abstract_state(self) -> TrainState:
         """A state's structure, for restoring one."""
-        weights = {
+        weights: Any = {
             name: jax.ShapeDtypeStruct(p.shape, jnp.float32)
             for name, p in self.model.parameters.items()
         }
