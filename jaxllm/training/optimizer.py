@@ -1,6 +1,6 @@
 """The optimizer: gradients to directions, which the trainer scales by the learning rate."""
 
-from collections.abc import Mapping
+from typing import Any
 
 import jax
 import optax
@@ -27,5 +27,5 @@ def make_optimizer(
     )
 
 
-def _scaled(directions: Mapping[str, jax.Array], rate: float) -> dict[str, jax.Array]:
+def _scaled(directions: Any, rate: float) -> dict[str, jax.Array]:
     return {name: d * (rate if name in TABLES else 1.0) for name, d in directions.items()}
