@@ -51,12 +51,12 @@ def main() -> None:
     heldout = [d for d in documents if d.is_heldout]
     text = "".join(d.text for d in heldout).encode()
     results: dict[str, float | int] = {"heldout_files": len(heldout), "heldout_bytes": len(text)}
-    results["model"] = model_bits_per_byte(folder, heldout)
     kinds = {"python": [d for d in heldout if d.name.endswith(".py")]}
     kinds["prose"] = [d for d in heldout if d not in kinds["python"]]
-    for kind, some in kinds.items():
-        if some:
-            results[f"model_{kind}"] = model_bits_per_byte(folder, some)
+    bits = {kind: model_bits(folder, some) for kind, some in kinds.items() if some}
+    results["model"] = sum(bits.values()) / len(text)
+    for kind, count in bits.items():
+        results[f"model_{kind}"] = count / sum(d.num_bytes for d in kinds[kind])
     if args.draft is not None:
         results |= agreement(folder, resolve_model_dir(args.draft), heldout)
     if args.peers:
@@ -79,7 +79,7 @@ def check_manifest(path: Path, documents: Sequence[Document]) -> None:
         )
 
 
-def model_bits_per_byte(folder: Path, documents: Sequence[Document]) -> float:
+def model_bits(folder: Path, documents: Sequence[Document]) -> float:
     """What these texts cost the model as it is shipped, computed in float32."""
     model, weights = load(folder)
 
@@ -89,7 +89,7 @@ def model_bits_per_byte(folder: Path, documents: Sequence[Document]) -> float:
         return surprise(logits, rows[:, 1:]).sum()
 
     nats = sum(float(cost(batch)) for batch in batches(folder, documents))
-    return nats / math.log(2) / sum(d.num_bytes for d in documents)
+    return nats / math.log(2)
 
 
 def agreement(folder: Path, draft_folder: Path, documents: Sequence[Document]) -> dict[str, float]:

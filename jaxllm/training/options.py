@@ -49,7 +49,7 @@ class RunOptions:
     minutes: float | None = option(None, "End after this many minutes of training.")
     batch_size: int = option(2, "Rows of a step.")
     context: int = option(1024, "Tokens of a row.")
-    learning_rate: float = option(3e-3, "Highest learning rate.")
+    learning_rate: float = option(1.5e-3, "Highest learning rate.")
     table_rate: float = option(0.1, "What embedding and head have of the learning rate.")
     warmup_steps: int = option(50, "Steps in which it rises.")
     decay_share: float = option(0.4, "Last share of the run, in which it falls to zero.")
