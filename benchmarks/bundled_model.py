@@ -109,7 +109,10 @@ def agreement(folder: Path, draft_folder: Path, documents: Sequence[Document]) -
         return jnp.array([jnp.sum(x * is_real) for x in (same, overlap, 1.0)])
 
     same, overlap, count = sum(np.asarray(agree(b)) for b in batches(folder, documents))
-    return {"draft_same_token": same / count, "draft_accepted": overlap / count}
+    return {
+        "draft_same_token": float(same / count),
+        "draft_accepted": float(overlap / count),
+    }
 
 
 def load(folder: Path) -> tuple[RowModel, dict[str, jax.Array]]:
