@@ -15,7 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxllm import bundled
 from jaxllm.errors import ValidationError, refused
+from jaxllm.logging import init_logger
+
+logger = init_logger(__name__)
 
 
 def option(default: Any, help: str, *, flag: bool = True) -> Any:
@@ -27,7 +31,11 @@ def option(default: Any, help: str, *, flag: bool = True) -> Any:
 class ModelConfig:
     """Model and tokenizer"""
 
-    model: str = field(metadata={"help": "Local directory or hub name of the model.", "flag": True})
+    model: str = option(
+        bundled.MODEL,
+        "Local directory or hub name of the model; 'bundled' is the small one of Python code that "
+        "comes with jaxllm.",
+    )
     tokenizer: str | None = option(None, "Directory or hub name of the tokenizer (default: model).")
     skip_tokenizer_init: bool = option(
         False, "Load no tokenizer: prompts are token ids and outputs have no text."
@@ -174,7 +182,7 @@ class ProfilerConfig:
 class EngineConfig:
     """All that a user asks of an engine."""
 
-    model: ModelConfig
+    model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -183,9 +191,13 @@ class EngineConfig:
     profiler: ProfilerConfig = ProfilerConfig()
 
     @classmethod
-    def create(cls, model: str | os.PathLike[str], **options: Any) -> "EngineConfig":
+    def create(cls, model: str | os.PathLike[str] | None = None, **options: Any) -> "EngineConfig":
         """Make a config from flat keyword arguments, as `LLM` takes them."""
-        options = _without_neutral(options) | {"model": model}
+        options = _without_neutral(options)
+        if model is None:
+            logger.info("no model was named: this is the bundled one, small, of Python code")
+        else:
+            options["model"] = model
         for name in ("model", "tokenizer"):
             if isinstance(options.get(name), os.PathLike):
                 options[name] = os.fspath(options[name])
@@ -258,7 +270,9 @@ class EngineConfig:
         return getattr(getattr(self, _owners()[name]), name)
 
 
-def EngineArgs(model: str | os.PathLike[str], **options: Any) -> EngineConfig:  # noqa: N802
+def EngineArgs(  # noqa: N802
+    model: str | os.PathLike[str] | None = None, **options: Any
+) -> EngineConfig:
     """Make a config from flat keyword arguments, under the name that vLLM's users know."""
     return EngineConfig.create(model, **options)
 

@@ -28,10 +28,10 @@ class LLM:
     """A model, ready to answer batches of prompts.
 
     Takes the fields of EngineConfig as keyword arguments, with vLLM's names; an unknown one is an
-    error that suggests the nearest.
+    error that suggests the nearest. Without a model it is the bundled one.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **engine_options: Any):
+    def __init__(self, model: str | os.PathLike[str] | None = None, **engine_options: Any):
         self.llm_engine = LLMEngine(EngineConfig.create(model, **engine_options))
         self._counter = itertools.count()
         self._queued: list[str] = []  # ids of `enqueue` that nobody has waited for yet

@@ -145,14 +145,6 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, url: str | None = N
 
 def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options that were given, as the keyword arguments that `LLM` takes."""
-    options = given_engine_options(args)
-    if "model" not in options:
-        raise ValidationError("no model; give --model with a local directory or a hub name")
-    return options
-
-
-def given_engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The same, but there may be no model."""
     options = {
         name: value
         for part in typing.get_type_hints(EngineConfig).values()

@@ -9,7 +9,6 @@ from jaxllm.cli.arguments import (
     add_sampling_arguments,
     add_server_arguments,
     engine_options_from,
-    given_engine_options,
     sampling_params_from,
 )
 from jaxllm.cli.conversation import ChatModel, Conversation, answer, converse
@@ -61,7 +60,7 @@ def _local_model(args: argparse.Namespace) -> ChatModel:
 
 
 def _remote_model(args: argparse.Namespace) -> ChatModel:
-    of_server = sorted(given_engine_options(args).keys() - {"seed"})
+    of_server = sorted(engine_options_from(args).keys() - {"seed"})
     if args.chat_template is not None:
         of_server.append("chat_template")
     if of_server:

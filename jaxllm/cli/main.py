@@ -42,6 +42,7 @@ COMMANDS = {
     "warmup": Command(
         "jaxllm.cli.warmup", "Compile an engine's programs now, so that its next start finds them."
     ),
+    "train": Command("jaxllm.cli.train", "Train a small model on text."),
     "make-tiny-model": Command(
         "jaxllm.cli.make_tiny_model", "Write a small model with random weights, to try things out."
     ),

@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> None:
     if args.context < 1:
         raise ValidationError(f"--context {args.context} must be at least 1")
     options = engine_options_from(args)
-    model = Path(options["model"])
-    if model.is_file():
+    if "model" in options and (model := Path(options["model"])).is_file():
         if model.name != "config.json":
             raise ValidationError(f"{model} is not a config.json; give that, or its directory")
         options["model"] = str(model.parent)

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxllm import bundled
 from jaxllm.errors import CheckpointError, UnsupportedModelError
 
 _DTYPES = {
@@ -35,14 +36,16 @@ _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 def resolve_model_dir(
     model: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path:
-    """The local directory of a model: the given one, or the hub's copy of it."""
+    """The local directory of a model: a bundled one, the given one, or the hub's copy of it."""
+    if (shipped := bundled.path(model)) is not None:
+        return shipped
     local = Path(model).expanduser()
     if local.is_dir():
         return local
     if local.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise CheckpointError(
             f"model {model!r}: there is no such directory, and it is not the name of a model on "
-            "the hub (organisation/name)"
+            "the hub (organisation/name), nor 'bundled', the one that comes with jaxllm"
         )
     # A dependency that most starts never need.
     from huggingface_hub import snapshot_download

@@ -55,7 +55,7 @@ def load_parts(
 ) -> list[nnx.State]:
     """The same for a model in parts, each on a mesh of its own: together they use what the whole
     would use, and each gets what it would have there."""
-    parameters = [_parameters(abstract_model) for abstract_model, _ in parts]
+    parameters = [parameters_of(abstract_model) for abstract_model, _ in parts]
     if load_format == "dummy":
         arrays = [
             {name: _dummy(name, p, mesh, seed) for name, p in of_part.items()}
@@ -84,7 +84,7 @@ def weights_bytes(abstract_model: nnx.Module, num_shards: int = 1) -> int:
     """What the parameters of a model take on each of so many devices."""
     return sum(
         p.size * p.dtype.itemsize // (num_shards if is_cut(p.axes) else 1)
-        for p in _parameters(abstract_model).values()
+        for p in parameters_of(abstract_model).values()
     )
 
 
@@ -107,11 +107,11 @@ def abstract_weights(abstract_model: nnx.Module, mesh: Mesh) -> list[jax.ShapeDt
     """Shapes and places of the arrays, in the order of the state's leaves."""
     return [
         jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding(mesh, p.axes))
-        for p in _parameters(abstract_model).values()
+        for p in parameters_of(abstract_model).values()
     ]
 
 
-def _parameters(abstract_model: nnx.Module) -> dict[str, Parameter]:
+def parameters_of(abstract_model: nnx.Module) -> dict[str, Parameter]:
     """Dotted name -> parameter, in the order of the state's leaves."""
     leaves = jax.tree.leaves_with_path(
         nnx.state(abstract_model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)

@@ -108,7 +108,6 @@ def test_model_is_accepted_with_and_without_its_flag_at_any_place():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "no model; give --model"),
         (["a", "--model", "b"], "two models: 'a' and --model 'b'"),
         (["m", "--block-size", "17"], "block_size=17 is not a power of two"),
         (["m", "--max-num-seqs", "few"], "--max-num-seqs: 'few' is not a whole number"),

@@ -68,7 +68,7 @@ def test_version(flag, capsys):
         (["frobnicate"], "unknown command 'frobnicate'; the commands are generate, chat"),
         (["bench", "frobnicate"], "unknown command 'bench frobnicate'; the commands are"),
         (["bench", "serve", "now"], "unknown argument 'now'"),
-        (["generate"], "no model"),
+        (["generate"], "no prompts; give --prompt"),
         (["generate", "m"], "no prompts; give --prompt"),
         (["generate", "m", "--prompts-file", "/no/such"], "/no/such: No such file or directory"),
         (["generate", "m", "--prompt", "x", "--temperature", "9"], "temperature=9.0: it must be"),

@@ -1,0 +1,141 @@
+"""Logits of whole rows of tokens, by the model class that serves.
+
+Serving attends to a paged cache. Here every row is a whole sequence, so its keys and values are all
+in the batch: `CausalRows` is an attention backend that needs no cache, and can be differentiated.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch
+
+from jaxllm.layers.attention import AttentionContext
+from jaxllm.models.architecture import Architecture
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.weights.loader import load_weights, parameters_of
+
+_QUERY_BLOCK = 256  # tokens
+_WRITES = ("o_proj", "down_proj")  # modules that write to the residual stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalRows:
+    """Causal attention within each of the equally long rows of a flat batch.
+
+    Of an attention backend it has what a model calls.
+    """
+
+    row_length: int
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: Any,
+        batch: Any,
+        prepared: Any,
+        *,
+        config: AttentionConfig,
+    ) -> tuple[jax.Array, Any]:
+        """q [T, N, H], k and v [T, K, H] to [T, N, H]; the cache is handed on as it is."""
+        length, head_size = self.row_length, config.head_size
+        group = config.num_heads // config.num_kv_heads
+        # Heads before tokens: the products are then plain matrix products.
+        q = q.reshape(-1, length, config.num_kv_heads, group, head_size).transpose(0, 2, 3, 1, 4)
+        k, v = (
+            x.reshape(-1, length, config.num_kv_heads, head_size).transpose(0, 2, 1, 3)
+            for x in (k, v)
+        )
+        visible = _visible(length, config.sliding_window)
+        blocks = []
+        # Block by block, since of the products with later tokens nothing would be left.
+        for first in range(0, length, _QUERY_BLOCK):
+            end = min(first + _QUERY_BLOCK, length)
+            scores = config.scale * jnp.einsum(
+                "bkgqh,bkth->bkgqt",
+                q[:, :, :, first:end],
+                k[:, :, :end],
+                preferred_element_type=jnp.float32,
+            )
+            scores = jnp.where(visible[first:end, :end], scores, -jnp.inf)
+            weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+            blocks.append(
+                jnp.einsum(
+                    "bkgqt,bkth->bkgqh",
+                    weights,
+                    v[:, :, :end],
+                    preferred_element_type=jnp.float32,
+                )
+            )
+        out = jnp.concatenate(blocks, axis=3)
+        out = out.transpose(0, 3, 1, 2, 4).astype(v.dtype)
+        return out.reshape(-1, config.num_heads, head_size), cache
+
+
+def _visible(length: int, window: int | None) -> jax.Array:
+    """Whether the token of a row sees the token of a column: [length, length]."""
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+class RowModel:
+    """A model without its weights: with them, by name, token ids [B, length] become logits."""
+
+    def __init__(self, architecture: Architecture):
+        model_class = ModelRegistry.resolve([architecture.name])
+        self.architecture = architecture
+        self._abstract = model_class.abstract(architecture, jnp.float32)
+        self.parameters = parameters_of(self._abstract)
+        self.checkpoint_names = self._abstract.checkpoint_names
+        self._graphdef, state = nnx.split(self._abstract)
+        self._treedef = jax.tree.structure(state)
+
+    def initial_weights(self, seed: int) -> dict[str, jax.Array]:
+        """Small random matrices; layers add nothing yet, since what they write is zero."""
+        rng = np.random.default_rng(seed)
+        weights = {}
+        for name, parameter in self.parameters.items():
+            module = name.split(".")[-2]
+            if len(parameter.shape) == 1:
+                values = np.full(parameter.shape, 0.0 if name.endswith(".bias") else 1.0)
+            elif module in _WRITES:
+                values = np.zeros(parameter.shape)
+            else:
+                values = 0.02 * rng.standard_normal(parameter.shape)
+            weights[name] = jnp.asarray(values, jnp.float32)
+        return weights
+
+    def load(self, model_dir: Path) -> dict[str, jax.Array]:
+        """The weights of a model directory, in float32."""
+        leaves = jax.tree.leaves(load_weights(model_dir, self._abstract))
+        return dict(zip(self.parameters, leaves, strict=True))
+
+    def logits(self, weights: Mapping[str, jax.Array], token_ids: jax.Array) -> jax.Array:
+        """Float32 logits [B, length, V]."""
+        leaves = [weights[name] for name in self.parameters]
+        model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
+        num_rows, length = token_ids.shape
+        # The rows of a paged batch, which nobody reads here.
+        nothing = jnp.zeros(0, jnp.int32)
+        batch = RaggedBatch(
+            query_starts=nothing,
+            context_lens=nothing,
+            block_tables=nothing,
+            num_decodes=nothing,
+            block_size=1,
+            decode_only=False,
+        )
+        backend: Any = CausalRows(row_length=length)
+        context = AttentionContext(batch=batch, prepared=None, backend=backend)
+        positions = jnp.tile(jnp.arange(length), num_rows)
+        caches = (nothing,) * len(model.attention_configs)
+        hidden, _ = model(token_ids.reshape(-1), positions, caches, context)
+        return model.compute_logits(hidden).reshape(num_rows, length, -1)

@@ -1,0 +1,62 @@
+"""The start of a run: its tokenizer and its token ids, made once and then kept."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jaxllm.errors import ValidationError, refused
+from jaxllm.logging import init_logger
+from jaxllm.models.architecture import read_architecture
+from jaxllm.training.corpus import read_corpus
+from jaxllm.training.forward import RowModel
+from jaxllm.training.options import DataOptions
+from jaxllm.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from jaxllm.training.tokens import TokenData, has_tokens, read_tokens, write_tokens
+from jaxllm.weights.checkpoint import read_json, resolve_model_dir
+
+logger = init_logger(__name__)
+
+
+class Teacher(NamedTuple):
+    model: RowModel
+    weights: dict[str, jax.Array]
+
+
+def prepare_data(options: DataOptions, tokenizer_folder: Path, data_folder: Path) -> TokenData:
+    """Read the text, learn a tokenizer if none is given, and tokenise, unless that is done."""
+    if not has_tokens(data_folder):
+        if not options.data:
+            raise ValidationError("no data; give files or folders of text", parameter="data")
+        documents = read_corpus(
+            options.data, exclude=options.exclude, heldout_share=options.heldout_share
+        )
+        if len({d.is_heldout for d in documents}) < 2:
+            raise refused(
+                "heldout_share",
+                options.heldout_share,
+                f"of {len(documents)} files all or none would be held out; give more files or "
+                "another share",
+            )
+        size = sum(d.num_bytes for d in documents)
+        logger.info("%d files, %.1f MB of text", len(documents), size / 1e6)
+        tokenizer = (
+            train_tokenizer((d.text for d in documents if not d.is_heldout), options.vocab_size)
+            if options.tokenizer is None
+            else load_tokenizer(resolve_model_dir(options.tokenizer))
+        )
+        save_tokenizer(tokenizer, tokenizer_folder)
+        write_tokens(data_folder, tokenizer, documents, chat=options.chat_examples)
+    data = read_tokens(data_folder)
+    logger.info("%d tokens, %d held out", len(data.train), len(data.heldout))
+    return data
+
+
+def load_teacher(name: str, tokenizer_folder: Path) -> Teacher:
+    """A model to learn from; its tokens must mean the same."""
+    model_dir = resolve_model_dir(name)
+    ours, theirs = (load_tokenizer(folder) for folder in (tokenizer_folder, model_dir))
+    if ours.get_vocab() != theirs.get_vocab():
+        raise refused("teacher", name, "it has other tokens; give it as the tokenizer, too")
+    model = RowModel(read_architecture(read_json(model_dir / "config.json")))
+    return Teacher(model, model.load(model_dir))

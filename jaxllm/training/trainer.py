@@ -1,0 +1,208 @@
+"""A training run, from where it is to its end.
+
+    prepare   text to a tokenizer and token ids, once
+    restore   the latest checkpoint, or first weights
+    loop      a batch, a compiled step, a line of log; sometimes a measurement, a checkpoint
+    export    the weights as a model directory
+
+Killed at any moment, it goes on from its last checkpoint and, but for an end by time, comes to the
+very weights that it would have come to.
+"""
+
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import refused
+from jaxllm.logging import init_logger
+from jaxllm.models.architecture import read_architecture
+from jaxllm.training.bigrams import fit_embeddings
+from jaxllm.training.export import export, hf_config
+from jaxllm.training.forward import RowModel
+from jaxllm.training.objective import distance, surprise
+from jaxllm.training.optimizer import TABLES, make_optimizer
+from jaxllm.training.options import TrainOptions
+from jaxllm.training.prepare import load_teacher, prepare_data
+from jaxllm.training.run_state import Checkpoints, Log
+from jaxllm.training.schedule import Schedule
+from jaxllm.training.tokenizer import load_tokenizer
+from jaxllm.training.tokens import Batches, heldout_rows
+from jaxllm.weights.checkpoint import resolve_model_dir
+
+logger = init_logger(__name__)
+
+Weights = dict[str, jax.Array]
+
+
+class TrainState(NamedTuple):
+    weights: Weights  # float32
+    optimizer: Any
+
+
+class Trainer:
+    """A run in its output folder."""
+
+    def __init__(self, options: TrainOptions):
+        options.validate()
+        self.options = options
+        self.folder = Path(options.output)
+        options.keep()
+        self._tokenizer_folder = self.folder / "tokenizer"
+        self.data = prepare_data(options.data, self._tokenizer_folder, self.folder / "data")
+        vocab_size = load_tokenizer(self._tokenizer_folder).get_vocab_size()
+        self.config = hf_config(options.shape, vocab_size)
+        self.model = RowModel(read_architecture(self.config))
+        teacher = options.teacher.teacher
+        self.teacher = None if teacher is None else load_teacher(teacher, self._tokenizer_folder)
+        run = options.run
+        self.schedule = Schedule(
+            steps=run.steps,
+            seconds=None if run.minutes is None else 60 * run.minutes,
+            learning_rate=run.learning_rate,
+            warmup_steps=run.warmup_steps,
+            decay_share=run.decay_share,
+        )
+        self.optimizer = make_optimizer(
+            weight_decay=run.weight_decay,
+            max_grad_norm=run.max_grad_norm,
+            table_rate=run.table_rate,
+        )
+        self._step = jax.jit(self._take_step, donate_argnums=0)
+        self._row_surprise = jax.jit(self._surprise)
+
+    def run(self) -> Path:
+        """Train to the end; return the folder of the exported model."""
+        run = self.options.run
+        batches = Batches(
+            self.data.train, batch_size=run.batch_size, context=run.context, seed=run.seed
+        )
+        checkpoints = Checkpoints(self.folder / "checkpoints", run.keep_checkpoints)
+        restored = checkpoints.restore(self._abstract_state())
+        if restored is not None:
+            logger.info("going on after step %d", restored.step)
+        step, seconds, state = restored or (0, 0.0, self._initial_state())
+        log = Log(self.folder / "log.jsonl", first_step=step)
+        taught_by = {} if self.teacher is None else self.teacher.weights
+        started = time.monotonic() - seconds
+        while self.schedule.progress(step, seconds) < 1:
+            rate = self.schedule.rate(step, seconds)
+            state, losses = self._step(state, taught_by, batches.at(step), rate)
+            step += 1
+            record = {"step": step} | {name: float(loss) for name, loss in losses.items()}
+            seconds = time.monotonic() - started
+            done = self.schedule.progress(step, seconds) == 1
+            if not math.isfinite(record["loss"]):
+                raise refused(
+                    "learning_rate",
+                    run.learning_rate,
+                    f"the loss of step {step} is no number; go on with a lower one",
+                )
+            if done or step % run.eval_steps == 0:
+                record["heldout_bits_per_byte"] = self.bits_per_byte(state.weights, run.eval_rows)
+                logger.info(
+                    "step %d, %.0f%% done, epoch %.2f: loss %.3f, held out %.3f bits per byte",
+                    step,
+                    100 * self.schedule.progress(step, seconds),
+                    batches.epoch(step),
+                    record["loss"],
+                    record["heldout_bits_per_byte"],
+                )
+            log.write(**record, learning_rate=rate, seconds=round(seconds, 2))
+            if done or step % run.save_steps == 0:
+                checkpoints.save(step, seconds, state)
+        checkpoints.close()
+        log.close()
+        return self._export(state.weights)
+
+    def export_latest(self) -> Path:
+        """Write the model of the latest checkpoint."""
+        checkpoints = Checkpoints(self.folder / "checkpoints", self.options.run.keep_checkpoints)
+        restored = checkpoints.restore(self._abstract_state())
+        checkpoints.close()
+        if restored is None:
+            raise refused("output", str(self.folder), "it has no checkpoint yet")
+        return self._export(restored.state.weights)
+
+    def bits_per_byte(self, weights: Weights, max_rows: int | None = None) -> float:
+        """What the held-out text costs, in windows of the context that know nothing of each other;
+        of that many windows, evenly spread."""
+        run = self.options.run
+        rows = heldout_rows(self.data.heldout, run.context)
+        if max_rows is not None and len(rows) > max_rows:
+            rows = rows[np.linspace(0, len(rows) - 1, max_rows).astype(int)]
+        # All calls of one shape; rows of padding cost nothing.
+        missing = -len(rows) % run.batch_size
+        rows = np.pad(rows, ((0, missing), (0, 0)), constant_values=-1)
+        nats = num_tokens = 0.0
+        for first in range(0, len(rows), run.batch_size):
+            some = rows[first : first + run.batch_size]
+            nats += float(np.sum(self._row_surprise(weights, some)))
+            num_tokens += int(np.sum(some[:, 1:] >= 0))
+        tokens_per_byte = (len(self.data.heldout) - 1) / self.data.heldout_bytes
+        return nats / num_tokens * tokens_per_byte / math.log(2)
+
+    def _initial_state(self) -> TrainState:
+        run = self.options.run
+        if run.initial_model is not None:
+            weights = self.model.load(resolve_model_dir(run.initial_model))
+        else:
+            weights = self.model.initial_weights(run.seed)
+            if run.bigram_steps:
+                logger.info("fitting first embeddings to bigrams")
+                tables = fit_embeddings(
+                    self.data.train,
+                    self.config["vocab_size"],
+                    self.options.shape.hidden_size,
+                    steps=run.bigram_steps,
+                    seed=run.seed,
+                )
+                weights |= dict(zip(TABLES, tables, strict=True))
+        return TrainState(weights, self.optimizer.init(weights))
+
+    def _abstract_state(self) -> TrainState:
+        """A state's structure, for restoring one."""
+        weights: Any = {
+            name: jax.ShapeDtypeStruct(p.shape, jnp.float32)
+            for name, p in self.model.parameters.items()
+        }
+        return TrainState(weights, jax.eval_shape(self.optimizer.init, weights))
+
+    def _take_step(
+        self, state: TrainState, teacher_weights: Weights, rows: jax.Array, rate: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One update, and the losses before it."""
+        gradients = jax.value_and_grad(self._losses, has_aux=True)
+        (_, losses), gradient = gradients(state.weights, teacher_weights, rows)
+        directions, optimizer = self.optimizer.update(gradient, state.optimizer, state.weights)
+        weights = jax.tree.map(lambda w, d: w - rate * d, state.weights, directions)
+        return TrainState(weights, optimizer), losses
+
+    def _losses(
+        self, weights: Weights, teacher_weights: Weights, rows: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """What is minimised, and what it is made of, in nats per token."""
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        logits = self.model.logits(weights, inputs)
+        loss = jnp.mean(surprise(logits, targets))
+        if self.teacher is None:
+            return loss, {"loss": loss}
+        options = self.options.teacher
+        taught = self.teacher.model.logits(teacher_weights, inputs)
+        apart = jnp.mean(distance(logits, taught, options.temperature))
+        share = options.teacher_weight
+        return (1 - share) * loss + share * apart, {"loss": loss, "teacher_distance": apart}
+
+    def _surprise(self, weights: Weights, rows: jax.Array) -> jax.Array:
+        """Surprise in nats at the targets of rows [n, length + 1], padding left out."""
+        logits = self.model.logits(weights, jnp.maximum(rows[:, :-1], 0))
+        return surprise(logits, rows[:, 1:])
+
+    def _export(self, weights: Weights) -> Path:
+        folder = self.folder / "model"
+        export(folder, self.model, weights, self.config, self._tokenizer_folder)
+        return folder
