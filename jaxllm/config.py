@@ -134,19 +134,27 @@ class SchedulerConfig:
     )
 
 
+DEFAULT_COMPILATION_CACHE_DIR = "~/.cache/jaxllm/xla"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
     """Compilation"""
 
     enforce_eager: bool = option(False, "Compile each program when it is first needed, not before.")
     compilation_cache_dir: str | None = option(
-        "~/.cache/jaxllm/xla",
+        DEFAULT_COMPILATION_CACHE_DIR,
         "Where compiled programs are kept between starts; '' leaves it to JAX's setting.",
     )
     program_bundle: str | None = option(
         None,
         "Directory of programs compiled ahead by 'jaxllm plan --out'. Loading it runs the code in "
         "it: give only what you or somebody you trust has made.",
+    )
+    native_kernels: bool = option(
+        True,
+        "On a CPU: multiply the rows of decodes by a kernel in C++, which is compiled at the first "
+        "start, if there is a compiler.",
     )
     attention_backend: str = option(
         "auto", "Attention implementation: 'auto' (by platform) or the name of a registered one."

@@ -6,12 +6,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxllm_kernels.common import round_up
 
-from jaxllm.layers.linear import matmul
+from jaxllm.layers.linear import Product
 
 _LANES = 128
 
 
-class Embedding(nnx.Module):
+class Embedding(Product):
     """One row of D per token of the vocabulary; an output head is the same, used the other way."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, num_shards: int = 1, dtype: DTypeLike):
@@ -34,7 +34,7 @@ class Embedding(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Score every token of the vocabulary: [n, D] to float32 [n, rows]; padding is -inf."""
         with jax.named_scope("logits"):
-            logits = matmul(hidden, self.weight[...])
+            logits = self.matmul(hidden, self.weight[...])
             rows = logits.shape[1]
             if rows == self.vocab_size:
                 return logits

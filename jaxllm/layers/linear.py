@@ -4,11 +4,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxllm_kernels.dense.api import XLA, Matmul
 
 from jaxllm.parallel.sharding import Axes, Part
 
 
-class Linear(nnx.Module):
+class Product(nnx.Module):
+    """A module that multiplies by its weight; a plan chooses what computes that."""
+
+    matmul: Matmul = XLA
+
+
+class Linear(Product):
     """y = x W^T + b over the last axis."""
 
     def __init__(
@@ -29,21 +36,7 @@ class Linear(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = matmul(x, self.weight[...])
+        y = self.matmul(x, self.weight[...])
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
-
-
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] times weight [out, in], as float32 [..., out]."""
-    # Accelerators multiply float32 in fewer bits unless told otherwise; who asks for float32
-    # means it.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x,
-        weight,
-        (((x.ndim - 1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )

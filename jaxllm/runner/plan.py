@@ -12,8 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.dense import native
+from jaxllm_kernels.dense.api import XLA, Matmul
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, Device, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
@@ -23,9 +26,10 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     get_backend,
 )
 
-from jaxllm.config import EngineConfig
+from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.layers.attention import cache_axes
+from jaxllm.layers.linear import Product
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.models.architecture import Architecture, read_architecture
@@ -84,6 +88,7 @@ class EnginePlan:
     num_logits: int  # the vocabulary and, where it is cut, padding
     attention: AttentionBackend
     attention_configs: tuple[AttentionConfig, ...]
+    matmul: Matmul
     stages: tuple[StagePlan, ...]
     buckets: tuple[Bucket, ...]
     max_logprobs: int
@@ -115,7 +120,13 @@ class EnginePlan:
 
     def abstract_model(self, stage: StagePlan) -> DecoderForCausalLM:
         """What a stage has of the model, with shapes in place of weights."""
-        return self.model_class.abstract(self.architecture, self.dtype, stage.mesh.size, stage.part)
+        model = self.model_class.abstract(
+            self.architecture, self.dtype, stage.mesh.size, stage.part
+        )
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, Product):
+                module.matmul = self.matmul
+        return model
 
     def info(self) -> EngineInfo:
         """What the frontend validates requests by."""
@@ -142,7 +153,7 @@ class EnginePlan:
         return (
             f"{arch.name}, {arch.num_layers} layers{stages}, {jnp.dtype(self.dtype).name} on "
             f"{self.chip.name}; weights {format_bytes(self.weights_bytes)}; attention "
-            f"{self.attention.name!r}\n"
+            f"{self.attention.name!r}{', native products' if self.matmul is not XLA else ''}\n"
             f"KV cache {format_bytes(self.kv_cache_bytes)}: {self.num_blocks} blocks of "
             f"{self.block_size} = {tokens} tokens, room for {tokens // self.max_model_len} "
             f"requests of max_model_len={self.max_model_len} "
@@ -280,6 +291,7 @@ def make_plan(
         num_logits=num_logits,
         attention=attention,
         attention_configs=attention_configs,
+        matmul=_choose_matmul(config, chip, num_shards),
         stages=plan_stages(num_blocks),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,
@@ -318,6 +330,18 @@ def _check_divisible(architecture: Architecture, num_shards: int) -> None:
             parameter="tensor_parallel_size",
             value=num_shards,
         )
+
+
+def _choose_matmul(config: EngineConfig, chip: Chip, num_shards: int) -> Matmul:
+    """On a CPU our own kernel, if it can be built; XLA cannot cut that over devices."""
+    if chip.platform != "cpu" or num_shards > 1 or not config.compilation.native_kernels:
+        return XLA
+    directory = config.compilation.compilation_cache_dir or DEFAULT_COMPILATION_CACHE_DIR
+    try:
+        return native.load(Path(directory).expanduser() / "native")
+    except native.NotAvailableError as reason:
+        logger.info("decodes multiply by XLA's slower products: %s", reason)
+        return XLA
 
 
 def _choose_dtype(asked: str, architecture: Architecture, platform: str) -> Any:
