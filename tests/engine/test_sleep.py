@@ -20,7 +20,21 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
+def device_bytes():
+    """What arrays take on devices, but for those that other tests have left there."""
+    gc.collect()
+    others = jax.live_arrays()  # held, so that nothing else gets their ids
+
+    def count():
+        gc.collect()
+        known = set(map(id, others))
+        return sum(array.nbytes for array in jax.live_arrays() if id(array) not in known)
+
+    return count
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory, device_bytes):  # after it
     return LLM(
         make_tiny_checkpoint(tmp_path_factory.mktemp("model")),
         max_model_len=128,
@@ -42,14 +56,8 @@ def expected(llm):
     return answers(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
-def device_bytes():
-    """What live arrays take on devices."""
-    gc.collect()
-    return sum(array.nbytes for array in jax.live_arrays())
-
-
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_it_answers_as_before_and_compiles_nothing(llm, expected, level):
+def test_it_answers_as_before_and_compiles_nothing(llm, expected, device_bytes, level):
     before, compiled = device_bytes(), llm.llm_engine.stats().num_compiles_after_warmup
     llm.sleep(level)
     assert llm.is_sleeping()
@@ -92,7 +100,7 @@ def test_requests_that_are_to_end_have_ended(llm, expected):
     assert answers(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
 
 
-def test_it_wakes_up_in_parts_and_sleeps_deeper(llm, expected):
+def test_it_wakes_up_in_parts_and_sleeps_deeper(llm, expected, device_bytes):
     whole = device_bytes()
     llm.sleep(1)
     llm.sleep(2)
