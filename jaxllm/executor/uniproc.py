@@ -1,11 +1,12 @@
 """Runs steps in this process, on the devices it sees."""
 
 from jaxllm.config import EngineConfig
+from jaxllm.executor.base import PendingResult
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
-from jaxllm.runner.model_runner import ModelRunner, PendingStep
+from jaxllm.runner.model_runner import ModelRunner
 from jaxllm.runner.plan import replica_devices
 from jaxllm.runner.sizing import plan_engine
 from jaxllm.scheduler.schedule import Schedule
@@ -19,10 +20,10 @@ class UniProcExecutor:
     def __init__(self, config: EngineConfig, replica: int = 0):
         self.startup = Phases()
         with self.startup.timed("Plan"):
-            plan = plan_engine(config, replica_devices(config, replica))
-        logger.info("plan: %s", plan.summary())
-        self.info: EngineInfo = plan.info()
-        self._runner = ModelRunner(plan)
+            self.plan = plan_engine(config, replica_devices(config, replica))
+        logger.info("plan: %s", self.plan.summary())
+        self.info: EngineInfo = self.plan.info()
+        self._runner = ModelRunner(self.plan)
         self.startup += self._runner.startup
 
     @property
@@ -40,7 +41,7 @@ class UniProcExecutor:
     def device_memory(self) -> list[DeviceMemory]:
         return self._runner.device_memory()
 
-    def execute(self, schedule: Schedule) -> PendingStep:
+    def execute(self, schedule: Schedule) -> PendingResult:
         return self._runner.execute(schedule)
 
     def reset(self) -> None:

@@ -8,14 +8,13 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
 import jax
 import jaxllm_kernels
 from jax.sharding import Mesh
-from jaxllm_kernels.platform import Device
+from jaxllm_kernels.platform import Device, processor
 
 import jaxllm
 from jaxllm.runner.plan import EnginePlan
@@ -44,7 +43,7 @@ def program_identity(plan: EnginePlan) -> dict[str, str]:
         "jaxlib": importlib.metadata.version("jaxlib"),
         "compiler": devices[0].client.platform_version,
         "XLA flags": _flags(),
-        "host": _host() if plan.chip.platform == "cpu" else "any",
+        "host": processor() if plan.chip.platform == "cpu" else "any",
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "topology": ", ".join(map(_place, devices)),
         **{
@@ -93,17 +92,6 @@ def _flags() -> str:
     """What the environment tells the compiler: not ours to set, but it changes programs."""
     words = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
     return " ".join(sorted(w for w in words if not w.startswith(_FLAGS_BESIDE_PROGRAMS)))
-
-
-def _host() -> str:
-    """The instructions of this machine's processor: programs for a CPU use all of them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    facts = sorted({line for line in lines if line.startswith(names)})
-    return f"{platform.machine()} {_hash(' '.join(facts) or platform.processor())}"
 
 
 def _sources() -> str:

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.errors import refused
+from jaxllm.executor.base import PendingResult
+from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import EngineRequest
-from jaxllm.metrics.memory import DeviceMemory
-from jaxllm.metrics.startup import Phase
 from jaxllm.runner.buckets import Bucket, BucketTable
 from jaxllm.runner.compile import use_compilation_cache
-from jaxllm.runner.model_runner import ModelRunner, PendingStep
-from jaxllm.runner.plan import EnginePlan, replica_devices
-from jaxllm.runner.sizing import plan_engine
+from jaxllm.runner.plan import EnginePlan
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.simulation.deployment import MeasuredLine, Measurement
@@ -43,8 +41,8 @@ def measure_steps(
     use_compilation_cache(config.compilation.compilation_cache_dir)
     # One step at a time, so that each can be timed.
     scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)
-    plan = plan_engine(config, replica_devices(config, 0))
-    executor = _TimingExecutor(plan)
+    executor = _TimingExecutor(config)
+    plan = executor.plan
     core = EngineCore(dataclasses.replace(config, scheduler=scheduler), executor)
     try:
         for name, batch in _batches(plan):
@@ -118,38 +116,18 @@ def _lines(
     return lines[::-1]
 
 
-class _TimingExecutor:
+class _TimingExecutor(UniProcExecutor):
     """Runs steps, and notes how long they take."""
 
-    def __init__(self, plan: EnginePlan):
-        self.info = plan.info()
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
         self.is_timing = False
         self.timed: dict[Bucket, list[tuple[int, float]]] = defaultdict(list)
-        self._table = BucketTable(plan.buckets)
-        self._runner = ModelRunner(plan)
-
-    @property
-    def num_token_rows(self) -> int:
-        return self._runner.num_token_rows
-
-    @property
-    def pack_s(self) -> float:
-        return self._runner.pack_s
-
-    @property
-    def num_compiles_after_warmup(self) -> int:
-        return self._runner.num_compiles_after_warmup
-
-    @property
-    def startup(self) -> list[Phase]:
-        return self._runner.startup
-
-    def device_memory(self) -> list[DeviceMemory]:
-        return self._runner.device_memory()
+        self._table = BucketTable(self.plan.buckets)
 
     def execute(self, schedule: Schedule) -> "_Timed":
         start = time.perf_counter()
-        return _Timed(self, schedule, self._runner.execute(schedule), start)
+        return _Timed(self, schedule, super().execute(schedule), start)
 
     def note(self, schedule: Schedule, seconds: float) -> None:
         if self.is_timing:
@@ -160,25 +138,10 @@ class _TimingExecutor:
             )
             self.timed[bucket].append((attended_tokens(schedule), seconds))
 
-    def reset(self) -> None:
-        self._runner.reset()
-
-    def sleep(self, *, keep_weights: bool) -> None:
-        self._runner.sleep(keep_weights=keep_weights)
-
-    def wake_weights(self) -> None:
-        self._runner.wake_weights()
-
-    def wake_cache(self) -> None:
-        self._runner.wake_cache()
-
-    def shutdown(self) -> None:
-        self._runner.free()
-
 
 class _Timed:
     def __init__(
-        self, executor: _TimingExecutor, schedule: Schedule, pending: PendingStep, start: float
+        self, executor: _TimingExecutor, schedule: Schedule, pending: PendingResult, start: float
     ):
         self._executor, self._schedule = executor, schedule
         self._pending, self._start = pending, start

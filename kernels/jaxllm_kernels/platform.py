@@ -4,7 +4,9 @@ A platform is what `jax.Device.platform` says: "cpu", "gpu" or "tpu". A chip is 
 is: a whole TPU chip, except where a chip shows each of its cores as a device (v7x).
 """
 
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # A jax.Device, a name that type checkers take for a variable.
@@ -181,3 +183,14 @@ def chip_of(device: Device) -> Chip:
 def _version(capability: str) -> tuple[int, int]:
     major, minor = str(capability).split(".")
     return int(major), int(minor)
+
+
+def processor() -> str:
+    """This machine's processor and its instructions: programs for a CPU use all of them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    facts = sorted({line for line in lines if line.startswith(names)})
+    return f"{platform.machine()} {' '.join(facts) or platform.processor()}"

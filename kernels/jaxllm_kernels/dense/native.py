@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import math
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm_kernels.dense.api import XLA
+from jaxllm_kernels.platform import processor
 
 # Above it, XLA's products of blocks are as good.
 MAX_ROWS = 64
@@ -84,19 +84,14 @@ def _identity(compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS
     ).stdout
-    facts = (_SOURCE.read_text(), *_FLAGS, version, importlib.metadata.version("jaxlib"), _host())
+    facts = (
+        _SOURCE.read_text(),
+        *_FLAGS,
+        version,
+        importlib.metadata.version("jaxlib"),
+        processor(),
+    )
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
-
-
-def _host() -> str:
-    """This machine's processor and what it can do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    facts = sorted({line for line in lines if line.startswith(names)})
-    return f"{platform.machine()} {' '.join(facts) or platform.processor()}"
 
 
 def _make_private(directory: Path) -> Path:
