@@ -202,7 +202,7 @@ class ServeProcess:
 
     def children(self, module):
         """Process ids of its children that run this module."""
-        command = ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)]
+        command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)]
         rows = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
         return [int(row.split()[0]) for row in rows if row.endswith(f"-m {module}")]
 
