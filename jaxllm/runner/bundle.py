@@ -4,20 +4,17 @@ A bundle is a directory with a file per program and a manifest, which says what 
 made for and what each file must hash to. An engine that is anything else, or that cannot load them,
 compiles its programs as ever, and says why.
 
-**Loading a bundle runs what is in it**: programs are machine code, and JAX keeps them as pickles.
-The hashes are checked before anything is unpickled, and find damage; they are no protection from
-somebody who can write the directory, manifest and all. This is the only module that may unpickle.
+**Loading a bundle runs what is in it**, for programs are machine code. The hashes are checked
+before anything is loaded, and find damage; they are no protection from somebody who can write the
+directory, manifest and all.
 """
 
-import hashlib
 import json
-import pickle
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
 
 from jaxllm.errors import JaxLLMError, refused
 from jaxllm.logging import init_logger
@@ -25,6 +22,7 @@ from jaxllm.runner.identity import foreign_code, program_identity
 from jaxllm.runner.memory import format_bytes
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.programs import stage_of
+from jaxllm.runner.serialized import from_bytes, hash_of, to_bytes
 
 logger = init_logger(__name__)
 
@@ -53,10 +51,10 @@ class BundleWriter:
         self._programs: dict[str, dict[str, Any]] = {}
 
     def add(self, key: Hashable, compiled: jax.stages.Compiled) -> None:
-        data = pickle.dumps(serialize_executable.serialize(compiled))
+        data = to_bytes(compiled)
         file = f"{str(key).replace(' ', '_')}.pickle"
         (self._directory / file).write_bytes(data)
-        self._programs[str(key)] = {"file": file, "bytes": len(data), "sha256": _sha256(data)}
+        self._programs[str(key)] = {"file": file, "bytes": len(data), "sha256": hash_of(data)}
 
     def finish(self) -> str:
         """Write the manifest; return what there is now, for people."""
@@ -108,12 +106,9 @@ class Bundle:
             if Path(file).name != file:
                 raise BundleError(f"its manifest refers to {file!r}, outside its directory")
             data = (self._directory / file).read_bytes()
-            if _sha256(data) != wanted:
+            if hash_of(data) != wanted:
                 raise BundleError(f"{file} is damaged: it has another hash than the manifest says")
-            devices = list(stage_of(plan, key).mesh.devices.flat)
-            loaded[key] = serialize_executable.deserialize_and_load(
-                *pickle.loads(data), backend=devices[0].client, execution_devices=devices
-            )
+            loaded[key] = from_bytes(data, stage_of(plan, key).mesh)
         return loaded
 
 
@@ -144,7 +139,3 @@ def warn(directory: Path, error: Exception) -> None:
     """Say why a bundle is not used."""
     reason = str(error) if isinstance(error, JaxLLMError) else f"{type(error).__name__}: {error}"
     logger.warning("program bundle %s is not used: %s; compiling instead", directory, reason)
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -60,7 +60,7 @@ class CompileReport:
 
     num_programs: int
     num_loaded: int  # from a bundle
-    cache_hits: int
+    cache_hits: int  # JAX's cache or the store had them
     seconds: float
     largest_temp_bytes: int
     code_bytes: int
@@ -78,44 +78,70 @@ class CompileReport:
         )
 
 
+class Store(Protocol):
+    """Keeps executables between starts."""
+
+    def load(self, key: Hashable) -> jax.stages.Compiled | None: ...
+
+    def save(self, key: Hashable, compiled: jax.stages.Compiled) -> None: ...
+
+
 class Programs:
     """The executables of an engine by key, compiled at start (`compile_all`) or when asked for, but
-    for those that are given."""
+    for those that are given or that the store has."""
 
     def __init__(
-        self, programs: Mapping[Hashable, Program], loaded: Mapping[Hashable, Any] | None = None
+        self,
+        programs: Mapping[Hashable, Program],
+        loaded: Mapping[Hashable, Any] | None = None,
+        store: Store | None = None,
     ):
         self._programs = dict(programs)
         self._compiled: dict[Hashable, Any] = dict(loaded or {})
+        self._store = store
 
     def __getitem__(self, key: Hashable) -> Any:
         compiled = self._compiled.get(key)
         if compiled is None:
-            program = self._programs[key]
-            compiled = self._compiled[key] = program.compile(program.lower())
+            compiled = self._load(key) or self._compile(key, self._programs[key].lower())
+            self._compiled[key] = compiled
         return compiled
 
     def compile_all(self) -> CompileReport:
-        """Compile everything: lowered here one after another, compiled in threads meanwhile."""
+        """Load what is there and compile the rest: lowered here one after another, compiled in
+        threads meanwhile."""
         start, hits = time.perf_counter(), compilation_counter.cache_hits
-        num_loaded = len(self._compiled)
+        num_given = len(self._compiled)
         with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
+            missing = [key for key in self._programs if key not in self._compiled]
+            stored = dict(zip(missing, pool.map(self._load, missing), strict=True))
             pending: dict[Hashable, Future] = {
-                key: pool.submit(program.compile, program.lower())
-                for key, program in self._programs.items()
-                if key not in self._compiled
+                key: pool.submit(self._compile, key, self._programs[key].lower())
+                for key in missing
+                if stored[key] is None
             }
-            self._compiled |= {key: future.result() for key, future in pending.items()}
+            self._compiled |= stored | {key: future.result() for key, future in pending.items()}
+        num_stored = len(missing) - len(pending)
         sizes = [compiled.memory_analysis() for compiled in self._compiled.values()]
         sizes = [size for size in sizes if size is not None]
         return CompileReport(
             num_programs=len(self._compiled),
-            num_loaded=num_loaded,
+            num_loaded=num_given,
             seconds=time.perf_counter() - start,
-            cache_hits=compilation_counter.cache_hits - hits,
+            cache_hits=compilation_counter.cache_hits - hits + num_stored,
             largest_temp_bytes=max((s.temp_size_in_bytes for s in sizes), default=0),
             code_bytes=sum(s.generated_code_size_in_bytes for s in sizes),
         )
+
+    def _load(self, key: Hashable) -> jax.stages.Compiled | None:
+        return self._store.load(key) if self._store else None
+
+    def _compile(self, key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        before = compilation_counter.anew_here
+        compiled = self._programs[key].compile(lowered)
+        if self._store and compilation_counter.anew_here > before:
+            self._store.save(key, compiled)
+        return compiled
 
 
 class CompilationCounter:
@@ -130,6 +156,7 @@ class CompilationCounter:
     def __init__(self) -> None:
         self.compiles = 0  # cache hits included
         self.cache_hits = 0
+        self._of_thread = threading.local()
         # Events come from the threads that compile.
         self._lock = threading.Lock()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
@@ -137,13 +164,21 @@ class CompilationCounter:
 
     def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == self._COMPILE:
+            self._of_thread.anew = self.anew_here + 1
             with self._lock:
                 self.compiles += 1
 
     def _on_event(self, event: str, **_: Any) -> None:
         if event == self._CACHE_HIT:
+            self._of_thread.anew = self.anew_here - 1
             with self._lock:
                 self.cache_hits += 1
+
+    @property
+    def anew_here(self) -> int:
+        """How much this thread has compiled that was in no cache; JAX compiles in the thread that
+        asks."""
+        return getattr(self._of_thread, "anew", 0)
 
 
 # Listeners cannot be taken away again, so there is one for the whole process.

@@ -5,6 +5,7 @@ by their bytes, so nobody has to remember to raise a version.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -30,6 +31,11 @@ _NOT_IN_PROGRAMS = {
 _FLAGS_BESIDE_PROGRAMS = (
     "--xla_force_host_platform_device_count", "--xla_dump", "--xla_tpu_use_enhanced_launch_barrier",
 )  # fmt: skip
+# Folders of jaxllm that run on the host alone: a change there leaves all programs as they are.
+_BESIDE_PROGRAMS = {
+    "__pycache__", "batch", "bench", "bundled", "cli", "engine", "executor", "frontend", "metrics",
+    "openai", "scheduler", "server", "simulation", "training",
+}  # fmt: skip
 _LONGEST = 100  # characters of a value that is kept as it is
 
 
@@ -53,6 +59,12 @@ def program_identity(plan: EnginePlan) -> dict[str, str]:
         },
     }
     return {name: text if len(text) <= _LONGEST else _hash(text) for name, text in facts.items()}
+
+
+def identity_hash(plan: EnginePlan) -> str:
+    """The identity in few letters."""
+    facts = program_identity(plan)
+    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:32]
 
 
 def foreign_code(plan: EnginePlan) -> str | None:
@@ -94,14 +106,15 @@ def _flags() -> str:
     return " ".join(sorted(w for w in words if not w.startswith(_FLAGS_BESIDE_PROGRAMS)))
 
 
+@functools.cache  # what is loaded is what counts, and was read once
 def _sources() -> str:
-    """A hash of every file of both packages."""
+    """A hash of every file of both packages that can have a part in programs."""
     digest = hashlib.sha256()
     for package in (jaxllm, jaxllm_kernels):
         assert package.__file__ is not None
         root = Path(package.__file__).parent
         for path in sorted(root.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
+            if path.is_file() and not _BESIDE_PROGRAMS.intersection(path.relative_to(root).parts):
                 digest.update(f"{package.__name__}/{path.relative_to(root).as_posix()}\n".encode())
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

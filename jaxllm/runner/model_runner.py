@@ -21,6 +21,7 @@ from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.memory import device_memory, format_bytes, peak_host_bytes
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.plan import EnginePlan
+from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import declare_programs, make_packer
 from jaxllm.runner.stage import Stage
 from jaxllm.runner.step import StepOutputs
@@ -66,7 +67,7 @@ class ModelRunner:
         self._plan = plan
         self._packer = make_packer(plan)
         declared = declare_programs(plan, self._packer.layouts)
-        programs = Programs(declared, load_programs(plan, declared))
+        programs = Programs(declared, load_programs(plan, declared), ProgramStore.of(plan))
         self.startup = Phases()
         with self.startup.timed("Load weights"):
             weights = self._load_weights()

@@ -15,6 +15,7 @@ from jaxllm.logging import init_logger
 from jaxllm.runner.compile import CompileReport, Programs, use_compilation_cache
 from jaxllm.runner.memory import format_bytes
 from jaxllm.runner.plan import replica_devices
+from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import declare_programs, make_packer
 from jaxllm.runner.sizing import plan_engine
 
@@ -65,7 +66,8 @@ def warm_up(config: EngineConfig) -> WarmupReport:
     for replica in range(config.parallel.data_parallel_size):
         plan = plan_engine(config, replica_devices(config, replica))
         logger.info("plan: %s", plan.summary())
-        programs = Programs(declare_programs(plan, make_packer(plan).layouts))
+        declared = declare_programs(plan, make_packer(plan).layouts)
+        programs = Programs(declared, store=ProgramStore.of(plan))
         replicas.append(programs.compile_all())
     files = [entry for entry in Path(cache_dir).rglob("*") if entry.is_file()]
     return WarmupReport(

@@ -170,7 +170,9 @@ class StrangeServer:
         with connection, connection.makefile("rb") as request:
             # All of it: what is left unread would make of the hanging up a reset.
             head = iter(request.readline, b"\r\n")
-            (length,) = (int(line.split()[1]) for line in head if line.startswith(b"Content-Length"))
+            (length,) = (
+                int(line.split()[1]) for line in head if line.startswith(b"Content-Length")
+            )
             request.read(length)
             connection.sendall(self._answer)
 
