@@ -233,6 +233,10 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
     part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.size
     # The embedding is a table in which rows are looked up; as a head it is a matrix, for rows only.
     embedding = plan.num_logits * arch.hidden_size / num_shards
+    # Sums over the devices: of the looked-up rows, and after the attention and MLP of each layer.
+    # To add up so many bytes, each device sends its part of all others' and of the sum.
+    num_sums = part.embeds + 2 * len(part.layers)
+    sent_per_byte = 2 * (num_shards - 1) / num_shards
     is_shared = part.is_whole and arch.tie_word_embeddings
     num_tables = part.embeds + part.has_head - is_shared
     matrices = stage.weights_bytes / itemsize - embedding * num_tables
@@ -250,6 +254,8 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         layers_by_window=tuple(
             sorted(Counter(arch.layer_windows[layer] or 0 for layer in part.layers).items())
         ),
+        sent_bytes_per_token=num_sums * arch.hidden_size * itemsize * sent_per_byte,
+        link_bytes_per_second=chip.link_bytes_per_second,
     )
 
 

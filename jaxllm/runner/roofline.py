@@ -1,4 +1,4 @@
-"""The least time that a step can take: what must be read and computed, at the chip's rates.
+"""The least time that a step can take: what must be read, computed and sent, at the chip's rates.
 
 Nothing is as fast, and nothing here says how much slower it is.
 """
@@ -14,16 +14,17 @@ class Bound:
     """The least time that a step can take."""
 
     seconds: float
-    limited_by: Literal["memory bandwidth", "arithmetic"]
+    limited_by: Literal["memory bandwidth", "arithmetic", "interconnect"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """What steps of one stage read and compute, on each of its devices.
+    """What steps of one stage read, compute and send, on each of its devices.
 
     Every matrix is read once in a step, and what a row sees of its context. Each token is worth two
     operations per weight of a matrix, and four per attended token, query head and element of a
-    head.
+    head. While devices add up what each of them has, they do not compute, for the next matrix waits
+    for the sum; but what they read can come meanwhile.
     """
 
     bytes_per_second: float
@@ -36,6 +37,9 @@ class Roofline:
     flops_per_attended: float
     # How many layers there are of each window; 0 stands for none.
     layers_by_window: tuple[tuple[int, int], ...]
+    # To the other devices of the stage, where there are any and their links are known.
+    sent_bytes_per_token: float = 0.0
+    link_bytes_per_second: float = 0.0
 
     def attention(self, tokens: Any, contexts: Any) -> tuple[Any, Any]:
         """Bytes and operations of rows of so many tokens, which are the last of their contexts.
@@ -56,6 +60,12 @@ class Roofline:
         reading = (self.bytes_per_step + num_bytes) / self.bytes_per_second
         num_flops += self.flops_per_token * num_tokens + self.flops_per_row * num_rows
         computing = num_flops / self.flops_per_second
-        if reading >= computing:
+        sending = 0.0
+        if self.link_bytes_per_second:
+            sending = self.sent_bytes_per_token * num_tokens / self.link_bytes_per_second
+        if reading >= computing + sending:
             return Bound(seconds=float(reading), limited_by="memory bandwidth")
-        return Bound(seconds=float(computing), limited_by="arithmetic")
+        return Bound(
+            seconds=float(computing + sending),
+            limited_by="arithmetic" if computing >= sending else "interconnect",
+        )

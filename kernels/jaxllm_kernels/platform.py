@@ -47,6 +47,9 @@ class Chip:
     # Peak rates, from the makers' data sheets.
     hbm_bytes_per_second: float = 0
     bf16_flops_per_second: float = 0
+    # Out of a device to its neighbours, over all of its links together. A small slice of TPUs,
+    # which is no torus, does not use all of them.
+    link_bytes_per_second: float = 0
     # How many devices a chip shows itself as.
     devices_per_chip: int = 1
     # TensorCores of a device of a TPU, streaming multiprocessors of a GPU.
@@ -71,6 +74,7 @@ CHIPS = {
             hbm_bytes=int(30.75 * _GIB),
             hbm_bytes_per_second=1.23e12,
             bf16_flops_per_second=275e12,
+            link_bytes_per_second=300e9,
             num_cores=2,
             vmem_bytes=16 * _MIB,
             smem_bytes=_MIB,
@@ -82,6 +86,7 @@ CHIPS = {
             hbm_bytes=int(15.75 * _GIB),
             hbm_bytes_per_second=0.82e12,
             bf16_flops_per_second=197e12,
+            link_bytes_per_second=200e9,
             vmem_bytes=128 * _MIB,
             smem_bytes=_MIB,
             compiler_options=_TPU_OPTIONS,
@@ -92,6 +97,7 @@ CHIPS = {
             hbm_bytes=int(95.73 * _GIB),
             hbm_bytes_per_second=2.765e12,
             bf16_flops_per_second=459e12,
+            link_bytes_per_second=600e9,
             num_cores=2,
             vmem_bytes=64 * _MIB,
             smem_bytes=_MIB,
@@ -103,6 +109,7 @@ CHIPS = {
             hbm_bytes=int(31.24 * _GIB),
             hbm_bytes_per_second=1.64e12,
             bf16_flops_per_second=920e12,
+            link_bytes_per_second=400e9,
             vmem_bytes=128 * _MIB,
             smem_bytes=_MIB,
             compiler_options=_TPU_OPTIONS,
@@ -113,6 +120,7 @@ CHIPS = {
             hbm_bytes=int(94.74 * _GIB),
             hbm_bytes_per_second=3.69e12,
             bf16_flops_per_second=1155e12,
+            link_bytes_per_second=600e9,
             devices_per_chip=2,
             compiler_options=(
                 *_TPU_OPTIONS,
@@ -128,6 +136,7 @@ CHIPS = {
             hbm_bytes=139 * _GIB,
             hbm_bytes_per_second=4.8e12,
             bf16_flops_per_second=989e12,
+            link_bytes_per_second=450e9,
             num_cores=132,
             vmem_bytes=227 * 1024,
             compute_capability=(9, 0),
@@ -139,6 +148,7 @@ CHIPS = {
             hbm_bytes=79 * _GIB,
             hbm_bytes_per_second=3.35e12,
             bf16_flops_per_second=989e12,
+            link_bytes_per_second=450e9,
             num_cores=132,
             vmem_bytes=227 * 1024,
             compute_capability=(9, 0),

@@ -1,10 +1,12 @@
 """The time of a step, from a roofline and from measurements."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.roofline import Roofline
+from jaxllm.runner.roofline import Bound, Roofline
 from jaxllm.scheduler.schedule import Schedule
 from jaxllm.simulation.step_time import (
     Line,
@@ -57,6 +59,28 @@ def test_a_roofline_takes_the_slower_of_reading_and_computing():
     compute = (20 * 16 + 5 * 4 + 132 + 36) / 1000
     (seconds,) = RooflineTime(stages=(line,), efficiency=0.5, launch_s=3).seconds(BUCKET, schedule)
     assert seconds == pytest.approx(3 + max(read, compute) / 0.5)
+
+
+def test_sums_over_devices_are_waited_for_while_weights_are_read():
+    line = Roofline(
+        bytes_per_second=100,
+        flops_per_second=1000,
+        bytes_per_step=50,
+        flops_per_token=20,
+        flops_per_row=0,
+        kv_bytes_per_token=0,
+        flops_per_attended=0,
+        layers_by_window=((0, 1),),
+        sent_bytes_per_token=6,
+        link_bytes_per_second=200,
+    )
+    # Reading takes 0.5 s whatever there is; a token takes 0.02 s to compute and 0.03 s to add up.
+    assert line.bound(9, 1, (0, 0)) == Bound(seconds=0.5, limited_by="memory bandwidth")
+    assert line.bound(20, 1, (0, 0)) == Bound(seconds=1.0, limited_by="interconnect")
+    fast = dataclasses.replace(line, link_bytes_per_second=600)
+    assert fast.bound(25, 1, (0, 0)) == Bound(seconds=0.75, limited_by="arithmetic")
+    unknown = dataclasses.replace(line, link_bytes_per_second=0)
+    assert unknown.bound(20, 1, (0, 0)).seconds == 0.5
 
 
 def test_a_measured_line_is_found_again_whatever_one_step_did():
