@@ -184,6 +184,15 @@ def test_buckets_and_block_sizes_compile(block_size, num_tokens, num_rows, devic
     assert_compiles(program, devices("v5e")[:1])
 
 
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_decodes_are_put_beside_prefills_without_copying_these(chip, devices):
+    program = Program()
+    compiled, _ = program.compile(devices(chip)[:1])
+    copied = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    assert copied, "this is not how the compiler writes copies"
+    assert f"{program.num_tokens},8,4,128" not in copied
+
+
 @pytest.mark.parametrize(
     ("chip", "shards"), [("v4", 4), ("v5e", 4), ("v5e", 8), ("v5p", 4), ("v6e", 8), ("v7x", 8)]
 )

@@ -194,8 +194,9 @@ class TpuBackend:
                 **shared,
             )
             prefill_out = prefill_out[:, :, :num_tokens].transpose(2, 0, 1, 3)
-            # Neither kernel has anything but zeros for the other's tokens.
-            out = prefill_out.at[:num_decodes].add(out)
+            # Neither kernel has anything but zeros for the other's tokens. Added to rows of the
+            # prefills in place, XLA would copy all of them first.
+            out = prefill_out + jnp.pad(out, ((0, num_tokens - num_decodes), *[(0, 0)] * 3))
 
         out = out[..., layout.out_start : layout.out_start + head_size]
         return out.reshape(q.shape), cache
