@@ -36,7 +36,8 @@ from jaxllm.models.architecture import Architecture, read_architecture
 from jaxllm.models.decoder import DecoderForCausalLM
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.parallel.sharding import sharding
+from jaxllm.parallel.partial_sums import RoundedParts
+from jaxllm.parallel.sharding import is_cut, sharding
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.generation_config import (
     read_default_sampling_params,
@@ -125,7 +126,8 @@ class EnginePlan:
         )
         for _, module in nnx.iter_modules(model):
             if isinstance(module, Product):
-                module.matmul = self.matmul
+                sums_over_devices = stage.mesh.size > 1 and is_cut(module.weight.axes[1:])
+                module.matmul = RoundedParts() if sums_over_devices else self.matmul
         return model
 
     def info(self) -> EngineInfo:
