@@ -198,7 +198,12 @@ class Worker:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            # It has said all that it had to say.
+            self._process.kill()
+            self._process.wait()
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
