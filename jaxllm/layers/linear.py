@@ -1,5 +1,7 @@
 """Linear layers: weights [out, in], float32 accumulation."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,6 +9,21 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.dense.api import XLA, Matmul
 
 from jaxllm.parallel.sharding import Axes, Part
+
+
+@dataclass(frozen=True)
+class RoundedMatmul:
+    """XLA's product, but rounded to the type of the activations as it is written.
+
+    For layers that round what they get: the sum is the same, and only half as many bytes of it go
+    through memory where the product comes from a library (cuBLAS), after which XLA would have to
+    round in a kernel of its own. XLA:CPU is slow at such products.
+    """
+
+    def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        if x.dtype == jnp.float32:
+            return XLA(x, weight)
+        return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
 
 
 class Product(nnx.Module):

@@ -29,7 +29,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.layers.attention import cache_axes
-from jaxllm.layers.linear import Product
+from jaxllm.layers.linear import Linear, Product, RoundedMatmul
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.models.architecture import Architecture, read_architecture
@@ -89,6 +89,8 @@ class EnginePlan:
     attention: AttentionBackend
     attention_configs: tuple[AttentionConfig, ...]
     matmul: Matmul
+    # Of the layers that round what they get before anything else is done with it.
+    rounded_matmul: Matmul
     stages: tuple[StagePlan, ...]
     buckets: tuple[Bucket, ...]
     max_logprobs: int
@@ -125,7 +127,8 @@ class EnginePlan:
         )
         for _, module in nnx.iter_modules(model):
             if isinstance(module, Product):
-                module.matmul = self.matmul
+                rounds = isinstance(module, Linear) and module.bias is None
+                module.matmul = self.rounded_matmul if rounds else self.matmul
         return model
 
     def info(self) -> EngineInfo:
@@ -274,6 +277,7 @@ def make_plan(
         )
         for stage in plan_stages(num_blocks=1)
     )
+    matmul = _choose_matmul(config, chip, num_shards)
     return EnginePlan(
         model_name=model.model,
         model_dir=model_dir,
@@ -291,7 +295,9 @@ def make_plan(
         num_logits=num_logits,
         attention=attention,
         attention_configs=attention_configs,
-        matmul=_choose_matmul(config, chip, num_shards),
+        matmul=matmul,
+        # Parts of a sum that is cut over devices are added up before anything is rounded.
+        rounded_matmul=RoundedMatmul() if platform == "gpu" and num_shards == 1 else matmul,
         stages=plan_stages(num_blocks),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,

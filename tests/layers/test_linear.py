@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxllm_kernels.dense.api import XLA
 
-from jaxllm.layers.linear import Linear
+from jaxllm.layers.linear import Linear, RoundedMatmul
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -27,3 +28,18 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once():
     y = layer(jnp.ones((1, 4096), jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     assert float(y[0, 0]) == float(jnp.bfloat16(4116))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_product_that_rounds_is_the_same_sum(dtype):
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.standard_normal((n, 4096)), dtype) for n in (16, 24))
+    y = RoundedMatmul()(x, weight)
+    assert y.dtype == dtype
+    # The order in which is summed may differ, and so the last bit.
+    exact = XLA(x, weight).astype(dtype).astype(jnp.float32)
+    step = {"bfloat16": 2.0**-7, "float32": 1e-5}[dtype]
+    np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=step, atol=1e-3)
+    # 4096 ones: a bfloat16 sum would get stuck at 256.
+    ones = jnp.ones((2, 4096), dtype)
+    assert float(RoundedMatmul()(ones, ones)[0, 0]) == 4096
