@@ -196,9 +196,9 @@ def main() -> None:
             label = f"{args.shape} {measurement.name} {args.commit}"
             left = end - time.monotonic()
             if label in records(args.out):
-                print(f"== {measurement.name}: is in {args.out}", flush=True)
+                _say(measurement.name, f"is in {args.out}")
             elif left < LEAST_S:
-                print(f"== {measurement.name}: dropped, the minutes are over", flush=True)
+                _say(measurement.name, "dropped, the minutes are over")
             else:
                 limit = min(left, 60 * measurement.minutes)
                 _say(measurement.name, _run(measurement, shape, model, label, limit, args.out))
