@@ -3,14 +3,16 @@
     python benchmarks/latency.py
     python benchmarks/latency.py --batches 1,8 --contexts 64,512 --peers ''
 
-All requests of a batch begin together and have prompts of the same length; the first token of a
-batch waits for all its prompts. The engines take turns, as in offline.py. Beside milliseconds per
-token stands the share of the floor: the time in which all cores read the weights of a step once,
-measured in the same run with plain reads, over the time that the step took.
+All requests of a batch begin together and have prompts of the same length; the time per token is
+that of the steps in which all of them decode, at contexts around the one that is given. The engines
+take turns, as in offline.py. Beside milliseconds per token stands the share of the floor (see
+floors.py): with --ceilings those of the device; else the time in which all cores read the weights
+and caches of a step once, measured in the same run with plain reads.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -18,77 +20,82 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import floors
 import numpy as np
 import side_by_side
 from side_by_side import SHAPE_350M, Request, Worker
 
-OUTPUT_LEN = 33  # 32 steps after the first token
 
-
-def batch(size: int, context: int, seed: int, vocab_size: int) -> list[Request]:
+def batch(size: int, context: int, output_len: int, seed: int, vocab_size: int) -> list[Request]:
     rng = random.Random(f"{size}-{context}-{seed}")
-    return [([rng.randrange(vocab_size) for _ in range(context)], OUTPUT_LEN) for _ in range(size)]
+    prompt_len = max(1, context - output_len // 2)
+    return [
+        ([rng.randrange(vocab_size) for _ in range(prompt_len)], output_len) for _ in range(size)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     side_by_side.add_arguments(parser)
+    floors.add_argument(parser)
     parser.add_argument("--batches", default="1,4,16", help="requests at once")
-    parser.add_argument("--contexts", default="128,512", help="tokens of each prompt")
+    parser.add_argument("--contexts", default="128,512", help="tokens that a request attends to")
+    parser.add_argument(
+        "--output-len", type=int, default=33, help="tokens of an answer; 1: only the first is timed"
+    )
     args = parser.parse_args()
-    contexts = [int(text) for text in args.contexts.split(",")]
-    rows = []
     with side_by_side.checkpoint(args.model, args.dtype, **SHAPE_350M) as model:
         config = json.loads((Path(model) / "config.json").read_text())
-        vocab_size = config["vocab_size"]
-        weights = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
-        if not config["tie_word_embeddings"]:
-            # Of the embedding a step reads a few rows.
-            item_size = 2 if args.dtype == "bfloat16" else 4
-            weights -= vocab_size * config["hidden_size"] * item_size
-        with side_by_side.workers(args, model, max(contexts) + OUTPUT_LEN) as workers:
-            for size in map(int, args.batches.split(",")):
-                for context in contexts:
-                    rows += measure(size, context, args.repetitions, vocab_size, weights, workers)
-    side_by_side.record("latency", rows, args.out)
+        with side_by_side.workers(args, model) as workers:
+            rows = [
+                row
+                for size in side_by_side.numbers(args.batches)
+                for context in side_by_side.numbers(args.contexts)
+                for row in measure(size, context, args, config, workers)
+            ]
+    side_by_side.record("latency", rows, args.out, args.label)
 
 
 def measure(
     size: int,
     context: int,
-    repetitions: int,
-    vocab_size: int,
-    weight_bytes: int,
+    args: argparse.Namespace,
+    config: dict,
     workers: dict[str, Worker],
 ) -> list[dict]:
     """A row for each engine; prints them."""
+
+    def requests(seed: int) -> list[Request]:
+        return batch(size, context, args.output_len, seed, config["vocab_size"])
+
     for worker in workers.values():
-        worker.run(batch(size, context, 0, vocab_size))
+        worker.decode(requests(0))
     results: dict[str, list[dict[str, float]]] = {engine: [] for engine in workers}
     bandwidths = []
-    for seed in range(1, repetitions + 1):
-        requests = batch(size, context, seed, vocab_size)
-        bandwidths.append(read_bandwidth())
+    for seed in range(1, args.repetitions + 1):
+        if args.ceilings is None:
+            bandwidths.append(read_bandwidth())
         for engine, worker in workers.items():
-            run = worker.run(requests)
-            decode = run["seconds"] - run["first_token_s"]
-            results[engine].append(
-                {
-                    "first_token_ms": run["first_token_s"] * 1e3,
-                    "per_token_ms": decode / (OUTPUT_LEN - 1) * 1e3,
-                }
-            )
-    floor_ms = weight_bytes / statistics.median(bandwidths) * 1e3
-    rows = []
+            results[engine].append(worker.decode(requests(seed)))
+    rates = args.ceilings or (statistics.median(bandwidths), math.inf)
+    line = floors.of_llama(config, args.dtype, rates)
+    rows: list[dict] = []
     for engine, figures in results.items():
-        row = side_by_side.medians(figures) | {"floor_ms": floor_ms}
-        rows.append({"batch": size, "context": context, "engine": engine, **row})
-        ratios = [row[name] / rows[0][name] for name in ("first_token_ms", "per_token_ms")]
+        worker = workers[engine]
+        row = {name[:-2] + "_ms": s * 1e3 for name, s in side_by_side.medians(figures).items()}
+        what = "per_token_ms"
+        floor_s = floors.decode_s(line, size, context)
+        if args.output_len == 1:
+            what, floor_s = "first_token_ms", size * floors.prefill_s(line, context)
+        row |= {"floor_ms": floor_s * 1e3, "share": floor_s * 1e3 / row[what]}
+        about = {"engine": engine, "version": worker.version, "start_up_s": worker.start_up_s}
+        rows.append({"batch": size, "context": context, **about, **row})
         print(
             f"batch {size:3} context {context:5} {engine:13} first token "
-            f"{row['first_token_ms']:8.1f} ms   per token {row['per_token_ms']:7.2f} ms   "
-            f"share of floor {floor_ms / row['per_token_ms']:4.2f}"
-            + (f"   {engine}/jaxllm {ratios[0]:.2f}x {ratios[1]:.2f}x" if len(rows) > 1 else ""),
+            f"{row['first_token_ms']:8.1f} ms   "
+            + (f"per token {row[what]:7.2f} ms   " if what == "per_token_ms" else "")
+            + f"share of floor {row['share']:4.2f}"
+            + (f"   {engine}/jaxllm {row[what] / rows[0][what]:.2f}x" if len(rows) > 1 else ""),
             flush=True,
         )
     return rows

@@ -8,6 +8,9 @@ Each engine lives in a process of its own and they take turns, repetition by rep
 others are idle; the figures to read are the ratios. Prompts are random token ids, new ones in
 each repetition (nothing is found in a cache); decoding is greedy and runs past the end of sequence.
 Without --model, a Llama of 0.35 billion random parameters is made in a temporary folder.
+
+A scenario 512x1000x1000 is that many requests, tokens of a prompt and tokens of an answer, all at
+once. With the device's --ceilings, the share of the serial model stands beside it (see floors.py).
 """
 
 import argparse
@@ -15,6 +18,7 @@ import json
 import random
 from pathlib import Path
 
+import floors
 import side_by_side
 from side_by_side import SHAPE_350M, Request, Worker
 
@@ -28,40 +32,54 @@ def workload(scenario: str, seed: int, vocab_size: int) -> list[Request]:
 
     if scenario == "mix":
         return [(prompt(rng.randint(32, 512)), rng.randint(16, 128)) for _ in range(64)]
-    return [(prompt(128), 64) for _ in range({"s1": 1, "s16": 16}[scenario])]
+    count, prompt_len, output_len = equal_requests(scenario)
+    return [(prompt(prompt_len), output_len) for _ in range(count)]
+
+
+def equal_requests(scenario: str) -> list[int]:
+    """How many, and the tokens of their prompts and answers."""
+    named = {"s1": "1x128x64", "s16": "16x128x64"}
+    return [int(number) for number in named.get(scenario, scenario).split("x")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     side_by_side.add_arguments(parser)
+    floors.add_argument(parser)
     parser.add_argument("--scenarios", default="s1,s16,mix")
     args = parser.parse_args()
-    rows = []
     with side_by_side.checkpoint(args.model, args.dtype, **SHAPE_350M) as model:
-        vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        config = json.loads((Path(model) / "config.json").read_text())
         with side_by_side.workers(args, model) as workers:
-            for scenario in args.scenarios.split(","):
-                rows += measure(scenario, args.repetitions, vocab_size, workers)
-    side_by_side.record("offline", rows, args.out)
+            rows = [
+                row
+                for scenario in args.scenarios.split(",")
+                for row in measure(scenario, args, config, workers)
+            ]
+    side_by_side.record("offline", rows, args.out, args.label)
 
 
 def measure(
-    scenario: str, repetitions: int, vocab_size: int, workers: dict[str, Worker]
+    scenario: str, args: argparse.Namespace, config: dict, workers: dict[str, Worker]
 ) -> list[dict]:
     """A row for each engine; prints them."""
+    vocab_size = config["vocab_size"]
     for worker in workers.values():
         # Warm up with other prompts of the same lengths.
         worker.run([(p, min(n, 4)) for p, n in workload(scenario, 0, vocab_size)])
     results: dict[str, list[dict[str, float]]] = {engine: [] for engine in workers}
-    for seed in range(1, repetitions + 1):
+    for seed in range(1, args.repetitions + 1):
         requests = workload(scenario, seed, vocab_size)
         for engine, worker in workers.items():
             figures = worker.run(requests)
             figures["tokens_per_s"] = sum(n for _, n in requests) / figures["seconds"]
             results[engine].append(figures)
-    rows = []
+    rows: list[dict] = []
     for engine, figures in results.items():
-        row = side_by_side.medians(figures)
+        row: dict = side_by_side.medians(figures)
+        row["version"] = workers[engine].version
+        if args.ceilings and scenario != "mix":
+            row["share"] = serial_model_s(scenario, args, config) / row["seconds"]
         row["start_up_s"] = workers[engine].start_up_s
         rows.append({"scenario": scenario, "engine": engine, **row})
         ratio = rows[0]["tokens_per_s"] / row["tokens_per_s"]
@@ -69,10 +87,19 @@ def measure(
             f"{scenario:4} {engine:13} {row['tokens_per_s']:8.1f} tok/s   "
             f"first token {row['first_token_s']:6.2f} s   peak {row['peak_mib']:6.0f} MiB   "
             f"start-up {row['start_up_s']:5.1f} s"
-            + (f"   jaxllm/{engine} {ratio:.2f}x" if engine != "jaxllm" else ""),
+            + (f"   share of serial model {row['share']:.2f}" if "share" in row else "")
+            + (f"   jaxllm/{engine} {ratio:.2f}x" if len(rows) > 1 else ""),
             flush=True,
         )
     return rows
+
+
+def serial_model_s(scenario: str, args: argparse.Namespace, config: dict) -> float:
+    """Seconds for all requests, as many at a time as may run."""
+    count, prompt_len, output_len = equal_requests(scenario)
+    line = floors.of_llama(config, args.dtype, args.ceilings)
+    batch = min(count, args.max_num_seqs)
+    return count / batch * floors.serial_s(line, batch, prompt_len, output_len)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import servers
 import side_by_side
-from side_by_side import MAX_NUM_SEQS, SHAPE_350M
+from side_by_side import SHAPE_350M
 
 from jaxllm.bench.options import DatasetOptions, LoadOptions, ReportOptions
 from jaxllm.bench.serve import bench_serve
@@ -56,20 +56,24 @@ def all_servers(
     args: argparse.Namespace, model: str
 ) -> Iterator[contextlib.AbstractContextManager[servers.Server]]:
     """jaxllm's server, and one of each peer whose program was given."""
-    limits = ["--max-model-len", "1024", "--max-num-seqs", str(MAX_NUM_SEQS)]
-    yield servers.jaxllm(model, "--dtype", args.dtype, *limits, "--no-access-log")
+    options = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in side_by_side.engine_options(args).items()
+    ]
+    yield servers.jaxllm(model, *options, "--no-access-log")
     if args.vllm_python:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # Left to itself it leaves a core idle.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
         module = "vllm.entrypoints.openai.api_server"
-        command = [args.vllm_python, "-m", module, "--model", model, "--dtype", args.dtype]
-        yield servers.started("vllm", [*command, *limits])
+        command = [args.vllm_python, "-m", module, "--model", model]
+        yield servers.started("vllm", [*command, *options])
     if args.llama_server:
         if args.gguf is None:
             raise SystemExit("--llama-server needs --gguf")
-        context = ["-c", str(1024 * MAX_NUM_SEQS), "-np", str(MAX_NUM_SEQS)]
+        num_seqs = args.max_num_seqs
+        context = ["-c", str(args.max_model_len * num_seqs), "-np", str(num_seqs)]
         yield servers.started("llama.cpp", [args.llama_server, "-m", args.gguf, *context])
 
 

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 SHAPE_350M: dict[str, Any] = {
@@ -40,42 +41,78 @@ MAX_NUM_SEQS = 64
 PEER_BATCH = 16  # transformers' generate: static batches of this size
 
 Request = tuple[list[int], int]  # prompt, number of tokens to generate
-Run = Callable[[list[Request]], list[float]]  # returns the seconds to each first token
+Options = dict[str, Any]  # of an engine, by the names that jaxllm and vLLM share
 
 
-def run_jaxllm(model: str, dtype: str, max_model_len: int) -> Run:
-    from jaxllm import LLM, SamplingParams
+class Engine(NamedTuple):
+    """What a worker drives."""
 
-    llm = LLM(
-        model,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=MAX_NUM_SEQS,
-        skip_tokenizer_init=True,
-    )
+    version: str
+    # Answers requests; returns the seconds to each first token.
+    run: Callable[[list[Request]], list[float]]
+    # The same step by step; returns when each request got its first token, and when all requests
+    # got one in a step. None where an engine cannot be stepped.
+    steps: Callable[[list[Request]], tuple[list[float], list[float]]] | None = None
+
+
+def run_jaxllm(model: str, options: Options) -> Engine:
+    import jax
+
+    from jaxllm import LLM, sampling_params
+
+    llm = LLM(model, skip_tokenizer_init=True, **options)
+    return _engine_of(llm, sampling_params, f"jax {jax.__version__}")
+
+
+def _engine_of(llm: Any, names: Any, version: str) -> Engine:
+    """Of jaxllm or vLLM: they are driven by the same calls, with the same names."""
+    ids = itertools.count()
+
+    def sampling(num_tokens: int, output_kind: str) -> Any:
+        return names.SamplingParams(
+            temperature=0,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=names.RequestOutputKind[output_kind],
+        )
 
     def run(requests: list[Request]) -> list[float]:
         outputs = llm.generate(
-            [prompt for prompt, _ in requests],
-            [
-                SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
-                for _, n in requests
-            ],
+            [{"prompt_token_ids": prompt} for prompt, _ in requests],
+            [sampling(n, "FINAL_ONLY") for _, n in requests],
             use_tqdm=False,
         )
         for output, (_, wanted) in zip(outputs, requests, strict=True):
             assert len(output.outputs[0].token_ids) == wanted, output
         return [output.metrics.first_token_latency for output in outputs if output.metrics]
 
-    return run
+    def steps(requests: list[Request]) -> tuple[list[float], list[float]]:
+        engine, start = llm.llm_engine, time.perf_counter()
+        first_tokens, for_all = {}, []
+        for prompt, n in requests:
+            engine.add_request(
+                f"stepped-{next(ids)}", {"prompt_token_ids": prompt}, sampling(n, "DELTA")
+            )
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            seconds = time.perf_counter() - start
+            for output in outputs:
+                first_tokens.setdefault(output.request_id, seconds)
+            if len(outputs) == len(requests):
+                for_all.append(seconds)
+        return list(first_tokens.values()), for_all
+
+    return Engine(version, run, steps)
 
 
-def run_transformers(model: str, dtype: str, max_model_len: int) -> Run:
+def run_transformers(model: str, options: Options) -> Engine:
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
     torch.set_num_threads(os.cpu_count() or 1)
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, options["dtype"])).eval()
     hf.generation_config.eos_token_id = None
 
     class FirstToken(StoppingCriteria):
@@ -111,38 +148,20 @@ def run_transformers(model: str, dtype: str, max_model_len: int) -> Run:
             first_tokens += [first.at - start] * len(batch)
         return first_tokens
 
-    return run
+    return Engine(f"transformers {transformers.__version__}", run)
 
 
-def run_vllm(model: str, dtype: str, max_model_len: int) -> Run:
+def run_vllm(model: str, options: Options) -> Engine:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Left to itself it leaves a core idle.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    import vllm  # type: ignore[import-not-found]
+    import vllm.sampling_params  # type: ignore[import-not-found]
 
-    llm = LLM(
-        model=model,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=MAX_NUM_SEQS,
-        disable_log_stats=False,
-    )
-
-    def run(requests: list[Request]) -> list[float]:
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in requests],
-            [
-                SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
-                for _, n in requests
-            ],
-            use_tqdm=False,
-        )
-        for output, (_, wanted) in zip(outputs, requests, strict=True):
-            assert len(output.outputs[0].token_ids) == wanted, output
-        return [output.metrics.first_token_latency for output in outputs]
-
-    return run
+    # Without statistics its outputs do not tell when the first token came.
+    llm = vllm.LLM(model=model, skip_tokenizer_init=True, disable_log_stats=False, **options)
+    return _engine_of(llm, vllm.sampling_params, f"vllm {vllm.__version__}")
 
 
 ENGINES = {"jaxllm": run_jaxllm, "transformers": run_transformers, "vllm": run_vllm}
@@ -151,33 +170,40 @@ ENGINES = {"jaxllm": run_jaxllm, "transformers": run_transformers, "vllm": run_v
 class Worker:
     """An engine in a process of its own."""
 
-    def __init__(
-        self,
-        engine: str,
-        model: str,
-        dtype: str,
-        *,
-        max_model_len: int = 1024,
-        python: str = sys.executable,
-    ):
+    def __init__(self, engine: str, model: str, options: Options, python: str = sys.executable):
         start = time.perf_counter()
-        arguments = [engine, model, dtype, str(max_model_len)]
         self._process = subprocess.Popen(
-            [python, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, __file__, engine, model, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        self._answer()
+        self.version = self._answer().strip()
         self.start_up_s = time.perf_counter() - start
 
     def run(self, requests: list[Request]) -> dict[str, float]:
         """Seconds of all, mean seconds to the first tokens, peak memory."""
+        return self._ask("run", requests)
+
+    def decode(self, requests: list[Request]) -> dict[str, float]:
+        """Seconds to the first tokens, and per token while all requests decode. They are as long as
+        each other."""
+        return self._ask("decode", requests)
+
+    def _ask(self, what: str, requests: list[Request]) -> dict[str, float]:
         assert self._process.stdin is not None
-        print(json.dumps(requests), file=self._process.stdin, flush=True)
+        print(json.dumps([what, requests]), file=self._process.stdin, flush=True)
         return json.loads(self._answer())
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            # It has said all that it had to say.
+            self._process.kill()
+            self._process.wait()
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -187,54 +213,107 @@ class Worker:
         return line
 
 
-def _work(engine: str, model: str, dtype: str, max_model_len: str) -> None:
-    """The worker's side: reads a list of requests per line, answers with a line of figures."""
+def _work(name: str, model: str, options: str) -> None:
+    """The worker's side: reads what to do, a line each, and answers with a line of figures."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed goes to stderr
-    run = ENGINES[engine](model, dtype, int(max_model_len))
-    print("ready", file=answers, flush=True)
+    engine = ENGINES[name](model, json.loads(options))
+    print(engine.version, file=answers, flush=True)
     for line in sys.stdin:
-        requests = json.loads(line)
-        start = time.perf_counter()
-        first_tokens = run(requests)
-        figures = {
-            "seconds": time.perf_counter() - start,
-            "first_token_s": statistics.mean(first_tokens),
-            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        }
+        what, requests = json.loads(line)
+        figures = (_run if what == "run" else _decode)(engine, requests)
         print(json.dumps(figures), file=answers, flush=True)
+
+
+def _run(engine: Engine, requests: list[Request]) -> dict[str, float]:
+    start = time.perf_counter()
+    first_tokens = engine.run(requests)
+    return {
+        "seconds": time.perf_counter() - start,
+        "first_token_s": statistics.mean(first_tokens),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _decode(engine: Engine, requests: list[Request]) -> dict[str, float]:
+    num_tokens = requests[0][1]
+    if engine.steps is None:
+        # All of a batch get their first token at once, and then one token each per step.
+        run = _run(engine, requests)
+        first_token_s = run["first_token_s"]
+        per_token_s = (run["seconds"] - first_token_s) / max(1, num_tokens - 1)
+        return {"first_token_s": first_token_s, "per_token_s": per_token_s}
+    first_tokens, for_all = engine.steps(requests)
+    figures = {"first_token_s": statistics.mean(first_tokens)}
+    if num_tokens == 1:
+        return figures
+    # In the first of these steps there may have been a prompt's last tokens, and before the last
+    # one some may have ended.
+    gaps = [after - before for before, after in itertools.pairwise(for_all)][1:-1]
+    if len(gaps) < 3:
+        raise SystemExit(
+            f"of {num_tokens} steps {len(requests)} requests decoded in {len(gaps)} together: "
+            "give a longer --output-len"
+        )
+    per_token = {"per_token_s": statistics.median(gaps), "mean_per_token_s": statistics.mean(gaps)}
+    return figures | per_token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every benchmark that runs engines side by side."""
-    parser.add_argument("--model", help="checkpoint (default: 0.35 billion random parameters)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    add_model_arguments(parser)
     parser.add_argument(
         "--peers", default="transformers", help="comma-separated: transformers, vllm; '' for none"
+    )
+    parser.add_argument(
+        "--without-jaxllm",
+        action="store_true",
+        help="run the peers alone: on an accelerator, engines cannot wait beside each other",
     )
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vllm")
     parser.add_argument("--repetitions", type=int, default=3)
     add_out_argument(parser)
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is run, and the options that jaxllm and vLLM both have."""
+    parser.add_argument("--model", help="checkpoint (default: 0.35 billion random parameters)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights for a config")
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS)
+    parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--kv-cache-memory-bytes", type=int)
+
+
+def engine_options(args: argparse.Namespace) -> Options:
+    """What was asked for; the rest is as each engine likes it."""
+    names = ("dtype", "load_format", "max_model_len", "max_num_seqs")
+    names += ("max_num_batched_tokens", "kv_cache_memory_bytes")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def numbers(text: str) -> list[int]:
+    """Of a flag that is a list."""
+    return [int(word) for word in text.split(",") if word]
+
+
 def add_out_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="append the record to it, a line of JSON")
+    parser.add_argument("--label", help="a name for the record, to find it by")
 
 
 @contextlib.contextmanager
-def workers(
-    args: argparse.Namespace, model: str, max_model_len: int = 1024
-) -> Iterator[dict[str, Worker]]:
+def workers(args: argparse.Namespace, model: str) -> Iterator[dict[str, Worker]]:
     """jaxllm and the peers that were asked for."""
     started = {}
+    ours = [] if args.without_jaxllm else ["jaxllm"]
     try:
-        for engine in ["jaxllm", *filter(None, args.peers.split(","))]:
+        for engine in [*ours, *filter(None, args.peers.split(","))]:
             python = args.vllm_python if engine == "vllm" else sys.executable
             if python is None:
                 raise SystemExit("--peers vllm needs --vllm-python")
-            started[engine] = Worker(
-                engine, model, args.dtype, max_model_len=max_model_len, python=python
-            )
+            started[engine] = Worker(engine, model, engine_options(args), python)
         yield started
     finally:
         for worker in started.values():
@@ -255,17 +334,20 @@ def checkpoint(model: str | None, dtype: str = "float32", **shape: Any) -> Itera
         yield str(made)
 
 
-def record(benchmark: str, rows: list[dict[str, Any]], out: str | None) -> None:
+def record(
+    benchmark: str, rows: list[dict[str, Any]], out: str | None, label: str | None = None
+) -> None:
     """File rows of figures, with all that somebody needs to know who reads them later."""
     versions = {}
-    for package in ("jax", "jaxlib", "numpy", "torch", "transformers"):
+    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     line = {
         "benchmark": benchmark,
+        **({"label": label} if label else {}),
         "date": datetime.date.today().isoformat(),
         "command": _command(out),
-        "commit": _git("describe", "--always", "--dirty", "--abbrev=9"),
+        "commit": commit(),
         "versions": {"python": platform.python_version(), **versions},
         "hardware": hardware(),
         # Of others, too: what was measured beside them says less.
@@ -284,7 +366,7 @@ def _command(out: str | None) -> str:
 
 
 def hardware() -> str:
-    """The processor, and how much of it there is."""
+    """The processor, and how much of it there is; the GPU first, if there is one."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         info = Path("/proc/cpuinfo").read_text()
@@ -293,7 +375,8 @@ def hardware() -> str:
         known = {"avx512f": "AVX-512", "avx512_bf16": "bfloat16", "amx_tile": "AMX"}
         name += "".join(f", {label}" for flag, label in known.items() if flag in flags)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores, {name}, {memory:.0f} GiB"
+    gpu = _output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    return ", ".join(filter(None, [gpu, f"{os.cpu_count()} cores, {name}, {memory:.0f} GiB"]))
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -306,9 +389,17 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+def commit() -> str:
+    """Of this code, as far as it has its history with it."""
+    return _output_of("git", "describe", "--always", "--dirty", "--abbrev=9") or "unknown"
+
+
+def _output_of(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ class Product(nnx.Module):
     """A module that multiplies by its weight; a plan chooses what computes that."""
 
     matmul: Matmul = XLA
-    weight: nnx.Param  # [out, in]
 
 
 class Linear(Product):

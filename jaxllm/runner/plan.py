@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.dense import native
-from jaxllm_kernels.dense.api import XLA, Matmul
+from jaxllm_kernels.dense.api import ROUNDED_XLA, XLA, Matmul
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, Device, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
@@ -29,15 +29,14 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.layers.attention import cache_axes
-from jaxllm.layers.linear import Product
+from jaxllm.layers.linear import Linear, Product
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.models.architecture import Architecture, read_architecture
 from jaxllm.models.decoder import DecoderForCausalLM
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.parallel.partial_sums import RoundedParts
-from jaxllm.parallel.sharding import is_cut, sharding
+from jaxllm.parallel.sharding import sharding
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.generation_config import (
     read_default_sampling_params,
@@ -126,10 +125,10 @@ class EnginePlan:
         )
         for _, module in nnx.iter_modules(model):
             if isinstance(module, Product):
-                adds_up = stage.mesh.size > 1 and is_cut(module.weight.axes[1:])
-                # CPUs have slow products of 16-bit results, and nothing to save.
-                rounds = adds_up and self.chip.platform != "cpu"
-                module.matmul = RoundedParts() if rounds else self.matmul
+                # CPUs are slow at products of 16-bit results.
+                rounds = isinstance(module, Linear) and module.bias is None
+                on_cpu = self.chip.platform == "cpu"
+                module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
         return model
 
     def info(self) -> EngineInfo:

@@ -25,7 +25,13 @@ MIN_DOT_ROWS = {"cpu": 2, "gpu": 1, "tpu": 1}
 # What XLA:GPU may record in a command buffer (CUDA graph): by default all of these but loops, whose
 # every iteration would be launched by the host, after it has waited for the loop's condition.
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
-_GPU_OPTIONS = (("xla_gpu_enable_command_buffer", _COMMAND_BUFFER),)
+_GPU_OPTIONS = (
+    ("xla_gpu_enable_command_buffer", _COMMAND_BUFFER),
+    # Where weights and cache take more than four fifths of the memory, XLA thinks that it has none
+    # left and computes things again that it could keep: 29 more launches in two layers of Llama-8B.
+    # Caches are sized so that its temporaries fit.
+    ("xla_disable_hlo_passes", "rematerialization"),
+)
 
 # JAX sets this in the environment of a TPU VM, and nowhere else. Said here, it is the same wherever
 # a program for a TPU is compiled.

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SCRIPTS = ["connections", "frontend", "latency", "offline", "plots", "serve", "startup"]
+SCRIPTS = [
+    "connections",
+    "frontend",
+    "h200",
+    "latency",
+    "offline",
+    "plots",
+    "serve",
+    "startup",
+    "step_device_time",
+]
 
 
 def run(script, *arguments):
@@ -47,3 +57,46 @@ def test_the_last_record_of_each_benchmark_is_drawn(tmp_path):
     assert any(text.startswith("2026-01-02") for text in texts)
     bars = [float(rect.get("width")) for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert bars[1] == pytest.approx(4 * bars[2], rel=0.01)
+
+
+def test_floors_of_an_8b_on_an_h200(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import floors
+    import h200
+
+    shape = h200.SHAPES["llama-3.1-8b"]
+    line = floors.of_llama(shape.config, "bfloat16", floors.ceilings(shape.ceilings))
+    # 6.98 billion weights in the layers and 0.525 in the head; a token's KV takes 131,072 bytes.
+    assert floors.decode_s(line, 1, 0) == pytest.approx(2 * 7.505e9 / 4.3e12, rel=1e-3)
+    assert floors.decode_s(line, 64, 1024) == pytest.approx(5.49e-3, rel=1e-3)
+    gemm, attention = 2 * 6.98e9 * 8192, 32 * 4 * 32 * 128 * 8192 * 8193 / 2
+    assert floors.prefill_s(line, 8192) == pytest.approx((gemm + attention) / 790e12, rel=2e-3)
+    decodes = 1000 * floors.decode_s(line, 256, 1500)
+    prompts = 256 * floors.prefill_s(line, 1000)
+    assert floors.serial_s(line, 256, 1000, 1000) == pytest.approx(decodes + prompts)
+
+
+@pytest.mark.slow
+def test_all_of_an_h200_goes_on_where_it_stopped(tmp_path):
+    out = tmp_path / "records.jsonl"
+
+    def run_h200(*arguments):
+        done = run("h200", "--shape", "tiny", "--commit", "abc", "--out", out, *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    # No vLLM is there: it fails, and what comes after it runs all the same.
+    chosen = ("--vllm-python", tmp_path / "none", "--only", "prefill-vllm,device")
+    first = run_h200(*chosen, "--profile", tmp_path / "traces")
+    assert "prefill-vllm: failed" in first
+    assert "device: done" in first
+    (record,) = map(json.loads, out.read_text().splitlines())
+    assert record["label"] == "tiny device abc"
+    assert {row["what"] for row in record["rows"]} == {"decode", "prefill"}
+    assert all(row["ms"] > 0 and row["share"] > 0 for row in record["rows"])
+    assert "decode, 8 x 64: device, ms" in first
+
+    again = run_h200("--only", "device,saturated", "--minutes", "0")
+    assert "device: is in" in again
+    assert "saturated: dropped" in again
+    assert "decode, 8 x 64: device, ms" in again

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import jax
 
-from jaxllm_kernels.dense.xla import XlaMatmul
+from jaxllm_kernels.dense.xla import RoundedXlaMatmul, XlaMatmul
 
 
 class Matmul(Protocol):
@@ -18,3 +18,4 @@ class Matmul(Protocol):
 
 
 XLA: Matmul = XlaMatmul()
+ROUNDED_XLA: Matmul = RoundedXlaMatmul()

@@ -167,7 +167,12 @@ class MosaicGpuBackend:
 
         # The kernels write to disjoint rows of one array; what none of them writes is padding.
         scalars = head_scalars(config, sinks, kv_scales)
-        out = jax.new_ref(jnp.zeros_like(q))
+        zero = jnp.zeros((), q.dtype)
+        if not batch.decode_only:
+            # XLA makes equal constants of all layers in one launch and keeps them until they are
+            # used: 64 MiB a layer for 8192 tokens of 32 heads of 128. So each waits for its query.
+            zero = jnp.minimum(jnp.abs(q[0, 0, 0]), zero)
+        out = jax.new_ref(jnp.broadcast_to(zero, q.shape))
         self._decode(q, cache, batch, prepared, scalars, out, config)
         if prepared.prefills is not None:
             self._prefill(q, cache, batch, prepared.prefills, scalars, out, config)

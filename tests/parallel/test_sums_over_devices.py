@@ -1,30 +1,18 @@
-"""Products whose sums go over devices, in numbers and as a compiler for TPUs makes them."""
+"""Products whose sums go over devices, as a compiler for TPUs makes them."""
 
 import re
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-from jaxllm_kernels.dense.api import XLA
+from jaxllm_kernels.dense.api import ROUNDED_XLA, XLA
 from jaxllm_kernels.topology import topology_devices
 
 from jaxllm.config import EngineArgs
 from jaxllm.layers.linear import Product
-from jaxllm.parallel.partial_sums import RoundedParts
 from jaxllm.parallel.sharding import make_mesh, sharding
 from jaxllm.runner.plan import make_plan
 from jaxllm.testing import make_tiny_checkpoint
-
-
-@pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 0), (jnp.bfloat16, 2**-8)])
-def test_a_product_is_rounded_once_and_in_float32_not_at_all(dtype, error):
-    rng = np.random.default_rng(0)
-    x, weight = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((7, 96), (5, 96)))
-    exact, rounded = XLA(x, weight), RoundedParts()(x, weight)
-    assert rounded.dtype == jnp.float32
-    np.testing.assert_allclose(rounded, exact, rtol=error, atol=1e-4 if error else 0)
 
 
 @pytest.mark.tpu_compile
@@ -43,8 +31,8 @@ def test_what_devices_add_up_is_rounded_first(tmp_path):
         for path, module in nnx.iter_modules(model)
         if isinstance(module, Product)
     }
-    rounded = {name for name, matmul in chosen.items() if matmul == RoundedParts()}
-    assert rounded == {"o_proj", "down_proj"} and len(chosen) > 3
+    rounded = {name for name, matmul in chosen.items() if matmul == ROUNDED_XLA}
+    assert rounded >= {"o_proj", "down_proj"} and len(chosen) > len(rounded)
 
     mesh = make_mesh(devices)
 
@@ -57,5 +45,5 @@ def test_what_devices_add_up_is_rounded_first(tmp_path):
         (operand,) = re.findall(r" all-reduce\(%([\w.\-]+)\)", hlo)
         return re.search(rf"%{re.escape(operand)} = (\w+)", hlo)[1]
 
-    assert operands(RoundedParts()) == "bf16"
+    assert operands(ROUNDED_XLA) == "bf16"
     assert operands(XLA) == "f32"

@@ -1,0 +1,158 @@
+"""llama.cpp as a peer: its library, through llama-cpp-python's bindings, with the plainest loop of
+continuous batching around it: in each step the next token of every sequence and chunks of prompts.
+
+Runs in an environment that has llama-cpp-python, gguf and safetensors, and imports nothing of
+jaxllm.
+"""
+
+import ctypes
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf  # type: ignore[import-not-found]
+import llama_cpp  # type: ignore[import-not-found]
+import numpy as np
+import safetensors
+
+_TOKENS_AT_ONCE = 512
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_TYPES = {"bfloat16": ("BF16", "MOSTLY_BF16"), "float32": ("F32", "ALL_F32")}
+
+
+class Engine:
+    """A Llama of a checkpoint, and room for sequences."""
+
+    def __init__(self, model: str, dtype: str, max_model_len: int, max_num_seqs: int):
+        llama_cpp.llama_backend_init()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            write_gguf(Path(model), path, dtype)
+            options = llama_cpp.llama_model_default_params()
+            options.n_gpu_layers = 0
+            options.use_mmap = False  # the file is gone before the model is
+            self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), options)
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx = max_model_len * max_num_seqs
+        options.n_batch, options.n_ubatch = 2 * _TOKENS_AT_ONCE, _TOKENS_AT_ONCE
+        options.n_seq_max = max_num_seqs
+        options.n_threads = options.n_threads_batch = os.cpu_count() or 1
+        options.kv_unified = True
+        if dtype == "bfloat16":
+            options.type_k = options.type_v = llama_cpp.GGML_TYPE_BF16
+        self._context = llama_cpp.llama_init_from_model(self._model, options)
+        assert self._context, "llama.cpp has made no context"
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
+        self._batch = llama_cpp.llama_batch_init(options.n_batch, 0, 1)
+        self._max_num_seqs = max_num_seqs
+
+    def run(self, requests: list[tuple[list[int], int]]) -> list[float]:
+        """Answer greedily; returns the seconds to each first token."""
+        start, first_tokens = time.perf_counter(), [0.0] * len(requests)
+        llama_cpp.llama_memory_clear(self._memory, False)
+        tokens = [list(prompt) for prompt, _ in requests]
+        num_done = [0] * len(requests)  # of its tokens, how many llama.cpp has seen
+        waiting, places = list(range(len(requests)))[::-1], list(range(self._max_num_seqs))
+        running: dict[int, int] = {}  # request: its place
+        while waiting or running:
+            while waiting and places:
+                running[waiting.pop()] = places.pop()
+            self._batch.n_tokens, ask = 0, []
+            # Those that decode first, then prompts, as far as there is room.
+            for request in sorted(running, key=lambda r: len(tokens[r]) - num_done[r] > 1):
+                room = _TOKENS_AT_ONCE - self._batch.n_tokens
+                for token in tokens[request][num_done[request] :][:room]:
+                    num_done[request] += 1
+                    is_last = num_done[request] == len(tokens[request])
+                    self._add(token, num_done[request] - 1, running[request], is_last)
+                    if is_last:
+                        ask.append((request, self._batch.n_tokens - 1))
+            assert llama_cpp.llama_decode(self._context, self._batch) == 0
+            for request, place in ask:
+                logits = llama_cpp.llama_get_logits_ith(self._context, place)
+                row = np.ctypeslib.as_array(logits, shape=(self._vocab_size,))
+                tokens[request].append(int(row.argmax()))
+                first_tokens[request] = first_tokens[request] or time.perf_counter() - start
+                prompt, wanted = requests[request]
+                if len(tokens[request]) == len(prompt) + wanted:
+                    places.append(running.pop(request))
+                    llama_cpp.llama_memory_seq_rm(self._memory, places[-1], -1, -1)
+        return first_tokens
+
+    def _add(self, token: int, position: int, place: int, wants_logits: bool) -> None:
+        batch, i = self._batch, self._batch.n_tokens
+        batch.token[i], batch.pos[i] = token, position
+        batch.n_seq_id[i], batch.logits[i] = 1, ctypes.c_int8(wants_logits)
+        batch.seq_id[i][0] = place
+        batch.n_tokens += 1
+
+
+def write_gguf(model: Path, path: Path, dtype: str) -> None:
+    """A Llama's checkpoint in llama.cpp's format, with a vocabulary of nothing but numbers."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    name, file_type = _TYPES[dtype]
+    kind = gguf.GGMLQuantizationType[name]
+    rope = config.get("rope_parameters") or config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_rope_dimension_count(head_size)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    writer.add_tokenizer_model("no_vocab")
+    for file in sorted(model.glob("*.safetensors")):
+        with safetensors.safe_open(file, "np") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                tensor = tensors.get_tensor(key).astype(np.float32)
+                inner = key.removesuffix(".weight")
+                prefix = ""
+                if inner.startswith("model.layers."):
+                    _, _, layer, inner = inner.split(".", 3)
+                    prefix = f"blk.{layer}."
+                if inner == "self_attn.q_proj":
+                    tensor = _interleaved(tensor, heads)
+                elif inner == "self_attn.k_proj":
+                    tensor = _interleaved(tensor, kv_heads)
+                if tensor.ndim > 1 and name != "F32":
+                    tensor = gguf.quants.quantize(tensor, kind)
+                    writer.add_tensor(f"{prefix}{_NAMES[inner]}.weight", tensor, raw_dtype=kind)
+                else:
+                    writer.add_tensor(f"{prefix}{_NAMES[inner]}.weight", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp rotates neighbours, checkpoints rotate halves."""
+    halves = weight.reshape(heads, 2, -1, weight.shape[-1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
