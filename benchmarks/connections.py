@@ -10,10 +10,11 @@ connections of three kinds, in turns, each time with new streams:
 - slow ones: streams that are asked for and not read, with small buffers;
 - ones that ask for a stream and are reset, one after another, so many in a second (--resets).
 
-Reported are steps per second, as a ratio, and the CPU time of the engine's process per step, which
-other programs on the machine disturb less. Half of the streams that are measured are read slowly.
-The requests of the connections wait behind those streams, which are urgent, so that the batch is
-the same in both, and a difference is the connections' own doing.
+Reported are steps per second, as a ratio, and the CPU time of both processes per step, which other
+programs on the machine disturb less. Half of the streams that are measured are read slowly. The
+requests of the connections wait behind those streams, which are urgent, and the streams begin when
+all connections are there: so the batch is the same in both, down to the length of its contexts,
+and a difference is the connections' own doing.
 """
 
 import argparse
@@ -24,11 +25,13 @@ import socket
 import statistics
 import struct
 import time
+from collections.abc import Awaitable, Callable
 
 import servers
 import side_by_side
 
 KINDS = ("idle", "slow", "reset")
+_ON_THE_WAY_S = 0.5  # from a request to its place in the engine's queue
 
 
 def main() -> None:
@@ -61,15 +64,19 @@ async def measure(server: servers.Server, args: argparse.Namespace) -> list[dict
         row = {}
         # Now this one first, now the other: neither has the warmer machine.
         for kind in ("alone", "beside") if number % 2 else ("beside", "alone"):
-            async with streams(server.port, args.streams):
-                await until(server, "num_requests_running", args.streams)
+            async with contextlib.AsyncExitStack() as stack:
+                # These keep the places until the crowd is there.
+                holders = await stack.enter_async_context(contextlib.AsyncExitStack())
+                await holders.enter_async_context(streams(server.port, args.streams))
                 crowd = args.connections if kind == "beside" else 0
-                async with connections(server.port, crowd, args.resets):
-                    await until(server, "num_requests_waiting", crowd // len(KINDS))
-                    pace, cpu_ms = await step_pace(server, engine_pid, args.steps)
+                await stack.enter_async_context(connections(server.port, crowd, args.resets))
+                await until(server, "num_requests_waiting", crowd // len(KINDS))
+                measured = streams(server.port, args.streams, when_asked=holders.aclose)
+                await stack.enter_async_context(measured)
+                figures = await step_figures(server, engine_pid, args.steps)
             await until(server, "num_requests_running", 0, at_most=True)
             await until(server, "num_requests_waiting", 0, at_most=True)
-            row[f"{kind}_steps_per_s"], row[f"{kind}_cpu_ms_per_step"] = pace, cpu_ms
+            row |= {f"{kind}_{name}": figure for name, figure in figures.items()}
         rounds.append(row)
     return rounds
 
@@ -87,39 +94,54 @@ async def until(
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
     ratios = [row["beside_steps_per_s"] / row["alone_steps_per_s"] for row in rounds]
-    cpu = [row["beside_cpu_ms_per_step"] / row["alone_cpu_ms_per_step"] for row in rounds]
     return {
         **side_by_side.medians(rounds),
         "ratio_of_steps_per_s": statistics.median(ratios),
         "ratio_least": min(ratios),
         "ratio_most": max(ratios),
-        "ratio_of_cpu_per_step": statistics.median(cpu),
+        **{
+            f"ratio_of_{name}": statistics.median(
+                row[f"beside_{name}"] / row[f"alone_{name}"] for row in rounds
+            )
+            for name in ("cpu_ms_per_step", "frontend_cpu_ms_per_step")
+        },
     }
 
 
-async def step_pace(server: servers.Server, engine_pid: int, num_steps: int) -> tuple[float, float]:
+async def step_figures(server: servers.Server, engine_pid: int, num_steps: int) -> dict[str, float]:
     """Steps per second, and CPU milliseconds of a step."""
 
-    async def look() -> tuple[float, float, float]:
+    async def look() -> tuple[float, float, float, float]:
         steps = await asyncio.to_thread(server.metric, "engine_steps_total")
-        return steps, time.perf_counter(), side_by_side.cpu_seconds(engine_pid)
+        cpu = side_by_side.cpu_seconds(engine_pid)
+        return steps, time.perf_counter(), cpu, server.cpu_seconds
 
     before = after = await look()
     while after[0] - before[0] < num_steps:
         await asyncio.sleep(0.25)
         after = await look()
-    steps, wall, cpu = (b - a for a, b in zip(before, after, strict=True))
-    return steps / wall, cpu / steps * 1e3
+    steps, wall, cpu, frontend_cpu = (b - a for a, b in zip(before, after, strict=True))
+    return {
+        "steps_per_s": steps / wall,
+        "cpu_ms_per_step": cpu / steps * 1e3,
+        "frontend_cpu_ms_per_step": frontend_cpu / steps * 1e3,
+    }
 
 
 @contextlib.asynccontextmanager
-async def streams(port: int, num_streams: int):
-    """Streams for as long as the context lasts; every other one is read slowly."""
+async def streams(
+    port: int, num_streams: int, when_asked: Callable[[], Awaitable[object]] | None = None
+):
+    """Streams for as long as the context lasts, which begins when all have; every other one is
+    read slowly. When they have been asked for something may make room for them."""
+    have_begun = asyncio.Semaphore(0)
 
     async def stream(pause_s: float) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
         writer.write(request(max_tokens=1900, priority=-1))
         try:
+            await reader.readuntil(b"data: ")
+            have_begun.release()
             while await reader.read(1 << 16):
                 await asyncio.sleep(pause_s)
             raise SystemExit("a stream has ended too early; give fewer --steps")
@@ -127,6 +149,11 @@ async def streams(port: int, num_streams: int):
             writer.close()
 
     tasks = [asyncio.create_task(stream(i % 2 * 0.5)) for i in range(num_streams)]
+    if when_asked is not None:
+        await asyncio.sleep(_ON_THE_WAY_S)
+        await when_asked()
+    for _ in tasks:
+        await have_begun.acquire()
     yield
     await _cancel(tasks)
 

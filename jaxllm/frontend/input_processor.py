@@ -199,8 +199,8 @@ class InputProcessor:
             raise ValidationError(
                 f"the prompt has {len(token_ids)} tokens, but with max_model_len={max_model_len} "
                 f"it may have at most {max_model_len - 1}, so that one can be generated; shorten "
-                "it, pass tokenization_kwargs={'truncate_prompt_tokens': -1}, or start with a "
-                "greater max_model_len",
+                "it, have it cut by truncate_prompt_tokens=-1, or start with a greater "
+                "max_model_len",
                 parameter="prompt",
                 value=len(token_ids),
             )

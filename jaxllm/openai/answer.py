@@ -1,8 +1,9 @@
 """What all answers have in common: usage, and a look at whether there is an answer at all."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from jaxllm.messages import RequestOutput
 from jaxllm.openai.errors import AnswerError
@@ -12,18 +13,35 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+    @classmethod
+    def of(cls, nums: Iterable[int | None]) -> "CompletionTokensDetails | UnsetType":
+        """Of the answers, each with its tokens of reasoning, or None where nobody has looked."""
+        known = [num for num in nums if num is not None]
+        return cls(sum(known)) if known else UNSET
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-def usage_of(outputs: Sequence[RequestOutput], *, num_hidden: int = 0) -> Usage:
+def usage_of(
+    outputs: Sequence[RequestOutput],
+    *,
+    num_hidden: int = 0,
+    nums_reasoning: Iterable[int | None] = (),
+) -> Usage:
     """Count tokens; a prompt counts once, however many answers it has.
 
     Args:
       num_hidden: of the generated tokens, those that the answer does not show.
+      nums_reasoning: of each answer, the tokens that are reasoning, if somebody has looked.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(one.token_ids) for output in outputs for one in output.outputs) - num_hidden
@@ -34,6 +52,7 @@ def usage_of(outputs: Sequence[RequestOutput], *, num_hidden: int = 0) -> Usage:
         prompt_tokens_details=PromptTokensDetails(
             sum(output.num_cached_tokens or 0 for output in outputs)
         ),
+        completion_tokens_details=CompletionTokensDetails.of(nums_reasoning),
     )
 
 

@@ -1,7 +1,7 @@
 """/v1/chat/completions: a conversation in, the next message out."""
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -73,7 +73,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             continue_final_message=bool(self.continue_final_message),
             tools=None if functions is None else list(map(_as_template_has_it, functions)),
             chat_template_kwargs=self.chat_template_kwargs,
-            render=functools.partial(
+            render=partial(
                 served.renderer.render,
                 is_foreign=is_foreign(self.chat_template, self.chat_template_kwargs),
             ),
@@ -108,13 +108,17 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         """The body of the answer; raises if the engine failed."""
         check_finished(outputs)
         (output,) = outputs
+        parsers = [self.parser(output.prompt, served) for _ in output.outputs]
+        choices = list(map(partial(self._choice, served), output.outputs, parsers))
         return ChatCompletion(
             id=self._id(answer_id),
             created=created,
             model=served.names[0],
             system_fingerprint=served.fingerprint,
-            choices=[self._choice(one, output.prompt, served) for one in output.outputs],
-            usage=usage_of(outputs),
+            choices=choices,
+            usage=usage_of(
+                outputs, nums_reasoning=[parser.num_reasoning_tokens for parser in parsers]
+            ),
             prompt_logprobs=output.prompt_logprobs,
             prompt_token_ids=output.prompt_token_ids if self.return_token_ids else None,
         )
@@ -134,6 +138,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             parallel_calls=self.parallel_tool_calls is not False,
             show_reasoning=self.include_reasoning is not False,
             enable_thinking=(self.chat_template_kwargs or {}).get("enable_thinking") is not False,
+            text_of=served.text_of,
         )
 
     def logprobs_of(self, one: CompletionOutput, served: ServedModel) -> ChatLogprobs | None:
@@ -149,10 +154,9 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         return offered_functions(self.tools, self.tool_choice, served.parsers.has_tools)
 
     def _choice(
-        self, one: CompletionOutput, prompt: str | None, served: ServedModel
+        self, served: ServedModel, one: CompletionOutput, parser: TextParser
     ) -> "ChatChoice":
-        parser = self.parser(prompt, served)
-        message = message_of([*parser.feed(one.text), *parser.finish()])
+        message = message_of([*parser.feed(one.text, one.token_ids), *parser.finish()])
         return ChatChoice(
             index=one.index,
             message=message,

@@ -54,8 +54,11 @@ class ChatStream:
             system_fingerprint=served.fingerprint,
             choices=[],
         )
-        self._meter = UsageMeter(request.stream_options)
         self._choices: dict[int, _Choice] = {}
+        self._meter = UsageMeter(
+            request.stream_options,
+            lambda: (one.parser.num_reasoning_tokens for one in self._choices.values()),
+        )
 
     def take(self, place: int, output: RequestOutput) -> list[ChatChunk]:
         """The chunks of an output; raises if the engine failed."""
@@ -87,7 +90,7 @@ class ChatStream:
     def _parts(self, choice: "_Choice", one: CompletionOutput) -> Sequence[ChunkChoice]:
         """What an output brought for a choice; logprobs and ids go with the first part, though the
         parser may hold the text back."""
-        deltas = choice.parser.feed(one.text)
+        deltas = choice.parser.feed(one.text, one.token_ids)
         if one.finish_reason is not None:
             deltas += choice.parser.finish()
         choice.has_calls |= any(delta.tool_calls for delta in deltas)

@@ -1,7 +1,7 @@
 """Between a model's text and a chat message: reasoning and calls of tools, where somebody can find
 them. Who that is does not matter here: without parsers all text is content."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -48,8 +48,14 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 class TextParser(Protocol):
     """Reads one answer, as it comes."""
 
-    def feed(self, text: str) -> list[ChatDelta]:
-        """The next piece of text; returns what has become certain."""
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """How many of the tokens so far are reasoning; None where nobody looks for it."""
+        ...
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> list[ChatDelta]:
+        """The next piece of text, and the tokens that it is from, of which some may show in a
+        later piece only; returns what has become certain."""
         ...
 
     def finish(self) -> list[ChatDelta]:
@@ -60,7 +66,9 @@ class TextParser(Protocol):
 class PlainText:
     """The parser that finds nothing but content."""
 
-    def feed(self, text: str) -> list[ChatDelta]:
+    num_reasoning_tokens = None
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> list[ChatDelta]:
         return [ChatDelta(content=text)] if text else []
 
     def finish(self) -> list[ChatDelta]:
@@ -70,7 +78,6 @@ class PlainText:
 class Parsers:
     """Makes parsers. This one has none; a server may have one that does."""
 
-    has_reasoning = False
     has_tools = False
 
     def needs_special_tokens(self, with_tools: bool) -> bool:
@@ -85,8 +92,10 @@ class Parsers:
         parallel_calls: bool,
         show_reasoning: bool,
         enable_thinking: bool,
+        text_of: Callable[[int], str],
     ) -> TextParser:
-        """A parser for one answer; without `functions` calls are not looked for."""
+        """A parser for one answer; without `functions` calls are not looked for. `text_of` gives
+        the text of a token alone."""
         return PlainText()
 
 

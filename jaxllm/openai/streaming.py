@@ -1,16 +1,24 @@
 """What streams of both kinds have in common: they count tokens, and tell it when asked to."""
 
+from collections.abc import Callable, Iterable
+
 from msgspec import UNSET, UnsetType
 
 from jaxllm.messages import RequestOutput
-from jaxllm.openai.answer import PromptTokensDetails, Usage
+from jaxllm.openai.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxllm.openai.fields import StreamOptions
 
 
 class UsageMeter:
     """Counts the tokens of a streamed answer."""
 
-    def __init__(self, options: StreamOptions | None):
+    def __init__(
+        self,
+        options: StreamOptions | None,
+        nums_reasoning: Callable[[], Iterable[int | None]] = tuple,
+    ):
+        """`nums_reasoning` gives, of each answer, the tokens so far that are reasoning."""
+        self._nums_reasoning = nums_reasoning
         self._options = options or StreamOptions()
         self._prompts: dict[int, RequestOutput] = {}  # the first output for each prompt
         self._generated = 0
@@ -45,4 +53,5 @@ class UsageMeter:
             completion_tokens=self._generated,
             total_tokens=prompt + self._generated,
             prompt_tokens_details=PromptTokensDetails(cached),
+            completion_tokens_details=CompletionTokensDetails.of(self._nums_reasoning()),
         )

@@ -149,7 +149,7 @@ def _model(service: Service, name: str) -> ModelCard:
     return ModelCard(
         id=name,
         created=service.started,
-        root=service.served.names[0],
+        root=service.engine.info.model,
         max_model_len=service.engine.info.max_model_len,
     )
 

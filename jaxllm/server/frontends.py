@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 import msgspec
 
@@ -105,24 +104,24 @@ class FrontendProcess:
 class Frontends:
     """The further frontends of a server, of which there may be none."""
 
-    def __init__(self, processes: Sequence[FrontendProcess] = ()):
-        self._processes = processes
+    def __init__(self) -> None:
+        self._processes: list[FrontendProcess] = []
         self._may_end = False
         self._must_end_at = 0.0
         self.has_lost = False
 
-    @classmethod
     def start(
-        cls,
+        self,
         engine: Assignment,
         options: ServerOptions,
         keys: Keys,
         chat_template: str | None,
         listener: socket.socket,
-    ) -> "Frontends":
-        """Start all that the options want beside the first one."""
-        return cls(
-            [
+    ) -> None:
+        """Start all that the options want beside the first one. Within this context: a signal may
+        come between two of them."""
+        for index in range(1, options.api_server_count):
+            self._processes.append(
                 FrontendProcess(
                     FrontendAssignment(
                         index=index,
@@ -133,9 +132,7 @@ class Frontends:
                         listener=listener.fileno(),
                     )
                 )
-                for index in range(1, options.api_server_count)
-            ]
-        )
+            )
 
     def await_ready(self, engine: AsyncLLMEngine) -> None:
         for process in self._processes:

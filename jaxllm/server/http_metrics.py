@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.server.metrics import SECONDS
 
-_NOT_COUNTED = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
+# Asked again and again by programs that watch, the page among them.
+STATUS_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # The status of a request whose client left before the answer began.
 _CLIENT_LEFT = "499"
@@ -40,7 +41,7 @@ class HTTPMetrics:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _NOT_COUNTED:
+        if scope["type"] != "http" or scope["path"] in STATUS_PATHS:
             await self._app(scope, receive, send)
             return
         start = time.perf_counter()

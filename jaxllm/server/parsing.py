@@ -1,6 +1,6 @@
 """The parsers of this package, for the protocol: what they find becomes parts of a message."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxllm.openai.parsing import ChatDelta, FunctionCall, Parsers, TextParser, ToolCall
 from jaxllm.openai.tools import Function
@@ -13,6 +13,7 @@ from jaxllm.server.deltas import (
     ToolCallDelta,
 )
 from jaxllm.server.reasoning_parsers.base import reasoning_parser
+from jaxllm.server.reasoning_parsers.counter import ReasoningCounter
 from jaxllm.server.reasoning_parsers.registry import find_reasoning_format
 from jaxllm.server.tool_parsers.base import Tool, tool_parser
 from jaxllm.server.tool_parsers.registry import find_tool_format
@@ -39,28 +40,48 @@ class NamedParsers(Parsers):
         parallel_calls: bool,
         show_reasoning: bool,
         enable_thinking: bool,
+        text_of: Callable[[int], str],
     ) -> TextParser:
-        reasoning = tools = None
+        reasoning = tools = counter = None
         if self._reasoning is not None:
             reasoning = reasoning_parser(self._reasoning, prompt, enable_thinking)
+            # Another one, which reads token by token.
+            reader = reasoning_parser(self._reasoning, prompt, enable_thinking)
+            counter = ReasoningCounter(reader, text_of)
         if self._tools is not None and functions is not None:
             offered = [Tool(one.name, one.parameters or {}) for one in functions]
             tools = tool_parser(self._tools, offered)
-        return _ChatParser(AnswerParser(reasoning, tools), parallel_calls, show_reasoning)
+        parser = AnswerParser(reasoning, tools)
+        return _ChatParser(parser, counter, parallel_calls, show_reasoning)
 
 
 class _ChatParser:
     """An AnswerParser in the protocol's words."""
 
-    def __init__(self, parser: AnswerParser, parallel_calls: bool, show_reasoning: bool):
+    def __init__(
+        self,
+        parser: AnswerParser,
+        counter: ReasoningCounter | None,
+        parallel_calls: bool,
+        show_reasoning: bool,
+    ):
         self._parser = parser
+        self._counter = counter
         self._parallel_calls = parallel_calls
         self._show_reasoning = show_reasoning
 
-    def feed(self, text: str) -> list[ChatDelta]:
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        return None if self._counter is None else self._counter.num_tokens
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> list[ChatDelta]:
+        if self._counter is not None:
+            self._counter.feed(token_ids)
         return self._translated(self._parser.feed(text))
 
     def finish(self) -> list[ChatDelta]:
+        if self._counter is not None:
+            self._counter.finish()
         return self._translated(self._parser.finish())
 
     def _translated(self, deltas: Iterable[Delta]) -> list[ChatDelta]:

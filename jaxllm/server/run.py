@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -26,6 +27,7 @@ from jaxllm.server.app import make_app
 from jaxllm.server.auth import Keys, read_keys
 from jaxllm.server.frontends import Frontends
 from jaxllm.server.hosts import is_loopback
+from jaxllm.server.http_metrics import STATUS_PATHS
 from jaxllm.server.http_protocol import limited_protocol
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.parsing import NamedParsers
@@ -49,24 +51,25 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
     keys = read_keys(options)
     NamedParsers(options.reasoning_parser, options.tool_call_parser)  # refuses what is no parser
     template = options.chat_template and _read_template(options.chat_template)
-    signal.signal(signal.SIGTERM, _exit_at_once)
     with contextlib.ExitStack() as stack:
-        listener = frontends = None
+        signal.signal(signal.SIGTERM, functools.partial(_end_at_once, stack))
+        listener = None
         if not config.parallel.may_follow:
             # A port that is taken is told before a model is loaded. It does not listen yet.
             listener = stack.enter_context(bind(options))
         process = EngineProcess(config)
         stack.callback(process.stop, grace_s=0)
         peers = Peers.first(process.assignment.directory, options.api_server_count)
-        start = functools.partial(Frontends.start, process.assignment, options, keys, template)
+        frontends = stack.enter_context(Frontends())
+        start = functools.partial(frontends.start, process.assignment, options, keys, template)
         if listener is not None:
-            frontends = stack.enter_context(start(listener))
+            start(listener)
         engine = AsyncLLMEngine(config, process)
         stack.callback(engine.shutdown)
         # A rank that follows has not come back from there.
-        if listener is None or frontends is None:
+        if listener is None:
             listener = stack.enter_context(bind(options))
-            frontends = stack.enter_context(start(listener))
+            start(listener)
         frontends.await_ready(engine)
         if not keys.api and not is_loopback(options.host):
             logger.warning(
@@ -244,9 +247,13 @@ def _read_template(path: str) -> str:
         raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
 
 
-def _exit_at_once(signum: int, frame: object) -> None:
-    """Before the server runs there is nothing to finish, but the engine's process to end."""
-    sys.exit(128 + signum)
+def _end_at_once(stack: contextlib.ExitStack, signum: int, frame: object) -> None:
+    """Before the server runs there is nothing to finish, but processes to end. Not by an exception:
+    modules that are being imported may catch it, and some of C exit without a word."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stack.close()
+    sys.stderr.flush()
+    os._exit(128 + signum)
 
 
 def _log_like_us(access_log: bool) -> None:
@@ -256,4 +263,15 @@ def _log_like_us(access_log: bool) -> None:
         theirs.handlers = list(ours.handlers)
         theirs.propagate = False
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access_log else logging.WARNING)
+    access = logging.getLogger("uvicorn.access")
+    access.setLevel(logging.INFO if access_log else logging.WARNING)
+    access.addFilter(_is_of_interest)  # which it has once, however often it is added
+
+
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    """Not in the access log: that somebody has asked how the server is, and was told."""
+    match record.args:
+        case (_, _, str(target), _, int(status)):
+            return target.partition("?")[0] not in STATUS_PATHS or status >= 400
+        case _:
+            return True

@@ -154,8 +154,10 @@ def test_no_answer_is_longer_than_the_model_recommends(host):
                 assert answer["usage"]["completion_tokens"] == 3
 
 
-def test_what_the_server_says_of_itself(client):
-    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny", "alias"]
+def test_what_the_server_says_of_itself(client, engine_options):
+    models = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == ["tiny", "alias"]
+    assert {model["root"] for model in models} == {engine_options["model"]}
     assert client.get("/v1/models/alias").json()["max_model_len"] == 2048
     assert "version" in client.get("/version").json()
     for path in ("/health", "/ready", "/ping"):

@@ -75,6 +75,11 @@ def test_answers_are_those_of_one_process_and_all_are_counted(server, ask, llm):
         assert server.metric("e2e_request_latency_seconds_count") == 30
         assert server.metric("request_generation_tokens_sum") == num_tokens
         assert server.metric("generation_tokens_total") == num_tokens
+    # Who only looks how the server is fills no log, unless there is something wrong.
+    refused = server.client.get("/metrics?", headers={"Host": "evil.example"})
+    assert refused.status_code == 403
+    looks = re.findall(r"GET /(?:metrics|ready)\S* .*", server.said())
+    assert len(looks) == 1 and "403" in looks[0]
 
 
 @pytest.mark.slow

@@ -49,6 +49,21 @@ def test_sigterm_takes_no_more_and_lets_answers_finish_for_a_while(serving):
         assert "Traceback" not in server.said()
 
 
+@pytest.mark.parametrize("said", ["", "plan:"])
+def test_sigterm_while_it_starts_ends_all_processes(serving, said):
+    with serving("--api-server-count=2") as server:
+        modules = ("jaxllm.engine.process", "jaxllm.server.frontend_process")
+        deadline = time.monotonic() + 60
+        while not all(map(server.children, modules)) or said not in server.said():
+            assert time.monotonic() < deadline and server.process.poll() is None, server.said()
+            time.sleep(0.01)
+        children = [pid for module in modules for pid in server.children(module)]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 128 + signal.SIGTERM
+        assert not any(map(serving.runs, children))
+        assert "Traceback" not in server.said()
+
+
 @pytest.mark.parametrize("num_frontends", [1, 2])
 def test_a_server_without_engine_tells_every_client_and_ends(serving, ask, num_frontends):
     flags = (f"--api-server-count={num_frontends}", "--shutdown-timeout=30", "--no-access-log")

@@ -34,6 +34,7 @@ JSON = {"Content-Type": "application/json"}
         (CHAT, {"messages": HELLO, "stream": True, "n": 0}, 400, "n=0"),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),
         (COMPLETIONS, {"prompt": "x" * 9000, "max_tokens": 1}, 400, "max_model_len=2048"),
+        (COMPLETIONS, {"prompt": "x" * 9000}, 400, "shorten it, have it cut by truncate_prompt_t"),
         (COMPLETIONS, {"prompt": [[100_000], [1]], "stream": True}, 400, "no such token"),
         (COMPLETIONS, {"prompt": ["a"] * 1025}, 400, "at most 1024"),
         (COMPLETIONS, {"prompt": ["a"] * 1024, "n": 16384}, 400, "one request may have at most"),

@@ -153,13 +153,18 @@ def test_a_tool_is_called_in_a_stream(client, says):
 
 def test_reasoning_is_told_beside_the_answer(client, says):
     body = GREEDY | {"max_tokens": 100, "extra_body": says("<think>Hm.</think>Yes.")}
-    (choice,) = whole(client.chat.completions, ChatCompletion, **body).choices
+    answer = whole(client.chat.completions, ChatCompletion, **body)
+    (choice,) = answer.choices
     assert (choice.message.reasoning, choice.message.content) == ("Hm.", "Yes.")
-    deltas = [
-        chunk.choices[0].delta for chunk in client.chat.completions.create(**body, stream=True)
-    ]
+    *chunks, last = client.chat.completions.create(
+        **body, stream=True, stream_options={"include_usage": True}
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "Hm."
     assert "".join(delta.content or "" for delta in deltas) == "Yes."
+    (script,) = says("<think>Hm.")["vllm_xargs"].values()
+    for usage in (answer.usage, last.usage):
+        assert usage.completion_tokens_details.reasoning_tokens == len(script)
 
 
 def test_completions(client):
