@@ -36,8 +36,10 @@ _NAMES = {
 _TYPES = {"bfloat16": ("BF16", "MOSTLY_BF16"), "float32": ("F32", "ALL_F32")}
 
 
-class Engine:
+class Peer:
     """A Llama of a checkpoint, and room for sequences."""
+
+    version = f"llama-cpp-python {llama_cpp.__version__}"
 
     def __init__(self, model: str, dtype: str, max_model_len: int, max_num_seqs: int):
         llama_cpp.llama_backend_init()

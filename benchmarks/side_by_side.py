@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -164,7 +163,21 @@ def run_vllm(model: str, options: Options) -> Engine:
     return _engine_of(llm, vllm.sampling_params, f"vllm {vllm.__version__}")
 
 
-ENGINES = {"jaxllm": run_jaxllm, "transformers": run_transformers, "vllm": run_vllm}
+def run_llama_cpp(model: str, options: Options) -> Engine:
+    import llama_cpp_peer
+
+    peer = llama_cpp_peer.Peer(
+        model, options["dtype"], options["max_model_len"], options["max_num_seqs"]
+    )
+    return Engine(peer.version, peer.run)
+
+
+ENGINES = {
+    "jaxllm": run_jaxllm,
+    "transformers": run_transformers,
+    "vllm": run_vllm,
+    "llama.cpp": run_llama_cpp,
+}
 
 
 class Worker:
@@ -231,8 +244,22 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, float]:
     return {
         "seconds": time.perf_counter() - start,
         "first_token_s": statistics.mean(first_tokens),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mib": _peak_mib(),
     }
+
+
+def _peak_mib() -> float:
+    """The most memory that this process and those that it has started have taken."""
+    parents, peaks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+            parents[int(lines["Pid"])] = int(lines["PPid"])
+            peaks[int(lines["Pid"])] = int(lines.get("VmHWM", "0 kB").split()[0])
+    ours = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return sum(peaks[pid] for pid in ours) / 1024
 
 
 def _decode(engine: Engine, requests: list[Request]) -> dict[str, float]:
@@ -263,7 +290,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every benchmark that runs engines side by side."""
     add_model_arguments(parser)
     parser.add_argument(
-        "--peers", default="transformers", help="comma-separated: transformers, vllm; '' for none"
+        "--peers",
+        default="transformers",
+        help="comma-separated: transformers, vllm, llama.cpp; '' for none",
     )
     parser.add_argument(
         "--without-jaxllm",
@@ -271,6 +300,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the peers alone: on an accelerator, engines cannot wait beside each other",
     )
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vllm")
+    parser.add_argument(
+        "--llama-cpp-python",
+        metavar="PATH",
+        help="interpreter that has llama-cpp-python, gguf and safetensors",
+    )
     parser.add_argument("--repetitions", type=int, default=3)
     add_out_argument(parser)
 
@@ -308,11 +342,13 @@ def workers(args: argparse.Namespace, model: str) -> Iterator[dict[str, Worker]]
     """jaxllm and the peers that were asked for."""
     started = {}
     ours = [] if args.without_jaxllm else ["jaxllm"]
+    pythons = {"vllm": args.vllm_python, "llama.cpp": args.llama_cpp_python}
     try:
         for engine in [*ours, *filter(None, args.peers.split(","))]:
-            python = args.vllm_python if engine == "vllm" else sys.executable
+            python = pythons.get(engine, sys.executable)
             if python is None:
-                raise SystemExit("--peers vllm needs --vllm-python")
+                flag = f"--{engine.replace('.', '-')}-python"
+                raise SystemExit(f"--peers {engine} needs {flag}")
             started[engine] = Worker(engine, model, engine_options(args), python)
         yield started
     finally:

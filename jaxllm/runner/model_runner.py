@@ -18,6 +18,7 @@ from jaxllm.metrics.startup import Phases
 from jaxllm.runner.bundle import load_programs
 from jaxllm.runner.compile import Programs, compilation_counter
 from jaxllm.runner.host_arrays import HostArray
+from jaxllm.runner.huge_pages import use_huge_pages
 from jaxllm.runner.memory import device_memory, format_bytes, peak_host_bytes
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.plan import EnginePlan
@@ -131,7 +132,7 @@ class ModelRunner:
         if self._has_weights:
             return
         if self._host_weights:
-            weights = [[array.to_device() for array in its] for its in self._host_weights]
+            weights = self._placed([[a.to_device() for a in its] for its in self._host_weights])
         else:
             weights = self._load_weights()
         for stage, its in zip(self._stages, weights, strict=True):
@@ -167,7 +168,13 @@ class ModelRunner:
             format_bytes(_local_bytes(states)),
             format_bytes(peak_host_bytes()),
         )
-        return list(map(jax.tree.leaves, states))
+        return self._placed(list(map(jax.tree.leaves, states)))
+
+    def _placed(self, weights: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        if self._plan.chip.platform == "cpu":
+            for its in weights:
+                use_huge_pages(its)
+        return weights
 
 
 def _local_bytes(arrays: Any) -> int:
