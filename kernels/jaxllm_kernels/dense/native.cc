@@ -6,86 +6,21 @@
 // a row's result is the same alone and among others.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <cstring>
-#include <memory>
-#include <thread>
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
+#include "native/threads.h"
+#include "native/vectors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
 
+using namespace jaxllm;
+
 constexpr int kBlockRows = 4;         // rows of x whose sums are in registers at a time
 constexpr int kBlockOutputs = 4;      // rows of weights beside them
 constexpr int64_t kTileOutputs = 32;  // outputs that a thread takes at a time
-
-// Vectors of GCC and Clang, which make of them what the processor has.
-constexpr int kLanes = 16;
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-
-// By halves: four additions one after another, and not fifteen.
-inline float Sum(const Floats& v) {
-  typedef float Eight __attribute__((vector_size(32)));
-  typedef float Four __attribute__((vector_size(16)));
-  Eight halves[2];
-  std::memcpy(halves, &v, sizeof(v));
-  const Eight eight = halves[0] + halves[1];
-  Four quarters[2];
-  std::memcpy(quarters, &eight, sizeof(eight));
-  const Four four = quarters[0] + quarters[1];
-  return (four[0] + four[2]) + (four[1] + four[3]);
-}
-
-// A type of elements: how many are loaded at a time, how, and how they are multiplied and added.
-struct Float32 {
-  using Element = float;
-  using Loaded = Floats;
-  static constexpr int kStep = kLanes;
-  static Loaded Load(const Element* p) {
-    Loaded v;
-    std::memcpy(&v, p, sizeof(v));
-    return v;
-  }
-  static void Add(Floats& sum, const Loaded& x, const Loaded& w) { sum += x * w; }
-};
-
-#if defined(__AVX512BF16__)
-
-struct BFloat16 {
-  using Element = uint16_t;
-  using Loaded = __m512i;
-  static constexpr int kStep = 2 * kLanes;  // products of pairs
-  static Loaded Load(const Element* p) { return _mm512_loadu_si512(p); }
-  static void Add(Floats& sum, const Loaded& x, const Loaded& w) {
-    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
-  }
-};
-
-#else
-
-struct BFloat16 {
-  using Element = uint16_t;
-  using Loaded = Floats;
-  static constexpr int kStep = kLanes;
-  static Loaded Load(const Element* p) {
-    Halves v;
-    std::memcpy(&v, p, sizeof(v));
-    const Words bits = __builtin_convertvector(v, Words) << 16;  // the upper half of a float32
-    return (Floats)bits;
-  }
-  static void Add(Floats& sum, const Loaded& x, const Loaded& w) { sum += x * w; }
-};
-
-#endif
 
 template <typename Kind>
 struct Product {
@@ -140,25 +75,10 @@ void MultiplyTile(const Product<Kind>& p, int64_t tile) {
   for (; output < end; ++output) MultiplyRows<1>(p, output);
 }
 
-// Threads take tiles until there are none. The caller takes them, too, so it never waits for a
-// thread that has not begun; one that begins when all is done finds no tile, and touches nothing.
 template <typename Kind>
 void Multiply(const Product<Kind>& p, ffi::ThreadPool& pool) {
-  struct Tiles {
-    std::atomic<int64_t> next{0}, done{0};
-  };
   const int64_t num_tiles = (p.num_outputs + kTileOutputs - 1) / kTileOutputs;
-  auto tiles = std::make_shared<Tiles>();
-  auto work = [tiles, p, num_tiles] {
-    for (int64_t tile; (tile = tiles->next.fetch_add(1)) < num_tiles;) {
-      MultiplyTile(p, tile);
-      tiles->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  const int64_t num_helpers = std::min(pool.num_threads(), num_tiles) - 1;
-  for (int64_t i = 0; i < num_helpers; ++i) pool.Schedule(decltype(work)(work));
-  work();
-  while (tiles->done.load(std::memory_order_acquire) < num_tiles) std::this_thread::yield();
+  Share(pool, num_tiles, 0, [&p](int64_t tile) { MultiplyTile(p, tile); });
 }
 
 template <ffi::DataType kType, typename Kind>
