@@ -27,6 +27,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     default_backends,
     get_backend,
 )
+from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import ValidationError, refused
@@ -233,6 +234,7 @@ def make_plan(
     attention = _choose_attention(
         config.compilation.attention_backend,
         chip,
+        library,
         functools.partial(_check_all, attention_configs, limits, dtype, chip),
     ).tuned_for(chip)
 
@@ -415,13 +417,19 @@ def _choose_max_num_batched_tokens(
 def _choose_attention(
     asked: str,
     chip: Chip,
+    library: Library | NoLibrary,
     check: Callable[[AttentionBackend], None],
 ) -> AttentionBackend:
     """The first of these backends that can run the model; what the others say is logged."""
-    names = (asked,) if asked != "auto" else default_backends(chip)
+    names = (asked,)
+    if asked == "auto":
+        has_native = isinstance(library, Library)
+        names = tuple(n for n in default_backends(chip) if n != "native" or has_native)
     for name in names:
         try:
             backend = get_backend(name)
+            if isinstance(backend, NativeBackend):
+                backend = NativeBackend(library)
             check(backend)
             return backend
         except ValueError as error:

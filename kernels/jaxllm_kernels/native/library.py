@@ -23,6 +23,7 @@ _ROOT = Path(__file__).parents[1]
 _HEADERS = ("native/threads.h", "native/vectors.h")
 _FUNCTIONS = {
     "dense/native.cc": ("jaxllm_dense_f32", "jaxllm_dense_bf16"),
+    "ragged_paged_attention/native.cc": ("jaxllm_attention_f32", "jaxllm_attention_bf16"),
 }
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
