@@ -84,6 +84,29 @@ def test_drawn_batches_are_right(backend, sliding_window, rows, seed):
     assert_correct(backend, case, "float32", seed)
 
 
+def test_a_prompt_sees_what_other_threads_write(backend):
+    """Who attends before all is written meets what was there before. It takes luck to be early."""
+    config = AttentionConfig(num_heads=8, num_kv_heads=8, head_size=256, scale=0.1)
+    batch = RaggedBatch(
+        query_starts=jnp.array([0, 256], jnp.int32),
+        context_lens=jnp.array([256], jnp.int32),
+        block_tables=jnp.array([[0, 1]], jnp.int32),
+        num_decodes=jnp.int32(0),
+        block_size=128,
+        decode_only=False,
+    )
+    spec = backend.cache_shape(config, num_blocks=2, block_size=128, dtype=jnp.float32)
+    x = jnp.ones((256, 8, 256))
+
+    @jax.jit
+    def step(x):
+        cache = jnp.full(spec.shape, jnp.nan, spec.dtype)
+        return backend.attend(x, x, x, cache, batch, None, config=config)[0]
+
+    for _ in range(100):
+        np.testing.assert_allclose(step(x), x, rtol=1e-6)
+
+
 class Row:
     """A request in blocks of its own of a cache of 32, block 0 of which is nobody's."""
 
