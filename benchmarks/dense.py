@@ -6,14 +6,16 @@ Ten weights are multiplied one after another, so that none is found in a cache. 
 times counts: other programs on the machine only add to it.
 """
 
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jaxllm_kernels.dense import native
 from jaxllm_kernels.dense.api import XLA
+from jaxllm_kernels.dense.native import NativeMatmul
+from jaxllm_kernels.native import library
 
 NUM_OUTPUTS, NUM_INPUTS, NUM_WEIGHTS, REPETITIONS = 5632, 1024, 10, 12
 
@@ -40,7 +42,10 @@ def seconds(matmul, x, weights) -> float:
 
 
 def main() -> None:
-    ours = native.load(Path(tempfile.mkdtemp()))
+    loaded = library.load(Path(tempfile.mkdtemp()))
+    if isinstance(loaded, library.NoLibrary):
+        sys.exit(loaded.reason)
+    ours = NativeMatmul(loaded)
     print(f"[rows, {NUM_INPUTS}] x [{NUM_INPUTS}, {NUM_OUTPUTS}], us per product")
     print(f"{'type':<10}{'rows':>6}{'XLA':>9}{'native':>9}{'ratio':>8}{'GB/s':>8}")
     for dtype in (jnp.bfloat16, jnp.float32):

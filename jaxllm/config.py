@@ -153,8 +153,8 @@ class CompilationConfig:
     )
     native_kernels: bool = option(
         True,
-        "On a CPU: multiply the rows of decodes by a kernel in C++, which is compiled at the first "
-        "start, if there is a compiler.",
+        "On a CPU: attend, and multiply the rows of decodes, by kernels in C++, which are compiled "
+        "at the first start, if there is a compiler.",
     )
     attention_backend: str = option(
         "auto", "Attention implementation: 'auto' (by platform) or the name of a registered one."

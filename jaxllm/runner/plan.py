@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxllm_kernels.common import cdiv
-from jaxllm_kernels.dense import native
 from jaxllm_kernels.dense.api import ROUNDED_XLA, XLA, Matmul
+from jaxllm_kernels.dense.native import NativeMatmul
+from jaxllm_kernels.native import library as native
+from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, Device, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
@@ -25,6 +27,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     default_backends,
     get_backend,
 )
+from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import ValidationError, refused
@@ -226,9 +229,11 @@ def make_plan(
         max_blocks=cdiv(max_model_len, block_size),
         block_size=block_size,
     )
-    asked = config.compilation.attention_backend
+    library = _load_native_kernels(config, chip)
     attention = _choose_attention(
-        (asked,) if asked != "auto" else default_backends(chip),
+        config.compilation.attention_backend,
+        chip,
+        library,
         functools.partial(_check_all, attention_configs, limits, dtype, chip),
     ).tuned_for(chip)
 
@@ -294,7 +299,7 @@ def make_plan(
         num_logits=num_logits,
         attention=attention,
         attention_configs=attention_configs,
-        matmul=_choose_matmul(config, chip, num_shards),
+        matmul=_choose_matmul(library, num_shards),
         stages=plan_stages(num_blocks),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,
@@ -335,16 +340,24 @@ def _check_divisible(architecture: Architecture, num_shards: int) -> None:
         )
 
 
-def _choose_matmul(config: EngineConfig, chip: Chip, num_shards: int) -> Matmul:
-    """On a CPU our own kernel, if it can be built; XLA cannot cut that over devices."""
-    if chip.platform != "cpu" or num_shards > 1 or not config.compilation.native_kernels:
-        return XLA
+def _load_native_kernels(config: EngineConfig, chip: Chip) -> Library | NoLibrary:
+    """Our own kernels for CPUs, if they can be built."""
+    if chip.platform != "cpu":
+        return NoLibrary(f"they are for CPUs, and this is {chip.name}")
+    if not config.compilation.native_kernels:
+        return NoLibrary("native_kernels is off")
     directory = config.compilation.compilation_cache_dir or DEFAULT_COMPILATION_CACHE_DIR
-    try:
-        return native.load(Path(directory).expanduser() / "native")
-    except native.NotAvailableError as reason:
-        logger.info("decodes multiply by XLA's slower products: %s", reason)
+    library = native.load(Path(directory).expanduser() / "native")
+    if isinstance(library, NoLibrary):
+        logger.info("XLA's slower kernels run in place of our own: %s", library.reason)
+    return library
+
+
+def _choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
+    """Our own, if there is one; XLA cannot cut that over devices."""
+    if isinstance(library, NoLibrary) or num_shards > 1:
         return XLA
+    return NativeMatmul(library)
 
 
 def _choose_dtype(asked: str, architecture: Architecture, platform: str) -> Any:
@@ -401,12 +414,21 @@ def _choose_max_num_batched_tokens(
 
 
 def _choose_attention(
-    names: tuple[str, ...], check: Callable[[AttentionBackend], None]
+    asked: str,
+    chip: Chip,
+    library: Library | NoLibrary,
+    check: Callable[[AttentionBackend], None],
 ) -> AttentionBackend:
     """The first of these backends that can run the model; what the others say is logged."""
+    names = (asked,)
+    if asked == "auto":
+        has_native = isinstance(library, Library)
+        names = tuple(n for n in default_backends(chip) if n != "native" or has_native)
     for name in names:
         try:
             backend = get_backend(name)
+            if isinstance(backend, NativeBackend):
+                backend = NativeBackend(library)
             check(backend)
             return backend
         except ValueError as error:

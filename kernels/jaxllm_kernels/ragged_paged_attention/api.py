@@ -204,7 +204,7 @@ def get_backend(name: str) -> AttentionBackend:
 
 # Backends for those who ask for none, best first. On a TPU there is no second best: XLA would copy
 # the whole cache in every step, so what the kernel refuses is refused.
-_DEFAULTS = {"cpu": ("xla",), "gpu": ("mosaic_sm90", "xla"), "tpu": ("tpu",)}
+_DEFAULTS = {"cpu": ("native", "xla"), "gpu": ("mosaic_sm90", "xla"), "tpu": ("tpu",)}
 
 
 def default_backends(chip: Chip) -> tuple[str, ...]:

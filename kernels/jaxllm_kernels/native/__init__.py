@@ -1,0 +1,1 @@
+"""Kernels in C++ for CPUs: how they are built, and what they share."""

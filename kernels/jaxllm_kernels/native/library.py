@@ -1,0 +1,138 @@
+"""The library of our own kernels for CPUs, where XLA's are slow.
+
+It is compiled on the machine that runs it, for its processor, by whatever compiler is there, and
+kept in a directory of the user's. XLA calls it through its foreign function interface.
+"""
+
+import ctypes
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxllm_kernels.platform import processor
+
+_ROOT = Path(__file__).parents[1]
+# What it is made of, and the functions in it that XLA may call.
+_HEADERS = ("native/threads.h", "native/vectors.h")
+_FUNCTIONS = {
+    "dense/native.cc": ("jaxllm_dense_f32", "jaxllm_dense_bf16"),
+    "ragged_paged_attention/native.cc": ("jaxllm_attention_f32", "jaxllm_attention_bf16"),
+}
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+_COMPILERS = ("c++", "g++", "clang++")
+_SECONDS = 120
+_registered: set[str] = set()
+
+
+class NotAvailableError(Exception):
+    """There is no such library on this machine, for a reason."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """One that is loaded, and known to XLA."""
+
+    build: str  # which
+
+    def target(self, function: str) -> str:
+        """What XLA calls one of its functions."""
+        return f"{function}_{self.build}"
+
+
+@dataclass(frozen=True)
+class NoLibrary:
+    """None is there."""
+
+    reason: str
+
+
+def load(directory: Path) -> Library | NoLibrary:
+    """Load the library for this machine, which is built first unless it lies in the directory."""
+    try:
+        return _load(directory)
+    except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
+        return NoLibrary(_reason(error))
+
+
+def _load(directory: Path) -> Library:
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise NotAvailableError(f"no C++ compiler is here ({', '.join(_COMPILERS)})")
+    library = Library(_identity(compiler))
+    path = _make_private(directory) / f"kernels-{library.build}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    _check_ours(path)
+    _register(path, library)
+    return library
+
+
+def _identity(compiler: str) -> str:
+    """All that decides what the library is, hashed."""
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS
+    ).stdout
+    facts = (
+        *((_ROOT / name).read_text() for name in (*_HEADERS, *_FUNCTIONS)),
+        *_FLAGS,
+        version,
+        importlib.metadata.version("jaxlib"),
+        processor(),
+    )
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+
+
+def _make_private(directory: Path) -> Path:
+    """What is in the directory is run, so nobody else may write there."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_ours(directory)
+    return directory
+
+
+def _check_ours(path: Path) -> None:
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise NotAvailableError(f"others may write {path}; make it yours alone")
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Whoever starts at the same time compiles, too: the last one stays, and they are alike."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        sources = [str(_ROOT / name) for name in _FUNCTIONS]
+        includes = ["-I", jax.ffi.include_dir(), "-I", str(_ROOT)]
+        subprocess.run(
+            [compiler, *_FLAGS, *includes, *sources, "-o", str(made)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_SECONDS,
+        )
+        made.chmod(0o700)
+        made.rename(path)
+
+
+def _register(path: Path, library: Library) -> None:
+    """Tell XLA of it: once in a process, wherever the library lies."""
+    if library.build in _registered:
+        return
+    functions = ctypes.cdll.LoadLibrary(str(path))
+    for names in _FUNCTIONS.values():
+        for name in names:
+            function = jax.ffi.pycapsule(getattr(functions, name))
+            jax.ffi.register_ffi_target(library.target(name), function, platform="cpu")
+    _registered.add(library.build)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = (error.stderr or "").strip().splitlines()
+        return f"{error.cmd[0]} failed: {lines[0] if lines else error.returncode}"[:300]
+    return str(error)[:300]

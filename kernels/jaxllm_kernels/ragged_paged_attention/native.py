@@ -1,0 +1,125 @@
+"""The implementation for CPUs in C++: one call of the library of native kernels per layer.
+
+The cache is [blocks, K, 2 (keys, values), tokens of a page, H], as `native.cc` describes: a block
+of keys is transposed inside, and pages have tokens for whole vectors.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxllm_kernels.common import round_up
+from jaxllm_kernels.native.library import Library, NoLibrary
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionConfig,
+    BatchLimits,
+    KVScales,
+    RaggedBatch,
+    check_common,
+)
+
+# Lanes of a vector.
+_LANES = 16
+_FUNCTIONS = {"float32": "jaxllm_attention_f32", "bfloat16": "jaxllm_attention_bf16"}
+
+
+@dataclass(frozen=True)
+class NativeBackend:
+    """Attention by threads that each take tiles of queries."""
+
+    # As registered it has none: whoever loads the library makes a backend with it.
+    library: Library | NoLibrary = NoLibrary("nothing has loaded it")
+    name: str = "native"
+
+    @property
+    def cache_head_axis(self) -> int:
+        return 1
+
+    def tuned_for(self, chip: Chip) -> "NativeBackend":
+        del chip
+        return self
+
+    def check(
+        self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
+    ) -> None:
+        check_common(config, limits, dtype=dtype)
+        if chip.platform != "cpu":
+            raise ValueError(
+                f"it is for CPUs, and this is {chip.name}; set attention_backend='auto'"
+            )
+        if isinstance(self.library, NoLibrary):
+            raise ValueError(
+                f"there is no library of native kernels: {self.library.reason}; "
+                "set attention_backend='xla'"
+            )
+        if config.kv_dtype is not None:
+            raise ValueError(
+                f"kv_cache_dtype={config.kv_dtype!r} is not supported; set attention_backend='xla'"
+            )
+        if jnp.dtype(dtype).name not in _FUNCTIONS:
+            raise ValueError(
+                f"dtype={jnp.dtype(dtype).name!r} is not one of {', '.join(_FUNCTIONS)}; "
+                "set attention_backend='xla'"
+            )
+        if config.head_size % _LANES:
+            raise ValueError(
+                f"head_size={config.head_size} is not a multiple of {_LANES}; "
+                "set attention_backend='xla'"
+            )
+
+    def cache_shape(
+        self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
+    ) -> jax.ShapeDtypeStruct:
+        page_tokens = round_up(block_size, _LANES)
+        return jax.ShapeDtypeStruct(
+            (num_blocks, config.num_kv_heads, 2, page_tokens, config.head_size), jnp.dtype(dtype)
+        )
+
+    def prepare(
+        self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
+    ) -> None:
+        del batch, configs, num_tokens
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        prepared: None,
+        *,
+        config: AttentionConfig,
+        sinks: jax.Array | None = None,
+        kv_scales: KVScales | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        del prepared
+        assert isinstance(self.library, Library) and kv_scales is None, self
+        assert q.dtype == k.dtype == v.dtype == cache.dtype, (q.dtype, cache.dtype)
+        call = jax.ffi.ffi_call(
+            self.library.target(_FUNCTIONS[q.dtype.name]),
+            (
+                jax.ShapeDtypeStruct(q.shape, q.dtype),
+                jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+            ),
+            input_output_aliases={3: 1},
+        )
+        out, cache = call(
+            q,
+            k,
+            v,
+            cache,
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_tables,
+            jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+            scale=np.float32(config.scale),
+            sliding_window=np.int64(config.sliding_window or 0),
+            soft_cap=np.float32(config.soft_cap or 0),
+            block_size=np.int64(batch.block_size),
+        )
+        return out, cache

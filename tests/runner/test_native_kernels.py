@@ -1,0 +1,53 @@
+"""When a plan takes the native kernels for CPUs, and when it does not."""
+
+import logging
+import shutil
+
+import pytest
+from jaxllm_kernels.dense.api import XLA
+from jaxllm_kernels.dense.native import NativeMatmul
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError
+from jaxllm.runner.plan import make_plan
+from jaxllm.testing import make_tiny_checkpoint
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler is here"
+)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+    cache = str(tmp_path_factory.mktemp("cache"))
+    options = {"compilation_cache_dir": cache, "kv_cache_memory_bytes": 1 << 22}
+    return lambda **changes: make_plan(EngineConfig.create(str(model), **{**options, **changes}))
+
+
+@needs_compiler
+def test_they_run_where_nobody_asks_for_others(plan):
+    made = plan()
+    assert made.attention.name == "native" and isinstance(made.matmul, NativeMatmul)
+    assert plan(attention_backend="native").attention == made.attention
+    asked_for_xla = plan(attention_backend="xla")
+    assert asked_for_xla.attention.name == "xla" and asked_for_xla.matmul == made.matmul
+
+
+def test_they_can_be_turned_off(plan):
+    made = plan(native_kernels=False)
+    assert made.attention.name == "xla" and made.matmul is XLA
+    with pytest.raises(ValidationError, match="attention_backend='native'.*native_kernels is off"):
+        plan(native_kernels=False, attention_backend="native")
+
+
+def test_without_a_compiler_xla_runs_and_nobody_is_warned(plan, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.INFO):
+        made = plan()
+    assert made.attention.name == "xla" and made.matmul is XLA
+    told = [record for record in caplog.records if "no C++ compiler" in record.getMessage()]
+    assert [record.levelno for record in told] == [logging.INFO]
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    with pytest.raises(ValidationError, match="attention_backend='native'.*no C\\+\\+ compiler"):
+        plan(attention_backend="native")
