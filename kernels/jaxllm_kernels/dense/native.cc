@@ -6,86 +6,27 @@
 // a row's result is the same alone and among others.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <cstring>
-#include <memory>
-#include <thread>
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
+#include "native/threads.h"
+#include "native/vectors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kBlockRows = 4;         // rows of x whose sums are in registers at a time
-constexpr int kBlockOutputs = 4;      // rows of weights beside them
-constexpr int64_t kTileOutputs = 32;  // outputs that a thread takes at a time
+using namespace jaxllm;
 
-// Vectors of GCC and Clang, which make of them what the processor has.
-constexpr int kLanes = 16;
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-
-// By halves: four additions one after another, and not fifteen.
-inline float Sum(const Floats& v) {
-  typedef float Eight __attribute__((vector_size(32)));
-  typedef float Four __attribute__((vector_size(16)));
-  Eight halves[2];
-  std::memcpy(halves, &v, sizeof(v));
-  const Eight eight = halves[0] + halves[1];
-  Four quarters[2];
-  std::memcpy(quarters, &eight, sizeof(eight));
-  const Four four = quarters[0] + quarters[1];
-  return (four[0] + four[2]) + (four[1] + four[3]);
-}
-
-// A type of elements: how many are loaded at a time, how, and how they are multiplied and added.
-struct Float32 {
-  using Element = float;
-  using Loaded = Floats;
-  static constexpr int kStep = kLanes;
-  static Loaded Load(const Element* p) {
-    Loaded v;
-    std::memcpy(&v, p, sizeof(v));
-    return v;
-  }
-  static void Add(Floats& sum, const Loaded& x, const Loaded& w) { sum += x * w; }
-};
-
-#if defined(__AVX512BF16__)
-
-struct BFloat16 {
-  using Element = uint16_t;
-  using Loaded = __m512i;
-  static constexpr int kStep = 2 * kLanes;  // products of pairs
-  static Loaded Load(const Element* p) { return _mm512_loadu_si512(p); }
-  static void Add(Floats& sum, const Loaded& x, const Loaded& w) {
-    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
-  }
-};
-
+// Rows of x and of weights whose sums are in registers at a time: as many as there are registers.
+#if defined(__AVX512F__)
+constexpr int kBlockRows = 4, kBlockOutputs = 6;
 #else
-
-struct BFloat16 {
-  using Element = uint16_t;
-  using Loaded = Floats;
-  static constexpr int kStep = kLanes;
-  static Loaded Load(const Element* p) {
-    Halves v;
-    std::memcpy(&v, p, sizeof(v));
-    const Words bits = __builtin_convertvector(v, Words) << 16;  // the upper half of a float32
-    return (Floats)bits;
-  }
-  static void Add(Floats& sum, const Loaded& x, const Loaded& w) { sum += x * w; }
-};
-
+constexpr int kBlockRows = 2, kBlockOutputs = 2;
 #endif
+// Of the outputs; more of them share the work better, and are begun more often without their
+// weights being near.
+constexpr int64_t kTilesPerThread = 8;
 
 template <typename Kind>
 struct Product {
@@ -95,9 +36,15 @@ struct Product {
   int64_t num_rows, num_inputs, num_outputs;
 };
 
-// Compute a block of outputs of a block of rows.
+// Which weights of the next block of outputs to bring near: these, and every so many after them.
+struct Ahead {
+  int first, step;
+};
+
+// Compute a block of outputs of a block of rows, while weights of the next one come into the second
+// cache. In the first they would be in the way of what is computed now.
 template <int kRows, int kOutputs, typename Kind>
-inline void MultiplyBlock(const Product<Kind>& p, int64_t row, int64_t output) {
+inline void MultiplyBlock(const Product<Kind>& p, int64_t row, int64_t output, Ahead ahead) {
   Floats sums[kRows][kOutputs] = {};
   const auto* x = p.x + row * p.num_inputs;
   const auto* weight = p.weight + output * p.num_inputs;
@@ -105,60 +52,51 @@ inline void MultiplyBlock(const Product<Kind>& p, int64_t row, int64_t output) {
     typename Kind::Loaded xs[kRows];
     for (int r = 0; r < kRows; ++r) xs[r] = Kind::Load(x + r * p.num_inputs + k);
     for (int n = 0; n < kOutputs; ++n) {
-      const auto* here = weight + n * p.num_inputs + k;
-      const auto w = Kind::Load(here);
-      // The next block, while this one is computed; the processor does not see it coming.
-      if (row == 0) __builtin_prefetch(here + kOutputs * p.num_inputs);
+      const auto w = Kind::Load(weight + n * p.num_inputs + k);
       for (int r = 0; r < kRows; ++r) Kind::Add(sums[r][n], xs[r], w);
     }
+    for (int n = ahead.first; n < kOutputs; n += ahead.step)
+      __builtin_prefetch(weight + (kOutputs + n) * p.num_inputs + k, 0, 2);
   }
   for (int r = 0; r < kRows; ++r)
     for (int n = 0; n < kOutputs; ++n)
       p.y[(row + r) * p.num_outputs + output + n] = Sum(sums[r][n]);
 }
 
-// Compute a block of outputs of all rows; the weights stay in the cache from block to block.
+// Compute a block of outputs of all rows. The weights stay in the cache from one block of rows to
+// the next, and each brings its share of those that follow: memory and arithmetic are both busy.
 template <int kOutputs, typename Kind>
-inline void MultiplyRows(const Product<Kind>& p, int64_t output) {
-  static_assert(kBlockRows == 4, "what is left of the rows is one of the cases below");
-  int64_t row = 0;
-  for (; row + kBlockRows <= p.num_rows; row += kBlockRows)
-    MultiplyBlock<kBlockRows, kOutputs>(p, row, output);
-  switch (p.num_rows - row) {
-    case 3: MultiplyBlock<3, kOutputs>(p, row, output); break;
-    case 2: MultiplyBlock<2, kOutputs>(p, row, output); break;
-    case 1: MultiplyBlock<1, kOutputs>(p, row, output); break;
+inline void MultiplyRows(const Product<Kind>& p, int64_t output, bool is_last) {
+  const int num_blocks = (p.num_rows + kBlockRows - 1) / kBlockRows;
+  for (int block = 0; block < num_blocks; ++block) {
+    const int64_t row = block * kBlockRows;
+    const Ahead ahead{is_last ? kOutputs : block, num_blocks};
+    static_assert(kBlockRows <= 4, "what is left of the rows is one of these cases");
+    switch (std::min<int64_t>(kBlockRows, p.num_rows - row)) {
+      case 4: MultiplyBlock<4, kOutputs>(p, row, output, ahead); break;
+      case 3: MultiplyBlock<3, kOutputs>(p, row, output, ahead); break;
+      case 2: MultiplyBlock<2, kOutputs>(p, row, output, ahead); break;
+      case 1: MultiplyBlock<1, kOutputs>(p, row, output, ahead); break;
+    }
   }
 }
 
 template <typename Kind>
-void MultiplyTile(const Product<Kind>& p, int64_t tile) {
-  int64_t output = tile * kTileOutputs;
-  const int64_t end = std::min(output + kTileOutputs, p.num_outputs);
+void MultiplyTile(const Product<Kind>& p, int64_t output, int64_t end) {
   for (; output + kBlockOutputs <= end; output += kBlockOutputs)
-    MultiplyRows<kBlockOutputs>(p, output);
-  for (; output < end; ++output) MultiplyRows<1>(p, output);
+    MultiplyRows<kBlockOutputs>(p, output, output + 2 * kBlockOutputs > end);
+  for (; output < end; ++output) MultiplyRows<1>(p, output, true);
 }
 
-// Threads take tiles until there are none. The caller takes them, too, so it never waits for a
-// thread that has not begun; one that begins when all is done finds no tile, and touches nothing.
 template <typename Kind>
 void Multiply(const Product<Kind>& p, ffi::ThreadPool& pool) {
-  struct Tiles {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  const int64_t num_tiles = (p.num_outputs + kTileOutputs - 1) / kTileOutputs;
-  auto tiles = std::make_shared<Tiles>();
-  auto work = [tiles, p, num_tiles] {
-    for (int64_t tile; (tile = tiles->next.fetch_add(1)) < num_tiles;) {
-      MultiplyTile(p, tile);
-      tiles->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  const int64_t num_helpers = std::min(pool.num_threads(), num_tiles) - 1;
-  for (int64_t i = 0; i < num_helpers; ++i) pool.Schedule(decltype(work)(work));
-  work();
-  while (tiles->done.load(std::memory_order_acquire) < num_tiles) std::this_thread::yield();
+  // Of whole blocks, but for the last one.
+  const int64_t num_blocks = (p.num_outputs + kBlockOutputs - 1) / kBlockOutputs;
+  const int64_t wanted = std::max<int64_t>(1, pool.num_threads() * kTilesPerThread);
+  const int64_t tile_size = (num_blocks + wanted - 1) / wanted * kBlockOutputs;
+  Share(pool, (p.num_outputs + tile_size - 1) / tile_size, 0, [&p, tile_size](int64_t tile) {
+    MultiplyTile(p, tile * tile_size, std::min((tile + 1) * tile_size, p.num_outputs));
+  });
 }
 
 template <ffi::DataType kType, typename Kind>
