@@ -1,8 +1,7 @@
 """llama.cpp as a peer: its library, through llama-cpp-python's bindings, with the plainest loop of
 continuous batching around it: in each step the next token of every sequence and chunks of prompts.
 
-Runs in an environment that has llama-cpp-python, gguf and safetensors, and imports nothing of
-jaxllm.
+Runs in an environment that has llama-cpp-python and gguf, and imports nothing of jaxllm.
 """
 
 import ctypes
@@ -10,13 +9,13 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf  # type: ignore[import-not-found]
 import llama_cpp  # type: ignore[import-not-found]
 import numpy as np
-import safetensors
 
 _TOKENS_AT_ONCE = 512
 _NAMES = {
@@ -57,7 +56,7 @@ class Peer:
         options.n_threads = options.n_threads_batch = os.cpu_count() or 1
         options.kv_unified = True
         if dtype == "bfloat16":
-            options.type_k = options.type_v = llama_cpp.GGML_TYPE_BF16
+            options.type_k = options.type_v = int(gguf.GGMLQuantizationType.BF16)
         self._context = llama_cpp.llama_init_from_model(self._model, options)
         assert self._context, "llama.cpp has made no context"
         self._memory = llama_cpp.llama_get_memory(self._context)
@@ -130,28 +129,42 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_tokenizer_model("no_vocab")
-    for file in sorted(model.glob("*.safetensors")):
-        with safetensors.safe_open(file, "np") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                tensor = tensors.get_tensor(key).astype(np.float32)
-                inner = key.removesuffix(".weight")
-                prefix = ""
-                if inner.startswith("model.layers."):
-                    _, _, layer, inner = inner.split(".", 3)
-                    prefix = f"blk.{layer}."
-                if inner == "self_attn.q_proj":
-                    tensor = _interleaved(tensor, heads)
-                elif inner == "self_attn.k_proj":
-                    tensor = _interleaved(tensor, kv_heads)
-                if tensor.ndim > 1 and name != "F32":
-                    tensor = gguf.quants.quantize(tensor, kind)
-                    writer.add_tensor(f"{prefix}{_NAMES[inner]}.weight", tensor, raw_dtype=kind)
-                else:
-                    writer.add_tensor(f"{prefix}{_NAMES[inner]}.weight", tensor)
+    for key, tensor in _tensors(model):
+        inner = key.removesuffix(".weight")
+        prefix = ""
+        if inner.startswith("model.layers."):
+            _, _, layer, inner = inner.split(".", 3)
+            prefix = f"blk.{layer}."
+        if inner == "self_attn.q_proj":
+            tensor = _interleaved(tensor, heads)
+        elif inner == "self_attn.k_proj":
+            tensor = _interleaved(tensor, kv_heads)
+        if tensor.ndim > 1 and name != "F32":
+            tensor = gguf.quants.quantize(tensor, kind)
+            writer.add_tensor(f"{prefix}{_NAMES[inner]}.weight", tensor, raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{prefix}{_NAMES[inner]}.weight", tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and float32 values; numpy has no bfloat16 of its own, which is half a float32."""
+    for file in sorted(model.glob("*.safetensors")):
+        data = file.read_bytes()
+        size = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:size]).items():
+            if name == "__metadata__":
+                continue
+            first, last = entry["data_offsets"]
+            raw = data[size + first : size + last]
+            if entry["dtype"] == "BF16":
+                tensor = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+            else:
+                tensor = np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[entry["dtype"]])
+            yield name, tensor.astype(np.float32).reshape(entry["shape"])
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -303,7 +303,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--llama-cpp-python",
         metavar="PATH",
-        help="interpreter that has llama-cpp-python, gguf and safetensors",
+        help="interpreter that has llama-cpp-python and gguf",
     )
     parser.add_argument("--repetitions", type=int, default=3)
     add_out_argument(parser)
