@@ -55,8 +55,7 @@ class Peer:
         options.n_seq_max = max_num_seqs
         options.n_threads = options.n_threads_batch = os.cpu_count() or 1
         options.kv_unified = True
-        if dtype == "bfloat16":
-            options.type_k = options.type_v = int(gguf.GGMLQuantizationType.BF16)
+        options.type_k = options.type_v = int(gguf.GGMLQuantizationType[_TYPES[dtype][0]])
         self._context = llama_cpp.llama_init_from_model(self._model, options)
         assert self._context, "llama.cpp has made no context"
         self._memory = llama_cpp.llama_get_memory(self._context)
