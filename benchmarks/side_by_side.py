@@ -164,6 +164,7 @@ def run_vllm(model: str, options: Options) -> Engine:
 
 
 def run_llama_cpp(model: str, options: Options) -> Engine:
+    sys.path.append(str(Path(__file__).parent))
     import llama_cpp_peer
 
     peer = llama_cpp_peer.Peer(
@@ -186,7 +187,8 @@ class Worker:
     def __init__(self, engine: str, model: str, options: Options, python: str = sys.executable):
         start = time.perf_counter()
         self._process = subprocess.Popen(
-            [python, __file__, engine, model, json.dumps(options)],
+            # Files here have names of packages that a peer may look for.
+            [python, "-P", __file__, engine, model, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
