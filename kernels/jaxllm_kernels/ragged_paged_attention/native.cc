@@ -183,8 +183,8 @@ inline void Prefetch(const void* from, int64_t num_bytes) {
 }
 
 // Find the keys of the chunk that a group belongs to, from that group on. Of groups that lie only
-// partly in [begin, end), values are copied and the others replaced by zeros: a weight of zero would
-// not silence what may be there.
+// partly in [begin, end), values are copied and the others replaced by zeros: a weight of zero
+// would not silence what may be there.
 template <typename Kind>
 Chunk<Kind> FindKeys(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head, int64_t begin,
                      int64_t end, int64_t first, Scratch<Kind>& scratch) {
