@@ -419,11 +419,11 @@ def _choose_attention(
     library: Library | NoLibrary,
     check: Callable[[AttentionBackend], None],
 ) -> AttentionBackend:
-    """The first of these backends that can run the model; what the others say is logged."""
-    names = (asked,)
-    if asked == "auto":
-        has_native = isinstance(library, Library)
-        names = tuple(n for n in default_backends(chip) if n != "native" or has_native)
+    """The backend asked for, or the first of the chip's that can run the model; what the others say
+    is logged."""
+    names = (asked,) if asked != "auto" else default_backends(chip)
+    if asked == "auto" and isinstance(library, NoLibrary):
+        names = tuple(name for name in names if name != "native")  # why is said already
     for name in names:
         try:
             backend = get_backend(name)

@@ -12,8 +12,8 @@
 
 namespace jaxllm {
 
-// Call work(unit) for all units, and return when all have ended; those before the barrier have ended
-// when others begin.
+// Call work(unit) for all units, and return when all have ended; those before the barrier have
+// ended when others begin.
 //
 // Threads take the next unit until there is none. The caller takes them, too, so it never waits for
 // a thread that has not begun; one that begins when all is done finds no unit, and touches nothing.

@@ -18,7 +18,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
-// What one of the processor's registers holds of one: fewer registers are needed for more.
+// Whether one is a register of the processor. Else it takes several of them, and fewer are at hand.
 #if defined(__AVX512F__)
 constexpr bool kIsOneRegister = true;
 #else

@@ -1,9 +1,10 @@
 // A step's keys and values are written into the pages of a layer, and its tokens attend to them.
 //
-// Tokens of a row are cut into tiles, and a thread takes a tile and a kv head at a time. A line is a
-// query of a token: all lines of a tile share each load of a key or value. Keys are taken in chunks
-// that begin at fixed places of the context, and within them in fixed order, and a key that a line
-// does not see changes nothing of it. So a token's result is the same whatever else is computed.
+// Tokens of a row are cut into tiles, and a thread takes a tile and a kv head at a time. A line is
+// a query of a token: all lines of a tile share each load of a key or value. Keys are taken in
+// chunks that begin at fixed places of the context, and within them in fixed order; a key that a
+// line does not see changes nothing of it. So a token's result is the same whatever else is
+// computed.
 //
 // A page of a kv head is a panel of keys and one of values, in words of 32 bits (`vectors.h`):
 // keys [head_size / per word][tokens], so that a vector has the same of sixteen keys, and scores
@@ -181,15 +182,16 @@ inline void Prefetch(const void* from, int64_t num_bytes) {
     __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
-// Find the keys of a chunk, which begins with a group. Of groups that lie only partly in [begin, end),
-// values are copied and the others replaced by zeros: a weight of zero would not silence what may be
-// there.
+// Find the keys of the chunk that a group belongs to, from that group on. Of groups that lie only
+// partly in [begin, end), values are copied and the others replaced by zeros: a weight of zero
+// would not silence what may be there.
 template <typename Kind>
 Chunk<Kind> FindKeys(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head, int64_t begin,
                      int64_t end, int64_t first, Scratch<Kind>& scratch) {
   const int64_t groups_per_block = layer.page_tokens / kLanes;
   const int64_t values_size = kLanes * layer.head_size;
-  Chunk<Kind> chunk{std::min((first / kChunkGroups + 1) * kChunkGroups, layer.GroupOf(end - 1) + 1)};
+  const int64_t end_of_chunk = (first / kChunkGroups + 1) * kChunkGroups;
+  Chunk<Kind> chunk{std::min(end_of_chunk, layer.GroupOf(end - 1) + 1)};
   for (int64_t i = first; i < chunk.end; ++i) {
     const int64_t index = i / groups_per_block, place = i % groups_per_block * kLanes;
     const int64_t position = index * layer.block_size + place;

@@ -1,4 +1,4 @@
-"""The implementation in plain XLA: what CPUs run, and others that have no kernel of their own.
+"""The implementation in plain XLA: what runs where there is no kernel.
 
 The queries of a row are cut into tiles of consecutive tokens. One loop takes the tiles, a loop
 within takes the blocks in which the tile sees a key, and folds them into the running softmax of the
