@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.native.library import Library
 
-# Above it, XLA's products of blocks are as good.
-MAX_ROWS = 64
+# Above it, XLA's products of blocks are as good (benchmarks/dense.py).
+MAX_ROWS = {"float32": 32, "bfloat16": 64}
 # What an accumulator takes at a time, at most.
 _STEP = 32
 _FUNCTIONS = {"float32": "jaxllm_dense_f32", "bfloat16": "jaxllm_dense_bf16"}
@@ -27,7 +27,7 @@ class NativeMatmul:
         if (
             x.dtype != weight.dtype
             or x.dtype.name not in _FUNCTIONS
-            or num_rows > MAX_ROWS
+            or num_rows > MAX_ROWS[x.dtype.name]
             or x.shape[-1] % _STEP
         ):
             return XLA(x, weight)
