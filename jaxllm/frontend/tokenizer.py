@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxllm import bundled
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.chat_template import Conversation, render
@@ -67,6 +68,7 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
 
     # A revision of its own is another one than that of the directory.
     source = config.tokenizer or (config.model if config.tokenizer_revision else model_dir)
+    source = str(bundled.path(source) or source)
     try:
         hf = AutoTokenizer.from_pretrained(
             source,

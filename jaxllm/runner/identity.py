@@ -31,10 +31,10 @@ _NOT_IN_PROGRAMS = {
 _FLAGS_BESIDE_PROGRAMS = (
     "--xla_force_host_platform_device_count", "--xla_dump", "--xla_tpu_use_enhanced_launch_barrier",
 )  # fmt: skip
-# Folders of jaxllm that run on the host alone: a change there leaves all programs as they are.
+# Folders of jaxllm of which nothing is traced: a change there leaves all programs as they are.
 _BESIDE_PROGRAMS = {
     "__pycache__", "batch", "bench", "bundled", "cli", "engine", "executor", "frontend", "metrics",
-    "openai", "scheduler", "server", "simulation", "training",
+    "openai", "server", "simulation", "training",
 }  # fmt: skip
 _LONGEST = 100  # characters of a value that is kept as it is
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from jaxllm import bundled
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.tokenizer import load_tokenizer, render_chat
@@ -23,6 +24,11 @@ def test_saved_tokenizer_is_loaded_from_its_directory(byte_level, tmp_path):
     loaded = load_tokenizer(ModelConfig(model="m", tokenizer=str(tmp_path)), "elsewhere")
     assert loaded.encode("hello world") == byte_level.encode("hello world")
     assert loaded.eos_token_id == byte_level.eos_token_id
+
+
+def test_the_bundled_one_has_a_name():
+    loaded = load_tokenizer(ModelConfig(model="m", tokenizer=bundled.MODEL), "elsewhere")
+    assert loaded.decode(loaded.encode("def f(x):")) == "def f(x):"
 
 
 @pytest.mark.parametrize("broken", ["empty directory", "damaged file"])

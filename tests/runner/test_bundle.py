@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -254,6 +255,15 @@ def test_what_changes_no_program_leaves_the_identity(change, model_dir, tmp_path
 
 def test_fields_that_are_left_out_of_the_identity_exist():
     assert identity._NOT_IN_PROGRAMS <= {field.name for field in dataclasses.fields(EnginePlan)}
+
+
+def test_what_is_traced_imports_nothing_that_is_left_out_of_the_identity():
+    root = Path(identity.__file__).parents[1]
+    for folder in ("layers", "models", "parallel", "runner", "sampling"):
+        for file in (root / folder).glob("*.py"):
+            for name in re.findall(r"^ *(?:from|import) jaxllm\.(\w+)", file.read_text(), re.M):
+                # Of metrics only what the runner measures itself by.
+                assert name not in identity._BESIDE_PROGRAMS - {"metrics"}, (file, name)
 
 
 def test_flags_for_the_compiler_are_part_of_the_identity(model_dir, monkeypatch):
