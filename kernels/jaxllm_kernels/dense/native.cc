@@ -18,12 +18,11 @@ namespace {
 
 using namespace jaxllm;
 
-// Rows of x and of weights whose sums are in registers at a time: as many as there are registers.
-#if defined(__AVX512F__)
-constexpr int kBlockRows = 4, kBlockOutputs = 6;
-#else
-constexpr int kBlockRows = 2, kBlockOutputs = 2;
-#endif
+// Rows of x and of weights whose sums are in registers at a time: as many as there are registers. Of
+// float32 fewer, since they shall also stay in the nearest cache.
+constexpr int kBlockRows = kIsOneRegister ? 4 : 2;
+template <typename Kind>
+constexpr int kBlockOutputs = kIsOneRegister ? (sizeof(typename Kind::Element) == 4 ? 4 : 6) : 2;
 // Of the outputs; more of them share the work better, and are begun more often without their
 // weights being near.
 constexpr int64_t kTilesPerThread = 8;
@@ -83,17 +82,19 @@ inline void MultiplyRows(const Product<Kind>& p, int64_t output, bool is_last) {
 
 template <typename Kind>
 void MultiplyTile(const Product<Kind>& p, int64_t output, int64_t end) {
-  for (; output + kBlockOutputs <= end; output += kBlockOutputs)
-    MultiplyRows<kBlockOutputs>(p, output, output + 2 * kBlockOutputs > end);
+  constexpr int kOutputs = kBlockOutputs<Kind>;
+  for (; output + kOutputs <= end; output += kOutputs)
+    MultiplyRows<kOutputs>(p, output, output + 2 * kOutputs > end);
   for (; output < end; ++output) MultiplyRows<1>(p, output, true);
 }
 
 template <typename Kind>
 void Multiply(const Product<Kind>& p, ffi::ThreadPool& pool) {
   // Of whole blocks, but for the last one.
-  const int64_t num_blocks = (p.num_outputs + kBlockOutputs - 1) / kBlockOutputs;
+  constexpr int64_t kOutputs = kBlockOutputs<Kind>;
+  const int64_t num_blocks = (p.num_outputs + kOutputs - 1) / kOutputs;
   const int64_t wanted = std::max<int64_t>(1, pool.num_threads() * kTilesPerThread);
-  const int64_t tile_size = (num_blocks + wanted - 1) / wanted * kBlockOutputs;
+  const int64_t tile_size = (num_blocks + wanted - 1) / wanted * kOutputs;
   Share(pool, (p.num_outputs + tile_size - 1) / tile_size, 0, [&p, tile_size](int64_t tile) {
     MultiplyTile(p, tile * tile_size, std::min((tile + 1) * tile_size, p.num_outputs));
   });
