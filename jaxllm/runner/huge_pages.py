@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 
 import jax
+import numpy as np
 
 from jaxllm.logging import init_logger
 
@@ -29,7 +30,7 @@ def use_huge_pages(arrays: Iterable[jax.Array]) -> None:
     for array in arrays:
         if len(array.sharding.device_set) > 1:
             continue  # several devices on one CPU are there to be tested, and not to be fast
-        address = array.unsafe_buffer_pointer()
+        address = np.asarray(array).ctypes.data  # which copies nothing on a CPU
         start = -(-address // _HUGE_PAGE) * _HUGE_PAGE
         length = (address + array.nbytes) // _HUGE_PAGE * _HUGE_PAGE - start
         if length > 0:
