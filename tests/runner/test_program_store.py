@@ -62,6 +62,7 @@ def start(model_dir, cache, **options):
 
 @pytest.fixture(scope="module")
 def first(model_dir, cache):
+    jax.clear_caches()  # or JAX would know the small ones from other tests of this process
     return start(model_dir, cache)
 
 
@@ -75,7 +76,7 @@ def test_the_next_start_compiles_nothing_and_answers_the_same(
     enforce_eager, model_dir, cache, first
 ):
     answers, compiles, _ = first
-    assert compiles == len(stored(cache)) > 1  # JAX knows the small ones from other tests
+    assert compiles == len(stored(cache)) > 4
     assert start(model_dir, cache, enforce_eager=enforce_eager) == (answers, 0, 0)
 
 

@@ -15,7 +15,7 @@ from jaxllm.testing import make_tiny_checkpoint
 
 MIB = 1 << 20
 # What JAX and the loader themselves come to need, whatever the size of the checkpoint.
-CONSTANT = 112 * MIB
+CONSTANT = 80 * MIB
 
 SCRIPT = """
 import json, os, sys
