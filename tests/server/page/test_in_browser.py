@@ -321,7 +321,7 @@ def test_pictures_move_while_something_runs(host, open_page, prefix):
     with host.serve(metrics_prefix=prefix, access_log=False) as server:
         page = open_page(server)
         requests, rates, kv_use, step_time, hits = page.locator(".figure").all()
-        assert requests.locator("output").text_content() != ""
+        requests.get_by_text("0 running").wait_for()
         with something_to_do(server):
             requests.get_by_text("1 running").wait_for()
             for figure, unit in [(rates, "out"), (kv_use, "%"), (step_time, "ms"), (hits, "%")]:
