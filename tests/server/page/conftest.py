@@ -7,8 +7,28 @@ import warnings
 
 import pytest
 
+from jaxllm.testing import make_tiny_checkpoint
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+MAX_MODEL_LEN = 16384
 HOW = f"none of {', '.join(BROWSERS)} is installed; try: apt-get install chromium"
+
+
+@pytest.fixture(scope="session")
+def host(engine_options, new_host, tmp_path_factory):
+    """An engine whose answers can be so long that no browser is too slow to stop them."""
+    model = make_tiny_checkpoint(
+        tmp_path_factory.mktemp("model"), max_position_embeddings=MAX_MODEL_LEN
+    )
+    host = new_host(engine_options | {"model": str(model), "max_model_len": MAX_MODEL_LEN})
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def client(host):
+    with host.serve(access_log=False) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")  # no longer: an event loop runs in this thread for as long

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 CHAT = "**/v1/chat/completions"
 HACK = '<img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script><b>bold</b>'
-LONG = {"max_tokens": 1900, "ignore_eos": True}
+LONG = {"max_tokens": 16000, "ignore_eos": True}
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +217,7 @@ def test_a_key_is_asked_for_and_a_wrong_one_is_told(host, open_page):
 def test_an_error_is_shown_and_the_message_is_not_lost(client, open_page):
     page = open_page(client, expected="400")
     choose(page, max_tokens=2)
-    too_long = "word" * 2000
+    too_long = "word" * 16000
     say(page, too_long)
     expect(page, "#log [role=alert]").to_contain_text("max_model_len")
     expect(page, "#message").to_have_value(too_long)
