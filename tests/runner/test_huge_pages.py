@@ -13,15 +13,15 @@ from jaxllm.runner.huge_pages import use_huge_pages
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def kib_in_huge_pages(address: int) -> int:
-    """Of the mapping that an address lies in."""
-    inside = False
+def bytes_in_huge_pages(begin: int, end: int) -> int:
+    """Of the mappings that have a part of this: a heap may be of several."""
+    found, overlaps = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
-        elif inside and line.startswith("AnonHugePages:"):
-            return int(line.split()[1])
-    raise AssertionError("no such mapping")
+        if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            overlaps = int(mapping[1], 16) < end and begin < int(mapping[2], 16)
+        elif overlaps and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) << 10
+    return found
 
 
 @pytest.mark.skipif(
@@ -30,8 +30,9 @@ def kib_in_huge_pages(address: int) -> int:
 )
 def test_a_large_array_lies_in_large_pages():
     host = np.random.default_rng(0).integers(0, 1 << 30, 6 << 20, np.int32)  # 24 MiB
-    large, small = jnp.asarray(host).copy(), jnp.arange(7)
+    large, small = jnp.asarray(host).copy().block_until_ready(), jnp.arange(7)
     address = large.unsafe_buffer_pointer()
+    before = bytes_in_huge_pages(address, address + large.nbytes)
     use_huge_pages([large, small])
     assert large.unsafe_buffer_pointer() == address
     np.testing.assert_array_equal(large, host)
@@ -40,7 +41,8 @@ def test_a_large_array_lies_in_large_pages():
         map(int, re.findall(r"\d+", Path("/proc/sys/kernel/osrelease").read_text())[:2])
     )
     if release >= (6, 1):
-        assert kib_in_huge_pages(address) >= 20 << 10
+        after = bytes_in_huge_pages(address, address + large.nbytes)
+        assert after - before >= 20 << 20
 
 
 def test_arrays_that_hold_nothing_are_left_alone():
