@@ -26,10 +26,10 @@ class Embedding(Product):
         )
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Look up [T] token ids: [T, D]. Ids are checked at the door; those of padding are
-        clipped, because an out-of-range row would be NaN."""
+        """Look up [T] token ids: [T, D]. Those of requests are checked at the door; padding's are
+        beyond all, and become zeros, which products may skip."""
         with jax.named_scope("embedding"):
-            return self.weight[...].at[token_ids].get(mode="clip")
+            return self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Score every token of the vocabulary: [n, D] to float32 [n, rows]; padding is -inf."""

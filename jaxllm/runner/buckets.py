@@ -2,7 +2,8 @@
 
 A *decode* step has one token per row; rows come in powers of two. A *mixed* step is a flat ragged
 batch; tokens come in powers of two and rows follow from the tokens. So the number of programs is
-the sum of two short ladders and never a product.
+the sum of two short ladders and never a product. Where padding costs next to nothing some rungs are
+left out, since each is a program to compile.
 """
 
 from dataclasses import dataclass
@@ -25,12 +26,22 @@ class Bucket:
 
 
 def make_ladder(
-    *, max_num_seqs: int, max_num_batched_tokens: int, block_size: int, min_rows: int
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    block_size: int,
+    min_rows: int,
+    free_padding: int = 0,
 ) -> tuple[Bucket, ...]:
-    """All buckets of an engine, small ones first; decode steps before mixed ones."""
+    """All buckets of an engine, small ones first; decode steps before mixed ones.
+
+    None has fewer rows than `min_rows`. Up to `free_padding` tokens, products skip padding: it costs
+    only the sampler and what lies between products.
+    """
     decode = [
         Bucket(decode_only=True, num_tokens=rows, num_rows=rows, max_block_updates=rows)
         for rows in _powers_of_two(min_rows, max_num_seqs)
+        if rows >= min(free_padding, max_num_seqs) or rows in _POWERS_OF_FOUR
     ]
     mixed = [
         Bucket(
@@ -41,6 +52,7 @@ def make_ladder(
             max_block_updates=cdiv(tokens, block_size) + min(max_num_seqs, tokens),
         )
         for tokens in _powers_of_two(_MIN_MIXED_TOKENS, max_num_batched_tokens)
+        if tokens >= min(free_padding, max_num_batched_tokens)
     ]
     return (*decode, *mixed)
 
@@ -60,6 +72,7 @@ class BucketTable:
 
 
 _MIN_MIXED_TOKENS = 16
+_POWERS_OF_FOUR = {4**i for i in range(1, 10)}
 
 
 def _powers_of_two(low: int, high: int) -> list[int]:

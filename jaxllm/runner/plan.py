@@ -284,6 +284,7 @@ def make_plan(
         )
         for stage in plan_stages(num_blocks=1)
     )
+    matmul = _choose_matmul(library, num_shards)
     return EnginePlan(
         model_name=model.model,
         model_dir=model_dir,
@@ -301,13 +302,14 @@ def make_plan(
         num_logits=num_logits,
         attention=attention,
         attention_configs=attention_configs,
-        matmul=_choose_matmul(library, num_shards),
+        matmul=matmul,
         stages=plan_stages(num_blocks),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
             min_rows=MIN_DOT_ROWS[platform],
+            free_padding=_free_padding(attention, matmul, dtype),
         ),
         max_logprobs=max_logprobs,
         logits_processors=load_logits_processors(model.logits_processors, config),
@@ -360,6 +362,13 @@ def _choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
     if isinstance(library, NoLibrary) or num_shards > 1:
         return XLA
     return NativeMatmul(library)
+
+
+def _free_padding(attention: AttentionBackend, matmul: Matmul, dtype: Any) -> int:
+    """Up to how many tokens of a step padding costs next to nothing."""
+    if not (isinstance(attention, NativeBackend) and isinstance(matmul, NativeMatmul)):
+        return 0
+    return matmul.max_rows(dtype)
 
 
 def _choose_dtype(asked: str, architecture: Architecture, platform: str) -> Any:

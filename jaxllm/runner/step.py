@@ -114,9 +114,10 @@ def _sample(
     """The end of a step: from hidden states to tokens."""
     assert state.tokens is not None and state.slots is not None
     with jax.named_scope("sample"):
-        last_rows = jnp.maximum(inputs.query_starts[1:] - 1, 0)
+        last = jnp.where(inputs.context_lens > 0, inputs.query_starts[1:] - 1, len(hidden))
         sampled = sample(
-            model.compute_logits(hidden[last_rows]),
+            # Padding rows are zeros here, too.
+            model.compute_logits(hidden.at[last].get(mode="fill", fill_value=0)),
             row_params.decode(inputs.row_params, plan.logits_processors),
             slots=inputs.slots,
             samples=inputs.samples,

@@ -35,6 +35,20 @@ def test_native_products_are_exact_to_float32(matmul, num_rows, num_outputs, dty
     assert relative_error(XLA(x, weight), x, weight) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_rows_of_zeros_at_the_end_are_not_multiplied(matmul, dtype, zero):
+    x, weight = operands(7, 70, 64, dtype)
+    x = x.at[2].set(0).at[5:].set(zero)
+    y = np.asarray(jax.jit(matmul)(x, weight))
+    np.testing.assert_array_equal(y[:5], jax.jit(matmul)(x[:5], weight))
+    np.testing.assert_array_equal(y[5:], np.zeros((2, 70)))
+    # Any row that is multiplied by these would tell.
+    y = np.asarray(jax.jit(matmul)(x, jnp.full_like(weight, jnp.nan)))
+    assert np.isnan(y[:5]).all() and (y[5:] == 0).all()
+    assert (jax.jit(matmul)(jnp.full_like(x, zero), weight * jnp.nan) == 0).all()
+
+
 def test_a_row_is_the_same_alone_and_among_others(matmul):
     x, weight = operands(23, 70, 256, jnp.bfloat16)
     together = np.asarray(jax.jit(matmul)(x, weight))

@@ -26,6 +26,20 @@ def test_default_sizes_make_few_programs():
     assert len(ladder(max_num_seqs=256, max_num_batched_tokens=8192)) <= 20
 
 
+def test_rungs_are_left_out_where_padding_is_free():
+    def names(**sizes):
+        return [f"{b.num_tokens}{'d' if b.decode_only else 'm'}" for b in ladder(**sizes)]
+
+    sizes = {"max_num_batched_tokens": 512}
+    assert names(free_padding=64, **sizes) == "4d 16d 64d 64m 128m 256m 512m".split()
+    assert names(free_padding=32, **sizes) == "4d 16d 32d 64d 32m 64m 128m 256m 512m".split()
+    assert names(free_padding=64, max_num_seqs=6, **sizes)[:3] == "4d 6d 64m".split()
+    assert names(free_padding=64, max_num_seqs=1, max_num_batched_tokens=20) == ["2d", "20m"]
+    assert "128d 200d 64m 128m 200m" in " ".join(
+        names(free_padding=64, max_num_seqs=200, max_num_batched_tokens=200)
+    )
+
+
 def test_sizes_that_are_no_powers_of_two_are_reached_exactly():
     buckets = ladder(max_num_seqs=48, max_num_batched_tokens=100)
     assert max(b.num_rows for b in buckets if b.decode_only) == 48
@@ -35,22 +49,28 @@ def test_sizes_that_are_no_powers_of_two_are_reached_exactly():
 @given(
     max_num_seqs=st.integers(1, 100),
     max_num_batched_tokens=st.integers(100, 5000),
+    free_padding=st.sampled_from([0, 32, 64]),
     data=st.data(),
 )
 def test_every_step_within_the_limits_finds_a_bucket_that_holds_it(
-    max_num_seqs, max_num_batched_tokens, data
+    max_num_seqs, max_num_batched_tokens, free_padding, data
 ):
     buckets = BucketTable(
-        ladder(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        ladder(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            free_padding=free_padding,
+        )
     )
     rows = data.draw(st.integers(1, max_num_seqs))
     tokens = data.draw(st.integers(rows, max_num_batched_tokens))
     mixed = buckets.find(num_tokens=tokens, num_rows=rows, decode_only=False)
     assert mixed.num_tokens >= tokens and mixed.num_rows >= rows
-    assert mixed.num_tokens < 2 * max(tokens, 16)
+    assert mixed.num_tokens < 2 * max(tokens, 16, free_padding)
     decode = buckets.find(num_tokens=rows, num_rows=rows, decode_only=True)
     assert decode.num_tokens == decode.num_rows >= rows
-    assert decode.num_rows <= 2 * rows or decode.num_rows == 2
+    most = 2 * rows if rows > free_padding else min(4 * rows, free_padding)
+    assert decode.num_rows <= max(most, 2)
 
 
 def test_room_for_block_updates_covers_a_step_without_cached_prefixes():

@@ -2,11 +2,15 @@
 
 import logging
 import shutil
+from collections import Counter
 
+import jax
+import numpy as np
 import pytest
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.dense.native import NativeMatmul
 
+from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.runner.plan import make_plan
@@ -32,6 +36,33 @@ def test_they_run_where_nobody_asks_for_others(plan):
     assert plan(attention_backend="native").attention == made.attention
     asked_for_xla = plan(attention_backend="xla")
     assert asked_for_xla.attention.name == "xla" and asked_for_xla.matmul == made.matmul
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # the latter with biases
+def test_rows_of_padding_are_zeros_wherever_they_are_multiplied(family, tmp_path, monkeypatch):
+    shapes = []
+    multiply = NativeMatmul.__call__
+
+    def look(x):
+        shapes.append((len(x), int(np.any(x != 0, axis=1).nonzero()[0].max(initial=-1)) + 1))
+
+    def multiply_and_look(self, x, weight):
+        jax.debug.callback(look, x)
+        return multiply(self, x, weight)
+
+    monkeypatch.setattr(NativeMatmul, "__call__", multiply_and_look)
+    model = make_tiny_checkpoint(tmp_path / "model", family)
+    options = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 22, "enforce_eager": True}
+    llm = LLM(str(model), compilation_cache_dir=str(tmp_path / "cache"), **options)
+    prompts = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(5)]
+    llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    jax.effects_barrier()
+    # Prompts of 20 tokens in a step of 32; three steps of five decodes in eight rows.
+    products = 4 * 2  # four in each layer
+    assert Counter(shapes) == {
+        (32, 20): products, (8, 5): 1 + 3 * (products + 1)
+    }  # fmt: skip
 
 
 def test_they_can_be_turned_off(plan):

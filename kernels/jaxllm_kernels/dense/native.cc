@@ -1,5 +1,7 @@
 // y[r, n] = sum over k of x[r, k] * weight[n, k], in float32, for the few rows of a decode step.
 //
+// Rows of zeros at the end, which is how steps are padded, cost nothing.
+//
 // With few rows the time is that of reading the weights, so they are read once and in order, by all
 // threads, and everything else stays in registers and the nearest cache. An output is a sum over
 // weights that lie one after another. How it is summed does not depend on what else is computed, so
@@ -100,6 +102,20 @@ void Multiply(const Product<Kind>& p, ffi::ThreadPool& pool) {
   });
 }
 
+// How many rows there are up to the last one that is not all zeros.
+template <typename Element>
+int64_t CountRows(const Element* x, int64_t num_rows, int64_t num_inputs) {
+  auto is_zero = [](Element value) {
+    if constexpr (sizeof(Element) == 2) value &= 0x7fff;  // the sign: minus zero is one, too
+    return value == 0;
+  };
+  for (const Element* row = x + num_rows * num_inputs; num_rows > 0; --num_rows) {
+    row -= num_inputs;
+    if (!std::all_of(row, row + num_inputs, is_zero)) break;
+  }
+  return num_rows;
+}
+
 template <ffi::DataType kType, typename Kind>
 ffi::Error MultiplyBuffers(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
                            ffi::Buffer<kType, 2> weight, ffi::ResultBuffer<ffi::F32, 2> y) {
@@ -107,10 +123,12 @@ ffi::Error MultiplyBuffers(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
   const auto rows = x.dimensions(), outputs = weight.dimensions();
   if (rows[1] != outputs[1] || rows[1] % Kind::kStep != 0)
     return ffi::Error::InvalidArgument("the inner sizes do not fit");
-  const Product<Kind> product{reinterpret_cast<const Element*>(x.untyped_data()),
-                              reinterpret_cast<const Element*>(weight.untyped_data()),
-                              y->typed_data(), rows[0], rows[1], outputs[0]};
-  Multiply(product, pool);
+  const auto* first = reinterpret_cast<const Element*>(x.untyped_data());
+  const int64_t num_rows = CountRows(first, rows[0], rows[1]);
+  const Product<Kind> product{first, reinterpret_cast<const Element*>(weight.untyped_data()),
+                              y->typed_data(), num_rows, rows[1], outputs[0]};
+  if (num_rows > 0) Multiply(product, pool);
+  std::fill(product.y + num_rows * outputs[0], product.y + rows[0] * outputs[0], 0.0f);
   return ffi::Error::Success();
 }
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.native.library import Library
@@ -22,14 +23,13 @@ class NativeMatmul:
 
     library: Library
 
+    def max_rows(self, dtype: DTypeLike) -> int:
+        """Up to how many rows are its own; of those it skips zeros at the end."""
+        return MAX_ROWS.get(jnp.dtype(dtype).name, 0)
+
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         num_rows = math.prod(x.shape[:-1])
-        if (
-            x.dtype != weight.dtype
-            or x.dtype.name not in _FUNCTIONS
-            or num_rows > MAX_ROWS[x.dtype.name]
-            or x.shape[-1] % _STEP
-        ):
+        if x.dtype != weight.dtype or num_rows > self.max_rows(x.dtype) or x.shape[-1] % _STEP:
             return XLA(x, weight)
         y = jax.ffi.ffi_call(
             self.library.target(_FUNCTIONS[x.dtype.name]),
