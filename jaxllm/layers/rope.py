@@ -78,7 +78,18 @@ def rotary(rope: RopeConfig, positions: jax.Array) -> Rotary:
     with jax.named_scope("rope"):
         angles = positions[:, None].astype(jnp.float32) * _frequencies(rope, positions)
         scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
-        return Rotary(jnp.cos(angles) * scale, jnp.sin(angles) * scale)
+
+        def turn(angles: jax.Array) -> Rotary:
+            return Rotary(jnp.cos(angles) * scale, jnp.sin(angles) * scale)
+
+        def turn_once(angles: jax.Array) -> Rotary:
+            # Else XLA:CPU computes them in every loop that rotates, anew for each head of each
+            # layer: a sixth of a decode step. A barrier does not last until it fuses loops; what
+            # is in a conditional stays there.
+            never = Rotary(jnp.zeros_like(angles), jnp.zeros_like(angles))
+            return jax.lax.cond(jnp.all(angles >= 0), turn, lambda _: never, angles)
+
+        return jax.lax.platform_dependent(angles, cpu=turn_once, default=turn)
 
 
 def rotate(x: jax.Array, rotations: Rotary) -> jax.Array:

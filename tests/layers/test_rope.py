@@ -1,5 +1,6 @@
 """Rotary embeddings: the geometry, and the frequencies of every scaling."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,6 +44,20 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
     assert scores(rope(), q, q, 9, 9) == pytest.approx(float(q @ q), rel=1e-5)
     assert scores(rope(), q, k, 12, 5) == pytest.approx(scores(rope(), q, k, 107, 100), abs=1e-3)
     assert scores(rope(), q, k, 12, 5) != pytest.approx(scores(rope(), q, k, 12, 6), abs=1e-3)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about what XLA:CPU does")
+def test_angles_are_computed_once_for_all_that_is_rotated():
+    def rotate_all(xs, positions):
+        rotations = rotary(rope(), positions)
+        return [rotate(x, rotations) for x in xs]
+
+    xs = [jnp.ones((8, heads, 64)) for heads in (2, 4)]
+    positions = jnp.arange(8)
+    compiled = jax.jit(rotate_all).lower(xs, positions).compile()
+    assert compiled.as_text().count(" cosine(") == 1
+    for rotated, x in zip(compiled(xs, positions), xs, strict=True):
+        np.testing.assert_allclose(rotated, rotate(x, rotary(rope(), positions)), rtol=1e-6)
 
 
 def test_position_zero_is_left_alone():
