@@ -11,7 +11,7 @@ from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.native.library import Library
 
 # Above it, XLA's products of blocks are as good (benchmarks/dense.py).
-MAX_ROWS = {"float32": 32, "bfloat16": 64}
+MAX_ROWS = {"float32": 32, "bfloat16": 128}
 # What an accumulator takes at a time, at most.
 _STEP = 32
 _FUNCTIONS = {"float32": "jaxllm_dense_f32", "bfloat16": "jaxllm_dense_bf16"}

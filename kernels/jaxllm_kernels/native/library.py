@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ _FUNCTIONS = {
     "dense/native.cc": ("jaxllm_dense_f32", "jaxllm_dense_bf16"),
     "ragged_paged_attention/native.cc": ("jaxllm_attention_f32", "jaxllm_attention_bf16"),
 }
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120
 _registered: set[str] = set()
@@ -76,13 +77,10 @@ def _load(directory: Path) -> Library:
 
 def _identity(compiler: str) -> str:
     """All that decides what the library is, hashed."""
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=_SECONDS
-    ).stdout
     facts = (
         *((_ROOT / name).read_text() for name in (*_HEADERS, *_FUNCTIONS)),
         *_FLAGS,
-        version,
+        _run(compiler, "--version"),
         importlib.metadata.version("jaxlib"),
         processor(),
     )
@@ -104,19 +102,26 @@ def _check_ours(path: Path) -> None:
 
 def _compile(compiler: str, path: Path) -> None:
     """Whoever starts at the same time compiles, too: the last one stays, and they are alike."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    includes = ("-I", jax.ffi.include_dir(), "-I", str(_ROOT))
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch, ThreadPoolExecutor() as pool:
+
+        def compile_one(source: str) -> str:
+            made = str(Path(scratch) / source.replace("/", "-")) + ".o"
+            _run(compiler, *_FLAGS, *includes, "-c", str(_ROOT / source), "-o", made)
+            return made
+
+        objects = pool.map(compile_one, _FUNCTIONS)
         made = Path(scratch) / path.name
-        sources = [str(_ROOT / name) for name in _FUNCTIONS]
-        includes = ["-I", jax.ffi.include_dir(), "-I", str(_ROOT)]
-        subprocess.run(
-            [compiler, *_FLAGS, *includes, *sources, "-o", str(made)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_SECONDS,
-        )
+        _run(compiler, *_FLAGS, "-shared", *objects, "-o", str(made))
         made.chmod(0o700)
         made.rename(path)
+
+
+def _run(*command: str) -> str:
+    """What a command prints."""
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=_SECONDS
+    ).stdout
 
 
 def _register(path: Path, library: Library) -> None:
