@@ -67,7 +67,8 @@ class DecoderForCausalLM(nnx.Module):
         caches: tuple[jax.Array, ...],
         context: AttentionContext,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Run a step's tokens [T] at positions [T] (in their sequences).
+        """Run a step's tokens [T] at positions [T] (in their sequences). The ids of padding are
+        beyond every vocabulary.
 
         Returns the hidden states [T, D] after the final norm, and the layers' caches, updated. A
         part of a model takes the hidden states of the part before in place of token ids, and

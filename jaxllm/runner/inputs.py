@@ -16,7 +16,7 @@ from jaxllm.scheduler.schedule import Schedule
 
 NO_TARGET = -1
 # The token of padding: in no vocabulary, so that its embedding is zero.
-NO_TOKEN = np.iinfo(np.int32).max
+PADDING_TOKEN = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +25,7 @@ class StepInputs:
     """One step's metadata on the device. Padding rows have slot = number of slots (scatters with
     mode="drop" ignore them) and zeros elsewhere."""
 
-    # i32 [T]; CARRIED_TOKEN where the slot's last sampled token goes, NO_TOKEN for padding
+    # i32 [T]; CARRIED_TOKEN where the slot's last sampled token goes, PADDING_TOKEN for padding
     token_ids: jax.Array
     token_rows: jax.Array  # i32 [T]; padding tokens belong to row R - 1
     query_starts: jax.Array  # i32 [R + 1]
@@ -86,7 +86,7 @@ class InputLayout:
         view = {name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()}
         rows, tokens = schedule.num_rows, schedule.total_tokens
         view["token_ids"][:tokens] = schedule.token_ids
-        view["token_ids"][tokens:] = NO_TOKEN
+        view["token_ids"][tokens:] = PADDING_TOKEN
         view["num_decodes"][...] = schedule.num_decodes
         view["slots"][:rows] = schedule.slots
         view["slots"][rows:] = self._num_slots

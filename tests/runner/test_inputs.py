@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.inputs import NO_TARGET, NO_TOKEN, InputLayout
+from jaxllm.runner.inputs import NO_TARGET, PADDING_TOKEN, InputLayout
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, Schedule
 
 NUM_SLOTS = 6
@@ -44,7 +44,7 @@ def mixed_schedule() -> Schedule:
 def test_mixed_step_arrives_as_it_was_packed(mixed_schedule):
     bucket = Bucket(decode_only=False, num_tokens=8, num_rows=3, max_block_updates=4)
     inputs = unpacked(layout(bucket), mixed_schedule)
-    assert inputs.token_ids.tolist() == [CARRIED_TOKEN, 11, 12, 13] + [NO_TOKEN] * 4
+    assert inputs.token_ids.tolist() == [CARRIED_TOKEN, 11, 12, 13] + [PADDING_TOKEN] * 4
     assert inputs.token_rows.tolist() == [0, 1, 1, 1, 2, 2, 2, 2]
     assert inputs.query_starts.tolist() == [0, 1, 4, 4]
     assert inputs.num_decodes == 1
@@ -72,7 +72,7 @@ def test_decode_step_has_a_token_per_row():
     )
     bucket = Bucket(decode_only=True, num_tokens=4, num_rows=4, max_block_updates=4)
     inputs = unpacked(layout(bucket), schedule)
-    assert inputs.token_ids.tolist() == [CARRIED_TOKEN, CARRIED_TOKEN, NO_TOKEN, NO_TOKEN]
+    assert inputs.token_ids.tolist() == [CARRIED_TOKEN, CARRIED_TOKEN, PADDING_TOKEN, PADDING_TOKEN]
     assert inputs.token_rows.tolist() == [0, 1, 2, 3]
     assert inputs.query_starts.tolist() == [0, 1, 2, 2, 2]
     assert inputs.slots.tolist() == [2, 5, NUM_SLOTS, NUM_SLOTS]
