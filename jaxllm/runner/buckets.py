@@ -35,8 +35,8 @@ def make_ladder(
 ) -> tuple[Bucket, ...]:
     """All buckets of an engine, small ones first; decode steps before mixed ones.
 
-    None has fewer rows than `min_rows`. Up to `free_padding` tokens, products skip padding: it costs
-    only the sampler and what lies between products.
+    None has fewer rows than `min_rows`. Up to `free_padding` tokens, products skip what is padding:
+    it costs only the sampler and what lies between products.
     """
     decode = [
         Bucket(decode_only=True, num_tokens=rows, num_rows=rows, max_block_updates=rows)
