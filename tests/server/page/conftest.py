@@ -11,6 +11,7 @@ from jaxllm.testing import make_tiny_checkpoint
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MAX_MODEL_LEN = 16384
+TIMEOUT_MS = 60_000
 HOW = f"none of {', '.join(BROWSERS)} is installed; try: apt-get install chromium"
 
 
@@ -38,6 +39,7 @@ def browser():
         warnings.warn(f"the page is not tested: {HOW}", stacklevel=1)
         pytest.skip(HOW)
     sync_api = pytest.importorskip("playwright.sync_api")
+    sync_api.expect.set_options(timeout=TIMEOUT_MS)
     # Chromium's sandbox does not work as root.
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_api.sync_playwright() as playwright:
@@ -59,7 +61,7 @@ def open_page(browser):
             context = browser.new_context(**options)
             stack.callback(context.close)
             page = context.new_page()
-            page.set_default_timeout(60_000)
+            page.set_default_timeout(TIMEOUT_MS)
             complaints, requests = [], []
             page.on("console", lambda message: complaints.append(message.text))
             page.on("pageerror", lambda error: complaints.append(str(error)))
