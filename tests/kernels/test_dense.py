@@ -25,7 +25,7 @@ def relative_error(y, x, weight):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 16, 32, 64])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 16, 32, 64, 128])
 @pytest.mark.parametrize("num_outputs", [1, 5, 32, 131])
 def test_native_products_are_exact_to_float32(matmul, num_rows, num_outputs, dtype):
     x, weight = operands(num_rows, num_outputs, 96, dtype)

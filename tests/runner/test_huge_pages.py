@@ -32,7 +32,6 @@ def test_a_large_array_lies_in_large_pages():
     host = np.random.default_rng(0).integers(0, 1 << 30, 6 << 20, np.int32)  # 24 MiB
     large, small = jnp.asarray(host).copy().block_until_ready(), jnp.arange(7)
     address = large.unsafe_buffer_pointer()
-    before = bytes_in_huge_pages(address, address + large.nbytes)
     use_huge_pages([large, small])
     assert large.unsafe_buffer_pointer() == address
     np.testing.assert_array_equal(large, host)
@@ -41,8 +40,8 @@ def test_a_large_array_lies_in_large_pages():
         map(int, re.findall(r"\d+", Path("/proc/sys/kernel/osrelease").read_text())[:2])
     )
     if release >= (6, 1):
-        after = bytes_in_huge_pages(address, address + large.nbytes)
-        assert after - before >= 20 << 20
+        # Not how many more there are: some systems give them unasked, or the array a used one.
+        assert bytes_in_huge_pages(address, address + large.nbytes) >= 20 << 20
 
 
 def test_arrays_that_hold_nothing_are_left_alone():
