@@ -231,7 +231,7 @@ def make_plan(
         max_blocks=cdiv(max_model_len, block_size),
         block_size=block_size,
     )
-    library = _load_native_kernels(config, chip)
+    library = _load_native_kernels(config, chip, dtype)
     attention = _choose_attention(
         config.compilation.attention_backend,
         chip,
@@ -344,14 +344,14 @@ def _check_divisible(architecture: Architecture, num_shards: int) -> None:
         )
 
 
-def _load_native_kernels(config: EngineConfig, chip: Chip) -> Library | NoLibrary:
+def _load_native_kernels(config: EngineConfig, chip: Chip, dtype: Any) -> Library | NoLibrary:
     """Our own kernels for CPUs, if they can be built."""
     if chip.platform != "cpu":
         return NoLibrary(f"they are for CPUs, and this is {chip.name}")
     if not config.compilation.native_kernels:
         return NoLibrary("native_kernels is off")
     directory = config.compilation.compilation_cache_dir or DEFAULT_COMPILATION_CACHE_DIR
-    library = native.load(Path(directory).expanduser() / "native")
+    library = native.load(Path(directory).expanduser() / "native", (dtype.name,))
     if isinstance(library, NoLibrary):
         logger.info("XLA's slower kernels run in place of our own: %s", library.reason)
     return library

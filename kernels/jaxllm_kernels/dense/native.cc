@@ -25,8 +25,7 @@ using namespace jaxllm;
 constexpr int kBlockRows = kIsOneRegister ? 4 : 2;
 template <typename Kind>
 constexpr int kBlockOutputs = kIsOneRegister ? (sizeof(typename Kind::Element) == 4 ? 4 : 6) : 2;
-// Of the outputs; more of them share the work better, and are begun more often without their
-// weights being near.
+// Of the outputs; more of them are begun more often without their weights being near.
 constexpr int64_t kTilesPerThread = 8;
 
 template <typename Kind>
@@ -92,14 +91,17 @@ void MultiplyTile(const Product<Kind>& p, int64_t output, int64_t end) {
 
 template <typename Kind>
 void Multiply(const Product<Kind>& p, ffi::ThreadPool& pool) {
-  // Of whole blocks, but for the last one.
   constexpr int64_t kOutputs = kBlockOutputs<Kind>;
   const int64_t num_blocks = (p.num_outputs + kOutputs - 1) / kOutputs;
-  const int64_t wanted = std::max<int64_t>(1, pool.num_threads() * kTilesPerThread);
-  const int64_t tile_size = (num_blocks + wanted - 1) / wanted * kOutputs;
-  Share(pool, (p.num_outputs + tile_size - 1) / tile_size, 0, [&p, tile_size](int64_t tile) {
-    MultiplyTile(p, tile * tile_size, std::min((tile + 1) * tile_size, p.num_outputs));
-  });
+  const int64_t num_tiles = std::max<int64_t>(1, pool.num_threads() * kTilesPerThread);
+  // Of whole blocks, each tile smaller than the one before: threads come to the end together.
+  auto begin = [=, &p](int64_t tile) {
+    const int64_t left = num_tiles - tile;
+    const int64_t blocks_left = num_blocks * left * left / (num_tiles * num_tiles);
+    return std::min((num_blocks - blocks_left) * kOutputs, p.num_outputs);
+  };
+  Share(pool, num_tiles, 0,
+        [&](int64_t tile) { MultiplyTile(p, begin(tile), begin(tile + 1)); });
 }
 
 // How many rows there are up to the last one that is not all zeros.
@@ -142,10 +144,13 @@ auto Signature() {
       .template Ret<ffi::Buffer<ffi::F32, 2>>();
 }
 
-constexpr auto MultiplyF32 = MultiplyBuffers<ffi::F32, Float32>;
-constexpr auto MultiplyBF16 = MultiplyBuffers<ffi::BF16, BFloat16>;
-
 }  // namespace
 
+#ifdef JAXLLM_FLOAT32
+constexpr auto MultiplyF32 = MultiplyBuffers<ffi::F32, Float32>;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_dense_f32, MultiplyF32, Signature<ffi::F32>());
+#endif
+#ifdef JAXLLM_BFLOAT16
+constexpr auto MultiplyBF16 = MultiplyBuffers<ffi::BF16, BFloat16>;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_dense_bf16, MultiplyBF16, Signature<ffi::BF16>());
+#endif

@@ -14,7 +14,6 @@ from jaxllm_kernels.native.library import Library
 MAX_ROWS = {"float32": 32, "bfloat16": 128}
 # What an accumulator takes at a time, at most.
 _STEP = 32
-_FUNCTIONS = {"float32": "jaxllm_dense_f32", "bfloat16": "jaxllm_dense_bf16"}
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,15 @@ class NativeMatmul:
 
     def max_rows(self, dtype: DTypeLike) -> int:
         """Up to how many rows are its own; of those it skips zeros at the end."""
-        return MAX_ROWS.get(jnp.dtype(dtype).name, 0)
+        name = jnp.dtype(dtype).name
+        return MAX_ROWS[name] if name in self.library.dtypes else 0
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         num_rows = math.prod(x.shape[:-1])
         if x.dtype != weight.dtype or num_rows > self.max_rows(x.dtype) or x.shape[-1] % _STEP:
             return XLA(x, weight)
         y = jax.ffi.ffi_call(
-            self.library.target(_FUNCTIONS[x.dtype.name]),
+            self.library.target("jaxllm_dense", x.dtype),
             jax.ShapeDtypeStruct((num_rows, weight.shape[0]), jnp.float32),
         )(x.reshape(num_rows, -1), weight)
         return y.reshape(*x.shape[:-1], -1)

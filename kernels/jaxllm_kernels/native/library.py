@@ -1,7 +1,8 @@
 """The library of our own kernels for CPUs, where XLA's are slow.
 
-It is compiled on the machine that runs it, for its processor, by whatever compiler is there, and
-kept in a directory of the user's. XLA calls it through its foreign function interface.
+It is compiled on the machine that runs it, for its processor and the types of elements that are
+asked for, by whatever compiler is there, and kept in a directory of the user's. XLA calls it
+through its foreign function interface.
 """
 
 import ctypes
@@ -16,16 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxllm_kernels.platform import processor
 
 _ROOT = Path(__file__).parents[1]
-# What it is made of, and the functions in it that XLA may call.
+# What it is made of, and the functions in it that XLA may call: one for each type.
 _HEADERS = ("native/threads.h", "native/vectors.h")
 _FUNCTIONS = {
-    "dense/native.cc": ("jaxllm_dense_f32", "jaxllm_dense_bf16"),
-    "ragged_paged_attention/native.cc": ("jaxllm_attention_f32", "jaxllm_attention_bf16"),
+    "dense/native.cc": "jaxllm_dense",
+    "ragged_paged_attention/native.cc": "jaxllm_attention",
 }
+_SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
+DTYPES = tuple(_SUFFIXES)
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120
@@ -41,10 +46,11 @@ class Library:
     """One that is loaded, and known to XLA."""
 
     build: str  # which
+    dtypes: tuple[str, ...]  # of elements: it has its functions for these
 
-    def target(self, function: str) -> str:
+    def target(self, function: str, dtype: DTypeLike) -> str:
         """What XLA calls one of its functions."""
-        return f"{function}_{self.build}"
+        return f"{_symbol(function, jnp.dtype(dtype).name)}_{self.build}"
 
 
 @dataclass(frozen=True)
@@ -54,32 +60,36 @@ class NoLibrary:
     reason: str
 
 
-def load(directory: Path) -> Library | NoLibrary:
+def load(directory: Path, dtypes: tuple[str, ...] = DTYPES) -> Library | NoLibrary:
     """Load the library for this machine, which is built first unless it lies in the directory."""
     try:
-        return _load(directory)
+        return _load(directory, dtypes)
     except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
         return NoLibrary(_reason(error))
 
 
-def _load(directory: Path) -> Library:
+def _load(directory: Path, dtypes: tuple[str, ...]) -> Library:
+    others = [dtype for dtype in dtypes if dtype not in DTYPES]
+    if others:
+        raise NotAvailableError(f"they are for {' and '.join(DTYPES)}, and this is {others[0]}")
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NotAvailableError(f"no C++ compiler is here ({', '.join(_COMPILERS)})")
-    library = Library(_identity(compiler))
+    library = Library(_identity(compiler, dtypes), dtypes)
     path = _make_private(directory) / f"kernels-{library.build}.so"
     if not path.exists():
-        _compile(compiler, path)
+        _compile(compiler, dtypes, path)
     _check_ours(path)
     _register(path, library)
     return library
 
 
-def _identity(compiler: str) -> str:
+def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
     """All that decides what the library is, hashed."""
     facts = (
         *((_ROOT / name).read_text() for name in (*_HEADERS, *_FUNCTIONS)),
         *_FLAGS,
+        *dtypes,
         _run(compiler, "--version"),
         importlib.metadata.version("jaxlib"),
         processor(),
@@ -100,14 +110,15 @@ def _check_ours(path: Path) -> None:
         raise NotAvailableError(f"others may write {path}; make it yours alone")
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, dtypes: tuple[str, ...], path: Path) -> None:
     """Whoever starts at the same time compiles, too: the last one stays, and they are alike."""
     includes = ("-I", jax.ffi.include_dir(), "-I", str(_ROOT))
+    wanted = [f"-DJAXLLM_{dtype.upper()}" for dtype in dtypes]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch, ThreadPoolExecutor() as pool:
 
         def compile_one(source: str) -> str:
             made = str(Path(scratch) / source.replace("/", "-")) + ".o"
-            _run(compiler, *_FLAGS, *includes, "-c", str(_ROOT / source), "-o", made)
+            _run(compiler, *_FLAGS, *wanted, *includes, "-c", str(_ROOT / source), "-o", made)
             return made
 
         objects = pool.map(compile_one, _FUNCTIONS)
@@ -129,11 +140,15 @@ def _register(path: Path, library: Library) -> None:
     if library.build in _registered:
         return
     functions = ctypes.cdll.LoadLibrary(str(path))
-    for names in _FUNCTIONS.values():
-        for name in names:
-            function = jax.ffi.pycapsule(getattr(functions, name))
-            jax.ffi.register_ffi_target(library.target(name), function, platform="cpu")
+    for name in _FUNCTIONS.values():
+        for dtype in library.dtypes:
+            function = jax.ffi.pycapsule(getattr(functions, _symbol(name, dtype)))
+            jax.ffi.register_ffi_target(library.target(name, dtype), function, platform="cpu")
     _registered.add(library.build)
+
+
+def _symbol(function: str, dtype: str) -> str:
+    return f"{function}_{_SUFFIXES[dtype]}"
 
 
 def _reason(error: Exception) -> str:

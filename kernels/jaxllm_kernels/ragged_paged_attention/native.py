@@ -24,7 +24,6 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 
 # Lanes of a vector.
 _LANES = 16
-_FUNCTIONS = {"float32": "jaxllm_attention_f32", "bfloat16": "jaxllm_attention_bf16"}
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,9 @@ class NativeBackend:
             raise ValueError(
                 f"kv_cache_dtype={config.kv_dtype!r} is not supported; set attention_backend='xla'"
             )
-        if jnp.dtype(dtype).name not in _FUNCTIONS:
+        if jnp.dtype(dtype).name not in self.library.dtypes:
             raise ValueError(
-                f"dtype={jnp.dtype(dtype).name!r} is not one of {', '.join(_FUNCTIONS)}; "
+                f"dtype={jnp.dtype(dtype).name!r} is not one of {', '.join(self.library.dtypes)}; "
                 "set attention_backend='xla'"
             )
         if config.head_size % _LANES:
@@ -101,7 +100,7 @@ class NativeBackend:
         assert isinstance(self.library, Library) and kv_scales is None, self
         assert q.dtype == k.dtype == v.dtype == cache.dtype, (q.dtype, cache.dtype)
         call = jax.ffi.ffi_call(
-            self.library.target(_FUNCTIONS[q.dtype.name]),
+            self.library.target("jaxllm_attention", q.dtype),
             (
                 jax.ShapeDtypeStruct(q.shape, q.dtype),
                 jax.ShapeDtypeStruct(cache.shape, cache.dtype),
