@@ -64,6 +64,14 @@ SMALL_CASES = [
     small("window_below_a_page", sliding_window=5),
     small("everything", sliding_window=40, soft_cap=3.0, has_sinks=True),
     small("int8_kv", kv_dtype="int8"),
+    # Three blocks, of which the last is not whole, through two stages.
+    small(
+        "head_size_256_of_int8",
+        ((1, 20), (70, 150)),
+        num_tokens=128,
+        head_size=256,
+        kv_dtype="int8",
+    ),
     small(
         "everything_with_fp8_kv",
         sliding_window=40,

@@ -105,9 +105,11 @@ class BlockRing:
             ),
             free=plgpu.Barrier(num_arrivals=self.num_readers, num_barriers=2 * self.num_stages),
             staged=blocks(self.num_staged, self.cache_dtype) if self.converts else None,
+            # Never only one: its address would be known from the start, and the compiler keeps such
+            # a number to the kernel's end, in a register or spilled.
             landed=plgpu.Barrier(
                 num_arrivals=self.num_copies,
-                num_barriers=2 * self.num_staged if self.converts else 1,
+                num_barriers=2 * self.num_staged if self.converts else 2,
             ),
         )
 
@@ -138,30 +140,34 @@ class BlockRing:
         def copy(which, i, target, barrier):
             self._copy(span, which, i, cache, block_tables, target, barrier)
 
-        def stage_block(which, i):
-            slot = lax.rem(2 * (sent + i) + which, jnp.int32(2 * self.num_staged))
-            copy(which, i, refs.staged.at[slot], refs.landed.at[slot])
+        def count_tokens(i):
+            return span.end - span.start - i * self.block_tokens
 
         def send_block(i, _):
-            num_tokens = span.end - span.start - i * self.block_tokens
-            for which in (KEYS, VALUES):
-                if self.converts:
-                    self._convert(refs, which, sent + i, num_tokens)
-                    ahead = i + self.num_staged
-                    pl.when(ahead < num_blocks)(lambda which=which, i=ahead: stage_block(which, i))
-                elif which == KEYS:
-                    stage = self._wait_until_free(refs, which, sent + i)
-                    copy(which, i, refs.stages.at[stage], refs.full.at[stage])
-                else:
-                    self._send_values(refs, sent + i, num_tokens, copy, i)
+            stage = self._wait_until_free(refs, KEYS, sent + i)
+            copy(KEYS, i, refs.stages.at[stage], refs.full.at[stage])
+            self._send_values(refs, sent + i, count_tokens(i), copy, i)
+
+        # Keys and values are converted alike, and the first blocks are copied like those after
+        # them: where the code has each of these once, the compiler keeps fewer addresses for it.
+        lead = 2 * self.num_staged
+
+        def stage_or_convert(n, _):
+            @pl.when(n >= lead)
+            def _():
+                which, i = _split(n - lead)
+                self._convert(refs, which, sent + i, count_tokens(i))
+
+            @pl.when(n < 2 * num_blocks)
+            def _():
+                which, i = _split(n)
+                slot = self._slot(which, sent + i)
+                copy(which, i, refs.staged.at[slot], refs.landed.at[slot])
 
         if self.converts:
-            for i in range(self.num_staged):
-                for which in (KEYS, VALUES):
-                    pl.when(i < num_blocks)(
-                        lambda which=which, i=i: stage_block(which, jnp.int32(i))
-                    )
-        lax.fori_loop(jnp.int32(0), num_blocks, send_block, None)
+            lax.fori_loop(jnp.int32(0), 2 * num_blocks + lead, stage_or_convert, None)
+        else:
+            lax.fori_loop(jnp.int32(0), num_blocks, send_block, None)
         return sent + num_blocks
 
     def drain(self, refs: RingRefs, sent):
@@ -173,10 +179,13 @@ class BlockRing:
                 def _(which=which, age=age):
                     plgpu.barrier_wait(refs.free.at[self._stage(which, sent - age)])
 
-    def _stage(self, which: int, block):
+    def _stage(self, which, block):
         return lax.rem(2 * block + which, jnp.int32(2 * self.num_stages))
 
-    def _wait_until_free(self, refs: RingRefs, which: int, block):
+    def _slot(self, which, block):
+        return lax.rem(2 * block + which, jnp.int32(2 * self.num_staged))
+
+    def _wait_until_free(self, refs: RingRefs, which, block):
         stage = self._stage(which, block)
 
         @pl.when(block >= self.num_stages)
@@ -198,22 +207,19 @@ class BlockRing:
         # announced to the readers as if every copy had just arrived.
         @pl.when(~is_whole)
         def _():
-            copy(VALUES, i, values, refs.landed.at[0])
-            plgpu.barrier_wait(refs.landed.at[0])
-
-            @self._for_each_part
-            def _(part, row):
-                kept = plgpu.load(values.at[part], layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue]
-                values[part] = _zero_from(kept, num_tokens - row)
-
+            landed = refs.landed.at[lax.rem(block, jnp.int32(2))]
+            copy(VALUES, i, values, landed)
+            plgpu.barrier_wait(landed)
+            self._zero_end(values, num_tokens)
             plgpu.commit_smem()
             for _j in range(self.num_copies):
                 plgpu.barrier_arrive(refs.full.at[stage])
 
-    def _convert(self, refs: RingRefs, which: int, block, num_tokens):
-        slot = lax.rem(2 * block + which, jnp.int32(2 * self.num_staged))
+    def _convert(self, refs: RingRefs, which, block, num_tokens):
+        slot = self._slot(which, block)
         plgpu.barrier_wait(refs.landed.at[slot])
         stage = self._wait_until_free(refs, which, block)
+        target = refs.stages.at[stage]
 
         @self._for_each_part
         def _(part, row):
@@ -222,15 +228,24 @@ class BlockRing:
             # There is no instruction from 8-bit floats to bfloat16.
             if wide.dtype == jnp.float8_e4m3fn:
                 wide = wide.astype(jnp.float16)
-            wide = wide.astype(self.dtype)
-            if which == VALUES:
-                wide = _zero_from(wide, num_tokens - row)
-            refs.stages.at[stage][part] = wide
+            target[part] = wide.astype(self.dtype)
+
+        @pl.when((which == VALUES) & (num_tokens < self.block_tokens))
+        def _():
+            self._zero_end(target, num_tokens)
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.full.at[stage])
 
-    def _copy(self, span: Span, which: int, i, cache, block_tables, target, barrier):
+    def _zero_end(self, values, num_tokens):
+        """Zero what follows the first tokens of a block."""
+
+        @self._for_each_part
+        def _(part, row):
+            kept = plgpu.load(values.at[part], layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue]
+            values[part] = _zero_from(kept, num_tokens - row)
+
+    def _copy(self, span: Span, which, i, cache, block_tables, target, barrier):
         """Start copying block i of a span; absent pages count as copied."""
         size = self.load_tokens
         for j in range(self.num_copies):
@@ -282,7 +297,14 @@ def operand_columns(width: int) -> int:
     return next(columns for columns in (64, 32, 16) if width % columns == 0)
 
 
+def _split(n):
+    """Keys or values, and of which block, if both alternate."""
+    return lax.rem(n, jnp.int32(2)), lax.div(n, jnp.int32(2))
+
+
 def _zero_from(x, row):
     """x [tokens, columns] with zeros from a row on."""
-    rows = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
-    return jnp.where(rows < row, x, jnp.zeros_like(x))
+    # One number per row; the compiler does not see that those of a row's elements are the same.
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    rows = plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=layout)
+    return jnp.where(lax.broadcast_in_dim(rows < row, x.shape, [0]), x, jnp.zeros_like(x))

@@ -44,6 +44,7 @@ _REGISTERS_IF_CONVERTING = (56, 224)
 
 _MATRIX = plgpu.Layout.WGMMA
 _PER_TOKEN = plgpu.Layout.WGMMA.reduce(1)
+_PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 
 
 def prefill(
@@ -148,11 +149,14 @@ def prefill(
                     scores = to_scores(products, factor, config)
                     if is_masked:
                         first_key = span.start + j * block_tokens
-                        key = first_key + _iota(shape, 1)
-                        query = first_query + _iota(shape, 0)
-                        seen = key <= query
+                        # Positions within the block; one number per key and per query, because
+                        # those per score take registers, of which head size 256 leaves none.
+                        key = _over_rows(_iota(block_tokens, _PER_KEY), _GROUP_TOKENS)
+                        query = _iota(_GROUP_TOKENS, _PER_TOKEN) + (first_query - first_key)
+                        seen = key <= _over_columns(query, block_tokens)
                         if config.sliding_window is not None:
-                            seen &= key > query - config.sliding_window
+                            last_hidden = query - config.sliding_window
+                            seen &= key > _over_columns(last_hidden, block_tokens)
                         scores = jnp.where(seen, scores, UNSEEN)
 
                     new_largest = jnp.maximum(largest, scores.max(axis=1))
@@ -235,7 +239,8 @@ def prefill(
         num_threads=_NUM_GROUPS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Rows of scores are reduced within warps, which needs no scratch.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
         kernel_name="paged_prefill",
     )(
@@ -306,5 +311,10 @@ def _over_columns(x, num_columns: int):
     return lax.broadcast_in_dim(x, (*x.shape, num_columns), [0])
 
 
-def _iota(shape, dimension: int):
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=_MATRIX)
+def _over_rows(x, num_rows: int):
+    """x [keys] as every row of a [num_rows, keys]."""
+    return lax.broadcast_in_dim(x, (num_rows, *x.shape), [1])
+
+
+def _iota(length: int, layout):
+    return plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=layout)

@@ -8,8 +8,8 @@ from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tuned import lookup
 
 # What a thread block of a Hopper GPU may allocate, less what the kernels need beside queries and
-# stages: barriers, weights and the scratch of reductions.
-_SHARED_BYTES = (227 - 12) * 1024
+# stages: barriers; and, for a decode, weights and the scratch of reductions.
+_SHARED_BYTES = {"decode": (227 - 12) * 1024, "prefill": (227 - 3) * 1024}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def default_tuning(kernel: Literal["decode", "prefill"], config: AttentionConfig
     else:
         query_rows, most_stages, most_staged = PREFILL_TILE_TOKENS, 2, 1
     num_staged = 0 if config.kv_dtype is None else most_staged
-    room = _SHARED_BYTES - query_rows * head_size * 2 - num_staged * block_bytes
+    room = _SHARED_BYTES[kernel] - query_rows * head_size * 2 - num_staged * block_bytes
     return Tuning(
         block_tokens=block_tokens,
         num_stages=min(most_stages, room // (2 * block_bytes)),
