@@ -190,11 +190,13 @@ def _load(
     checkpoint: Checkpoint, sources: tuple[str, ...], parameter: Parameter, mesh: Mesh
 ) -> jax.Array:
     tensors = tuple(_Source(checkpoint, source) for source in sources)
-    return jax.make_array_from_callback(
+    array = jax.make_array_from_callback(
         parameter.shape,
         sharding(mesh, parameter.axes),
         functools.partial(_read, parameter, tensors, mesh.size),
     )
+    # Else copies would be on their way to the devices, and in memory, as many as there is time for.
+    return array.block_until_ready()
 
 
 class _Source:
