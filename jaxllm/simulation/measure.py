@@ -1,5 +1,6 @@
 """Times the steps of an engine that is here, for simulations of many like it."""
 
+import dataclasses
 import random
 import time
 from collections import defaultdict
@@ -31,17 +32,18 @@ def measure_steps(
 ) -> Measurement:
     """Start an engine, and time each of its programs at several contexts.
 
-    Prompts are random tokens. A step is timed from its dispatch, or from when the one before it is
-    done if that is later, until its tokens are on the host: what the engine does while a step runs
-    is in its time only as far as it makes the step longer, as it does where both share processors.
+    Prompts are random tokens. A step is timed from its dispatch until its tokens are on the host,
+    with none before it under way, so what the engine does meanwhile is not in it.
     """
     for name in ("data_parallel_size", "pipeline_parallel_size", "nnodes"):
         if config.get(name) != 1:
             raise refused(name, config.get(name), "one replica in one stage on one host is timed")
     use_compilation_cache(config.compilation.compilation_cache_dir)
+    # One step at a time, so that each can be timed.
+    scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)
     executor = _TimingExecutor(config)
     plan = executor.plan
-    core = EngineCore(config, executor)
+    core = EngineCore(dataclasses.replace(config, scheduler=scheduler), executor)
     try:
         for name, batch in _batches(plan):
             on_batch(name)
@@ -120,7 +122,6 @@ class _TimingExecutor(UniProcExecutor):
     def __init__(self, config: EngineConfig):
         super().__init__(config)
         self.is_timing = False
-        self.last_done = 0.0
         self.timed: dict[Bucket, list[tuple[int, float]]] = defaultdict(list)
         self._table = BucketTable(self.plan.buckets)
 
@@ -147,7 +148,5 @@ class _Timed:
 
     def result(self) -> StepResult:
         result = self._pending.result()
-        now = time.perf_counter()
-        self._executor.note(self._schedule, now - max(self._start, self._executor.last_done))
-        self._executor.last_done = now
+        self._executor.note(self._schedule, time.perf_counter() - self._start)
         return result
