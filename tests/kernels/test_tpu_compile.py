@@ -123,15 +123,42 @@ class Program(NamedTuple):
         return compiled, shard.size * shard.dtype.itemsize
 
 
+# Type and shape of what an instruction moves; an asynchronous one has a tuple of results, the first
+# of which is the array.
+MOVES = re.compile(r"= \(?(\w+)\[([\d,]+)\][^=\n]*? (copy|copy-start|transpose)\(")
+
+
 def copies(hlo: str, num_bytes: int) -> list[str]:
     """Instructions of a program that move arrays of at least that size."""
     sizes = {"bf16": 2, "f32": 4, "s8": 1, "f8e4m3fn": 1}
-    pattern = r"= (bf16|f32|s8|f8e4m3fn)\[([\d,]+)\](?:\{[^}]*\})? (copy|copy-start|transpose)\("
     return [
         match[0]
-        for match in re.finditer(pattern, hlo)
-        if sizes[match[1]] * math.prod(map(int, match[2].split(","))) >= num_bytes
+        for match in MOVES.finditer(hlo)
+        if match[1] in sizes
+        and sizes[match[1]] * math.prod(map(int, match[2].split(","))) >= num_bytes
     ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%copy.1 = bf16[8,2,64]{2,1,0:T(8,128)(2,1)} copy(%p)",
+        "%copy.1 = bf16[8,2,64] copy(%p)",
+        "%copy-start.1 = (bf16[8,2,64]{2,1,0:T(8,128)(2,1)}, bf16[8,2,64]{2,1,0:T(8,128)(2,1)},"
+        " u32[]{:S(2)}) copy-start(%p), cross_program_prefetch_index=0",
+        "ROOT %transpose.1 = s8[64,8,4]{0,1,2:T(8,128)(4,1)} transpose(%p), dimensions={2,0,1}",
+    ],
+    ids=["copy", "without_layout", "asynchronous", "transpose"],
+)
+def test_what_moves_a_large_array_is_found(line):
+    program = f"ENTRY %main () -> f32[] {{\n  {line}\n  %done = f32[] add(%a, %b)\n}}"
+    assert len(copies(program, 2048)) == 1
+    assert not copies(program, 2049)
+
+
+def test_what_computes_is_not_taken_for_a_copy():
+    line = '%a = f32[8,64]{1,0} fusion(%copy.1), kind=kLoop, metadata={op_name="the copy(x)"}'
+    assert not copies(line, 1)
 
 
 COLLECTIVES = re.compile(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter")
@@ -188,7 +215,7 @@ def test_buckets_and_block_sizes_compile(block_size, num_tokens, num_rows, devic
 def test_decodes_are_put_beside_prefills_without_copying_these(chip, devices):
     program = Program()
     compiled, _ = program.compile(devices(chip)[:1])
-    copied = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    copied = [dims for _, dims, opcode in MOVES.findall(compiled.as_text()) if "copy" in opcode]
     assert copied, "this is not how the compiler writes copies"
     assert f"{program.num_tokens},8,4,128" not in copied
 
