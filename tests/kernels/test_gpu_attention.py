@@ -86,6 +86,18 @@ SMALL_CASES = [
         has_sinks=True,
         kv_dtype="float8_e4m3fn",
     ),
+    # Of the common cases those about borders, of fewer heads.
+    *(
+        dataclasses.replace(case, num_heads=2, num_kv_heads=1)
+        for case in CASES
+        if case.name
+        in {
+            "chunk_longer_than_a_page_over_history",
+            "ends_on_a_page_border",
+            "out_of_range_block_ids_before_a_window",
+            "rows_without_tokens",
+        }
+    ),
 ]
 
 
