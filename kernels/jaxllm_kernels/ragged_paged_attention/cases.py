@@ -3,7 +3,8 @@
 A case is run as an engine would: the history of its rows is computed first, in steps of the same
 shape, so that the cache is filled by the backend itself and no layout is assumed; then comes the
 step of the case. All that no token may look at is NaN or garbage from the start: pages that belong
-to no row, the rest of a row's last page, the unused end of block tables. The truth is computed in float64 from the unpaged keys and values.
+to no row, the rest of a row's last page, keys and values of padding, the unused end of block
+tables. The truth is computed in float64 from the unpaged keys and values.
 """
 
 import dataclasses
@@ -306,8 +307,9 @@ def _pack(spans: list[_Span], case: Case, dtype: DTypeLike, rng: np.random.Gener
     for name, heads in (("q", case.num_heads), ("k", case.num_kv_heads), ("v", case.num_kv_heads)):
         tokens = [getattr(row, name)[start:end] for row, start, end in spans]
         shape = (case.num_tokens - lengths.sum(), heads, case.head_size)
-        padding = rng.normal(size=shape).astype(dtype)
-        operands.append(jnp.asarray(np.concatenate([*tokens, padding]), dtype))
+        # Of padding, only queries may be looked at: their outputs have to be finite.
+        padding = rng.normal(size=shape) if name == "q" else np.full(shape, np.nan)
+        operands.append(jnp.asarray(np.concatenate([*tokens, padding.astype(dtype)]), dtype))
     return *operands, batch
 
 
