@@ -196,6 +196,30 @@ def test_every_feature_compiles_on_every_chip(chip, program, devices):
     assert_compiles(program, devices(chip)[:1])
 
 
+FEATURES = {
+    "decode_only": {"decode_only": True},
+    "float32": {"dtype": "float32"},
+    "int8_kv": {"kv_dtype": "int8"},
+    "fp8_kv": {"kv_dtype": "float8_e4m3fn"},
+    "window_cap_sinks": {"sliding_window": 1000, "soft_cap": 30.0, "has_sinks": True},
+}
+# The chips go round, so that each meets every feature and every head size.
+GRID = [
+    pytest.param(list(SLICES)[(row + column) % len(SLICES)], size, feature, id=f"{size}-{feature}")
+    for row, size in enumerate(HEAD_SIZES)
+    for column, feature in enumerate(FEATURES)
+    # The others are compiled for every chip above.
+    if (size, feature)
+    not in {(128, "decode_only"), (256, "float32"), (64, "int8_kv"), (128, "fp8_kv")}
+]
+
+
+@pytest.mark.parametrize(("chip", "head_size", "feature"), GRID)
+def test_every_feature_compiles_with_every_head_size(chip, head_size, feature, devices):
+    program = Program(head_size=head_size, **FEATURES[feature])
+    assert_compiles(program, devices(chip)[:1])
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"), [(6, 2), (16, 16), (8, 1), (128, 1), (71, 1), (40, 40)]
 )
@@ -221,7 +245,8 @@ def test_decodes_are_put_beside_prefills_without_copying_these(chip, devices):
 
 
 @pytest.mark.parametrize(
-    ("chip", "shards"), [("v4", 4), ("v5e", 4), ("v5e", 8), ("v5p", 4), ("v6e", 8), ("v7x", 8)]
+    ("chip", "shards"),
+    [("v4", 4), ("v5e", 4), ("v5e", 8), ("v5p", 4), ("v6e", 4), ("v6e", 8), ("v7x", 8)],
 )
 @pytest.mark.parametrize("decode_only", [True, False])
 def test_shards_compile_without_collectives(decode_only, chip, shards, devices):
