@@ -41,9 +41,10 @@ def slow_marked(case: Case):
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.is_slow else [])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
-def test_xla_is_right(case):
-    assert_correct(get_backend("xla"), case, "float32")
+def test_xla_is_right(case, dtype):
+    assert_correct(get_backend("xla"), case, dtype)
 
 
 @pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
