@@ -63,7 +63,7 @@ class Compiled:
     """A step of attention layers."""
 
     hlo: str
-    sass: str
+    code: dict[str, str]  # of the machine, by kernel
     spills: dict[str, int]  # bytes, by kernel
     registers: dict[str, int]  # per thread, at the start
     register_changes: dict[str, tuple[int, int]]  # to how many: computing, producing
@@ -88,14 +88,15 @@ def compile_step(monkeypatch, capfd):
         capfd.readouterr()
         compiled, cache = _compile(config, limits, dtype, decode_only)
         log = "".join(capfd.readouterr())
+        code = _code(log)
         memory = compiled.memory_analysis()
         assert memory is not None
         return Compiled(
             hlo=compiled.as_text(),
-            sass=log,
+            code=code,
             spills=_by_kernel(log, r"(\d+) bytes spill stores, \d+ bytes spill loads"),
             registers=_by_kernel(log, r"Used (\d+) registers"),
-            register_changes=_register_changes(log),
+            register_changes=_register_changes(code),
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
             cache=cache,
@@ -110,13 +111,18 @@ def _by_kernel(log: str, pattern: str) -> dict[str, int]:
     return {name: int(match[1]) for name, text in found if (match := re.search(pattern, text))}
 
 
-def _register_changes(log: str) -> dict[str, tuple[int, int]]:
-    """What setmaxnreg asks for in the machine code of each kernel."""
+def _code(log: str) -> dict[str, str]:
+    """The machine code of each kernel."""
     sections = re.split(r"\.text\.(\w+)_mosaic_gpu_kernel:", log)[1:]
+    return dict(zip(sections[::2], sections[1::2], strict=True))
+
+
+def _register_changes(code: dict[str, str]) -> dict[str, tuple[int, int]]:
+    """What setmaxnreg asks for in the machine code of each kernel."""
     changes = {}
-    for name, code in zip(sections[::2], sections[1::2], strict=True):
-        taken = re.search(r"USETMAXREG\.TRY_ALLOC\S* \S+ (0x\w+)", code)
-        kept = re.search(r"USETMAXREG\.DEALLOC\S* (0x\w+)", code)
+    for name, instructions in code.items():
+        taken = re.search(r"USETMAXREG\.TRY_ALLOC\S* \S+ (0x\w+)", instructions)
+        kept = re.search(r"USETMAXREG\.DEALLOC\S* (0x\w+)", instructions)
         if taken and kept:
             changes[name] = int(taken[1], 16), int(kept[1], 16)
     return changes
@@ -177,9 +183,10 @@ def assert_good(compiled: Compiled, kernels: set[str]) -> None:
     assert set(compiled.spills) == kernels
     assert not any(compiled.spills.values()), compiled.spills
     assert_registers_suffice(compiled)
-    # Hopper's matrix instruction and copy engine.
-    assert "HGMMA" in compiled.sass
-    assert "UTMALDG" in compiled.sass
+    # Hopper's matrix instruction and copy engine, in each kernel that reads keys and values.
+    for kernel in kernels - {"merge_decode"}:
+        assert "HGMMA" in compiled.code[kernel], kernel
+        assert "UTMALDG" in compiled.code[kernel], kernel
     assert_caches_in_place(compiled)
 
 
@@ -283,4 +290,4 @@ def test_a_step_of_decodes_has_no_prefill_kernel(compile_step):
     compiled = compile_step(config_of(128), 64, decode_only=True)
     assert_good(compiled, DECODE)
     # A group of four is eight columns of the matrix instruction.
-    assert "HGMMA.64x8x16" in compiled.sass
+    assert "HGMMA.64x8x16" in compiled.code["paged_decode"]

@@ -37,9 +37,7 @@ def assert_correct(backend, case: Case, dtype: str, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.kv_dtype is None and not c.is_slow], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("case", [c for c in CASES if c.kv_dtype is None], ids=lambda c: c.name)
 def test_cases_are_right(backend, case, dtype):
     assert_correct(backend, case, dtype)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ragged_paged_attention import xla
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
     BatchLimits,
@@ -40,9 +41,10 @@ def slow_marked(case: Case):
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.is_slow else [])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
-def test_xla_is_right(case):
-    assert_correct(get_backend("xla"), case, "float32")
+def test_xla_is_right(case, dtype):
+    assert_correct(get_backend("xla"), case, dtype)
 
 
 @pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
@@ -171,6 +173,59 @@ def test_donated_caches_are_updated_in_place_through_a_nested_jit(decode_only, d
     cache_bytes = cache.size * cache.dtype.itemsize
     assert memory.alias_size_in_bytes == num_layers * cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes / 10
+
+
+@pytest.mark.parametrize("backend", [get_backend("xla"), BATCHED], ids=lambda b: b.name)
+def test_scores_never_exist_for_all_possible_keys(backend):
+    num_tokens, num_rows, max_blocks, block_size = 64, 16, 4096, 16
+    cache = backend.cache_shape(CONFIG, num_blocks=8192, block_size=block_size, dtype=jnp.float32)
+    q, k = (jax.ShapeDtypeStruct((num_tokens, heads, 16), jnp.float32) for heads in (4, 2))
+    i32 = jnp.int32
+    batch = RaggedBatch(
+        query_starts=jax.ShapeDtypeStruct((num_rows + 1,), i32),
+        context_lens=jax.ShapeDtypeStruct((num_rows,), i32),
+        block_tables=jax.ShapeDtypeStruct((num_rows, max_blocks), i32),
+        num_decodes=jax.ShapeDtypeStruct((), i32),
+        block_size=block_size,
+        decode_only=False,
+    )
+
+    def step(q, k, cache, batch):
+        prepared = backend.prepare(batch, (CONFIG,), num_tokens=num_tokens)
+        return backend.attend(q, k, k, cache, batch, prepared, config=CONFIG)
+
+    compiled = jax.jit(step, donate_argnums=2).lower(q, k, cache, batch).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    score_bytes = 4 * num_tokens * CONFIG.num_heads * max_blocks * block_size
+    assert memory.temp_size_in_bytes < score_bytes / 100
+
+
+@pytest.mark.parametrize(
+    ("sliding_window", "expected"),
+    [
+        # Block by block: of the decode, of the chunk's first four tokens, and of its last.
+        (None, [(0, 0), (1, 0), (1, 1), (1, 1), (1, 0)]),
+        (2, [(0, 0), (1, 0), (1, 1), (1, 1)]),
+    ],
+)
+def test_only_the_blocks_of_contexts_are_fetched(sliding_window, expected, monkeypatch):
+    fetched = []
+    fetch = xla._fetch_blocks
+
+    def fetch_and_note(layer, row, first):
+        jax.debug.callback(lambda *place: fetched.append(tuple(map(int, place))), row, first)
+        return fetch(layer, row, first)
+
+    monkeypatch.setattr(xla, "_fetch_blocks", fetch_and_note)
+    config = dataclasses.replace(CONFIG, sliding_window=sliding_window)
+    batch = dataclasses.replace(small_batch(), block_tables=jnp.zeros((3, 1000), jnp.int32))
+    spec = SMALL.cache_shape(config, num_blocks=6, block_size=4, dtype=jnp.float32)
+    q, k, v = (jnp.ones((8, heads, 16)) for heads in (4, 2, 2))
+    prepared = SMALL.prepare(batch, (config,), num_tokens=8)
+    SMALL.attend(q, k, v, jnp.zeros(spec.shape), batch, prepared, config=config)
+    jax.effects_barrier()
+    assert sorted(fetched) == sorted(expected)
 
 
 def test_a_backend_is_found_by_the_name_it_was_registered_under():

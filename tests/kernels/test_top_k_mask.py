@@ -40,6 +40,24 @@ def test_equals_the_sort(mask, vocab_size, scale, seed):
     )
 
 
+@pytest.mark.parametrize("vocab_size", [32_000, 128_256, 256_000])
+def test_equals_the_sort_on_the_vocabularies_of_models(mask, vocab_size):
+    rng = np.random.default_rng(0)
+    # Exact in float32, and apart by thousands of roundings of p.
+    ranks = rng.permuted(np.tile(np.arange(vocab_size), (8, 1)), axis=1)
+    logits = np.float32(2.0**-12) * ranks.astype(np.float32)
+    top_k, top_p, min_p = settings(rng, rows=8)
+    masked = np.asarray(mask(logits, top_k, top_p, min_p))
+    expected = np.isfinite(reference.top_k_top_p_min_p_mask(logits, top_k, top_p, min_p))
+    kept = np.isfinite(masked)
+    np.testing.assert_array_equal(masked[kept], logits[kept])
+    np.testing.assert_array_equal(kept[top_p == 1], expected[top_p == 1])
+    # At the cut of a share, tokens weigh less than the rounding of a sum of so many.
+    p = np.exp(logits.astype(np.float64) - logits.max())
+    misplaced = (p * (kept != expected)).sum(axis=1) / (p * expected).sum(axis=1)
+    assert misplaced.max() < 1e-5
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_ties_at_the_cut_are_kept(mask, seed):
     rng = np.random.default_rng(seed)

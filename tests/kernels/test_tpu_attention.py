@@ -93,10 +93,26 @@ def test_rows_of_many_items_are_right(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["mixed", "gqa_3", "head_size_80", "everything_with_fp8_kv"],
+    [
+        "mixed",
+        "gqa_3",
+        "head_size_80",
+        "head_size_96",
+        "head_size_128",
+        "head_size_256",
+        "everything_with_fp8_kv",
+    ],
 )
 def test_bfloat16_is_right(name):
     assert_correct(EMULATED, CASE[name], "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "head_size"), [("int8_kv", 80), ("fp8_kv", 128), ("int8_kv", 256)]
+)
+def test_caches_of_8_bits_are_right_in_bfloat16(name, head_size):
+    case = dataclasses.replace(CASE[name], head_size=head_size)
+    assert_correct(EMULATED, case, "bfloat16")
 
 
 TWO_CORES = dataclasses.replace(SMALL, chip="v4")

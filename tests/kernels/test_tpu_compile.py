@@ -123,15 +123,42 @@ class Program(NamedTuple):
         return compiled, shard.size * shard.dtype.itemsize
 
 
+# Type and shape of what an instruction moves; an asynchronous one has a tuple of results, the first
+# of which is the array.
+MOVES = re.compile(r"= \(?(\w+)\[([\d,]+)\][^=\n]*? (copy|copy-start|transpose)\(")
+
+
 def copies(hlo: str, num_bytes: int) -> list[str]:
     """Instructions of a program that move arrays of at least that size."""
     sizes = {"bf16": 2, "f32": 4, "s8": 1, "f8e4m3fn": 1}
-    pattern = r"= (bf16|f32|s8|f8e4m3fn)\[([\d,]+)\](?:\{[^}]*\})? (copy|copy-start|transpose)\("
     return [
         match[0]
-        for match in re.finditer(pattern, hlo)
-        if sizes[match[1]] * math.prod(map(int, match[2].split(","))) >= num_bytes
+        for match in MOVES.finditer(hlo)
+        if match[1] in sizes
+        and sizes[match[1]] * math.prod(map(int, match[2].split(","))) >= num_bytes
     ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%copy.1 = bf16[8,2,64]{2,1,0:T(8,128)(2,1)} copy(%p)",
+        "%copy.1 = bf16[8,2,64] copy(%p)",
+        "%copy-start.1 = (bf16[8,2,64]{2,1,0:T(8,128)(2,1)}, bf16[8,2,64]{2,1,0:T(8,128)(2,1)},"
+        " u32[]{:S(2)}) copy-start(%p), cross_program_prefetch_index=0",
+        "ROOT %transpose.1 = s8[64,8,4]{0,1,2:T(8,128)(4,1)} transpose(%p), dimensions={2,0,1}",
+    ],
+    ids=["copy", "without_layout", "asynchronous", "transpose"],
+)
+def test_what_moves_a_large_array_is_found(line):
+    program = f"ENTRY %main () -> f32[] {{\n  {line}\n  %done = f32[] add(%a, %b)\n}}"
+    assert len(copies(program, 2048)) == 1
+    assert not copies(program, 2049)
+
+
+def test_what_computes_is_not_taken_for_a_copy():
+    line = '%a = f32[8,64]{1,0} fusion(%copy.1), kind=kLoop, metadata={op_name="the copy(x)"}'
+    assert not copies(line, 1)
 
 
 COLLECTIVES = re.compile(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter")
@@ -169,6 +196,30 @@ def test_every_feature_compiles_on_every_chip(chip, program, devices):
     assert_compiles(program, devices(chip)[:1])
 
 
+FEATURES = {
+    "decode_only": {"decode_only": True},
+    "float32": {"dtype": "float32"},
+    "int8_kv": {"kv_dtype": "int8"},
+    "fp8_kv": {"kv_dtype": "float8_e4m3fn"},
+    "window_cap_sinks": {"sliding_window": 1000, "soft_cap": 30.0, "has_sinks": True},
+}
+# The chips go round, so that each meets every feature and every head size.
+GRID = [
+    pytest.param(list(SLICES)[(row + column) % len(SLICES)], size, feature, id=f"{size}-{feature}")
+    for row, size in enumerate(HEAD_SIZES)
+    for column, feature in enumerate(FEATURES)
+    # The others are compiled for every chip above.
+    if (size, feature)
+    not in {(128, "decode_only"), (256, "float32"), (64, "int8_kv"), (128, "fp8_kv")}
+]
+
+
+@pytest.mark.parametrize(("chip", "head_size", "feature"), GRID)
+def test_every_feature_compiles_with_every_head_size(chip, head_size, feature, devices):
+    program = Program(head_size=head_size, **FEATURES[feature])
+    assert_compiles(program, devices(chip)[:1])
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"), [(6, 2), (16, 16), (8, 1), (128, 1), (71, 1), (40, 40)]
 )
@@ -188,13 +239,14 @@ def test_buckets_and_block_sizes_compile(block_size, num_tokens, num_rows, devic
 def test_decodes_are_put_beside_prefills_without_copying_these(chip, devices):
     program = Program()
     compiled, _ = program.compile(devices(chip)[:1])
-    copied = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    copied = [dims for _, dims, opcode in MOVES.findall(compiled.as_text()) if "copy" in opcode]
     assert copied, "this is not how the compiler writes copies"
     assert f"{program.num_tokens},8,4,128" not in copied
 
 
 @pytest.mark.parametrize(
-    ("chip", "shards"), [("v4", 4), ("v5e", 4), ("v5e", 8), ("v5p", 4), ("v6e", 8), ("v7x", 8)]
+    ("chip", "shards"),
+    [("v4", 4), ("v5e", 4), ("v5e", 8), ("v5p", 4), ("v6e", 4), ("v6e", 8), ("v7x", 8)],
 )
 @pytest.mark.parametrize("decode_only", [True, False])
 def test_shards_compile_without_collectives(decode_only, chip, shards, devices):
