@@ -4,7 +4,7 @@ the other way."""
 
 import pytest
 
-from jaxllm import LLM, LLMEngine, RequestOutputKind, SamplingParams
+from jaxllm import LLM, LLMEngine, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.testing import make_tiny_checkpoint
 
@@ -89,26 +89,6 @@ def expected(base):
     return base.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
-def assert_same(outputs, expected):
-    assert len(outputs) == len(expected)
-    for output, wanted in zip(outputs, expected, strict=True):
-        assert len(output.outputs) == len(wanted.outputs)
-        for answer, wanted_answer in zip(output.outputs, wanted.outputs, strict=True):
-            assert_same_answer(answer, wanted_answer)
-
-
-def assert_same_answer(answer, wanted):
-    assert answer.token_ids == wanted.token_ids
-    assert answer.text == wanted.text
-    assert (answer.finish_reason, answer.stop_reason) == (wanted.finish_reason, wanted.stop_reason)
-    for position, (given, due) in enumerate(zip(answer.logprobs, wanted.logprobs, strict=True)):
-        token = answer.token_ids[position]
-        assert given[token].logprob == pytest.approx(due[token].logprob, abs=1e-5)
-        assert sorted(x.logprob for x in given.values()) == pytest.approx(
-            sorted(x.logprob for x in due.values()), abs=1e-5
-        )
-
-
 def stats(llm):
     return llm.llm_engine.stats()
 
@@ -121,13 +101,13 @@ def test_requests_are_varied_enough_to_tell_ways_apart(expected):
     assert all(len(set(ids)) > len(ids) / 3 for ids in tokens)
 
 
-def test_alone_is_as_in_a_crowd(base, expected):
+def test_alone_is_as_in_a_crowd(base, expected, assert_same):
     for one_prompt, params, wanted in zip(PROMPTS, PARAMS, expected, strict=True):
         base.reset_prefix_cache()
         assert_same(base.generate([one_prompt], params, use_tqdm=False), [wanted])
 
 
-def test_crowd_of_thirty_others_changes_nothing(base, expected):
+def test_crowd_of_thirty_others_changes_nothing(base, expected, assert_same):
     base.reset_prefix_cache()
     others = [prompt(100 + i, 3 + 4 * i) for i in range(30)]
     noise = SamplingParams(temperature=1.3, max_tokens=40, ignore_eos=True)
@@ -139,18 +119,18 @@ def test_crowd_of_thirty_others_changes_nothing(base, expected):
     assert_same([by_id[request_id] for request_id in mine], expected)
 
 
-def test_chunked_is_whole(make_llm, expected):
+def test_chunked_is_whole(make_llm, expected, assert_same):
     llm = make_llm(max_num_batched_tokens=32, long_prefill_token_threshold=7)
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
     assert stats(llm).num_steps > sum(map(len, PROMPTS)) / 32
 
 
-def test_prefill_without_chunks_is_the_same(make_llm, expected):
+def test_prefill_without_chunks_is_the_same(make_llm, expected, assert_same):
     llm = make_llm(enable_chunked_prefill=False, max_num_batched_tokens=256)
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
 
 
-def test_cached_is_cold(base, expected):
+def test_cached_is_cold(base, expected, assert_same):
     base.generate(PROMPTS, PARAMS, use_tqdm=False)
     hits = stats(base).prefix_cache_hits
     again = base.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -159,14 +139,14 @@ def test_cached_is_cold(base, expected):
     assert_same(again, expected)
 
 
-def test_without_prefix_caching_is_the_same(make_llm, expected):
+def test_without_prefix_caching_is_the_same(make_llm, expected, assert_same):
     llm = make_llm(enable_prefix_caching=False)
     for _ in range(2):
         assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
     assert stats(llm).prefix_cache_hits == 0
 
 
-def test_preempted_is_undisturbed(make_llm, base):
+def test_preempted_is_undisturbed(make_llm, base, assert_same):
     prompts = [prompt(50 + i, 16) for i in range(8)]
     params = [p.clone(max_tokens=60, min_tokens=0, ignore_eos=True) for p in PARAMS]
     expected = base.generate(prompts, params, use_tqdm=False)
@@ -176,31 +156,33 @@ def test_preempted_is_undisturbed(make_llm, base):
     assert stats(llm).num_preemptions > 0
 
 
-def test_overlapped_is_plain(make_llm, base, expected):
+def test_overlapped_is_plain(make_llm, base, expected, assert_same):
     llm = make_llm(async_scheduling=False)
     assert stats(base).overlap and not stats(llm).overlap
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
 
 
 @pytest.mark.parametrize("block_size", [8, 128])
-def test_any_block_size_is_the_same(make_llm, expected, block_size):
+def test_any_block_size_is_the_same(make_llm, expected, block_size, assert_same):
     llm = make_llm(block_size=block_size, num_gpu_blocks_override=2048 // block_size)
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(2, 16), (16, 300)])
-def test_any_bucket_is_the_same(make_llm, expected, max_num_seqs, max_num_batched_tokens):
+def test_any_bucket_is_the_same(
+    make_llm, expected, max_num_seqs, max_num_batched_tokens, assert_same
+):
     llm = make_llm(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
 
 
-def test_reference_attention_is_the_same(make_llm, expected):
+def test_reference_attention_is_the_same(make_llm, expected, assert_same):
     llm = make_llm(attention_backend="reference")
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_n_answers_are_separate_requests_with_the_same_seeds(make_llm, caching):
+def test_n_answers_are_separate_requests_with_the_same_seeds(make_llm, caching, assert_same_answer):
     llm = make_llm(enable_prefix_caching=caching)
     params = SamplingParams(temperature=1, n=4, seed=11, max_tokens=16, logprobs=LOGPROBS)
     [together] = llm.generate([PROMPTS[6]], params, use_tqdm=False)
@@ -213,37 +195,8 @@ def test_n_answers_are_separate_requests_with_the_same_seeds(make_llm, caching):
         assert_same_answer(answer, alone.outputs[0])
 
 
-def test_streamed_is_final(model, tmp_path, expected):
+def test_streamed_is_final(model, tmp_path, expected, assert_streamed_is):
     engine = LLMEngine.from_engine_args(
         EngineConfig.create(model, **BASE, compilation_cache_dir=str(tmp_path))
     )
-    kinds = [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE]
-    for i, (ids, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        for kind in kinds:
-            engine.add_request(
-                f"{i}-{kind.name}",
-                {"prompt_token_ids": ids},
-                params.clone(output_kind=kind),
-            )
-    text: dict[str, str] = {}
-    tokens: dict[str, list[int]] = {}
-    finished = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            [answer] = output.outputs
-            key = output.request_id
-            if key.endswith("DELTA"):
-                text[key] = text.get(key, "") + answer.text
-                tokens[key] = tokens.get(key, []) + list(answer.token_ids)
-            else:
-                assert answer.text.startswith(text.get(key, ""))
-                text[key], tokens[key] = answer.text, list(answer.token_ids)
-            if output.finished:
-                assert key not in finished
-                finished[key] = answer.finish_reason
-    for i, wanted in enumerate(expected):
-        for kind in kinds:
-            key = f"{i}-{kind.name}"
-            assert text[key] == wanted.outputs[0].text
-            assert tokens[key] == wanted.outputs[0].token_ids
-            assert finished[key] == wanted.outputs[0].finish_reason
+    assert_streamed_is(expected, engine, PROMPTS, PARAMS)
