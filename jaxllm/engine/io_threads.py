@@ -14,7 +14,8 @@ from jaxllm.messages import OWNER_MARK, EngineOutput, Outputs, ToEngine
 logger = init_logger(__name__)
 
 _GREETING_TIMEOUT_MS = 10_000
-_FAREWELL_TIMEOUT_MS = 2_000
+# A frontend that is starting, too, connects when it has read its tokenizer.
+_FAREWELL_TIMEOUT_MS = 60_000
 
 
 class InputThread(threading.Thread):

@@ -1,0 +1,34 @@
+"""The threads between an engine's queues and its sockets."""
+
+import queue
+import time
+
+import msgspec
+import zmq
+
+from jaxllm.engine.busy_loop import EVERYBODY, Letter
+from jaxllm.engine.io_threads import OutputThread
+from jaxllm.messages import Dead, Failure, FromEngine
+
+
+def test_last_words_reach_a_frontend_that_is_slower_to_start_than_the_engine_is_to_fail(tmp_path):
+    context = zmq.Context()
+    listening = context.socket(zmq.ROUTER)
+    listening.bind(f"ipc://{tmp_path}/output")
+    outbox = queue.SimpleQueue()
+    thread = OutputThread(listening, outbox)
+    thread.start()
+    last_words = Dead(Failure("there is no such device", "ValidationError"))
+    outbox.put(Letter(EVERYBODY, last_words))
+    outbox.put(None)
+    time.sleep(3)  # a frontend reads its tokenizer meanwhile
+    frontend = context.socket(zmq.DEALER)
+    frontend.setsockopt(zmq.IDENTITY, b"late")
+    frontend.connect(f"ipc://{tmp_path}/output")
+    frontend.send(b"")
+    assert frontend.poll(30_000)
+    assert msgspec.msgpack.decode(frontend.recv(), type=FromEngine) == last_words
+    thread.join(30)
+    assert not thread.is_alive()
+    frontend.close(linger=0)
+    context.term()
