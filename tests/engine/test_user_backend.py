@@ -117,11 +117,11 @@ def test_it_runs_in_an_engine_process(options, expected):
         engine.shutdown()
 
 
-def test_an_engine_process_asks_it_what_it_can_run(options):
+def test_a_plan_asks_it_what_it_can_run(options):
     # Only the user's own code could refuse that.
     wrong = options | {"max_model_len": 2048, "num_gpu_blocks_override": 128}
     with pytest.raises(ValidationError, match=f"attention_backend='{NAME}': contexts of 2048"):
-        AsyncLLMEngine(EngineArgs(**wrong, attention_backend=NAME))
+        make_plan(EngineArgs(**wrong, attention_backend=NAME))
 
 
 def test_a_name_registered_here_is_refused_there(options):
