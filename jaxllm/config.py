@@ -157,7 +157,9 @@ class CompilationConfig:
         "at the first start, if there is a compiler.",
     )
     attention_backend: str = option(
-        "auto", "Attention implementation: 'auto' (by platform) or the name of a registered one."
+        "auto",
+        "Attention implementation: 'auto' (by platform), the name of one of ours, or an importable "
+        "'module:name' of yours, which runs the code of that module.",
     )
 
 

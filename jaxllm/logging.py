@@ -8,24 +8,29 @@ _FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 _TIME = "%H:%M:%S"
 
 
+# Both packages that run in our processes; the kernels know nothing of this module.
+_PACKAGES = ("jaxllm", "jaxllm_kernels")
+
+
 def init_logger(name: str) -> logging.Logger:
-    """Return the logger of a module. The first call sets up the root `jaxllm` logger.
+    """Return the logger of a module. The first call sets up those of `jaxllm` and the kernels.
 
     JAXLLM_LOGGING_LEVEL sets the level (default INFO). Log lines go to stderr, so that the
     output of a command can be piped.
     """
-    root = logging.getLogger("jaxllm")
-    if not root.handlers:
+    if not logging.getLogger("jaxllm").handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(_FORMAT, datefmt=_TIME))
-        root.addHandler(handler)
-        root.setLevel(os.environ.get("JAXLLM_LOGGING_LEVEL", "INFO").upper())
-        root.propagate = False
+        for package in map(logging.getLogger, _PACKAGES):
+            package.addHandler(handler)
+            package.setLevel(os.environ.get("JAXLLM_LOGGING_LEVEL", "INFO").upper())
+            package.propagate = False
     return logging.getLogger(name)
 
 
 def name_process(name: str) -> None:
     """From now on log lines say which process of several they are from."""
     formatter = logging.Formatter(f"{name}: {_FORMAT}", datefmt=_TIME)
-    for handler in logging.getLogger("jaxllm").handlers:
-        handler.setFormatter(formatter)
+    for package in map(logging.getLogger, _PACKAGES):
+        for handler in package.handlers:
+            handler.setFormatter(formatter)

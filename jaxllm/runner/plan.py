@@ -6,7 +6,7 @@ and printed; nothing downstream chooses again. The runner takes the plan as it i
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -439,7 +439,7 @@ def _choose_attention(
         try:
             backend = get_backend(name)
             if isinstance(backend, NativeBackend):
-                backend = NativeBackend(library)
+                backend = replace(backend, library=library)  # a subclass of a user's stays one
             check(backend)
             return backend
         except ValueError as error:

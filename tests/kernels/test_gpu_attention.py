@@ -182,7 +182,6 @@ def test_what_the_kernels_cannot_do_is_refused(config, limits, dtype, message):
         BACKEND.check(config, limits, dtype=dtype, chip=CHIPS["h200"])
 
 
-@interpreted
 @pytest.mark.parametrize(
     "chip",
     [

@@ -304,7 +304,10 @@ def test_measured_sizes_are_found_and_missing_ones_are_logged_once(tmp_path, mon
     entry = '{"k": [{"key": {"heads": 2}, "sizes": {"slots": 3}, "measured": {}}]}'
     (tmp_path / "chip.json").write_text(entry)
     monkeypatch.setattr(tuned, "_FOLDER", tmp_path)
-    with caplog.at_level("INFO"):
+    # As in a process that has an engine, where what the kernels log does not reach the root.
+    monkeypatch.setattr(tuned.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(tuned.logger, "propagate", False)
+    with caplog.at_level("INFO", logger=tuned.logger.name):
         assert tuned.lookup("chip", "k", {"heads": 2}) == {"slots": 3}
         assert not caplog.records
         for _ in range(2):

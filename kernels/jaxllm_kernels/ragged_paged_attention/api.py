@@ -9,6 +9,7 @@ Axis letters: T tokens, R rows (requests of the step), N query heads, K kv heads
 P blocks per row.
 """
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -115,7 +116,7 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which the backend is registered and asked for."""
+        """The name under which the backend is registered, and by which logs call it."""
         ...
 
     @property
@@ -186,20 +187,68 @@ _backends: dict[str, AttentionBackend] = {}
 
 
 def register_backend(backend: AttentionBackend) -> None:
-    """Make a backend available under its name."""
+    """Make a backend available under its name, in this process only."""
+    if ":" in backend.name:
+        raise ValueError(
+            f"an attention backend cannot be registered as {backend.name!r}: names with a colon "
+            "are those of objects to import; leave the colon out"
+        )
     if backend.name in _backends:
         raise ValueError(f"an attention backend named {backend.name!r} is registered already")
     _backends[backend.name] = backend
 
 
 def get_backend(name: str) -> AttentionBackend:
-    """The backend registered under a name."""
+    """The backend registered under a name, or the one that 'module:name' says where to find.
+
+    The latter runs the code of that module: such names are the operator's, never a request's.
+    """
+    if ":" in name:
+        return _import_backend(name)
     if name not in _backends:
         raise ValueError(
             f"no attention backend is named {name!r}; "
-            f"set attention_backend to one of {', '.join(sorted(_backends))}, or register it"
+            f"set attention_backend to one of {', '.join(sorted(_backends))}, or to "
+            "'module:name' of one of your own (register_backend reaches only the process that "
+            "calls it, and an engine may run in another)"
         )
     return _backends[name]
+
+
+def _import_backend(spec: str) -> Any:
+    """The object that 'module:name' names, or what it makes if it is a class or a factory."""
+    module, _, name = spec.partition(":")
+    if not module or not name:
+        raise ValueError(f"attention backend {spec!r} must be written as 'module:name'")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's code: importing it may raise anything
+        raise ValueError(f"attention backend {spec!r} cannot be imported ({error})") from error
+    if isinstance(found, type) or (callable(found) and not hasattr(found, "attend")):
+        try:
+            found = found()
+        except Exception as error:
+            raise ValueError(
+                f"attention backend {spec!r} cannot be made without arguments ({error}); "
+                "name a backend, or a class or function that takes none"
+            ) from error
+    missing = [member for member in _MEMBERS if not hasattr(found, member)]
+    if missing:
+        raise ValueError(
+            f"attention backend {spec!r} is a {type(found).__name__} without "
+            f"{', '.join(missing)}; it must be an AttentionBackend "
+            "(jaxllm_kernels.ragged_paged_attention.api)"
+        )
+    try:
+        hash(found)
+    except TypeError as error:
+        raise ValueError(
+            f"attention backend {spec!r} cannot be hashed ({error}); make it a frozen dataclass"
+        ) from error
+    return found
+
+
+_MEMBERS = ("name", "cache_head_axis", "tuned_for", "check", "cache_shape", "prepare", "attend")
 
 
 # Backends for those who ask for none, best first. On a TPU there is no second best: XLA would copy

@@ -94,12 +94,13 @@ class MosaicGpuBackend:
         def refuse(why: str, change: str = "set --attention-backend xla"):
             raise ValueError(f"attention backend {self.name} {why}; {change}")
 
-        if why := why_no_mosaic_gpu():
-            refuse(why)
+        # The chip first: no other JAX would help an A100.
         if not self.interpret and (
             chip.platform != "gpu" or (chip.compute_capability or (0,))[0] != 9
         ):
             refuse(f"runs on Hopper GPUs (compute capability 9.0), not on {chip.name}")
+        if why := why_no_mosaic_gpu():
+            refuse(why)
         if jnp.dtype(dtype).itemsize != 2:
             refuse(
                 f"computes in 16 bits, not in {jnp.dtype(dtype).name}",
