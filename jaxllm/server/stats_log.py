@@ -15,12 +15,12 @@ logger = init_logger(__name__)
 _EVERY_S = 10.0
 
 
-async def log_stats(engine: AsyncLLMEngine) -> None:
+async def log_stats(engine: AsyncLLMEngine, every_s: float = _EVERY_S) -> None:
     """Log until cancelled, or the engine has ended."""
     before, then = await engine.stats(), time.monotonic()
     was_idle = True
     while engine.is_running:
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(every_s)
         stats, now = await engine.stats(), time.monotonic()
         is_idle = stats.num_steps == before.num_steps
         if not (is_idle and was_idle):

@@ -35,11 +35,12 @@ def start(bench, *more) -> subprocess.Popen:
     )
 
 
-def wait_for_results(bench, process) -> None:
-    """Wait until the process has committed something, or has ended."""
+def wait_for_results(bench, process, timeout_s: float = float("inf")) -> None:
+    """Wait until the process has committed something, or has ended, or so long."""
     journal = bench.journal / "journal"
     before = os.path.getsize(journal) if journal.exists() else 0
-    while process.poll() is None:
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline:
         if journal.exists() and os.path.getsize(journal) > before:
             return
         time.sleep(0.005)
@@ -65,14 +66,15 @@ def write_lines(bench, count: int) -> tuple[list[int], list[int]]:
 
 def test_killed_ten_times_a_batch_ends_complete_and_in_order(bench):
     rng = random.Random(0)
-    good, bad = write_lines(bench, 6000)  # more than a fast machine ends before the last kill
+    # Many more than are answered in ten times the second or so from one commit to the next.
+    good, bad = write_lines(bench, 6000)
     for number in range(10):
         process = start(bench, "--ordered")
         if number % 3:
             wait_for_results(bench, process)
             time.sleep(rng.uniform(0, 0.2))
-        else:
-            time.sleep(rng.uniform(0, 5))
+        else:  # most likely as it starts
+            wait_for_results(bench, process, timeout_s=rng.uniform(0, 5))
         process.kill()
         _, err = process.communicate()
         assert process.returncode == -signal.SIGKILL, err
