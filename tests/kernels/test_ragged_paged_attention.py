@@ -256,8 +256,8 @@ def test_every_chip_has_a_default_backend(chip):
 @pytest.mark.parametrize(
     ("change", "dtype", "message"),
     [
-        ({"num_heads": 3}, jnp.float32, "3 query heads cannot share 2 kv heads"),
-        ({"sliding_window": 0}, jnp.float32, "sliding_window=0"),
+        ({"num_heads": 3}, jnp.float32, "3 query heads cannot share 2 kv heads .* config.json"),
+        ({"sliding_window": 0}, jnp.float32, "sliding_window=0 .* config.json"),
         ({}, jnp.float8_e4m3fn, "set --dtype"),
     ],
 )

@@ -277,6 +277,44 @@ def test_every_shape_has_a_plan_on_every_chip(
         get_backend("tpu").check(config, limits, dtype=dtype, chip=chip)
 
 
+def refusal(num_heads, head_size, kv_dtype, dtype, chip, block_size) -> str:
+    """What a model of one kv head and contexts of 8192 tokens is told; empty if it is accepted."""
+    config = AttentionConfig(
+        num_heads=num_heads, num_kv_heads=1, head_size=head_size, scale=1.0, kv_dtype=kv_dtype
+    )
+    limits = dataclasses.replace(LIMITS, block_size=block_size, max_blocks=8192 // block_size)
+    try:
+        get_backend("tpu").check(config, limits, dtype=dtype, chip=chip)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("num_heads", [96, 128])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_large_group_has_a_plan_or_advice_that_helps(dtype, kv_dtype, num_heads, head_size, chip):
+    model = head_size, kv_dtype, dtype, chip
+    sizes = (256, 128, 64, 32)
+    said = [refusal(num_heads, *model, size) for size in sizes]
+    if "" in said:
+        best = said.index("")
+        advice = f"; set --block-size to {sizes[best]}"
+    else:
+        best = len(sizes)
+        advice = (
+            "; no block size helps: raise --tensor-parallel-size until a device has fewer than "
+            f"{num_heads} query heads for a kv head, or set --attention-backend to xla"
+        )
+        # As on two devices, which have the kv head each, and half of its query heads; on four.
+        halves = [refusal(num_heads // n, *model, 64) for n in (2, 4)]
+        assert "" in halves
+    assert all(message.endswith(advice) for message in said[:best])
+    assert chip.name == "v4" or best == 0
+
+
 @pytest.mark.parametrize(
     ("limits", "dtype", "chip", "message"),
     [
@@ -284,7 +322,8 @@ def test_every_shape_has_a_plan_on_every_chip(
         ({}, jnp.float16, "v5e", "set --dtype to bfloat16"),
         ({"block_size": 8}, jnp.bfloat16, "v5e", "set --block-size to 16"),
         ({"max_blocks": 1024}, jnp.bfloat16, "v5e", "raise --block-size, or lower --max-model-len"),
-        ({"block_size": 8192}, jnp.float32, "v4", "lower --block-size"),
+        ({"block_size": 8192}, jnp.float32, "v4", "set --block-size to 1024, and lower --max"),
+        ({"block_size": 2048, "max_blocks": 4}, jnp.float32, "v4", "set --block-size to 1024$"),
     ],
 )
 def test_what_cannot_be_run_is_refused(limits, dtype, chip, message):

@@ -132,7 +132,7 @@ class AttentionBackend(Protocol):
     def check(
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
-        """Raise ValueError, naming the flag to change, if this cannot be run on that chip."""
+        """Raise ValueError, naming what to change, if this cannot be run on that chip."""
         ...
 
     def cache_shape(
@@ -268,10 +268,14 @@ def check_common(config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLi
     """Refuse what no backend can run."""
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
-            f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly"
+            f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly; "
+            "correct num_attention_heads or num_key_value_heads in the model's config.json"
         )
     if config.sliding_window is not None and config.sliding_window < 1:
-        raise ValueError(f"sliding_window={config.sliding_window} must be at least 1")
+        raise ValueError(
+            f"sliding_window={config.sliding_window} must be at least 1; "
+            "correct it in the model's config.json, or set it to null for full attention"
+        )
     if limits.block_size < 1:
         raise ValueError(f"block_size={limits.block_size} must be at least 1; set --block-size")
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):

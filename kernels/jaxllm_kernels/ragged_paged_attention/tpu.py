@@ -103,17 +103,11 @@ class TpuBackend:
                 f"{taken} bytes of scalar memory, of which a {chip.name} has {chip.smem_bytes}; "
                 "raise --block-size, or lower --max-model-len or --max-num-seqs"
             )
-        for for_decodes in (True, False):
-            choose_sizes(
-                config,
-                self._tuning(config, chip, limits.block_size, for_decodes=for_decodes),
-                for_decodes=for_decodes,
-                num_tokens=limits.num_tokens,
-                max_blocks=limits.max_blocks,
-                block_size=limits.block_size,
-                dtype=dtype,
-                chip=chip,
-            )
+        try:
+            self._check_vmem(config, limits, dtype=dtype, chip=chip)
+        except ValueError as error:
+            advice = self._advice(config, limits, dtype=dtype, chip=chip)
+            raise ValueError(f"{error}; {advice}") from error
 
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
@@ -204,6 +198,46 @@ class TpuBackend:
     def _chip(self) -> Chip:
         assert self.chip is not None, "tuned_for(chip) says what to compile for"
         return CHIPS[self.chip]
+
+    def _check_vmem(
+        self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
+    ) -> None:
+        """Raise ValueError if a kernel has no sizes that fit into a core's memory."""
+        for for_decodes in (True, False):
+            choose_sizes(
+                config,
+                self._tuning(config, chip, limits.block_size, for_decodes=for_decodes),
+                for_decodes=for_decodes,
+                num_tokens=limits.num_tokens,
+                max_blocks=limits.max_blocks,
+                block_size=limits.block_size,
+                dtype=dtype,
+                chip=chip,
+            )
+
+    def _advice(
+        self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
+    ) -> str:
+        """What to change where `_check_vmem` refuses."""
+        tile = sublane_tile(config.kv_dtype or dtype)
+        while limits.block_size % (2 * tile) == 0:
+            # Contexts stay as long.
+            limits = dataclasses.replace(
+                limits, block_size=limits.block_size // 2, max_blocks=limits.max_blocks * 2
+            )
+            try:
+                self._check_vmem(config, limits, dtype=dtype, chip=chip)
+            except ValueError:
+                continue
+            advice = f"set --block-size to {limits.block_size}"
+            if smem_bytes(limits) > chip.smem_bytes:
+                advice += ", and lower --max-model-len or --max-num-seqs"
+            return advice
+        return (
+            "no block size helps: raise --tensor-parallel-size until a device has fewer than "
+            f"{config.num_heads // config.num_kv_heads} query heads for a kv head, or "
+            "set --attention-backend to xla"
+        )
 
     def _tuning(
         self, config: AttentionConfig, chip: Chip, block_size: int, *, for_decodes: bool

@@ -205,7 +205,7 @@ def choose_sizes(
         f"attention with head_size={config.head_size}, {config.num_heads} query heads and "
         f"{config.num_kv_heads} kv heads in blocks of {block_size} tokens takes "
         f"{taken / _MIB:.0f} MiB of on-chip memory, of which a kernel on {chip.name} gets "
-        f"{budget / _MIB:.0f}; lower --block-size"
+        f"{budget / _MIB:.0f}"
     )
 
 
