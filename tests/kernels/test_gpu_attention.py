@@ -5,14 +5,13 @@ Interpret mode is slow, so there the cases are small ones of their own; a GPU ru
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jaxllm_kernels.compat import why_no_mosaic_gpu
-from jaxllm_kernels.platform import CHIPS, chip_of
+from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
     BatchLimits,
@@ -207,10 +206,7 @@ def test_an_older_jax_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", [*CASES, *SMALL_CASES], ids=lambda case: case.name)
-def test_a_hopper_gpu_is_right(case, dtype, capfd):
-    chip = chip_of(jax.devices()[0])
-    if chip.platform != "gpu":
-        pytest.skip(f"needs a GPU, and this is a {chip.name}")
+def test_a_hopper_gpu_is_right(case, dtype, gpu, capfd):
     limits = BatchLimits(
         num_tokens=case.num_tokens,
         num_rows=case.num_rows,
@@ -218,7 +214,7 @@ def test_a_hopper_gpu_is_right(case, dtype, capfd):
         block_size=case.block_size,
     )
     try:
-        BACKEND.check(case.config, limits, dtype=dtype, chip=chip)
+        BACKEND.check(case.config, limits, dtype=dtype, chip=gpu)
     except ValueError as refusal:
         pytest.skip(str(refusal))
     assert_correct(BACKEND, case, dtype, capfd)

@@ -57,6 +57,13 @@ def test_xla_is_right_as_tuned_for_a_gpu(case):
     assert_correct(get_backend("xla").tuned_for(CHIPS["h200"]), case, "bfloat16")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_xla_is_right_on_a_gpu(case, dtype, gpu):
+    assert_correct(get_backend("xla").tuned_for(gpu), case, dtype)
+
+
 @pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
 def test_reference_is_right(case):
     if case.max_blocks > 100:

@@ -8,9 +8,15 @@ from jaxllm_kernels.top_k_mask.api import top_k_top_p_min_p_mask
 ROWS = 16
 
 
-@pytest.fixture(scope="module")
-def mask():
-    return jax.jit(top_k_top_p_min_p_mask)
+mask_of_logits = jax.jit(top_k_top_p_min_p_mask)
+
+
+@pytest.fixture(params=["here", pytest.param("gpu", marks=pytest.mark.gpu)])
+def mask(request):
+    """The function, on what JAX computes on by itself; where it is asked for, that is a GPU."""
+    if request.param == "gpu":
+        request.getfixturevalue("gpu")
+    return mask_of_logits
 
 
 def settings(rng, rows=ROWS):
