@@ -28,6 +28,7 @@ class _Slice(NamedTuple):
 # As Google Cloud names them. A host has up to 8 chips of v5e and v6e, 4 of the others.
 _TPU_SLICES = {
     "v4-8": _Slice("v4:2x2x1", chip_config="megacore"),
+    "v4-16": _Slice("v4:2x2x2", chip_config="megacore"),
     "v5e-1": _Slice("v5e:1x1", (1, 1, 1)),
     "v5e-4": _Slice("v5e:2x2", (2, 2, 1)),
     "v5e-8": _Slice("v5e:2x4", (2, 4, 1)),
@@ -38,6 +39,7 @@ _TPU_SLICES = {
     "v6e-8": _Slice("v6e:2x4", (2, 4, 1)),
     "v6e-16": _Slice("v6e:4x4"),
     "v7x-8": _Slice("tpu7x:2x2x1"),
+    "v7x-16": _Slice("tpu7x:2x2x2"),
 }
 _GPUS = ("h200",)
 

@@ -253,6 +253,27 @@ def test_shards_compile_without_collectives(decode_only, chip, shards, devices):
     assert_compiles(Program(decode_only=decode_only), devices(chip)[:shards])
 
 
+# Devices of slices of four and of eight chips; a chip of v7x is two.
+WHOLE_SLICES = {"v6e-4": 4, "v7x-8": 8, "v4-8": 4, "v5e-4": 4, "v5p-8": 4}
+WHOLE_SLICES |= {"v4-16": 8, "v5e-8": 8, "v5p-16": 8, "v6e-8": 8, "v7x-16": 16}
+# The first two meet every head size but 128, which is above, the others two; features go round.
+SHARDED = [
+    pytest.param(name, size, feature, id=f"{name}-{size}-{feature}")
+    for row, name in enumerate(WHOLE_SLICES)
+    for column, size in enumerate((64, 80, 96, 256))
+    if row < 2 or (row + column) % 2
+    for feature in (list(FEATURES)[(row + column) % len(FEATURES)],)
+]
+
+
+@pytest.mark.parametrize(("name", "head_size", "feature"), SHARDED)
+def test_whole_slices_compile_without_collectives(name, head_size, feature):
+    shards = topology_devices(name)
+    assert len(shards) == WHOLE_SLICES[name]
+    program = Program(num_kv_heads=max(8, len(shards)), head_size=head_size, **FEATURES[feature])
+    assert_compiles(program, shards)
+
+
 @pytest.mark.parametrize("chip", ["v4", "v7x"])
 def test_what_check_accepts_fits_into_scalar_memory(chip, devices):
     rows, num_tokens = 256, 2048
