@@ -3,8 +3,14 @@
 import asyncio
 import dataclasses
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 from jaxllm_kernels.ragged_paged_attention.api import get_backend, register_backend
 from jaxllm_kernels.ragged_paged_attention.cases import CASES, TOLERANCES, run_case
@@ -17,32 +23,35 @@ from jaxllm.runner.plan import make_plan
 from jaxllm.testing import make_tiny_checkpoint
 
 NAME = "user_backend:DenseBackend"
+# Answers of transformers, with a window in one of two layers.
+GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())["qwen2"]
 PROMPTS = ["Once upon a time there was a whale", "a", "The answer"]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def can_be_imported(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+@pytest.fixture(scope="module", autouse=True)
+def can_be_imported():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(Path(__file__).parent)
+        yield
 
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     model = make_tiny_checkpoint(
         tmp_path_factory.mktemp("model"),
-        "qwen2",
-        use_sliding_window=True,
-        sliding_window=9,
-        max_window_layers=1,
+        GOLDEN["family"],
+        seed=GOLDEN["seed"],
+        **GOLDEN["config"],
     )
     return {
         "model": str(model),
         "dtype": "float32",
-        "max_model_len": 64,
+        "max_model_len": 128,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "block_size": 16,
-        "num_gpu_blocks_override": 12,
+        "num_gpu_blocks_override": 24,
         "enforce_eager": True,
         "native_kernels": False,  # which would be compiled first
         "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
@@ -50,12 +59,15 @@ def options(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(options):
-    return answers(LLM(**options, attention_backend="xla"))
+def llm(options):
+    return LLM(**options, attention_backend=NAME)
 
 
-def answers(llm):
-    return [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+@pytest.fixture(scope="module")
+def expected(llm):
+    """Its answers in the process of the user."""
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -86,19 +98,69 @@ def test_a_class_a_factory_and_an_object_are_found(spec, name):
     assert get_backend(spec).name == name
 
 
-def test_it_runs_in_the_process_of_the_user(options, expected):
-    assert answers(LLM(**options, attention_backend=NAME)) == expected
+def test_it_runs_in_the_process_of_the_user(llm):
+    outputs = llm.generate(GOLDEN["prompts"], GREEDY, use_tqdm=False)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    assert tokens == [golden[:6] for golden in GOLDEN["tokens"]]
 
 
-def test_it_runs_by_a_flag(options, expected, capsys):
+@pytest.fixture(scope="module")
+def flags(options):
+    """The options and the backend, as a user writes them."""
     valued = {name: value for name, value in options.items() if not isinstance(value, bool)}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in valued.items()]
-    flags += ["--enforce-eager", "--no-native-kernels"]
+    return [
+        *(f"--{name.replace('_', '-')}={value}" for name, value in valued.items()),
+        *("--enforce-eager", "--no-native-kernels", "--attention-backend", NAME),
+    ]
+
+
+def test_it_runs_by_a_flag(flags, expected, capsys):
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     greedy = ["--temperature=0", "--max-tokens=6", "--ignore-eos", "--json"]
-    assert main(["generate", *flags, *prompts, *greedy, "--attention-backend", NAME]) == 0
+    assert main(["generate", *flags, *prompts, *greedy]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["text"] for line in lines] == expected
+
+
+@pytest.fixture
+def server(flags, tmp_path, monkeypatch):
+    """`jaxllm serve`, which finds the backend by PYTHONPATH alone: its client, and its log."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "jaxllm.cli.main", "serve", *flags]
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            [*command, f"--port={port}", "--served-model-name=tiny"], stderr=stderr
+        ) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client,
+    ):
+        try:
+            deadline = time.monotonic() + 300
+            while not _is_ready(client):
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.1)
+            yield client, log
+        finally:
+            process.kill()
+
+
+def _is_ready(client):
+    try:
+        return client.get("/ready").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def test_it_runs_in_a_server(server, expected):
+    client, log = server
+    asked = {"model": "tiny", "prompt": PROMPTS, "ignore_eos": True}
+    answer = client.post("/v1/completions", json=asked | {"temperature": 0, "max_tokens": 6})
+    assert [choice["text"] for choice in answer.json()["choices"]] == expected
+    assert "attention 'dense'" in log.read_text()
 
 
 def test_it_runs_in_an_engine_process(options, expected):
@@ -119,7 +181,7 @@ def test_it_runs_in_an_engine_process(options, expected):
 
 def test_a_plan_asks_it_what_it_can_run(options):
     # Only the user's own code could refuse that.
-    wrong = options | {"max_model_len": 2048, "num_gpu_blocks_override": 128}
+    wrong = options | {"max_model_len": 2048, "num_gpu_blocks_override": 248}
     with pytest.raises(ValidationError, match=f"attention_backend='{NAME}': contexts of 2048"):
         make_plan(EngineArgs(**wrong, attention_backend=NAME))
 
