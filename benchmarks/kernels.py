@@ -1,7 +1,8 @@
 """Time the attention kernels of a GPU against the chip's own ceilings, in one command.
 
     python benchmarks/kernels.py [--quick] [--output report.md]
-    python benchmarks/kernels.py --dry-run          (anywhere: tiny shapes, figures without meaning)
+    python benchmarks/kernels.py --dry-run          (anywhere: the least row of every kind,
+                                                     interpreted; figures without meaning)
 
 First two ceilings are measured: reading memory, and a large matrix product. Decodes are then held
 against the first (bytes of keys and values read once), prefill chunks against the second (products
@@ -37,6 +38,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import side_by_side  # noqa: E402
+from jaxllm_kernels.compat import why_no_mosaic_gpu  # noqa: E402
 from jaxllm_kernels.platform import chip_of  # noqa: E402
 from jaxllm_kernels.ragged_paged_attention.api import (  # noqa: E402
     AttentionBackend,
@@ -71,7 +73,6 @@ class Plan:
     ceiling_bytes: int
     ceiling_side: int  # of the square matrices
     repeats: int
-    peers: bool  # cuDNN and PyTorch
 
 
 class Lengths(NamedTuple):
@@ -87,14 +88,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
             backend=MosaicGpuBackend(name="interpreted", num_workers=2, interpret=True),
             config=AttentionConfig(num_heads=2, num_kv_heads=1, head_size=64, scale=0.125),
             block_size=16,
-            batches=(1, 2),
-            contexts=(40,),
-            prefills=((20, 40),),
+            batches=(2,),
+            contexts=(20,),
+            prefills=((8, 20),),
             min_bytes=1,
             ceiling_bytes=1 << 20,
             ceiling_side=128,
             repeats=1,
-            peers=False,
         )
     return Plan(
         backend=get_backend(args.backend).tuned_for(chip_of(jax.devices()[0])),
@@ -110,7 +110,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         ceiling_bytes=4 << 30,
         ceiling_side=8192,
         repeats=args.repeats,
-        peers=True,
     )
 
 
@@ -395,7 +394,7 @@ def run_row(
     seconds = problem.time(plan.backend)
     xla = problem.time(get_backend("xla").tuned_for(chip_of(jax.devices()[0])))
     problem.caches.clear()
-    cudnn, torch = (time_cudnn(problem), time_torch(problem)) if plan.peers else (None, None)
+    cudnn, torch = time_cudnn(problem), time_torch(problem)
     report.add_row(
         *labels,
         cell(seconds),
@@ -416,6 +415,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--output", type=Path, help="write the report there, too")
     args = parser.parse_args()
+    if args.dry_run and (why_not := why_no_mosaic_gpu()):
+        parser.error(f"the Mosaic GPU backend, which a dry run interprets, {why_not}")
     plan = make_plan(args)
 
     report = Report()
