@@ -306,7 +306,8 @@ def test_a_large_group_has_a_plan_or_advice_that_helps(dtype, kv_dtype, num_head
         best = len(sizes)
         advice = (
             "; no block size helps: raise --tensor-parallel-size until a device has fewer than "
-            f"{num_heads} query heads for a kv head, or set --attention-backend to xla"
+            f"{num_heads} query heads for a kv head, or set --attention-backend to xla "
+            "and, since XLA copies the cache, --kv-cache-memory-bytes to a small part of the memory"
         )
         # As on two devices, which have the kv head each, and half of its query heads; on four.
         halves = [refusal(num_heads // n, *model, 64) for n in (2, 4)]

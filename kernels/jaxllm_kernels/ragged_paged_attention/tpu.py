@@ -236,7 +236,8 @@ class TpuBackend:
         return (
             "no block size helps: raise --tensor-parallel-size until a device has fewer than "
             f"{config.num_heads // config.num_kv_heads} query heads for a kv head, or "
-            "set --attention-backend to xla"
+            "set --attention-backend to xla and, since XLA copies the cache, "
+            "--kv-cache-memory-bytes to a small part of the memory"
         )
 
     def _tuning(
