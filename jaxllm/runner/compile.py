@@ -17,6 +17,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jaxllm_kernels.compat import without_source_locations
 
+from jaxllm.errors import OutOfMemoryError
 from jaxllm.logging import init_logger
 from jaxllm.runner.memory import format_bytes
 
@@ -51,7 +52,18 @@ class Program:
             return traced.lower(lowering_platforms=(platform,) if platform else None)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        return lowered.compile(compiler_options=dict(self.compiler_options) or None)
+        try:
+            return lowered.compile(compiler_options=dict(self.compiler_options) or None)
+        except jax.errors.JaxRuntimeError as error:
+            # Compilers for accelerators know what a program takes; others fail when it runs.
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            reason = str(error).partition("\n")[0].partition("RESOURCE_EXHAUSTED: ")[2]
+            raise OutOfMemoryError(
+                f"the program {self.name} does not fit into a device ({reason}); lower "
+                "--kv-cache-memory-bytes, --max-num-batched-tokens or --max-num-seqs, or take "
+                "more devices"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,3 +124,16 @@ def test_the_command_prints_a_page_and_json(model_dir, capsys):
     report = json.loads(capsys.readouterr().out)["v6e-1"]
     assert report["chip"] == "v6e" and report["max_tokens_per_second"] > 0
     assert report["free_bytes"] > 0
+
+
+@pytest.mark.tpu_compile
+def test_a_program_that_does_not_fit_is_refused_in_words(model_dir, capsys):
+    pytest.importorskip("libtpu")
+    # XLA's attention copies a cache that takes all the memory there is.
+    flags = ["--tpu", "v6e-1", "--attention-backend", "xla", "--max-num-seqs", "4"]
+    flags += ["--max-num-batched-tokens", "16", "--dtype", "bfloat16"]
+    assert main(["plan", model_dir, *flags]) == 2
+    error = capsys.readouterr().err
+    assert "mixed_16x4 does not fit into a device (" in error and "Traceback" not in error
+    assert "lower --kv-cache-memory-bytes" in error
+    assert main(["plan", model_dir, *flags, "--kv-cache-memory-bytes", str(1 << 28)]) == 0
