@@ -59,3 +59,17 @@ def smem_transforms(tiling: tuple[int, int], swizzle: int | None) -> tuple[Any, 
     if swizzle is None:
         return (tiles,)
     return tiles, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+
+
+def store_unoptimized(ref: Any, x: jax.Array) -> None:
+    """Store registers to a GPU's memory in whatever pieces their layout gives.
+
+    JAX 0.12 refuses that unless it is asked for: a plain store has to fill whole cache lines of
+    global memory, or to spare untiled shared memory bank conflicts. JAX 0.11 did it unasked.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        ref[...] = x

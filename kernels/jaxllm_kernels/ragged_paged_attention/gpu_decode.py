@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxllm_kernels.compat import store_unoptimized
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     KEYS,
@@ -198,9 +199,9 @@ def _attend_items(
                 )
                 plgpu.barrier_arrive(query_free.at[slot])
                 for panel, x in zip(panels, weighted, strict=True):
-                    weighted_ref.at[i, pl.ds(panel, _PANEL)][...] = x
-                largest_ref.at[i][...] = largest
-                total_ref.at[i][...] = total.sum(axis=0)
+                    store_unoptimized(weighted_ref.at[i, pl.ds(panel, _PANEL)], x)
+                store_unoptimized(largest_ref.at[i], largest)
+                store_unoptimized(total_ref.at[i], total.sum(axis=0))
                 return next_item, used + num_blocks
 
             @pl.when(first < last)
@@ -288,8 +289,9 @@ def _merge(
             merged = weighted * _over_rows(scalars_ref.value_scales[head] / total, _PANEL)
             # Panels that overlap are also written one after the other.
             plgpu.wait_smem_to_gmem(0, wait_read_only=head_size % _PANEL == 0)
-            panel_smem.T[...] = plgpu.layout_cast(
-                merged.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+            store_unoptimized(
+                panel_smem.T,
+                plgpu.layout_cast(merged.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED),
             )
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(

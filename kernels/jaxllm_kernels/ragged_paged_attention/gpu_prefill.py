@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxllm_kernels.compat import smem_transforms
+from jaxllm_kernels.compat import smem_transforms, store_unoptimized
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     KEYS,
@@ -202,7 +202,7 @@ def prefill(
                 out = weighted * _over_columns(
                     scalars_ref.value_scales[span.head] / total, head_size
                 )
-                outputs[group] = out.astype(ring.dtype)
+                _stage_rows(outputs.at[group], out.astype(ring.dtype))
                 plgpu.commit_smem()
                 num_tokens = jnp.clip(span.end - first_query, 0, _GROUP_TOKENS)
                 _store_rows(outputs, group, out_ref, head, first_token, num_tokens)
@@ -273,6 +273,15 @@ def _accumulate(weighted, p, values, staged):
     return weighted + pl.run_scoped(
         multiply, plgpu.WGMMAAccumulatorRef(weighted.shape, jnp.float32)
     )
+
+
+def _stage_rows(target, x):
+    """Write a warpgroup's outputs to where `_store_rows` takes them from."""
+    if _row_transforms(x.shape[-1], x.dtype):
+        target[...] = x
+    else:
+        # Without tiles there is no way around bank conflicts.
+        store_unoptimized(target, x)
 
 
 def _store_rows(source, group, out_ref, head, token, num_tokens):
