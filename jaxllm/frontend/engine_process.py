@@ -1,5 +1,6 @@
 """Starts an engine in a process of its own, knows whether it lives, and ends it."""
 
+import contextlib
 import dataclasses
 import importlib
 import shutil
@@ -13,6 +14,8 @@ import msgspec
 from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
 from jaxllm.messages import Assignment
+
+_KILLED_S = 5.0
 
 
 class EngineProcess:
@@ -55,8 +58,7 @@ class EngineProcess:
     def stop(self, grace_s: float) -> None:
         """Be rid of it: when it has ended by itself, or after this time."""
         if not self.wait(grace_s):
-            self._process.kill()
-            self._process.wait()
+            kill(self._process)
         assert self._process.stdin is not None
         self._process.stdin.close()
         shutil.rmtree(self.assignment.directory, ignore_errors=True)
@@ -71,6 +73,17 @@ class JoinedEngine:
     def __init__(self, assignment: Assignment):
         self.assignment = assignment
         self.status: int | None = None  # set when it has ended
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kill a process, and wait until it is gone.
+
+    Not without a limit: who waits may be the handler of a signal, in the middle of a look at the
+    process, which has locked it and cannot go on before the handler returns.
+    """
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_S)
 
 
 def _portable(config: EngineConfig) -> EngineConfig:

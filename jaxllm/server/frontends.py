@@ -15,6 +15,7 @@ import msgspec
 
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.frontend.engine_process import kill
 from jaxllm.messages import Assignment
 from jaxllm.server.auth import Keys
 from jaxllm.server.options import ServerOptions
@@ -96,8 +97,7 @@ class FrontendProcess:
         self._channel.settimeout(None)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        kill(self._process)
         self._channel.close()
 
 
