@@ -115,7 +115,7 @@ def test_what_is_above_the_limit_of_all_is_refused(server, ask):
     async def use():
         waiting, refused = set(), []
         async with asyncio.timeout(120):
-            # Again and again: two that come at once may both be refused where there is room for one.
+            # Again and again: two that come at once may both be refused, with room for one.
             while server.metric("num_requests_waiting") < 12:
                 waiting |= {asyncio.create_task(ask(server.port, LONG)) for _ in range(28)}
                 done, waiting = await asyncio.wait(waiting, timeout=1)
