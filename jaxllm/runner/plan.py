@@ -57,6 +57,10 @@ from jaxllm.weights.loader import weights_bytes
 logger = init_logger(__name__)
 
 
+# Up to so many tokens, what lies between products costs little.
+_FREE_PADDING = 128
+
+
 class _Defaults(NamedTuple):
     """What is chosen for a platform when the user does not say."""
 
@@ -368,7 +372,7 @@ def _free_padding(attention: AttentionBackend, matmul: Matmul, dtype: Any) -> in
     """Up to how many tokens of a step padding costs next to nothing."""
     if not (isinstance(attention, NativeBackend) and isinstance(matmul, NativeMatmul)):
         return 0
-    return matmul.max_rows(dtype)
+    return min(matmul.max_rows(dtype), _FREE_PADDING)
 
 
 def _choose_dtype(asked: str, architecture: Architecture, platform: str) -> Any:

@@ -4,6 +4,7 @@ A platform is what `jax.Device.platform` says: "cpu", "gpu" or "tpu". A chip is 
 is: a whole TPU chip, except where a chip shows each of its cores as a device (v7x).
 """
 
+import functools
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,6 +202,7 @@ def _version(capability: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+@functools.cache
 def processor() -> str:
     """This machine's processor and its instructions: programs for a CPU use all of them."""
     try:

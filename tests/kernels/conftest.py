@@ -4,8 +4,9 @@ import shutil
 
 import jax
 import pytest
-from jaxllm_kernels.native.library import Library, load
-from jaxllm_kernels.platform import Chip, chip_of
+from jaxllm_kernels.native import library as native_library
+from jaxllm_kernels.native.library import _FLAGS, Library, load
+from jaxllm_kernels.platform import Chip, chip_of, processor
 
 
 @pytest.fixture
@@ -17,11 +18,34 @@ def gpu() -> Chip:
     return chip
 
 
+# What compilers call processors with narrower registers or fewer instructions, and what this one
+# needs to run their code.
+OTHER_PROCESSORS = {"x86-64": "sse2", "x86-64-v3": "avx2", "skylake-avx512": "avx512f"}
+
+
+def build(directory) -> Library:
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no C++ compiler is here")
+    loaded = load(directory)
+    assert isinstance(loaded, Library), loaded
+    return loaded
+
+
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     """The library of native kernels, built once."""
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("no C++ compiler is here")
-    loaded = load(tmp_path_factory.mktemp("native"))
-    assert isinstance(loaded, Library), loaded
-    return loaded
+    return build(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(scope="session", params=["native", *OTHER_PROCESSORS])
+def any_library(request, library, tmp_path_factory):
+    """The library as it is built on each kind of processor."""
+    name = request.param
+    if name == "native":
+        return library
+    if OTHER_PROCESSORS[name] not in processor().split():
+        pytest.skip(f"this processor runs no code for {name}")
+    with pytest.MonkeyPatch.context() as patch:
+        flags = [f"-march={name}" if one == "-march=native" else one for one in _FLAGS]
+        patch.setattr(native_library, "_FLAGS", tuple(flags))
+        return build(tmp_path_factory.mktemp(name))

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxllm_kernels.dense.api import XLA
-from jaxllm_kernels.dense.native import MAX_ROWS, NativeMatmul
+from jaxllm_kernels.dense.native import MAX_ROWS, MAX_ROWS_BESIDE_AMX, NativeMatmul
 
 
 @pytest.fixture(scope="module")
-def matmul(library):
-    return NativeMatmul(library)
+def matmul(any_library):
+    return NativeMatmul(any_library)
 
 
 def operands(num_rows, num_outputs, num_inputs, dtype, seed=0):
@@ -36,6 +36,14 @@ def test_native_products_are_exact_to_float32(matmul, num_rows, num_outputs, dty
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("num_inputs", [32, 992, 1568, 2816, 4096])
+@pytest.mark.parametrize("num_rows", [3, 130, 256])
+def test_any_number_of_pieces_and_panels_is_exact(matmul, num_rows, num_inputs, dtype):
+    x, weight = operands(num_rows, 37, num_inputs, dtype)
+    assert relative_error(jax.jit(matmul)(x, weight), x, weight) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_rows_of_zeros_at_the_end_are_not_multiplied(matmul, dtype, zero):
     x, weight = operands(7, 70, 64, dtype)
@@ -49,11 +57,14 @@ def test_rows_of_zeros_at_the_end_are_not_multiplied(matmul, dtype, zero):
     assert (jax.jit(matmul)(jnp.full_like(x, zero), weight * jnp.nan) == 0).all()
 
 
-def test_a_row_is_the_same_alone_and_among_others(matmul):
-    x, weight = operands(23, 70, 256, jnp.bfloat16)
-    together = np.asarray(jax.jit(matmul)(x, weight))
-    for row in range(23):
-        np.testing.assert_array_equal(jax.jit(matmul)(x[row : row + 1], weight)[0], together[row])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("num_rows, num_inputs", [(23, 256), (150, 2816)])
+def test_a_row_is_the_same_alone_and_among_others(matmul, num_rows, num_inputs, dtype):
+    x, weight = operands(num_rows, 70, num_inputs, dtype)
+    multiply = jax.jit(matmul)
+    together = np.asarray(multiply(x, weight))
+    for row in {*range(0, num_rows, 7), num_rows - 1}:
+        np.testing.assert_array_equal(multiply(x[row : row + 1], weight)[0], together[row])
 
 
 @pytest.mark.parametrize(
@@ -71,6 +82,12 @@ def test_what_it_is_not_made_for_goes_to_xla(matmul, num_rows, num_inputs, dtype
     text = jax.jit(matmul).lower(x, weight).as_text()
     assert ("jaxllm_dense" in text) == is_native and ("dot_general" in text) != is_native
     assert relative_error(matmul(x, weight), x, weight) < 1e-6
+
+
+def test_a_processor_with_amx_leaves_many_rows_to_xla(matmul, monkeypatch):
+    monkeypatch.setattr("jaxllm_kernels.dense.native.processor", lambda: "flags : fma amx_bf16")
+    assert matmul.max_rows(jnp.bfloat16) == MAX_ROWS_BESIDE_AMX
+    assert matmul.max_rows(jnp.float32) == MAX_ROWS["float32"]
 
 
 def test_many_products_at_once_do_not_wait_for_each_other(matmul):

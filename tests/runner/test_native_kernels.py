@@ -58,10 +58,10 @@ def test_rows_of_padding_are_zeros_wherever_they_are_multiplied(family, tmp_path
     prompts = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(5)]
     llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     jax.effects_barrier()
-    # Prompts of 20 tokens in a step of 32; three steps of five decodes in eight rows.
+    # Prompts of 20 tokens in a step of 128; three steps of five decodes in eight rows.
     products = 4 * 2  # four in each layer
     assert Counter(shapes) == {
-        (32, 20): products, (8, 5): 1 + 3 * (products + 1)
+        (128, 20): products, (8, 5): 1 + 3 * (products + 1)
     }  # fmt: skip
 
 

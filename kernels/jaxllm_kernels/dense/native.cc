@@ -1,11 +1,15 @@
-// y[r, n] = sum over k of x[r, k] * weight[n, k], in float32, for the few rows of a decode step.
+// y[r, n] = sum over k of x[r, k] * weight[n, k], in float32, for the rows of decodes and of prompts
+// that are not long.
 //
 // Rows of zeros at the end, which is how steps are padded, cost nothing.
 //
 // With few rows the time is that of reading the weights, so they are read once and in order, by all
-// threads, and everything else stays in registers and the nearest cache. An output is a sum over
-// weights that lie one after another. How it is summed does not depend on what else is computed, so
-// a row's result is the same alone and among others.
+// threads, and everything else stays in registers and the nearest cache. With many it is that of
+// multiplying: what of x and the weights is multiplied at a time is cut so that it stays in caches.
+//
+// An output is a sum over weights that lie one after another, in pieces of a fixed size. How it is
+// summed does not depend on what else is computed, so a row's result is the same alone and among
+// others.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,11 +24,20 @@ namespace {
 
 using namespace jaxllm;
 
-// Rows of x and of weights whose sums are in registers at a time: as many as there are registers. Of
-// float32 fewer, since they shall also stay in the nearest cache.
-constexpr int kBlockRows = kIsOneRegister ? 4 : 2;
+// How many registers a vector of elements takes.
 template <typename Kind>
-constexpr int kBlockOutputs = kIsOneRegister ? (sizeof(typename Kind::Element) == 4 ? 4 : 6) : 2;
+constexpr int kEach = sizeof(typename Kind::Loaded) / sizeof(Floats);
+// Rows of x and of weights whose sums are in registers at a time, with the rows of x and one of the
+// weights: as many as there are registers.
+template <typename Kind>
+constexpr int kBlockRows = kNumRegisters == 32 ? 4 : 4 - kEach<Kind>;
+template <typename Kind>
+constexpr int kBlockOutputs =
+    (kNumRegisters - (kBlockRows<Kind> + 1) * kEach<Kind>) / kBlockRows<Kind>;
+// What is summed at a time, about: the rows and weights of a block, so long, are in the nearest cache.
+constexpr int64_t kPieceBytes = 2048;
+// So many rows of a piece are in the second cache.
+constexpr int64_t kPanelRows = 128;
 // Of the outputs; more of them are begun more often without their weights being near.
 constexpr int64_t kTilesPerThread = 8;
 
@@ -34,6 +47,11 @@ struct Product {
   const typename Kind::Element* weight;
   float* y;
   int64_t num_rows, num_inputs, num_outputs;
+  int64_t piece;  // of the inputs
+};
+
+struct Range {
+  int64_t begin, end;
 };
 
 // Which weights of the next block of outputs to bring near: these, and every so many after them.
@@ -41,67 +59,89 @@ struct Ahead {
   int first, step;
 };
 
-// Compute a block of outputs of a block of rows, while weights of the next one come into the second
-// cache. In the first they would be in the way of what is computed now.
+// Compute a block of outputs of a block of rows for some of the inputs, while weights of the next
+// one come into the second cache. In the first they would be in the way of what is computed now.
 template <int kRows, int kOutputs, typename Kind>
-inline void MultiplyBlock(const Product<Kind>& p, int64_t row, int64_t output, Ahead ahead) {
-  Floats sums[kRows][kOutputs] = {};
+inline void MultiplyBlock(const Product<Kind>& p, int64_t row, int64_t output, Range inputs,
+                          Ahead ahead) {
   const auto* x = p.x + row * p.num_inputs;
   const auto* weight = p.weight + output * p.num_inputs;
-  for (int64_t k = 0; k < p.num_inputs; k += Kind::kStep) {
-    typename Kind::Loaded xs[kRows];
-    for (int r = 0; r < kRows; ++r) xs[r] = Kind::Load(x + r * p.num_inputs + k);
-    for (int n = 0; n < kOutputs; ++n) {
-      const auto w = Kind::Load(weight + n * p.num_inputs + k);
-      for (int r = 0; r < kRows; ++r) Kind::Add(sums[r][n], xs[r], w);
+  float* y = p.y + row * p.num_outputs + output;
+  for (int64_t begin = inputs.begin; begin < inputs.end; begin += p.piece) {
+    Floats sums[kOutputs][kRows] = {};
+    const int64_t end = std::min(begin + p.piece, inputs.end);
+    for (int64_t k = begin; k < end; k += Kind::kStep) {
+      typename Kind::Loaded xs[kRows];
+      for (int r = 0; r < kRows; ++r) xs[r] = Kind::Load(x + r * p.num_inputs + k);
+      for (int n = 0; n < kOutputs; ++n) {
+        const auto w = Kind::Load(weight + n * p.num_inputs + k);
+        for (int r = 0; r < kRows; ++r) Kind::Add(sums[n][r], xs[r], w);
+      }
+      for (int n = ahead.first; n < kOutputs; n += ahead.step)
+        __builtin_prefetch(weight + (kOutputs + n) * p.num_inputs + k, 0, 2);
     }
-    for (int n = ahead.first; n < kOutputs; n += ahead.step)
-      __builtin_prefetch(weight + (kOutputs + n) * p.num_inputs + k, 0, 2);
+    float totals[kRows][kOutputs];
+    SumAll(sums, totals);
+    for (int r = 0; r < kRows; ++r)
+      for (int n = 0; n < kOutputs; ++n)
+        y[r * p.num_outputs + n] = totals[r][n] + (begin > 0 ? y[r * p.num_outputs + n] : 0.0f);
   }
-  for (int r = 0; r < kRows; ++r)
-    for (int n = 0; n < kOutputs; ++n)
-      p.y[(row + r) * p.num_outputs + output + n] = Sum(sums[r][n]);
 }
 
-// Compute a block of outputs of all rows. The weights stay in the cache from one block of rows to
+// Compute a block of outputs of some rows. The weights stay in the cache from one block of rows to
 // the next, and each brings its share of those that follow: memory and arithmetic are both busy.
 template <int kOutputs, typename Kind>
-inline void MultiplyRows(const Product<Kind>& p, int64_t output, bool is_last) {
-  const int num_blocks = (p.num_rows + kBlockRows - 1) / kBlockRows;
+inline void MultiplyRows(const Product<Kind>& p, Range rows, int64_t output, Range inputs,
+                         bool is_last) {
+  constexpr int kRows = kBlockRows<Kind>;
+  const int num_blocks = (rows.end - rows.begin + kRows - 1) / kRows;
   for (int block = 0; block < num_blocks; ++block) {
-    const int64_t row = block * kBlockRows;
+    const int64_t row = rows.begin + block * kRows;
     const Ahead ahead{is_last ? kOutputs : block, num_blocks};
-    static_assert(kBlockRows <= 4, "what is left of the rows is one of these cases");
-    switch (std::min<int64_t>(kBlockRows, p.num_rows - row)) {
-      case 4: MultiplyBlock<4, kOutputs>(p, row, output, ahead); break;
-      case 3: MultiplyBlock<3, kOutputs>(p, row, output, ahead); break;
-      case 2: MultiplyBlock<2, kOutputs>(p, row, output, ahead); break;
-      case 1: MultiplyBlock<1, kOutputs>(p, row, output, ahead); break;
+    static_assert(kRows <= 4, "what is left of the rows is one of these cases");
+    switch (std::min<int64_t>(kRows, rows.end - row)) {
+      case 4: MultiplyBlock<4, kOutputs>(p, row, output, inputs, ahead); break;
+      case 3: MultiplyBlock<3, kOutputs>(p, row, output, inputs, ahead); break;
+      case 2: MultiplyBlock<2, kOutputs>(p, row, output, inputs, ahead); break;
+      case 1: MultiplyBlock<1, kOutputs>(p, row, output, inputs, ahead); break;
     }
   }
 }
 
+// Compute some outputs of some rows. Where all of the rows stay in the second cache, weights are
+// read in order; else only as far as a piece goes, before those of the next output.
 template <typename Kind>
-void MultiplyTile(const Product<Kind>& p, int64_t output, int64_t end) {
+void MultiplyPanel(const Product<Kind>& p, Range rows, Range outputs) {
   constexpr int kOutputs = kBlockOutputs<Kind>;
-  for (; output + kOutputs <= end; output += kOutputs)
-    MultiplyRows<kOutputs>(p, output, output + 2 * kOutputs > end);
-  for (; output < end; ++output) MultiplyRows<1>(p, output, true);
+  const bool stays = (rows.end - rows.begin) * p.num_inputs <= kPanelRows * p.piece;
+  const int64_t step = stays ? p.num_inputs : p.piece;
+  for (int64_t k = 0; k < p.num_inputs; k += step) {
+    const Range inputs{k, std::min(k + step, p.num_inputs)};
+    int64_t output = outputs.begin;
+    for (; output + kOutputs <= outputs.end; output += kOutputs)
+      MultiplyRows<kOutputs>(p, rows, output, inputs, output + 2 * kOutputs > outputs.end);
+    for (; output < outputs.end; ++output) MultiplyRows<1>(p, rows, output, inputs, true);
+  }
 }
 
 template <typename Kind>
 void Multiply(const Product<Kind>& p, ffi::ThreadPool& pool) {
   constexpr int64_t kOutputs = kBlockOutputs<Kind>;
+  const int64_t num_panels = (p.num_rows + kPanelRows - 1) / kPanelRows;
   const int64_t num_blocks = (p.num_outputs + kOutputs - 1) / kOutputs;
-  const int64_t num_tiles = std::max<int64_t>(1, pool.num_threads() * kTilesPerThread);
+  const int64_t num_tiles =
+      std::max<int64_t>(1, pool.num_threads() * kTilesPerThread / num_panels);
   // Of whole blocks, each tile smaller than the one before: threads come to the end together.
   auto begin = [=, &p](int64_t tile) {
     const int64_t left = num_tiles - tile;
     const int64_t blocks_left = num_blocks * left * left / (num_tiles * num_tiles);
     return std::min((num_blocks - blocks_left) * kOutputs, p.num_outputs);
   };
-  Share(pool, num_tiles, 0,
-        [&](int64_t tile) { MultiplyTile(p, begin(tile), begin(tile + 1)); });
+  // All panels of a tile before the next one, so that its weights are still near.
+  Share(pool, num_tiles * num_panels, 0, [&](int64_t unit) {
+    const int64_t tile = unit / num_panels, row = unit % num_panels * kPanelRows;
+    MultiplyPanel(p, {row, std::min(row + kPanelRows, p.num_rows)}, {begin(tile), begin(tile + 1)});
+  });
 }
 
 // How many rows there are up to the last one that is not all zeros.
@@ -118,6 +158,15 @@ int64_t CountRows(const Element* x, int64_t num_rows, int64_t num_inputs) {
   return num_rows;
 }
 
+// How many inputs are a piece: as many in each but the last, whole steps, and all if they are few.
+template <typename Kind>
+int64_t Piece(int64_t num_inputs) {
+  constexpr int64_t kAbout = kPieceBytes / sizeof(typename Kind::Element);
+  const int64_t num_pieces = std::max<int64_t>(1, (num_inputs + kAbout / 2) / kAbout);
+  const int64_t num_steps = num_inputs / Kind::kStep;
+  return (num_steps + num_pieces - 1) / num_pieces * Kind::kStep;
+}
+
 template <ffi::DataType kType, typename Kind>
 ffi::Error MultiplyBuffers(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
                            ffi::Buffer<kType, 2> weight, ffi::ResultBuffer<ffi::F32, 2> y) {
@@ -128,7 +177,8 @@ ffi::Error MultiplyBuffers(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
   const auto* first = reinterpret_cast<const Element*>(x.untyped_data());
   const int64_t num_rows = CountRows(first, rows[0], rows[1]);
   const Product<Kind> product{first, reinterpret_cast<const Element*>(weight.untyped_data()),
-                              y->typed_data(), num_rows, rows[1], outputs[0]};
+                              y->typed_data(), num_rows, rows[1], outputs[0],
+                              Piece<Kind>(rows[1])};
   if (num_rows > 0) Multiply(product, pool);
   std::fill(product.y + num_rows * outputs[0], product.y + rows[0] * outputs[0], 0.0f);
   return ffi::Error::Success();

@@ -1,4 +1,4 @@
-"""The product on a CPU, in C++: for the few rows of decodes, where XLA reads weights slowly."""
+"""The product on a CPU, in C++: faster than XLA's up to some hundred rows, and free of padding."""
 
 import math
 from dataclasses import dataclass
@@ -9,9 +9,12 @@ from jax.typing import DTypeLike
 
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.native.library import Library
+from jaxllm_kernels.platform import processor
 
-# Above it, XLA's products of blocks are as good (benchmarks/dense.py).
-MAX_ROWS = {"float32": 32, "bfloat16": 128}
+# Above it, XLA's products are faster where all rows are used (benchmarks/dense.py).
+MAX_ROWS = {"float32": 256, "bfloat16": 512}
+# The same of bfloat16 on processors with AMX, which XLA's products use and ours do not.
+MAX_ROWS_BESIDE_AMX = 128
 # What an accumulator takes at a time, at most.
 _STEP = 32
 
@@ -25,7 +28,11 @@ class NativeMatmul:
     def max_rows(self, dtype: DTypeLike) -> int:
         """Up to how many rows are its own; of those it skips zeros at the end."""
         name = jnp.dtype(dtype).name
-        return MAX_ROWS[name] if name in self.library.dtypes else 0
+        if name not in self.library.dtypes:
+            return 0
+        if name == "bfloat16" and "amx_bf16" in processor():
+            return MAX_ROWS_BESIDE_AMX
+        return MAX_ROWS[name]
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         num_rows = math.prod(x.shape[:-1])

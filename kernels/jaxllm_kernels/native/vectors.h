@@ -1,29 +1,40 @@
-// Vectors of GCC and Clang, which make of them what the processor has, and the types of elements
-// that kernels multiply.
+// Vectors of GCC and Clang, as wide as the processor's, and the types of elements that kernels
+// multiply.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 namespace jaxllm {
 
+// As wide as the processor's registers: of wider vectors, compilers keep every value in memory.
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kNumRegisters = 32;
+#else
+constexpr int kNumRegisters = 16;
+#endif
+
+template <int kNum>
+struct VectorsOf {
+  typedef float Floats __attribute__((vector_size(4 * kNum)));
+};
+using Floats = VectorsOf<kLanes>::Floats;
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-
-// Whether one is a register of the processor. Else it takes several of them, and fewer are at hand.
-#if defined(__AVX512F__)
-constexpr bool kIsOneRegister = true;
-#else
-constexpr bool kIsOneRegister = false;
-#endif
 
 template <typename Vector>
 inline Vector LoadVector(const void* p) {
@@ -32,22 +43,58 @@ inline Vector LoadVector(const void* p) {
   return v;
 }
 
-// By halves: four operations one after another, and not fifteen.
-template <typename Combine>
-inline float Reduce(const Floats& v, Combine combine) {
-  typedef float Eight __attribute__((vector_size(32)));
-  typedef float Four __attribute__((vector_size(16)));
-  Eight halves[2];
-  std::memcpy(halves, &v, sizeof(v));
-  const Eight eight = combine(halves[0], halves[1]);
-  Four quarters[2];
-  std::memcpy(quarters, &eight, sizeof(eight));
-  const Four four = combine(quarters[0], quarters[1]);
-  return combine(combine(four[0], four[2]), combine(four[1], four[3]));
+// By halves: few operations one after another.
+template <int kNum = kLanes, typename Combine>
+inline float Reduce(const typename VectorsOf<kNum>::Floats& v, Combine combine) {
+  if constexpr (kNum == 4) {
+    return combine(combine(v[0], v[2]), combine(v[1], v[3]));
+  } else {
+    typename VectorsOf<kNum / 2>::Floats halves[2];
+    std::memcpy(halves, &v, sizeof(v));
+    return Reduce<kNum / 2>(combine(halves[0], halves[1]), combine);
+  }
 }
 
 inline float Sum(const Floats& v) {
   return Reduce(v, [](auto a, auto b) { return a + b; });
+}
+
+// totals[r][n] = Sum(vectors[n][r]), to the last bit.
+template <int kColumns, int kRows>
+inline void SumAll(const Floats (&vectors)[kColumns][kRows], float (&totals)[kRows][kColumns]) {
+#if defined(__AVX512F__)
+  if constexpr (kRows == 4) {
+    // Sixteen at a time, by the same halves: what is left of two shares a vector.
+    auto halves = [](Floats a, Floats b) -> Floats {
+      return _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+    };
+    auto quarters = [](Floats a, Floats b) -> Floats {
+      return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+    };
+    auto eighths = [](Floats a, Floats b) -> Floats {
+      return _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
+    };
+    auto sixteenths = [](Floats a, Floats b) -> Floats {
+      return _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd);
+    };
+    auto column = [&](int c) -> Floats {
+      if (c >= kColumns) return Floats{};
+      const Floats* rows = vectors[c];
+      return quarters(halves(rows[0], rows[1]), halves(rows[2], rows[3]));
+    };
+    for (int c = 0; c < kColumns; c += 4) {
+      const Floats four = sixteenths(eighths(column(c), column(c + 1)),
+                                     eighths(column(c + 2), column(c + 3)));
+      float rows[kRows][4];
+      std::memcpy(rows, &four, sizeof(four));
+      for (int r = 0; r < kRows; ++r)
+        for (int i = c; i < kColumns && i < c + 4; ++i) totals[r][i] = rows[r][i - c];
+    }
+    return;
+  }
+#endif
+  for (int r = 0; r < kRows; ++r)
+    for (int c = 0; c < kColumns; ++c) totals[r][c] = Sum(vectors[c][r]);
 }
 
 inline float Largest(const Floats& v) {
@@ -62,7 +109,16 @@ struct Float32 {
   static constexpr int kPerWord = 1;
   static constexpr int kStep = kPerWord * kLanes;  // elements that are loaded at a time
 
-  static Loaded Load(const Element* p) { return LoadVector<Floats>(p); }
+  static Loaded Load(const Element* p) {
+    Floats v = LoadVector<Floats>(p);
+    // Compilers would read it again for each product.
+#if defined(__AVX512F__)
+    asm("" : "+v"(v));
+#elif defined(__x86_64__)
+    asm("" : "+x"(v));
+#endif
+    return v;
+  }
   static Loaded Broadcast(const Element* word) { return *word - Floats{}; }
   static void Add(Floats& sum, const Loaded& x, const Loaded& y) { sum += x * y; }
   static void Store(const Floats& v, Element* p) { std::memcpy(p, &v, sizeof(v)); }

@@ -7,9 +7,9 @@
 // computed.
 //
 // A page of a kv head is a panel of keys and one of values, in words of 32 bits (`vectors.h`):
-// keys [head_size / per word][tokens], so that a vector has the same of sixteen keys, and scores
-// need no sums over lanes; values [tokens / per word][head_size]. Pages have tokens for whole
-// vectors, also where blocks have fewer.
+// keys [head_size / per word][tokens], so that a vector has the same of many keys, and scores need
+// no sums over lanes; values [tokens / per word][head_size]. Pages have tokens for whole vectors,
+// also where blocks have fewer.
 
 #include <algorithm>
 #include <cmath>
@@ -30,9 +30,9 @@ using namespace jaxllm;
 
 constexpr int kTileLines = 64;
 // What is in registers at a time.
-constexpr int kBlockLines = kIsOneRegister ? 4 : 2;
-constexpr int kBlockGroups = kIsOneRegister ? 4 : 2;
-constexpr int kBlockVectors = 4;
+constexpr int kBlockLines = 4;
+constexpr int kBlockGroups = kNumRegisters / 8;
+constexpr int kBlockVectors = kNumRegisters / 8;
 // A group is a vector of keys: those of a chunk share a step of the running softmax.
 constexpr int kChunkGroups = 8;
 constexpr int kChunkKeys = kChunkGroups * kLanes;
@@ -144,7 +144,7 @@ void WriteTile(const Layer<Kind>& layer, const Tile& tile) {
   }
 }
 
-// Sixteen keys, of which those in [begin, end) are in the context and seen by some line.
+// A vector of keys, of which those in [begin, end) are in the context and seen by some line.
 template <typename Kind>
 struct Group {
   const typename Kind::Element *keys, *values;
@@ -203,7 +203,7 @@ Chunk<Kind> FindKeys(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head
     Prefetch(values, values_size * sizeof(*values));
     Group<Kind> group{keys, values, position, 0, kLanes};
     group.begin = std::max<int64_t>(begin - position, 0);
-    group.end = std::min({end - position, layer.block_size - place, int64_t{kLanes}});
+    group.end = std::clamp<int64_t>(std::min(end - position, layer.block_size - place), 0, kLanes);
     if (group.begin > 0 || group.end < kLanes) {
       auto* copy = scratch.values.data() + i % (2 * kChunkGroups) * values_size;
       std::fill_n(copy, values_size, 0);
@@ -247,7 +247,8 @@ inline void MultiplyKeys(const Layer<Kind>& layer, const Line<Kind>* lines,
 template <typename Kind>
 inline float Weigh(const Layer<Kind>& layer, Line<Kind>& line, const Chunk<Kind>& chunk,
                    Floats* scores, typename Kind::Element* weights) {
-  constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Ints lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
   const int64_t first_seen = layer.first_seen(line.position);
   Ints is_seen[kChunkGroups];
   Floats largest = kUnseen - Floats{};
@@ -255,7 +256,7 @@ inline float Weigh(const Layer<Kind>& layer, Line<Kind>& line, const Chunk<Kind>
     const Group<Kind>& group = chunk.groups[j];
     const int begin = std::clamp<int64_t>(first_seen - group.position, group.begin, kLanes);
     const int end = std::clamp<int64_t>(line.position + 1 - group.position, 0, group.end);
-    is_seen[j] = (kLane >= begin) & (kLane < end);
+    is_seen[j] = (lane >= begin) & (lane < end);
     Floats score = layer.scale * scores[j];
     if (layer.soft_cap > 0) score = layer.soft_cap * Tanh(score / layer.soft_cap);
     scores[j] = is_seen[j] ? score : kUnseen - Floats{};
