@@ -36,7 +36,7 @@ constexpr int kBlockOutputs =
     (kNumRegisters - (kBlockRows<Kind> + 1) * kEach<Kind>) / kBlockRows<Kind>;
 // What is summed at a time, about: the rows and weights of a block, so long, are in the nearest cache.
 constexpr int64_t kPieceBytes = 2048;
-// So many rows of a piece are in the second cache.
+// About so many rows of a piece are in the second cache.
 constexpr int64_t kPanelRows = 128;
 // Of the outputs; more of them are begun more often without their weights being near.
 constexpr int64_t kTilesPerThread = 8;
@@ -53,6 +53,14 @@ struct Product {
 struct Range {
   int64_t begin, end;
 };
+
+// The size of parts that are about so large, none of them much smaller than the others, and a whole
+// number of steps but for the last.
+inline int64_t Cut(int64_t whole, int64_t about, int64_t step) {
+  const int64_t num_parts = std::max<int64_t>(1, (whole + about / 2) / about);
+  const int64_t num_steps = (whole + step - 1) / step;
+  return (num_steps + num_parts - 1) / num_parts * step;
+}
 
 // Which weights of the next block of outputs to bring near: these, and every so many after them.
 struct Ahead {
@@ -127,7 +135,8 @@ void MultiplyPanel(const Product<Kind>& p, Range rows, Range outputs) {
 template <typename Kind>
 void Multiply(const Product<Kind>& p, ffi::ThreadPool& pool) {
   constexpr int64_t kOutputs = kBlockOutputs<Kind>;
-  const int64_t num_panels = (p.num_rows + kPanelRows - 1) / kPanelRows;
+  const int64_t panel = Cut(p.num_rows, kPanelRows, kBlockRows<Kind>);
+  const int64_t num_panels = (p.num_rows + panel - 1) / panel;
   const int64_t num_blocks = (p.num_outputs + kOutputs - 1) / kOutputs;
   const int64_t num_tiles =
       std::max<int64_t>(1, pool.num_threads() * kTilesPerThread / num_panels);
@@ -139,8 +148,8 @@ void Multiply(const Product<Kind>& p, ffi::ThreadPool& pool) {
   };
   // All panels of a tile before the next one, so that its weights are still near.
   Share(pool, num_tiles * num_panels, 0, [&](int64_t unit) {
-    const int64_t tile = unit / num_panels, row = unit % num_panels * kPanelRows;
-    MultiplyPanel(p, {row, std::min(row + kPanelRows, p.num_rows)}, {begin(tile), begin(tile + 1)});
+    const int64_t tile = unit / num_panels, row = unit % num_panels * panel;
+    MultiplyPanel(p, {row, std::min(row + panel, p.num_rows)}, {begin(tile), begin(tile + 1)});
   });
 }
 
@@ -158,15 +167,6 @@ int64_t CountRows(const Element* x, int64_t num_rows, int64_t num_inputs) {
   return num_rows;
 }
 
-// How many inputs are a piece: as many in each but the last, whole steps, and all if they are few.
-template <typename Kind>
-int64_t Piece(int64_t num_inputs) {
-  constexpr int64_t kAbout = kPieceBytes / sizeof(typename Kind::Element);
-  const int64_t num_pieces = std::max<int64_t>(1, (num_inputs + kAbout / 2) / kAbout);
-  const int64_t num_steps = num_inputs / Kind::kStep;
-  return (num_steps + num_pieces - 1) / num_pieces * Kind::kStep;
-}
-
 template <ffi::DataType kType, typename Kind>
 ffi::Error MultiplyBuffers(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
                            ffi::Buffer<kType, 2> weight, ffi::ResultBuffer<ffi::F32, 2> y) {
@@ -178,7 +178,7 @@ ffi::Error MultiplyBuffers(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
   const int64_t num_rows = CountRows(first, rows[0], rows[1]);
   const Product<Kind> product{first, reinterpret_cast<const Element*>(weight.untyped_data()),
                               y->typed_data(), num_rows, rows[1], outputs[0],
-                              Piece<Kind>(rows[1])};
+                              Cut(rows[1], kPieceBytes / sizeof(Element), Kind::kStep)};
   if (num_rows > 0) Multiply(product, pool);
   std::fill(product.y + num_rows * outputs[0], product.y + rows[0] * outputs[0], 0.0f);
   return ffi::Error::Success();
