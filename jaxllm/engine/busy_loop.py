@@ -1,7 +1,8 @@
 """The engine's own loop: take in what has come, step, hand on what it brought.
 
 It touches no socket and no bytes: queues lead to the threads that do, so no client can change its
-pace. It sleeps while there is nothing to do, and wakes at once when something comes.
+pace. It sleeps while there is nothing to do, and wakes at once when something comes. While the
+device has a step to run it plans the next one as late as it can: more may come for it.
 """
 
 import contextlib
@@ -68,14 +69,21 @@ class BusyLoop:
                     self._outbox.put(outputs)
 
     def _take_in(self) -> bool:
-        """Do all that is asked, waiting for something if there is nothing else to do."""
+        """Do all that is asked, for as long as there is nothing else to do."""
         with contextlib.suppress(queue.Empty):
             while True:
-                letter = self._inbox.get(block=not self._engine.has_work())
+                letter = self._next()
                 if isinstance(letter.message, Stop):
                     return False
                 self._do(letter.client, letter.message)
         return True
+
+    def _next(self) -> Letter:
+        """Raises queue.Empty when it is time for a step."""
+        if not self._engine.has_work():
+            return self._inbox.get()
+        spare_s = self._engine.spare_s
+        return self._inbox.get(timeout=spare_s) if spare_s > 0 else self._inbox.get_nowait()
 
     def _do(self, client: bytes, message: ToEngine) -> None:
         if isinstance(message, Add):

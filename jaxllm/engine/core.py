@@ -1,15 +1,17 @@
 """The engine core: schedule → execute → update, over and over.
 
 With overlap (the default) a step is dispatched before the tokens of the one before it are read,
-so the device finds its next step waiting. A pipeline has as many steps under way as stages, and
+so the device finds its next step waiting; who drives the core may put that off for as long as it
+has time (`spare_s`). A pipeline has as many steps under way as stages, and
 with overlap one more. Single-threaded; nothing here waits for a client.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.pace import Pace
 from jaxllm.engine.sleep import KV_CACHE, WEIGHTS, parts_named, parts_of
 from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError, refused
 from jaxllm.executor.base import Executor, PendingResult
@@ -31,9 +33,15 @@ logger = init_logger(__name__)
 class EngineCore:
     """One engine: a scheduler and the executor that runs its steps."""
 
-    def __init__(self, config: EngineConfig, executor: Executor):
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         policy = get_scheduling_policy(config.scheduler.scheduling_policy)
         self._executor = executor
+        self._clock = clock
         self.info: EngineInfo = self._executor.info
         overlap = config.scheduler.async_scheduling
         self._num_stages = config.parallel.pipeline_parallel_size
@@ -64,6 +72,7 @@ class EngineCore:
         self._max_in_flight = self._num_stages - 1 + (1 if overlap else 0)
         self._in_flight: deque[tuple[Schedule, PendingResult]] = deque()
         self._idle_since: float | None = None
+        self._pace = Pace() if overlap and self._num_stages == 1 else None
         # Parts that sleep; no step is dispatched while there are any.
         self._asleep: frozenset[str] = frozenset()
         self._late_outputs: list[EngineOutput] = []  # of what ended as it fell asleep
@@ -89,6 +98,14 @@ class EngineCore:
             return bool(self._late_outputs)
         return bool(self._in_flight) or self._scheduler.has_unfinished_requests()
 
+    @property
+    def spare_s(self) -> float:
+        """How long the next step may be put off: the device has one to run until then. Who comes
+        meanwhile is in the next one, and not in the one after it."""
+        if self._pace is None or len(self._in_flight) != 1 or self._scheduler.num_waiting:
+            return 0.0
+        return self._pace.spare_s(self._clock())
+
     def step(self) -> list[EngineOutput]:
         """Dispatch one step, if there is one to dispatch, and return what an earlier one
         brought."""
@@ -97,19 +114,21 @@ class EngineCore:
         outputs, self._late_outputs = self._late_outputs, []
         if self._asleep:
             return outputs
-        start = time.perf_counter()
+        start = self._clock()
         schedule = self._scheduler.schedule()
         if schedule is not None:
             # First of all: the scheduler counts on hearing of every step, whatever comes between.
             self._in_flight.append((schedule, _INTERRUPTED))
-        self._stats.schedule_s += time.perf_counter() - start
+        self._stats.schedule_s += self._clock() - start
         if schedule is None:
             num_kept = len(self._in_flight) - 1  # when one has come back, somebody may go on
         else:
             num_kept = self._max_in_flight if self._dispatch(schedule) else 0
+            if self._pace is not None:
+                self._pace.planned(self._clock() - start)
         while self._in_flight and len(self._in_flight) > num_kept:
             outputs += self._collect()
-        self._stats.step_s += time.perf_counter() - start
+        self._stats.step_s += self._clock() - start
         return outputs
 
     def reset_prefix_cache(self) -> bool:
@@ -191,7 +210,7 @@ class EngineCore:
         """Send the newest step on its way. False if that failed, which is told when its turn comes:
         the steps before it are not affected."""
         if len(self._in_flight) == 1 and self._idle_since is not None:
-            self._stats.device_idle_s += time.perf_counter() - self._idle_since
+            self._stats.device_idle_s += self._clock() - self._idle_since
         try:
             with self._profiler.step(schedule.step):
                 pending = self._executor.execute(schedule)
@@ -199,6 +218,8 @@ class EngineCore:
             self._in_flight[-1] = (schedule, _NotDispatched(error))
             return False
         self._in_flight[-1] = (schedule, pending)
+        if len(self._in_flight) == 1:
+            self._note_begin()
         self._stats.num_steps += 1
         self._count_stages(schedule)
         return True
@@ -213,19 +234,27 @@ class EngineCore:
 
     def _collect(self) -> list[EngineOutput]:
         schedule, pending = self._in_flight[0]
-        start = time.perf_counter()
+        start = self._clock()
         try:
             # Ctrl-C most likely comes here; the step is then still the first to be collected.
             result = pending.result()
         except Exception as error:
             return self._recover(error)
-        ready = time.perf_counter()
+        ready = self._clock()
         self._in_flight.popleft()
+        if self._pace is not None:
+            self._pace.end(ready, ready - start)
+        self._note_begin()
         outputs = self._scheduler.update(schedule, result)
         self._stats.device_wait_s += ready - start
-        self._stats.update_s += time.perf_counter() - ready
+        self._stats.update_s += self._clock() - ready
         self._idle_since = ready if self._scheduler.has_unfinished_requests() else None
         return outputs
+
+    def _note_begin(self) -> None:
+        """The first of the steps in flight begins now, if there is one."""
+        if self._pace is not None and self._in_flight:
+            self._pace.begin(self._in_flight[0][0], self._clock())
 
     def _recover(self, error: Exception) -> list[EngineOutput]:
         """The oldest step failed. The requests in it, and in those dispatched after it, end with an

@@ -39,6 +39,10 @@ class Replicas:
     def has_work(self) -> bool:
         return any(core.has_work() for core in self._cores)
 
+    @property
+    def spare_s(self) -> float:
+        return min((core.spare_s for core in self._cores if core.has_work()), default=0.0)
+
     def step(self) -> list[EngineOutput]:
         outputs = []
         for core in self._cores:

@@ -75,7 +75,7 @@ def simulate(
             chosen = router.choose(request)
             num_output_tokens[num_arrived - 1] = request.max_tokens
             if replicas[chosen].take(request, now):
-                heapq.heappush(free_at, (replicas[chosen].now, chosen))
+                heapq.heappush(free_at, (replicas[chosen].plans_at, chosen))
             continue
         _, index = free_at[0]
         replica = replicas[index]
@@ -87,7 +87,7 @@ def simulate(
         for request_id in replica.finished:
             finished_at[int(request_id)] = replica.now
         if replica.is_busy:
-            heapq.heapreplace(free_at, (replica.now, index))
+            heapq.heapreplace(free_at, (replica.plans_at, index))
         else:
             heapq.heappop(free_at)
         if replica.finished:
@@ -118,8 +118,9 @@ class _Replica:
             deployment.step_time,
             deployment.host_s_per_step,
         )
-        self._core = EngineCore(config, self._executor)
+        self._core = EngineCore(config, self._executor, clock=lambda: self._executor.now)
         self.is_busy = False
+        self.plans_at = 0.0  # when the host plans the next step
         self.finished: list[str] = []  # by the last step; the router hears of them when it is over
         self.block_seconds = 0.0
         self.most_blocks = 0
@@ -127,7 +128,7 @@ class _Replica:
 
     @property
     def now(self) -> float:
-        """When the host has the tokens of the step before and plans the next."""
+        """When the host has the tokens of the step before."""
         return self._executor.now
 
     @property
@@ -144,7 +145,7 @@ class _Replica:
         if self.is_busy:
             return False
         self.is_busy = True
-        self._executor.now = max(self._executor.now, now)
+        self._executor.now = self.plans_at = max(self._executor.now, now)
         return True
 
     def step(self) -> tuple[list[str], list[str]]:
@@ -154,14 +155,18 @@ class _Replica:
             self.is_busy = False
             return [], []
         before = self.now
+        self._executor.now = self.plans_at
         begun, finished = [], []
-        for output in self._core.step():
+        outputs = self._core.step()
+        self._executor.handle_tokens()
+        for output in outputs:
             if output.stats is None:
                 continue  # neither the first nor the last token
             if output.finish_reason is not None:
                 finished.append(output.request_id)
             if output.stats.first_token_ts == output.stats.last_token_ts:
                 begun.append(output.request_id)
+        self.plans_at = self.now + self._core.spare_s
         used = self._stats.num_blocks_used
         self.block_seconds += used * (self.now - before)
         self.most_blocks = max(self.most_blocks, used)

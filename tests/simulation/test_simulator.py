@@ -57,10 +57,20 @@ def test_requests_share_steps_up_to_the_seats_and_then_wait(deployment):
     assert outcome.finished_at[4] >= 16.0
 
 
-def test_who_comes_during_a_step_is_in_the_next(deployment):
-    outcome = simulate(trace_of((0.0, 10, 20), (4.5, 10, 2)), deployment(), 1)
-    # At 5 the step from 5 to 6 is on its way already.
-    assert outcome.first_token_at[1] == 7.0
+@pytest.mark.parametrize("at, first_token_at", [(4.7, 6.0), (4.8, 7.0)])
+def test_who_comes_during_a_step_is_in_the_next_unless_it_is_planned(
+    at, first_token_at, deployment
+):
+    outcome = simulate(trace_of((0.0, 10, 20), (at, 10, 2)), deployment(), 1)
+    # The step from 5 to 6 is planned when that from 4 to 5 has a quarter left.
+    assert outcome.first_token_at[1] == first_token_at
+    assert outcome.finished_at[0] == 20.0
+
+
+@pytest.mark.parametrize("host_s", [0.1, 0.6, 0.9])
+def test_no_step_is_planned_too_late(host_s, deployment):
+    outcome = simulate(trace_of((0.0, 10, 40), (7.3, 10, 20)), deployment(host_s=host_s), 1)
+    assert outcome.finished_at[0] == pytest.approx(40 + host_s)
 
 
 def test_two_replicas_serve_twice_as_much(deployment):

@@ -1,0 +1,46 @@
+"""How long the step on the device will still take, by those before it that were like it."""
+
+from jaxllm.scheduler.schedule import Schedule
+
+# By so much of a step before its end, and at least so many seconds, the next one should be there.
+_SHARE = 0.25
+_SECONDS = 0.002
+# By what an expectation rises when steps take longer, and falls when one has ended unobserved.
+_UP, _DOWN = 1.1, 0.7
+
+
+class Pace:
+    """The expected end of one step after the other."""
+
+    def __init__(self) -> None:
+        self._expected: dict[tuple[bool, int], float] = {}
+        self._kind = (False, 0)
+        self._began = 0.0
+        self._plan_s = 0.0
+
+    def begin(self, schedule: Schedule, now: float) -> None:
+        """The device begins with a step."""
+        is_decode = schedule.num_decodes == schedule.num_rows
+        self._kind = is_decode, schedule.total_tokens.bit_length()
+        self._began = now
+
+    def planned(self, seconds: float) -> None:
+        """The host has planned and dispatched a step; the longest time counts for a while."""
+        self._plan_s = max(seconds, 0.9 * self._plan_s)
+
+    def end(self, now: float, waited_s: float) -> None:
+        """It has ended; the host has waited for that so long. Not at all means that it ended some
+        time before."""
+        took = now - self._began
+        expected = self._expected.get(self._kind, took)
+        if waited_s < took * _SHARE / 4:
+            expected = min(took, expected) * _DOWN
+        else:
+            expected = min(took, expected * _UP)
+        self._expected[self._kind] = expected
+
+    def spare_s(self, now: float) -> float:
+        """For how long the host may do nothing, and have the next step ready in time."""
+        expected = self._expected.get(self._kind, 0.0)
+        wanted = self._began + expected - max(expected * _SHARE, _SECONDS)
+        return max(0.0, wanted - self._plan_s - now)
