@@ -45,6 +45,8 @@ class Letter(NamedTuple):
     message: Any
 
 
+# How often it is looked whether the device is done sooner than expected.
+_LOOK_S = 0.005
 EVERYBODY = b""  # every frontend
 
 Inbox = queue.SimpleQueue[Letter]
@@ -82,8 +84,10 @@ class BusyLoop:
         """Raises queue.Empty when it is time for a step."""
         if not self._engine.has_work():
             return self._inbox.get()
-        spare_s = self._engine.spare_s
-        return self._inbox.get(timeout=spare_s) if spare_s > 0 else self._inbox.get_nowait()
+        while (spare_s := self._engine.spare_s) > 0:
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=min(spare_s, _LOOK_S))
+        return self._inbox.get_nowait()
 
     def _do(self, client: bytes, message: ToEngine) -> None:
         if isinstance(message, Add):

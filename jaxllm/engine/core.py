@@ -102,8 +102,10 @@ class EngineCore:
     def spare_s(self) -> float:
         """How long the next step may be put off: the device has one to run until then. Who comes
         meanwhile is in the next one, and not in the one after it."""
-        if self._pace is None or len(self._in_flight) != 1 or self._scheduler.num_waiting:
+        if self._pace is None or len(self._in_flight) != 1:
             return 0.0
+        if self._scheduler.num_running == self.info.max_num_seqs or self._in_flight[0][1].is_ready():
+            return 0.0  # nobody else can be in it, or it is late already
         return self._pace.spare_s(self._clock())
 
     def step(self) -> list[EngineOutput]:
@@ -235,6 +237,7 @@ class EngineCore:
     def _collect(self) -> list[EngineOutput]:
         schedule, pending = self._in_flight[0]
         start = self._clock()
+        was_ready = pending.is_ready()
         try:
             # Ctrl-C most likely comes here; the step is then still the first to be collected.
             result = pending.result()
@@ -243,7 +246,7 @@ class EngineCore:
         ready = self._clock()
         self._in_flight.popleft()
         if self._pace is not None:
-            self._pace.end(ready, ready - start)
+            self._pace.end(ready, was_seen=not was_ready)
         self._note_begin()
         outputs = self._scheduler.update(schedule, result)
         self._stats.device_wait_s += ready - start
@@ -277,6 +280,9 @@ class _NotDispatched:
 
     def __init__(self, error: Exception | None = None):
         self._error = error
+
+    def is_ready(self) -> bool:
+        return True
 
     def result(self) -> StepResult:
         raise self._error or RuntimeError("interrupted")

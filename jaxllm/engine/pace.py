@@ -5,8 +5,8 @@ from jaxllm.scheduler.schedule import Schedule
 # By so much of a step before its end, and at least so many seconds, the next one should be there.
 _SHARE = 0.25
 _SECONDS = 0.002
-# By what an expectation rises when steps take longer, and falls when one has ended unobserved.
-_UP, _DOWN = 1.1, 0.7
+# By what an expectation rises at most from one step to the next.
+_UP = 1.1
 
 
 class Pace:
@@ -28,16 +28,14 @@ class Pace:
         """The host has planned and dispatched a step; the longest time counts for a while."""
         self._plan_s = max(seconds, 0.9 * self._plan_s)
 
-    def end(self, now: float, waited_s: float) -> None:
-        """It has ended; the host has waited for that so long. Not at all means that it ended some
-        time before."""
-        took = now - self._began
-        expected = self._expected.get(self._kind, took)
-        if waited_s < took * _SHARE / 4:
-            expected = min(took, expected) * _DOWN
+    def end(self, now: float, was_seen: bool) -> None:
+        """It has ended; unless that was seen, some time before: the host was too late, and what it
+        expected was wrong."""
+        if was_seen:
+            took = now - self._began
+            self._expected[self._kind] = min(took, self._expected.get(self._kind, took) * _UP)
         else:
-            expected = min(took, expected * _UP)
-        self._expected[self._kind] = expected
+            self._expected.pop(self._kind, None)
 
     def spare_s(self, now: float) -> float:
         """For how long the host may do nothing, and have the next step ready in time."""

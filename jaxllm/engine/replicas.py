@@ -41,6 +41,7 @@ class Replicas:
 
     @property
     def spare_s(self) -> float:
+        # Seldom any: of steps that end together, all but one are looked at too late.
         return min((core.spare_s for core in self._cores if core.has_work()), default=0.0)
 
     def step(self) -> list[EngineOutput]:

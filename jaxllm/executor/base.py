@@ -11,6 +11,10 @@ from jaxllm.scheduler.schedule import Schedule, StepResult
 class PendingResult(Protocol):
     """A dispatched step."""
 
+    def is_ready(self) -> bool:
+        """Whether the device may be done with it; does not wait."""
+        ...
+
     def result(self) -> StepResult:
         """Wait for the step; raises what the device raised."""
         ...

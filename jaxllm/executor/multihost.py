@@ -241,5 +241,8 @@ class _Pending:
         self._executor = executor
         self._reading = reading  # None: it is read elsewhere
 
+    def is_ready(self) -> bool:
+        return self._reading is None or self._reading.done.is_set()
+
     def result(self) -> StepResult:
         return self._executor.wait(self._reading)

@@ -43,6 +43,10 @@ class PendingStep:
         for array in jax.tree.leaves(self._wanted()):
             array.copy_to_host_async()
 
+    def is_ready(self) -> bool:
+        tokens: Any = self._outputs.tokens  # arrays have more than jax.Array says
+        return tokens.is_ready()
+
     def result(self) -> StepResult:
         """Wait for the device and hand over numpy arrays."""
         tokens, logprobs, prompt_logprobs = jax.tree.map(np.asarray, self._wanted())

@@ -65,6 +65,9 @@ class SimulatedExecutor:
         self._done_at[schedule.step] = self._last_done = begin
         return _Pending(self, schedule)
 
+    def is_done(self, schedule: Schedule) -> bool:
+        return self._done_at[schedule.step] <= self.now
+
     def collect(self, schedule: Schedule) -> StepResult:
         """Wait for a step."""
         self.now = max(self.now, self._done_at.pop(schedule.step))
@@ -99,6 +102,9 @@ class SimulatedExecutor:
 class _Pending:
     def __init__(self, executor: SimulatedExecutor, schedule: Schedule):
         self._executor, self._schedule = executor, schedule
+
+    def is_ready(self) -> bool:
+        return self._executor.is_done(self._schedule)
 
     def result(self) -> StepResult:
         return self._executor.collect(self._schedule)

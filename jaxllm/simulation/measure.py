@@ -146,6 +146,9 @@ class _Timed:
         self._executor, self._schedule = executor, schedule
         self._pending, self._start = pending, start
 
+    def is_ready(self) -> bool:
+        return self._pending.is_ready()
+
     def result(self) -> StepResult:
         result = self._pending.result()
         self._executor.note(self._schedule, time.perf_counter() - self._start)

@@ -3,33 +3,37 @@
 import queue
 import threading
 
-import pytest
-
 from jaxllm.engine.busy_loop import EVERYBODY, BusyLoop, Letter
 from jaxllm.messages import Add, EngineRequest, Stop
 from jaxllm.sampling_params import SamplingParams
 
 
 class EngineAtWork:
-    """Has a step on its device until a second request comes."""
+    """Has time to spare until a second request comes; each comes when it is asked for that."""
 
-    def __init__(self, then):
+    def __init__(self, inbox):
         self.done = []
-        self._then = then
+        self._inbox = inbox
+        self._num_sent = 0
 
     def has_work(self):
         return True
 
     @property
     def spare_s(self):
-        self._then(self)
-        return 0.0 if len(self.done) == 2 else 60.0
+        if len(self.done) == 2:
+            return 0.0
+        if self._num_sent == len(self.done):
+            threading.Timer(0.02, self._inbox.put, [letter(str(self._num_sent))]).start()
+            self._num_sent += 1
+        return 60.0
 
     def add_request(self, request):
         self.done.append(request.request_id)
 
     def step(self):
         self.done.append("step")
+        self._inbox.put(Letter(EVERYBODY, Stop()))
         return []
 
 
@@ -44,19 +48,16 @@ def letter(request_id):
     return Letter(b"client", Add(request))
 
 
-@pytest.fixture
-def inbox():
-    return queue.SimpleQueue()
-
-
-def test_who_comes_while_there_is_time_is_in_the_next_step(inbox):
-    """Each comes only when the loop asks how long it may wait, so it has to wait for them."""
-
-    def next_one_comes(engine):
-        number = len(engine.done)
-        later = letter(str(number)) if number < 2 else Letter(EVERYBODY, Stop())
-        threading.Timer(0.05, inbox.put, [later]).start()
-
-    engine = EngineAtWork(next_one_comes)
+def test_who_comes_while_there_is_time_is_in_the_next_step():
+    inbox = queue.SimpleQueue()
+    engine = EngineAtWork(inbox)
     BusyLoop(engine, inbox, queue.SimpleQueue()).run()
-    assert engine.done[:3] == ["0", "1", "step"]
+    assert engine.done == ["0", "1", "step"]
+
+
+def test_a_step_is_made_at_once_when_there_is_no_time():
+    inbox = queue.SimpleQueue()
+    engine = EngineAtWork(inbox)
+    engine.done = ["0", "1"]
+    BusyLoop(engine, inbox, queue.SimpleQueue()).run()
+    assert engine.done == ["0", "1", "step"]

@@ -76,6 +76,9 @@ class FaultyResult:
         self._pending = pending
         self._fault = fault
 
+    def is_ready(self):
+        return self._pending.is_ready()
+
     def result(self):
         if self._fault is not None and not self._executor.has_failed:
             self._executor.has_failed = True

@@ -10,7 +10,10 @@ from jaxllm_kernels.dense.native import MAX_ROWS, MAX_ROWS_BESIDE_AMX, NativeMat
 
 @pytest.fixture(scope="module")
 def matmul(any_library):
-    return NativeMatmul(any_library)
+    with pytest.MonkeyPatch.context() as patch:
+        # With AMX it would leave many rows to XLA.
+        patch.setattr("jaxllm_kernels.dense.native.processor", lambda: "flags : fma")
+        yield NativeMatmul(any_library)
 
 
 def operands(num_rows, num_outputs, num_inputs, dtype, seed=0):
@@ -37,7 +40,7 @@ def test_native_products_are_exact_to_float32(matmul, num_rows, num_outputs, dty
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("num_inputs", [32, 992, 1568, 2816, 4096])
-@pytest.mark.parametrize("num_rows", [3, 130, 256])
+@pytest.mark.parametrize("num_rows", [3, 130, 250])
 def test_any_number_of_pieces_and_panels_is_exact(matmul, num_rows, num_inputs, dtype):
     x, weight = operands(num_rows, 37, num_inputs, dtype)
     assert relative_error(jax.jit(matmul)(x, weight), x, weight) < 1e-6
@@ -57,8 +60,14 @@ def test_rows_of_zeros_at_the_end_are_not_multiplied(matmul, dtype, zero):
     assert (jax.jit(matmul)(jnp.full_like(x, zero), weight * jnp.nan) == 0).all()
 
 
+@pytest.mark.parametrize("num_rows", [320, 500, 512])
+def test_many_panels_of_rows_are_exact(matmul, num_rows):
+    x, weight = operands(num_rows, 131, 1120, jnp.bfloat16)
+    assert relative_error(jax.jit(matmul)(x, weight), x, weight) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("num_rows, num_inputs", [(23, 256), (150, 2816)])
+@pytest.mark.parametrize("num_rows, num_inputs", [(23, 256), (250, 2816)])
 def test_a_row_is_the_same_alone_and_among_others(matmul, num_rows, num_inputs, dtype):
     x, weight = operands(num_rows, 70, num_inputs, dtype)
     multiply = jax.jit(matmul)

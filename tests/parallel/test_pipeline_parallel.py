@@ -72,6 +72,8 @@ from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import EngineRequest, FinishReason
 
 class Fails:
+    def is_ready(self):
+        return True
     def result(self):
         raise RuntimeError("out of luck")
 

@@ -67,6 +67,11 @@ def test_who_comes_during_a_step_is_in_the_next_unless_it_is_planned(
     assert outcome.finished_at[0] == 20.0
 
 
+def test_who_comes_first_keeps_no_others_out(deployment):
+    outcome = simulate(trace_of((0.0, 10, 20), (4.2, 10, 2), (4.6, 10, 2)), deployment(), 1)
+    assert outcome.first_token_at[1:].tolist() == [6.0, 6.0]
+
+
 @pytest.mark.parametrize("host_s", [0.1, 0.6, 0.9])
 def test_no_step_is_planned_too_late(host_s, deployment):
     outcome = simulate(trace_of((0.0, 10, 40), (7.3, 10, 20)), deployment(host_s=host_s), 1)
