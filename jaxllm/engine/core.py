@@ -2,8 +2,8 @@
 
 With overlap (the default) a step is dispatched before the tokens of the one before it are read,
 so the device finds its next step waiting; who drives the core may put that off for as long as it
-has time (`spare_s`). A pipeline has as many steps under way as stages, and
-with overlap one more. Single-threaded; nothing here waits for a client.
+has time (`spare_s`). A pipeline has as many steps under way as stages, and with overlap one more.
+Single-threaded; nothing here waits for a client.
 """
 
 import time
