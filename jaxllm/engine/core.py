@@ -104,8 +104,11 @@ class EngineCore:
         meanwhile is in the next one, and not in the one after it."""
         if self._pace is None or len(self._in_flight) != 1:
             return 0.0
-        if self._scheduler.num_running == self.info.max_num_seqs or self._in_flight[0][1].is_ready():
-            return 0.0  # nobody else can be in it, or it is late already
+        if self._scheduler.num_running == self.info.max_num_seqs:
+            return 0.0  # nobody else can be in it
+        _, running = self._in_flight[0]
+        if running.is_ready():
+            return 0.0  # it is late already
         return self._pace.spare_s(self._clock())
 
     def step(self) -> list[EngineOutput]:
