@@ -61,17 +61,17 @@ class Steps:
             ),
         )
         self._ids = map(str, itertools.count())
-        self._random = random.Random(0)
+        self._prompt = random.Random(0).choices(
+            range(self.info.vocab_size), k=self.info.max_model_len
+        )
 
     def add(self, num_prompt_tokens: int, max_tokens: int) -> str:
-        """Queue a request with a random prompt."""
+        """Queue a request with a random prompt; nothing is found in a cache."""
         request_id = next(self._ids)
         self._scheduler.add_request(
             EngineRequest(
                 request_id=request_id,
-                prompt_token_ids=self._random.choices(
-                    range(self.info.vocab_size), k=num_prompt_tokens
-                ),
+                prompt_token_ids=self._prompt[:num_prompt_tokens],
                 sampling_params=SamplingParams(temperature=0, ignore_eos=True),
                 max_tokens=max_tokens,
                 seed=0,
@@ -89,10 +89,13 @@ class Steps:
         )
         return schedule, pending
 
-    def run(self, num_steps: int) -> tuple[float, float]:
-        """Seconds per step: of the device, and until the host had dispatched it."""
+    def run(self, num_steps: int, prompt_tokens: int = 0) -> tuple[float, float]:
+        """Seconds per step: of the device, and until the host had dispatched it. With a length,
+        each step is that of a new prompt."""
         start = time.perf_counter()
         for _ in range(num_steps):
+            if prompt_tokens:
+                self.add(prompt_tokens, 1)
             _, pending = self.dispatch()
         dispatched = time.perf_counter()
         pending.result()
@@ -148,10 +151,8 @@ def main() -> None:
         for length in side_by_side.numbers(args.prompts):
             num_prompts = max(2, args.steps // 8)
             row = {"what": "prefill", "tokens": length}
-            for _ in range(num_prompts * (args.repetitions + 1)):
-                steps.add(length, 1)
             floor = floors.prefill_s(line, length)
-            rows.append(row | _timed(steps, num_prompts, args.repetitions, floor))
+            rows.append(row | _timed(steps, num_prompts, args.repetitions, floor, length))
             _show(rows[-1])
         if args.profile:
             _profile(steps, args, Path(args.profile))
@@ -166,9 +167,13 @@ def _decoding(
     return steps.decoding(batch, max(1, args.context - timed // 2), timed)
 
 
-def _timed(steps: Steps, num_steps: int, repetitions: int, floor_s: float) -> dict[str, float]:
-    steps.run(num_steps)
-    device, host = zip(*(steps.run(num_steps) for _ in range(repetitions)), strict=True)
+def _timed(
+    steps: Steps, num_steps: int, repetitions: int, floor_s: float, prompt_tokens: int = 0
+) -> dict[str, float]:
+    steps.run(num_steps, prompt_tokens)
+    device, host = zip(
+        *(steps.run(num_steps, prompt_tokens) for _ in range(repetitions)), strict=True
+    )
     device_s = statistics.median(device)
     return {
         "ms": device_s * 1e3,
@@ -188,10 +193,8 @@ def _profile(steps: Steps, args: argparse.Namespace, directory: Path) -> None:
         with _decoding(steps, batch, args), _trace(directory, f"decode-{batch}"):
             steps.run(PROFILED_DECODES)
     for length in side_by_side.numbers(args.prompts):
-        for _ in range(2):
-            steps.add(length, 1)
         with _trace(directory, f"prefill-{length}"):
-            steps.run(2)
+            steps.run(2, length)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import bundled
@@ -21,6 +22,12 @@ from jaxllm.messages import TokensPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# What a directory calls the class that knows nothing but its tokenizer.json.
+_GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# Not of qwen2, say: there AutoTokenizer takes a class of the model's, whatever its directory names.
+_TRUSTED_MODEL_TYPES = ("llama", "qwen3")
 
 
 class Tokenizer:
@@ -64,13 +71,12 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
     """Load the tokenizer that a config names, or else the one in the model's directory."""
     # It would warn that there is no PyTorch, which we do not want of it.
     logging.getLogger("transformers").addFilter(_is_not_about_torch)
-    from transformers import AutoTokenizer
-
     # A revision of its own is another one than that of the directory.
     source = config.tokenizer or (config.model if config.tokenizer_revision else model_dir)
     source = str(bundled.path(source) or source)
+    loader = _loader(Path(source))
     try:
-        hf = AutoTokenizer.from_pretrained(
+        hf = loader.from_pretrained(
             source,
             revision=config.tokenizer_revision or config.revision,
             cache_dir=config.download_dir,
@@ -87,6 +93,31 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
             value=source,
         ) from error
     return Tokenizer(hf)
+
+
+def _loader(directory: Path) -> Any:
+    """AutoTokenizer, or the general class where AutoTokenizer would take that.
+
+    It is all in tokenizer.json then, but AutoTokenizer would load the configurations of all models
+    before, and with them torch where it is installed: two seconds and hundreds of megabytes.
+    """
+    try:
+        model = json.loads((directory / "config.json").read_bytes())
+        tokenizer = json.loads((directory / "tokenizer_config.json").read_bytes())
+        is_general = (
+            model["model_type"] in _TRUSTED_MODEL_TYPES
+            and tokenizer["tokenizer_class"] in _GENERAL_CLASSES
+            and "auto_map" not in tokenizer
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        is_general = False
+    if is_general:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _is_not_about_torch(record: logging.LogRecord) -> bool:

@@ -3,11 +3,13 @@ import subprocess
 import sys
 
 import pytest
+from transformers import AutoTokenizer
 
 from jaxllm import bundled
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.tokenizer import load_tokenizer, render_chat
+from jaxllm.testing import make_tiny_checkpoint
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -29,6 +31,35 @@ def test_saved_tokenizer_is_loaded_from_its_directory(byte_level, tmp_path):
 def test_the_bundled_one_has_a_name():
     loaded = load_tokenizer(ModelConfig(model="m", tokenizer=bundled.MODEL), "elsewhere")
     assert loaded.decode(loaded.encode("def f(x):")) == "def f(x):"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt2", None])
+@pytest.mark.parametrize(
+    "named", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast", None]
+)
+def test_the_class_is_that_of_auto_tokenizer(model_type, named, tmp_path):
+    make_tiny_checkpoint(tmp_path)
+    for name, field, value in (
+        ("config.json", "model_type", model_type),
+        ("tokenizer_config.json", "tokenizer_class", named),
+    ):
+        content = json.loads((tmp_path / name).read_text())
+        content.pop(field, None)
+        (tmp_path / name).write_text(json.dumps(content | ({field: value} if value else {})))
+    loaded = load_tokenizer(ModelConfig(model="m"), str(tmp_path))
+    wanted = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(loaded.hf) is type(wanted)
+    text = "  Hello, world:\n\tdef f(x): 你好</s>"
+    assert loaded.encode(text) == wanted(text)["input_ids"]
+
+
+def test_torch_is_not_loaded_for_a_tokenizer_that_is_all_in_its_file():
+    code = "import sys; from jaxllm.config import ModelConfig; "
+    code += "from jaxllm.frontend.tokenizer import load_tokenizer; "
+    code += "load_tokenizer(ModelConfig(model='m', tokenizer='bundled'), 'elsewhere'); "
+    code += "print('transformers' in sys.modules, 'torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["True", "False"], result.stderr
 
 
 @pytest.mark.parametrize("broken", ["empty directory", "damaged file"])
