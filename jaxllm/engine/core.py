@@ -6,6 +6,7 @@ has time (`spare_s`). A pipeline has as many steps under way as stages, and with
 Single-threaded; nothing here waits for a client.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.scheduler import Scheduler
 
 logger = init_logger(__name__)
+
+# A step that was seen on the device so long ago has ended now.
+_JUST_NOW_S = 0.002
 
 
 class EngineCore:
@@ -71,6 +75,8 @@ class EngineCore:
         # Steps that may be on the device when the next one is dispatched.
         self._max_in_flight = self._num_stages - 1 + (1 if overlap else 0)
         self._in_flight: deque[tuple[Schedule, PendingResult]] = deque()
+        self._nobody_can_go_on = False  # until one of them comes back, or somebody else comes
+        self._seen_running_at = -math.inf
         self._idle_since: float | None = None
         self._pace = Pace() if overlap and self._num_stages == 1 else None
         # Parts that sleep; no step is dispatched while there are any.
@@ -86,11 +92,13 @@ class EngineCore:
         if self._end is not None:
             raise self._end
         self._scheduler.add_request(request)
+        self._nobody_can_go_on = False
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests at any moment, without output: whoever aborts a request has let go of it.
         Unknown and finished ones are ignored."""
         self._scheduler.abort_requests(request_ids)
+        self._nobody_can_go_on = False
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
@@ -111,27 +119,31 @@ class EngineCore:
             return 0.0  # it is late already
         return self._pace.spare_s(self._clock())
 
-    def step(self) -> list[EngineOutput]:
-        """Dispatch one step, if there is one to dispatch, and return what an earlier one
-        brought."""
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for `step`, and that would not wait for the device."""
+        if not self._in_flight or self._late_outputs:
+            return True
+        if self._in_flight[0][1].is_ready():
+            return True
+        self._seen_running_at = self._clock()
+        return len(self._in_flight) <= self._num_kept and self.spare_s <= 0
+
+    def step(self, *, wait: bool = True) -> list[EngineOutput]:
+        """Dispatch one step, if there is one to dispatch, and return what an earlier one brought;
+        if that is still on the device and nobody wants to wait, a later call returns it."""
         if self._end is not None:
             raise self._end
         outputs, self._late_outputs = self._late_outputs, []
         if self._asleep:
             return outputs
         start = self._clock()
-        schedule = self._scheduler.schedule()
-        if schedule is not None:
-            # First of all: the scheduler counts on hearing of every step, whatever comes between.
-            self._in_flight.append((schedule, _INTERRUPTED))
-        self._stats.schedule_s += self._clock() - start
-        if schedule is None:
-            num_kept = len(self._in_flight) - 1  # when one has come back, somebody may go on
-        else:
-            num_kept = self._max_in_flight if self._dispatch(schedule) else 0
-            if self._pace is not None:
-                self._pace.planned(self._clock() - start)
-        while self._in_flight and len(self._in_flight) > num_kept:
+        if len(self._in_flight) <= self._num_kept:
+            self._dispatch_next()
+        num_kept = self._num_kept
+        while len(self._in_flight) > num_kept:
+            if not wait and not self._in_flight[0][1].is_ready():
+                break
             outputs += self._collect()
         self._stats.step_s += self._clock() - start
         return outputs
@@ -211,9 +223,31 @@ class EngineCore:
         self._profiler.close()
         self._executor.shutdown()
 
-    def _dispatch(self, schedule: Schedule) -> bool:
-        """Send the newest step on its way. False if that failed, which is told when its turn comes:
-        the steps before it are not affected."""
+    @property
+    def _num_kept(self) -> int:
+        """How many steps may be under way when the next one is dispatched."""
+        if self._in_flight and isinstance(self._in_flight[-1][1], _NotDispatched):
+            return 0
+        return len(self._in_flight) - 1 if self._nobody_can_go_on else self._max_in_flight
+
+    def _dispatch_next(self) -> None:
+        start = self._clock()
+        schedule = self._scheduler.schedule()
+        # When a step has come back, somebody may.
+        self._nobody_can_go_on = schedule is None and bool(self._in_flight)
+        if schedule is not None:
+            # First of all: the scheduler counts on hearing of every step, whatever comes between.
+            self._in_flight.append((schedule, _INTERRUPTED))
+        self._stats.schedule_s += self._clock() - start
+        if schedule is None:
+            return
+        self._dispatch(schedule)
+        if self._pace is not None:
+            self._pace.planned(self._clock() - start)
+
+    def _dispatch(self, schedule: Schedule) -> None:
+        """Send the newest step on its way. If that fails, it is told when its turn comes: the steps
+        before it are not affected."""
         if len(self._in_flight) == 1 and self._idle_since is not None:
             self._stats.device_idle_s += self._clock() - self._idle_since
         try:
@@ -221,13 +255,12 @@ class EngineCore:
                 pending = self._executor.execute(schedule)
         except Exception as error:
             self._in_flight[-1] = (schedule, _NotDispatched(error))
-            return False
+            return
         self._in_flight[-1] = (schedule, pending)
         if len(self._in_flight) == 1:
             self._note_begin()
         self._stats.num_steps += 1
         self._count_stages(schedule)
-        return True
 
     def _count_stages(self, schedule: Schedule) -> None:
         """Count the stages that have a step to run now. Of the steps that the newest waits for, the
@@ -240,7 +273,7 @@ class EngineCore:
     def _collect(self) -> list[EngineOutput]:
         schedule, pending = self._in_flight[0]
         start = self._clock()
-        was_ready = pending.is_ready()
+        was_seen = not pending.is_ready() or start - self._seen_running_at < _JUST_NOW_S
         try:
             # Ctrl-C most likely comes here; the step is then still the first to be collected.
             result = pending.result()
@@ -248,8 +281,9 @@ class EngineCore:
             return self._recover(error)
         ready = self._clock()
         self._in_flight.popleft()
+        self._nobody_can_go_on = False
         if self._pace is not None:
-            self._pace.end(ready, was_seen=not was_ready)
+            self._pace.end(ready, was_seen)
         self._note_begin()
         outputs = self._scheduler.update(schedule, result)
         self._stats.device_wait_s += ready - start
@@ -270,6 +304,7 @@ class EngineCore:
         message = f"{type(error).__name__}: {error}"[:500]
         outputs = [out for schedule in lost for out in self._scheduler.fail(schedule, message)]
         self._in_flight.clear()
+        self._nobody_can_go_on = False
         if isinstance(error, EngineDeadError):
             self._end = error
             return outputs + self._scheduler.end_all(FinishReason.ERROR, message)

@@ -1,5 +1,6 @@
 """Several engine cores as one: replicas of a model that share the requests."""
 
+import time
 from collections.abc import Sequence
 
 from jaxllm.engine.core import EngineCore
@@ -9,17 +10,21 @@ from jaxllm.metrics.memory import EngineMemory, resident_bytes
 from jaxllm.metrics.startup import Phase
 from jaxllm.metrics.stats import EngineStats
 
+# How often it is looked which of the devices are done.
+_LOOK_S = 0.0005
+
 
 class Replicas:
     """Engine cores, each with devices of its own and all of the model.
 
-    A step of each is on its devices while the host plans those of the others.
+    Each goes at its own pace: none waits for a step of another one.
     """
 
     def __init__(self, cores: Sequence[EngineCore]):
         self._cores = cores
         self._router = Router(len(cores))
         self.info: EngineInfo = cores[0].info
+        self._outputs: list[EngineOutput] = []  # to be returned
 
     def add_request(self, request: EngineRequest) -> None:
         replica = request.replica = self._router.choose(request)
@@ -37,22 +42,31 @@ class Replicas:
                 self._router.forget(request_id)
 
     def has_work(self) -> bool:
-        return any(core.has_work() for core in self._cores)
+        return bool(self._outputs) or any(core.has_work() for core in self._cores)
 
     @property
     def spare_s(self) -> float:
-        # Seldom any: of steps that end together, all but one are looked at too late.
-        return min((core.spare_s for core in self._cores if core.has_work()), default=0.0)
+        """How long nothing has to be done, as far as is known."""
+        return 0.0 if self._outputs or self._due() else _LOOK_S
 
     def step(self) -> list[EngineOutput]:
-        outputs = []
-        for core in self._cores:
-            if core.has_work():
-                outputs += core.step()
+        """Let those go on that can; wait until there is one."""
+        while not self._outputs and self.has_work():
+            due = self._due()
+            if not due:
+                time.sleep(_LOOK_S)
+            for core in due:
+                self._outputs += core.step(wait=False)
+            if due:
+                break
+        outputs, self._outputs = self._outputs, []
         for output in outputs:
             if output.finish_reason is not None:
                 self._router.forget(output.request_id)
         return outputs
+
+    def _due(self) -> list[EngineCore]:
+        return [core for core in self._cores if core.has_work() and core.is_due]
 
     def reset_prefix_cache(self) -> bool:
         return all([core.reset_prefix_cache() for core in self._cores])

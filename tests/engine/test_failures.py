@@ -120,19 +120,24 @@ def device(model, options):
     return UniProcExecutor(EngineConfig.create(model, **options))
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "plain"])
-def overlap(request):
-    return request.param
+class AskedOften(EngineCore):
+    """Never waits for its device, as replicas do not."""
+
+    def step(self):
+        return super().step(wait=False)
 
 
-@pytest.fixture
-def make_core(model, options, device, overlap):
-    """A new engine core, with an empty cache, on a device that has compiled its programs."""
+@pytest.fixture(params=["overlap", "plain", "overlap, asked often", "plain, asked often"])
+def make_core(model, options, device, request):
+    """Make an engine core with an empty cache, on a device that has compiled its programs."""
 
     def make(fault):
         device.reset()
-        config = EngineConfig.create(model, **options, async_scheduling=overlap)
-        return EngineCore(config, executor=FaultyExecutor(device, fault))
+        config = EngineConfig.create(
+            model, **options, async_scheduling=request.param.startswith("overlap")
+        )
+        kind = AskedOften if request.param.endswith("often") else EngineCore
+        return kind(config, executor=FaultyExecutor(device, fault))
 
     return make
 
@@ -160,7 +165,7 @@ class Outcome:
         return end.finish_reason is FinishReason.ERROR
 
 
-def run(core, step=EngineCore.step):
+def run(core, step=lambda core: core.step()):
     """Let an engine answer all prompts; outcomes by prompt."""
     outcomes = {str(i): Outcome() for i in range(len(PROMPTS))}
     for i, (prompt, max_tokens) in enumerate(zip(PROMPTS, MAX_TOKENS, strict=True)):

@@ -1,0 +1,184 @@
+"""Replicas on devices that are done with a step when the test says so."""
+
+import threading
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from jaxllm import SamplingParams
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.replicas import Replicas
+from jaxllm.messages import EngineInfo, EngineRequest
+from jaxllm.scheduler.schedule import StepResult
+
+INFO = EngineInfo(
+    model="model",
+    model_dir="",
+    vocab_size=100,
+    max_model_len=256,
+    max_logprobs=0,
+    eos_token_ids=[],
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    num_blocks=64,
+    block_size=16,
+)
+
+
+class Device:
+    """Done with a step at once, or, while it is busy, with none."""
+
+    info = INFO
+    num_token_rows = num_compiles_after_warmup = 0
+    pack_s = 0.0
+    startup: ClassVar = []
+
+    def __init__(self):
+        self.is_busy = False
+        self.num_steps = 0
+
+    def execute(self, schedule):
+        self.num_steps += 1
+        return Pending(self, schedule)
+
+
+class Pending:
+    def __init__(self, device, schedule):
+        self._device = device
+        self._num_rows = schedule.num_rows
+
+    def is_ready(self):
+        return not self._device.is_busy
+
+    def result(self):
+        assert not self._device.is_busy, "the whole engine would wait for one device"
+        return StepResult(np.full(self._num_rows, 11, np.int32), None, None)
+
+
+@pytest.fixture
+def devices():
+    return [Device(), Device()]
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "plain"])
+def replicas(devices, request):
+    config = EngineConfig.create(
+        "model", max_model_len=256, async_scheduling=request.param, check_invariants=True
+    )
+    return Replicas([EngineCore(config, device) for device in devices])
+
+
+def add(replicas, request_id, max_tokens):
+    """Returns the replica that has it now."""
+    request = EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=[3, 4, 5],
+        sampling_params=SamplingParams(),
+        max_tokens=max_tokens,
+        seed=0,
+    )
+    replicas.add_request(request)
+    return request.replica
+
+
+def run_until(replicas, condition):
+    tokens = {}
+    while not condition(tokens):
+        for output in replicas.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
+
+
+def test_no_replica_waits_for_the_step_of_another(replicas, devices):
+    slow, fast = add(replicas, "slow", 20), add(replicas, "fast", 20)
+    assert {slow, fast} == {0, 1}
+    devices[slow].is_busy = True
+    tokens = run_until(replicas, lambda tokens: len(tokens.get("fast", ())) == 20)
+    assert "slow" not in tokens
+    # It is kept busy, with as many steps as are ever on a device, and no more are planned for it.
+    assert devices[slow].num_steps <= 2
+    devices[slow].is_busy = False
+    tokens = run_until(replicas, lambda tokens: len(tokens.get("slow", ())) == 20)
+    assert tokens == {"slow": [11] * 20}
+    assert not replicas.has_work()
+
+
+def test_all_busy_it_waits_and_can_be_asked_for_how_long(replicas, devices):
+    add(replicas, "a", 4), add(replicas, "b", 4)
+    for device in devices:
+        device.is_busy = True
+    while replicas.spare_s == 0:
+        assert replicas.step() == []
+    assert 0 < replicas.spare_s < 0.01
+    waits = threading.Thread(target=replicas.step)
+    waits.start()
+    waits.join(0.05)
+    assert waits.is_alive()
+    devices[0].is_busy = False
+    waits.join(60)
+    assert not waits.is_alive()
+
+
+def test_who_comes_to_a_waiting_replica_is_taken_at_once(replicas, devices):
+    """Nothing can be planned while all that there is waits for the device; then somebody comes."""
+    for name in ("a", "b"):
+        add(replicas, name, 1)
+    for device in devices:
+        device.is_busy = True
+    while replicas.spare_s == 0:
+        replicas.step()
+    before = [device.num_steps for device in devices]
+    there = add(replicas, "c", 1)
+    if replicas.spare_s == 0:
+        replicas.step()
+    overlaps = before[there] < devices[there].num_steps
+    assert overlaps == replicas.stats().overlap
+
+
+def test_a_core_that_is_asked_often_plans_as_late_as_one_that_waits(devices):
+    now, device = [0.0], devices[0]
+    config = EngineConfig.create("model", max_model_len=256)
+    core = EngineCore(config, device, clock=lambda: now[0])
+    add(core, "a", 30)
+
+    def step():
+        """A step of 0.1 s on the device; when the next one was planned."""
+        device.is_busy = True
+        begin = now[0]
+        while not core.is_due:
+            now[0] += 0.001
+        planned = now[0] - begin
+        core.step(wait=False)
+        now[0] = begin + 0.1
+        assert not core.is_due
+        device.is_busy = False
+        core.step(wait=False)
+        return planned
+
+    core.step(wait=False)
+    planned = [step() for _ in range(10)]
+    # The first decode is planned at once, as nothing is known of those.
+    assert planned[:2] == [0, 0]
+    assert planned[2:] == pytest.approx([0.075] * 8, abs=0.002)
+
+
+def test_without_work_nothing_waits(replicas):
+    assert replicas.step() == []
+    assert not replicas.has_work()
+
+
+def test_what_came_before_an_interrupt_is_not_lost(replicas, monkeypatch):
+    def interrupted(wait):
+        raise KeyboardInterrupt
+
+    assert (add(replicas, "a", 1), add(replicas, "b", 1)) == (0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(replicas._cores[1], "step", interrupted)
+        while not replicas._outputs:
+            with pytest.raises(KeyboardInterrupt):
+                replicas.step()
+    assert replicas.has_work() and replicas.spare_s == 0
+    tokens = run_until(replicas, lambda tokens: len(tokens) == 2)
+    assert tokens == {"a": [11], "b": [11]}
