@@ -10,6 +10,7 @@ import queue
 from typing import Any, NamedTuple
 
 from jaxllm.engine.launch import Engine
+from jaxllm.engine.pace import LOOK_S
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.logging import init_logger
 from jaxllm.messages import (
@@ -45,8 +46,6 @@ class Letter(NamedTuple):
     message: Any
 
 
-# How often it is looked whether the device is done sooner than expected.
-_LOOK_S = 0.005
 EVERYBODY = b""  # every frontend
 
 Inbox = queue.SimpleQueue[Letter]
@@ -86,7 +85,7 @@ class BusyLoop:
             return self._inbox.get()
         while (spare_s := self._engine.spare_s) > 0:
             with contextlib.suppress(queue.Empty):
-                return self._inbox.get(timeout=min(spare_s, _LOOK_S))
+                return self._inbox.get(timeout=min(spare_s, LOOK_S))
         return self._inbox.get_nowait()
 
     def _do(self, client: bytes, message: ToEngine) -> None:

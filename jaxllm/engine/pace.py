@@ -5,6 +5,8 @@ from jaxllm.scheduler.schedule import Schedule
 # By so much of a step before its end, and at least so many seconds, the next one should be there.
 _SHARE = 0.25
 _SECONDS = 0.002
+# How often it is looked whether the device is done sooner than expected.
+LOOK_S = 0.005
 # By what an expectation rises at most from one step to the next.
 _UP = 1.1
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.pace import LOOK_S
 from jaxllm.engine.router import Router
 from jaxllm.messages import EngineRequest
 from jaxllm.metrics.stats import EngineStats
@@ -166,8 +167,16 @@ class _Replica:
                 finished.append(output.request_id)
             if output.stats.first_token_ts == output.stats.last_token_ts:
                 begun.append(output.request_id)
-        self.plans_at = self.now + self._core.spare_s
+        self.plans_at = self._find_time_to_plan()
         used = self._stats.num_blocks_used
         self.block_seconds += used * (self.now - before)
         self.most_blocks = max(self.most_blocks, used)
         return begun, finished
+
+    def _find_time_to_plan(self) -> float:
+        """As late as an engine's own loop does, which looks for the step's end now and then."""
+        executor, now = self._executor, self.now
+        while (spare_s := self._core.spare_s) > 0:
+            executor.now += min(spare_s, LOOK_S)
+        found, executor.now = executor.now, now
+        return found

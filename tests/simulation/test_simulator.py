@@ -1,5 +1,6 @@
 """Simulated time against times worked out by hand, and simulated steps against an engine's."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine.pace import LOOK_S
 from jaxllm.simulation.simulator import simulate
 from jaxllm.simulation.trace import Trace, make_trace
 from jaxllm.testing import make_tiny_checkpoint
@@ -76,6 +78,21 @@ def test_who_comes_first_keeps_no_others_out(deployment):
 def test_no_step_is_planned_too_late(host_s, deployment):
     outcome = simulate(trace_of((0.0, 10, 40), (7.3, 10, 20)), deployment(host_s=host_s), 1)
     assert outcome.finished_at[0] == pytest.approx(40 + host_s)
+
+
+class ShorterLater:
+    """Ten steps of a second, and then of a tenth."""
+
+    num_stages = 1
+
+    def seconds(self, bucket, schedule):
+        return [1.0 if schedule.step < 10 else 0.1]
+
+
+def test_a_step_that_ends_sooner_than_expected_costs_no_more_than_a_look(deployment):
+    replica = dataclasses.replace(deployment(), step_time=ShorterLater())
+    outcome = simulate(trace_of((0.0, 10, 20)), replica, 1)
+    assert 11.0 <= outcome.finished_at[0] <= 11.0 + LOOK_S
 
 
 def test_two_replicas_serve_twice_as_much(deployment):
