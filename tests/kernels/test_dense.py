@@ -112,3 +112,9 @@ def test_leading_axes_are_kept(matmul):
     x, weight = operands(6, 8, 64, jnp.float32)
     y = matmul(x.reshape(2, 3, 64), weight)
     np.testing.assert_array_equal(y.reshape(6, 8), matmul(x, weight))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
+def test_of_no_rows_there_are_no_products(matmul, shape):
+    x, weight = jnp.ones(shape), jnp.ones((8, 64))
+    assert jax.jit(matmul)(x, weight).shape == XLA(x, weight).shape == (*shape[:-1], 8)

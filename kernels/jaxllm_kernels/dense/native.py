@@ -41,5 +41,5 @@ class NativeMatmul:
         y = jax.ffi.ffi_call(
             self.library.target("jaxllm_dense", x.dtype),
             jax.ShapeDtypeStruct((num_rows, weight.shape[0]), jnp.float32),
-        )(x.reshape(num_rows, -1), weight)
-        return y.reshape(*x.shape[:-1], -1)
+        )(x.reshape(num_rows, x.shape[-1]), weight)
+        return y.reshape(*x.shape[:-1], weight.shape[0])
