@@ -222,6 +222,14 @@ class MultiHostExecutor:
         except Exception as error:
             raise self._dead(error) from error
 
+    def is_lost(self) -> bool:
+        """Whether a rank is gone, so that a step may never end."""
+        try:
+            self._inbox.look()
+        except EngineDeadError:
+            return True
+        return False
+
     def _dead(self, error: Exception) -> EngineDeadError:
         """A step failed here. If that is because a rank is gone, it is known soon."""
         until = time.monotonic() + _GRACE_S
@@ -242,7 +250,8 @@ class _Pending:
         self._reading = reading  # None: it is read elsewhere
 
     def is_ready(self) -> bool:
-        return self._reading is None or self._reading.done.is_set()
+        reading = self._reading
+        return reading is None or reading.done.is_set() or self._executor.is_lost()
 
     def result(self) -> StepResult:
         return self._executor.wait(self._reading)

@@ -1,0 +1,95 @@
+"""What rank 0 knows of a step while it plans nothing, of ranks that run it, too."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import EngineDeadError
+from jaxllm.executor.link import LeaderLink, PeerLink
+from jaxllm.executor.multihost import MultiHostExecutor, _Inbox
+from jaxllm.executor.wire import Failed, encode
+from jaxllm.messages import EngineInfo
+from jaxllm.scheduler.schedule import Schedule
+
+INFO = EngineInfo(
+    model="model",
+    model_dir="",
+    vocab_size=2,
+    max_model_len=2,
+    max_logprobs=0,
+    eos_token_ids=[],
+    max_num_seqs=1,
+    max_num_batched_tokens=2,
+    num_blocks=1,
+    block_size=2,
+)
+ONE = np.ones(1, np.int32)
+SCHEDULE = Schedule(
+    step=0,
+    num_decodes=1,
+    slots=ONE,
+    num_tokens=ONE,
+    context_lens=ONE,
+    output_index=ONE,
+    samples=ONE > 0,
+    token_ids=ONE,
+    block_updates=np.zeros((0, 3), np.int32),
+)
+
+
+class WaitingDevice:
+    """Runs a step that waits for the other rank's part of it."""
+
+    def __init__(self):
+        self.goes_on = threading.Event()
+
+    def execute(self, schedule):
+        return self
+
+    def result(self):
+        self.goes_on.wait()
+
+    def free(self):
+        self.goes_on.set()
+
+
+@pytest.fixture
+def peer_and_step():
+    """Rank 1, and a step of rank 0 that waits for it."""
+    link = LeaderLink("127.0.0.1", 1)
+    peer = PeerLink(link.invitation, 1, lambda reason: None)
+    link.await_peers()
+    executor = MultiHostExecutor(_Inbox(link), 0, [0, 1], INFO, WaitingDevice())
+    yield peer, executor.execute(SCHEDULE)
+    executor.shutdown()
+    peer.close()
+
+
+def becomes_ready(step):
+    until = time.monotonic() + 60
+    while not step.is_ready() and time.monotonic() < until:
+        time.sleep(0.01)
+    return step.is_ready()
+
+
+def test_a_step_is_not_ready_while_the_others_live(peer_and_step):
+    _, step = peer_and_step
+    assert not step.is_ready()
+
+
+def test_nothing_is_put_off_when_a_rank_has_failed(peer_and_step):
+    peer, step = peer_and_step
+    peer.send(encode(Failed(1, "out of memory")))
+    assert becomes_ready(step)
+    with pytest.raises(EngineDeadError, match="rank 1: out of memory"):
+        step.result()
+
+
+def test_nothing_is_put_off_when_a_rank_is_gone(peer_and_step):
+    peer, step = peer_and_step
+    peer.close()
+    assert becomes_ready(step)
+    with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+        step.result()
