@@ -135,6 +135,12 @@ class _Inbox:
             self._done.setdefault(message.replica, deque()).append(message)
         return message
 
+    def has_step(self, replica: int) -> bool:
+        """Whether `await_step` would return at once; takes in all that has come."""
+        while self.look() is not None:
+            pass
+        return bool(self._done.get(replica))
+
     def await_step(self, replica: int) -> StepDone:
         """The oldest result of a replica that nobody has asked for."""
         while not self._done.get(replica):
@@ -222,13 +228,13 @@ class MultiHostExecutor:
         except Exception as error:
             raise self._dead(error) from error
 
-    def is_lost(self) -> bool:
-        """Whether a rank is gone, so that a step may never end."""
+    def is_done(self, reading: Reading | None) -> bool:
+        """Whether `wait` would return at once, with the oldest step or because a rank is lost."""
         try:
-            self._inbox.look()
+            has_result = self._inbox.has_step(self._replica)
         except EngineDeadError:
             return True
-        return False
+        return has_result if reading is None else reading.done.is_set()
 
     def _dead(self, error: Exception) -> EngineDeadError:
         """A step failed here. If that is because a rank is gone, it is known soon."""
@@ -250,8 +256,7 @@ class _Pending:
         self._reading = reading  # None: it is read elsewhere
 
     def is_ready(self) -> bool:
-        reading = self._reading
-        return reading is None or reading.done.is_set() or self._executor.is_lost()
+        return self._executor.is_done(self._reading)
 
     def result(self) -> StepResult:
         return self._executor.wait(self._reading)

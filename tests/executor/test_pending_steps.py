@@ -1,4 +1,4 @@
-"""What rank 0 knows of a step while it plans nothing, of ranks that run it, too."""
+"""What rank 0 knows of steps that other ranks run, with it or alone, before it waits for them."""
 
 import threading
 import time
@@ -9,9 +9,9 @@ import pytest
 from jaxllm.errors import EngineDeadError
 from jaxllm.executor.link import LeaderLink, PeerLink
 from jaxllm.executor.multihost import MultiHostExecutor, _Inbox
-from jaxllm.executor.wire import Failed, encode
+from jaxllm.executor.wire import Failed, Figures, StepDone, Stop, encode
 from jaxllm.messages import EngineInfo
-from jaxllm.scheduler.schedule import Schedule
+from jaxllm.scheduler.schedule import Schedule, StepResult
 
 INFO = EngineInfo(
     model="model",
@@ -56,15 +56,23 @@ class WaitingDevice:
 
 
 @pytest.fixture
-def peer_and_step():
-    """Rank 1, and a step of rank 0 that waits for it."""
+def peer_and_inbox():
+    """Rank 1, and what rank 0 hears of it."""
     link = LeaderLink("127.0.0.1", 1)
     peer = PeerLink(link.invitation, 1, lambda reason: None)
     link.await_peers()
-    executor = MultiHostExecutor(_Inbox(link), 0, [0, 1], INFO, WaitingDevice())
+    yield peer, _Inbox(link)
+    link.close(encode(Stop("")))
+    peer.close()
+
+
+@pytest.fixture
+def peer_and_step(peer_and_inbox):
+    """Rank 1, and a step of rank 0 that waits for it."""
+    peer, inbox = peer_and_inbox
+    executor = MultiHostExecutor(inbox, 0, [0, 1], INFO, WaitingDevice())
     yield peer, executor.execute(SCHEDULE)
     executor.shutdown()
-    peer.close()
 
 
 def becomes_ready(step):
@@ -93,3 +101,16 @@ def test_nothing_is_put_off_when_a_rank_is_gone(peer_and_step):
     assert becomes_ready(step)
     with pytest.raises(EngineDeadError, match="rank 1 is gone"):
         step.result()
+
+
+def test_a_step_of_another_rank_alone_is_ready_when_its_result_is_there(peer_and_inbox):
+    peer, inbox = peer_and_inbox
+    steps = [
+        MultiHostExecutor(inbox, replica, [1], INFO, None).execute(SCHEDULE) for replica in (1, 2)
+    ]
+    assert not any(step.is_ready() for step in steps)
+    result = StepResult(ONE, None, None)
+    peer.send(encode(StepDone(replica=2, result=result, figures=Figures())))
+    assert becomes_ready(steps[1])
+    assert not steps[0].is_ready()
+    assert steps[1].result().token_ids.tolist() == [1]
