@@ -1,5 +1,7 @@
 """What it means that an engine answers as another one did."""
 
+from collections import Counter
+
 import pytest
 
 from jaxllm import RequestOutputKind
@@ -37,13 +39,15 @@ def assert_streamed_is():
                     {"prompt_token_ids": ids},
                     its_params.clone(output_kind=kind),
                 )
-        text, tokens, finished = _streamed(engine)
+        text, tokens, finished, num_pieces = _streamed(engine)
         for i, wanted in enumerate(expected):
             for kind in kinds:
                 key = f"{i}-{kind.name}"
                 assert text[key] == wanted.outputs[0].text
                 assert tokens[key] == wanted.outputs[0].token_ids
                 assert finished[key] == wanted.outputs[0].finish_reason
+                # It came as it was made.
+                assert num_pieces[key] > 1 or len(tokens[key]) == 1
 
     return check
 
@@ -64,10 +68,12 @@ def _streamed(engine):
     text: dict[str, str] = {}
     tokens: dict[str, list[int]] = {}
     finished = {}
+    num_pieces: Counter[str] = Counter()
     while engine.has_unfinished_requests():
         for output in engine.step():
             [answer] = output.outputs
             key = output.request_id
+            num_pieces[key] += 1
             if key.endswith("DELTA"):
                 text[key] = text.get(key, "") + answer.text
                 tokens[key] = tokens.get(key, []) + list(answer.token_ids)
@@ -77,4 +83,4 @@ def _streamed(engine):
             if output.finished:
                 assert key not in finished
                 finished[key] = answer.finish_reason
-    return text, tokens, finished
+    return text, tokens, finished, num_pieces
