@@ -340,19 +340,37 @@ def test_an_unknown_tpu_is_refused():
         get_backend("tpu").check(CONFIG, LIMITS, dtype=jnp.bfloat16, chip=chip)
 
 
-def test_measured_sizes_are_found_and_missing_ones_are_logged_once(tmp_path, monkeypatch, caplog):
-    entry = '{"k": [{"key": {"heads": 2}, "sizes": {"slots": 3}, "measured": {}}]}'
-    (tmp_path / "chip.json").write_text(entry)
-    monkeypatch.setattr(tuned, "_FOLDER", tmp_path)
+@pytest.fixture
+def told(monkeypatch, caplog):
+    """What is logged of sizes, as if nothing had been before."""
+    tuned._log_missing.cache_clear()
     # As in a process that has an engine, where what the kernels log does not reach the root.
     monkeypatch.setattr(tuned.logger, "handlers", [caplog.handler])
     monkeypatch.setattr(tuned.logger, "propagate", False)
     with caplog.at_level("INFO", logger=tuned.logger.name):
-        assert tuned.lookup("chip", "k", {"heads": 2}) == {"slots": 3}
-        assert not caplog.records
-        for _ in range(2):
-            assert tuned.lookup("chip", "k", {"heads": 4}) is None
-    assert len(caplog.records) == 1
+        yield lambda: caplog.messages
+
+
+def test_measured_sizes_are_found_and_missing_ones_are_logged_once(tmp_path, monkeypatch, told):
+    entry = '{"k": [{"key": {"heads": 2}, "sizes": {"slots": 3}, "measured": {}}]}'
+    (tmp_path / "chip.json").write_text(entry)
+    monkeypatch.setattr(tuned, "_FOLDER", tmp_path)
+    for heads, sizes in ((2, {"slots": 3}), (4, None), (4, None)):
+        assert tuned.lookup("chip", "k", {"heads": heads}) == sizes
+        tuned.log_if_missing("chip", "k", {"heads": heads})
+    assert told() == ["k on chip: nothing measured for heads=4; sizes by formula"]
+
+
+def test_sizes_that_are_refused_or_tried_for_advice_are_not_logged(told):
+    group = dataclasses.replace(CONFIG, num_heads=128, num_kv_heads=1)
+    v4, large = CHIPS["v4"], dataclasses.replace(LIMITS, block_size=2048, max_blocks=4)
+    with pytest.raises(ValueError, match="of on-chip memory"):
+        get_backend("tpu").check(group, large, dtype=jnp.float32, chip=v4)
+    assert not told()
+    TpuBackend(decode_tuning=SMALL.decode_tuning).check(CONFIG, LIMITS, dtype=jnp.bfloat16, chip=v4)
+    assert [message.split(",")[0] for message in told()] == [
+        f"tpu_prefill on v4: nothing measured for block_size={LIMITS.block_size}"
+    ]
 
 
 @pytest.mark.tpu

@@ -32,6 +32,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalar
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     PREFILL_TILE_TOKENS,
     choose_tuning,
+    log_untuned,
     padded_group_size,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
@@ -118,6 +119,7 @@ class MosaicGpuBackend:
                 f"supports up to {_MAX_GROUP_SIZE} query heads per kv head, "
                 f"not {config.num_heads // config.num_kv_heads}"
             )
+        log_untuned(config, self.tuned_for(chip).chip)
 
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike

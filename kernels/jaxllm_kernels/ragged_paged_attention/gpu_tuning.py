@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxllm_kernels.common import round_up
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
-from jaxllm_kernels.ragged_paged_attention.tuned import lookup
+from jaxllm_kernels.ragged_paged_attention.tuned import Key, log_if_missing, lookup
 
 # What a thread block of a Hopper GPU may allocate, less what the kernels need beside queries and
 # stages: barriers; and, for a decode, weights and the scratch of reductions.
@@ -34,13 +34,23 @@ def choose_tuning(
     kernel: Literal["decode", "prefill"], config: AttentionConfig, chip: str
 ) -> Tuning:
     """The parameters of a kernel for a layer: those measured on the chip, or else by a formula."""
-    key = {
+    measured = lookup(chip, *_tuned_key(kernel, config))
+    return default_tuning(kernel, config) if measured is None else Tuning(**measured)
+
+
+def log_untuned(config: AttentionConfig, chip: str) -> None:
+    """Say of which kernels of a layer nothing was measured on the chip."""
+    for kernel in ("decode", "prefill"):
+        log_if_missing(chip, *_tuned_key(kernel, config))
+
+
+def _tuned_key(kernel: Literal["decode", "prefill"], config: AttentionConfig) -> tuple[str, Key]:
+    """The kernel, and what its measured parameters depend on."""
+    return f"gpu_{kernel}", {
         "group_size": config.num_heads // config.num_kv_heads,
         "head_size": config.head_size,
         "kv_dtype": config.kv_dtype,
     }
-    measured = lookup(chip, f"gpu_{kernel}", key)
-    return default_tuning(kernel, config) if measured is None else Tuning(**measured)
 
 
 def default_tuning(kernel: Literal["decode", "prefill"], config: AttentionConfig) -> Tuning:

@@ -37,7 +37,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
     token_layout,
 )
 from jaxllm_kernels.ragged_paged_attention.tpu_work import Work, decode_work, prefill_work
-from jaxllm_kernels.ragged_paged_attention.tuned import lookup
+from jaxllm_kernels.ragged_paged_attention.tuned import Key, log_if_missing, lookup
 
 
 class Prepared(NamedTuple):
@@ -108,6 +108,10 @@ class TpuBackend:
         except ValueError as error:
             advice = self._advice(config, limits, dtype=dtype, chip=chip)
             raise ValueError(f"{error}; {advice}") from error
+        # Not before: sizes of what is refused, or only tried for advice, are of no interest.
+        for for_decodes in (True, False):
+            if self._asked(for_decodes) is None:
+                log_if_missing(chip.name, *_tuned_key(config, limits.block_size, for_decodes))
 
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
@@ -240,21 +244,16 @@ class TpuBackend:
             "--kv-cache-memory-bytes to a small part of the memory"
         )
 
+    def _asked(self, for_decodes: bool) -> Tuning | None:
+        return self.decode_tuning if for_decodes else self.prefill_tuning
+
     def _tuning(
         self, config: AttentionConfig, chip: Chip, block_size: int, *, for_decodes: bool
     ) -> Tuning:
-        asked = self.decode_tuning if for_decodes else self.prefill_tuning
+        asked = self._asked(for_decodes)
         if asked is not None:
             return asked
-        kernel = "decode" if for_decodes else "prefill"
-        key = {
-            "num_heads": config.num_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "head_size": config.head_size,
-            "block_size": block_size,
-            "kv_dtype": config.kv_dtype,
-        }
-        measured = lookup(chip.name, f"tpu_{kernel}", key)
+        measured = lookup(chip.name, *_tuned_key(config, block_size, for_decodes))
         if measured is not None:
             return Tuning(**measured)
         return default_tuning(config, chip, for_decodes=for_decodes)
@@ -273,6 +272,17 @@ class TpuBackend:
             dtype=q.dtype,
             chip=chip,
         )
+
+
+def _tuned_key(config: AttentionConfig, block_size: int, for_decodes: bool) -> tuple[str, Key]:
+    """The kernel, and what its measured sizes depend on."""
+    return f"tpu_{'decode' if for_decodes else 'prefill'}", {
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_size": config.head_size,
+        "block_size": block_size,
+        "kv_dtype": config.kv_dtype,
+    }
 
 
 def _max_decodes(batch: RaggedBatch, num_tokens: int) -> int:

@@ -12,7 +12,6 @@ There are no entries without a measurement. What is missing is chosen by formula
 import functools
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,26 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent / "tuned"
 
+Key = dict[str, int | str | None]
 
-def lookup(chip: str, kernel: str, key: Mapping[str, int | str | None]) -> dict[str, Any] | None:
-    """The sizes measured for a kernel on a chip; None, and a line in the log, if there are none."""
-    return _lookup(chip, kernel, tuple(sorted(key.items())))
+
+def lookup(chip: str, kernel: str, key: Key) -> dict[str, Any] | None:
+    """The sizes measured for a kernel on a chip, if there are any."""
+    for entry in _read(chip).get(kernel, []):
+        if entry["key"] == key:
+            return entry["sizes"]
+    return None
+
+
+def log_if_missing(chip: str, kernel: str, key: Key) -> None:
+    """Say, once, that nothing is measured for a kernel that is going to run."""
+    if lookup(chip, kernel, key) is None:
+        _log_missing(chip, kernel, ", ".join(f"{name}={key[name]}" for name in sorted(key)))
 
 
 @functools.cache
-def _lookup(
-    chip: str, kernel: str, key: tuple[tuple[str, int | str | None], ...]
-) -> dict[str, Any] | None:
-    for entry in _read(chip).get(kernel, []):
-        if entry["key"] == dict(key):
-            return entry["sizes"]
-    shown = ", ".join(f"{name}={value}" for name, value in key)
+def _log_missing(chip: str, kernel: str, shown: str) -> None:
     logger.info("%s on %s: nothing measured for %s; sizes by formula", kernel, chip, shown)
-    return None
 
 
 @functools.cache
