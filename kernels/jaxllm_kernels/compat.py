@@ -33,6 +33,7 @@ def without_source_locations() -> Iterator[None]:
 # ---- GPU ----
 
 _MOSAIC_GPU_SINCE = (0, 11, 2)
+_NVJITLINK_SINCE = (0, 12, 0)
 
 
 def why_no_mosaic_gpu() -> str | None:
@@ -41,6 +42,18 @@ def why_no_mosaic_gpu() -> str | None:
         return None
     needed = ".".join(map(str, _MOSAIC_GPU_SINCE))
     return f"needs JAX {needed} or newer, and this is {jax.__version__}"
+
+
+def what_slows_mosaic_gpu() -> str | None:
+    """Why the Mosaic GPU kernels, which this JAX compiles, may be slower than they could be; None
+    if nothing is known."""
+    if jax.__version_info__ < _NVJITLINK_SINCE:
+        return None
+    # Whether there is one cannot be told from here: it need not be a package's.
+    return (
+        f"JAX {jax.__version__} assembles with libnvJitLink where it finds one (jax[cuda13] "
+        "installs it), which leaves kernels of prefills too few registers; JAX 0.11.2 does not"
+    )
 
 
 def gpu_interpret_params() -> Any:

@@ -5,6 +5,7 @@ Interpret mode is slow, so there the cases are small ones of their own; a GPU ru
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ragged_paged_attention import gpu
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
     BatchLimits,
@@ -201,6 +203,18 @@ def test_other_chips_are_refused(chip):
 def test_an_older_jax_is_refused():
     with pytest.raises(ValueError, match="needs JAX 0.11.2 .* set --attention-backend xla"):
         BACKEND.check(CONFIG, LIMITS, dtype=jnp.bfloat16, chip=CHIPS["h200"])
+
+
+@pytest.mark.parametrize(("version", "expected"), [((0, 11, 2), 0), ((0, 12, 0, 1), 1)])
+def test_a_jax_that_takes_registers_away_is_told_of_once(version, expected, monkeypatch, caplog):
+    gpu._warn_once.cache_clear()
+    # As in a process that has an engine, where what the kernels log does not reach the root.
+    monkeypatch.setattr(gpu.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(gpu.logger, "propagate", False)
+    monkeypatch.setattr(jax, "__version_info__", version)
+    for backend in (INTERPRETED, BACKEND, BACKEND):
+        backend.check(CONFIG, LIMITS, dtype=jnp.bfloat16, chip=CHIPS["h200"])
+    assert len([text for text in caplog.messages if "too few registers" in text]) == expected
 
 
 @pytest.mark.gpu

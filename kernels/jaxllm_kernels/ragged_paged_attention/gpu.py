@@ -11,6 +11,8 @@ and it changes with every version of JAX (`compat`).
 """
 
 import dataclasses
+import functools
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllm_kernels.compat import gpu_interpret_params, why_no_mosaic_gpu
+from jaxllm_kernels.compat import (
+    gpu_interpret_params,
+    what_slows_mosaic_gpu,
+    why_no_mosaic_gpu,
+)
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
@@ -42,6 +48,8 @@ from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
     split_decodes,
 )
 from jaxllm_kernels.ragged_paged_attention.pages import HEAD_AXIS, to_cached, write_blocks
+
+logger = logging.getLogger(__name__)
 
 _HEAD_SIZES = (64, 80, 96, 128, 256)
 _BLOCK_SIZES = (16, 32, 64, 128)
@@ -120,6 +128,8 @@ class MosaicGpuBackend:
                 f"not {config.num_heads // config.num_kv_heads}"
             )
         log_untuned(config, self.tuned_for(chip).chip)
+        if not self.interpret and (why := what_slows_mosaic_gpu()):
+            _warn_once(f"attention backend {self.name}: {why}")
 
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
@@ -247,3 +257,8 @@ class MosaicGpuBackend:
 
     def _interpret_params(self):
         return gpu_interpret_params() if self.interpret else False
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
