@@ -28,15 +28,18 @@ LLAMA_3_70B = LLAMA_3_8B | {
 }
 
 
-@pytest.fixture
-def llama_3_8b(tmp_path):
+@pytest.fixture(scope="session")
+def llama_3_8b(tmp_path_factory):
     """A model directory without weights."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    return str(tmp_path)
+    return _model_dir(tmp_path_factory.mktemp("llama_3_8b"), LLAMA_3_8B)
 
 
-@pytest.fixture
-def llama_3_70b(tmp_path):
+@pytest.fixture(scope="session")
+def llama_3_70b(tmp_path_factory):
     """The same of the larger one."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_70B))
-    return str(tmp_path)
+    return _model_dir(tmp_path_factory.mktemp("llama_3_70b"), LLAMA_3_70B)
+
+
+def _model_dir(path, config):
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)

@@ -7,10 +7,10 @@ import re
 import pytest
 from jaxllm_kernels.topology import topology_devices
 
-from jaxllm.config import EngineArgs
+from jaxllm.config import CacheConfig, EngineArgs
 from jaxllm.runner.hlo import collectives, whole_array_copies
-from jaxllm.runner.plan import make_plan
 from jaxllm.runner.programs import declare_programs, make_packer
+from jaxllm.runner.sizing import plan_engine
 
 NUM_LAYERS = 32
 MAX_LAUNCHES_PER_LAYER = 16
@@ -26,6 +26,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module")
+def plan(llama_3_8b):
+    args = EngineArgs(model=llama_3_8b, max_num_seqs=64, max_num_batched_tokens=2048)
+    return plan_engine(args, topology_devices("h200"))
+
+
 def compile_and_dump(program, folder):
     """The program as it was traced, the executable, and the launches of the step as XLA lists
     them."""
@@ -38,9 +44,7 @@ def compile_and_dump(program, folder):
 
 
 @pytest.mark.parametrize(("decode_only", "num_tokens"), [(True, 64), (False, 2048)])
-def test_a_step(decode_only, num_tokens, llama_3_8b, tmp_path):
-    args = EngineArgs(model=llama_3_8b, max_num_seqs=64, max_num_batched_tokens=2048)
-    plan = make_plan(args, topology_devices("h200"))
+def test_a_step(decode_only, num_tokens, plan, tmp_path):
     declared = declare_programs(plan, make_packer(plan).layouts)
     bucket = next(
         b for b in plan.buckets if (b.decode_only, b.num_tokens) == (decode_only, num_tokens)
@@ -57,9 +61,16 @@ def test_a_step(decode_only, num_tokens, llama_3_8b, tmp_path):
     memory = compiled.memory_analysis()
     cache_bytes = sum(cache.size * cache.dtype.itemsize for cache in state.caches)
     assert memory.alias_size_in_bytes >= cache_bytes
-    planned = plan.weights_bytes + plan.kv_cache_bytes
-    assert memory.argument_size_in_bytes == pytest.approx(planned, rel=0.02)
+    counted = plan.weights_bytes + plan.kv_cache_bytes
+    assert memory.argument_size_in_bytes == pytest.approx(counted, rel=0.02)
     assert memory.temp_size_in_bytes < MAX_TEMP_BYTES
+    # The plan fills what the user leaves to it, less what a program needed that was compiled for a
+    # guess of it. Those that are declared in the end need no more, and little less.
+    promised = plan.chip.hbm_bytes * CacheConfig().gpu_memory_utilization
+    code_bytes = memory.generated_code_size_in_bytes * len(declared)
+    needed = memory.peak_memory_in_bytes + code_bytes
+    assert needed <= promised
+    assert needed == pytest.approx(promised, rel=0.02)
 
     assert plan.attention.name == "mosaic_sm90"
     top_level = re.findall(r"^\d+: (k\w+)", launches, re.MULTILINE)
