@@ -228,6 +228,10 @@ class Worker:
         return line
 
 
+# Between turns: OpenMP's threads, which vLLM has, spin for 0.2 s after their last work.
+_REST_S = 0.5
+
+
 def _work(name: str, model: str, options: str) -> None:
     """The worker's side: reads what to do, a line each, and answers with a line of figures."""
     answers = os.fdopen(os.dup(1), "w")
@@ -236,6 +240,7 @@ def _work(name: str, model: str, options: str) -> None:
     print(engine.version, file=answers, flush=True)
     for line in sys.stdin:
         what, requests = json.loads(line)
+        time.sleep(_REST_S)
         figures = (_run if what == "run" else _decode)(engine, requests)
         print(json.dumps(figures), file=answers, flush=True)
 
