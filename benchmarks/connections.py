@@ -54,7 +54,7 @@ def main() -> None:
     rows = [summary(rounds)]
     for name, value in rows[0].items():
         print(f"{name:34} {value:10.3f}")
-    side_by_side.record("connections", rows + rounds, args.out)
+    side_by_side.record("connections", rows + rounds, args)
 
 
 async def measure(server: servers.Server, args: argparse.Namespace) -> list[dict[str, float]]:

@@ -52,7 +52,7 @@ def main() -> None:
         print(row["what"])
         for name, value in list(row.items())[1:]:
             print(f"  {name:26} {value:12,.2f}")
-    side_by_side.record("frontend", rows, args.out)
+    side_by_side.record("frontend", rows, args)
 
 
 def measure_client(args: argparse.Namespace) -> dict:

@@ -53,7 +53,7 @@ def main() -> None:
                 for context in side_by_side.numbers(args.contexts)
                 for row in measure(size, context, args, config, workers)
             ]
-    side_by_side.record("latency", rows, args.out, args.label)
+    side_by_side.record("latency", rows, args)
 
 
 def measure(

@@ -56,7 +56,7 @@ def main() -> None:
                 for scenario in args.scenarios.split(",")
                 for row in measure(scenario, args, config, workers)
             ]
-    side_by_side.record("offline", rows, args.out, args.label)
+    side_by_side.record("offline", rows, args)
 
 
 def measure(

@@ -87,7 +87,7 @@ def main() -> None:
                 f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
             )
         )
-    side_by_side.record("replicas", rows, args.out)
+    side_by_side.record("replicas", rows, args)
 
 
 def served(num_replicas: int, num_requests: int) -> dict[str, float]:

@@ -49,7 +49,7 @@ def main() -> None:
         running = [stack.enter_context(one) for one in all_servers(args, model)]
         for rate in args.request_rates.split(","):
             rows += measure(args, model, float(rate), running)
-    side_by_side.record("serve", rows, args.out)
+    side_by_side.record("serve", rows, args)
 
 
 def all_servers(

@@ -377,19 +377,18 @@ def checkpoint(model: str | None, dtype: str = "float32", **shape: Any) -> Itera
         yield str(made)
 
 
-def record(
-    benchmark: str, rows: list[dict[str, Any]], out: str | None, label: str | None = None
-) -> None:
-    """File rows of figures, with all that somebody needs to know who reads them later."""
+def record(benchmark: str, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """File rows of figures where `add_out_argument` was told to, with all that somebody needs to
+    know who reads them later."""
     versions = {}
     for package in ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     line = {
         "benchmark": benchmark,
-        **({"label": label} if label else {}),
+        **({"label": args.label} if args.label else {}),
         "date": datetime.date.today().isoformat(),
-        "command": _command(out),
+        "command": _command(args.out),
         "commit": commit(),
         "versions": {"python": platform.python_version(), **versions},
         "hardware": hardware(),
@@ -397,8 +396,8 @@ def record(
         "load_average": os.getloadavg()[0],
         "rows": rows,
     }
-    if out is not None:
-        with open(out, "a", encoding="utf-8") as file:
+    if args.out is not None:
+        with open(args.out, "a", encoding="utf-8") as file:
             print(json.dumps(line), file=file)
 
 

@@ -63,7 +63,7 @@ def main() -> None:
                 continue
             rows.append(timed(what, repetitions, command("-c", _GENERATE, model, *arguments)))
         rows.append(time_to_ready(model, cache, args.repetitions))
-    side_by_side.record("startup", rows, args.out)
+    side_by_side.record("startup", rows, args)
 
 
 def command(*arguments: str) -> Callable[[], str]:

@@ -156,7 +156,7 @@ def main() -> None:
             _show(rows[-1])
         if args.profile:
             _profile(steps, args, Path(args.profile))
-    side_by_side.record("step_device_time", rows, args.out, args.label)
+    side_by_side.record("step_device_time", rows, args)
 
 
 def _decoding(
