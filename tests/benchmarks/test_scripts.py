@@ -16,6 +16,7 @@ SCRIPTS = [
     "latency",
     "offline",
     "plots",
+    "replicas",
     "serve",
     "startup",
     "step_device_time",
