@@ -51,19 +51,19 @@ class Replicas:
 
     def step(self) -> list[EngineOutput]:
         """Let those go on that can; wait until there is one."""
-        while not self._outputs and self.has_work():
-            due = self._due()
-            if not due:
-                time.sleep(_LOOK_S)
-            for core in due:
+        if not self._outputs:
+            for core in self._await_due():
                 self._outputs += core.step(wait=False)
-            if due:
-                break
         outputs, self._outputs = self._outputs, []
         for output in outputs:
             if output.finish_reason is not None:
                 self._router.forget(output.request_id)
         return outputs
+
+    def _await_due(self) -> list[EngineCore]:
+        while not (due := self._due()) and self.has_work():
+            time.sleep(_LOOK_S)
+        return due
 
     def _due(self) -> list[EngineCore]:
         return [core for core in self._cores if core.has_work() and core.is_due]
