@@ -69,9 +69,12 @@ struct Ahead {
 
 // Compute a block of outputs of a block of rows for some of the inputs, while weights of the next
 // one come into the second cache. In the first they would be in the way of what is computed now.
+//
+// Always inline: compilers leave it a function, and then what is the same for all rows of an output
+// is made ready for each block of them, which costs a tenth of the time where sums are short.
 template <int kRows, int kOutputs, typename Kind>
-inline void MultiplyBlock(const Product<Kind>& p, int64_t row, int64_t output, Range inputs,
-                          Ahead ahead) {
+[[gnu::always_inline]] inline void MultiplyBlock(const Product<Kind>& p, int64_t row,
+                                                 int64_t output, Range inputs, Ahead ahead) {
   const auto* x = p.x + row * p.num_inputs;
   const auto* weight = p.weight + output * p.num_inputs;
   float* y = p.y + row * p.num_outputs + output;
@@ -103,16 +106,15 @@ inline void MultiplyRows(const Product<Kind>& p, Range rows, int64_t output, Ran
                          bool is_last) {
   constexpr int kRows = kBlockRows<Kind>;
   const int num_blocks = (rows.end - rows.begin + kRows - 1) / kRows;
-  for (int block = 0; block < num_blocks; ++block) {
-    const int64_t row = rows.begin + block * kRows;
-    const Ahead ahead{is_last ? kOutputs : block, num_blocks};
-    static_assert(kRows <= 4, "what is left of the rows is one of these cases");
-    switch (std::min<int64_t>(kRows, rows.end - row)) {
-      case 4: MultiplyBlock<4, kOutputs>(p, row, output, inputs, ahead); break;
-      case 3: MultiplyBlock<3, kOutputs>(p, row, output, inputs, ahead); break;
-      case 2: MultiplyBlock<2, kOutputs>(p, row, output, inputs, ahead); break;
-      case 1: MultiplyBlock<1, kOutputs>(p, row, output, inputs, ahead); break;
-    }
+  int64_t row = rows.begin;
+  Ahead ahead{is_last ? kOutputs : 0, num_blocks};
+  for (; row + kRows <= rows.end; row += kRows, ++ahead.first)
+    MultiplyBlock<kRows, kOutputs>(p, row, output, inputs, ahead);
+  static_assert(kRows <= 4, "what is left of the rows is one of these cases");
+  switch (rows.end - row) {
+    case 3: MultiplyBlock<3, kOutputs>(p, row, output, inputs, ahead); break;
+    case 2: MultiplyBlock<2, kOutputs>(p, row, output, inputs, ahead); break;
+    case 1: MultiplyBlock<1, kOutputs>(p, row, output, inputs, ahead); break;
   }
 }
 
