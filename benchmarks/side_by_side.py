@@ -228,8 +228,9 @@ class Worker:
         return line
 
 
-# Between turns: OpenMP's threads, which vLLM has, spin for 0.2 s after their last work.
-_REST_S = 0.5
+# Between turns: after its last work vLLM looks for more on a core of its own for 1 s, and the threads
+# of OpenMP on all others for 0.2 s.
+_REST_S = 1.5
 
 
 def _work(name: str, model: str, options: str) -> None:
