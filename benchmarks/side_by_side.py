@@ -228,8 +228,8 @@ class Worker:
         return line
 
 
-# Between turns: after its last work vLLM looks for more on a core of its own for 1 s, and the threads
-# of OpenMP on all others for 0.2 s.
+# Between turns: after its last work vLLM looks for more on a core of its own for 1 s, and its
+# threads of OpenMP on all others for 0.2 s.
 _REST_S = 1.5
 
 

@@ -12,6 +12,7 @@ The machine should have nothing else to do: what disturbs one run is not in the 
 import argparse
 import json
 import math
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -29,8 +30,8 @@ from jaxllm.simulation.simulator import Outcome, simulate
 from jaxllm.simulation.trace import Trace, make_trace
 
 
-def serve(llm: LLM, trace: Trace) -> Outcome:
-    """Let the trace's requests come to a real engine at their time."""
+def serve(llm: LLM, trace: Trace, run: int) -> Outcome:
+    """Let the trace's requests come to a real engine at their time; each run has other tokens."""
     engine = llm.llm_engine
     arrivals, num_arrived = trace.arrivals.tolist(), 0
     first, last = np.full(len(trace), np.nan), np.full(len(trace), np.nan)
@@ -40,7 +41,7 @@ def serve(llm: LLM, trace: Trace) -> Outcome:
         while num_arrived < len(trace) and arrivals[num_arrived] <= now:
             request = trace.request(num_arrived, llm.llm_engine.info.max_model_len)
             assert request is not None
-            rng = np.random.default_rng(num_arrived)
+            rng = np.random.default_rng([run, num_arrived])
             prompt = rng.integers(3, 250, len(request.prompt_token_ids)).tolist()
             params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True, temperature=0)
             engine.add_request(str(num_arrived), {"prompt_token_ids": prompt}, params)
@@ -68,7 +69,9 @@ def serve(llm: LLM, trace: Trace) -> Outcome:
     )
 
 
-def compare(llm: LLM, deployment: Deployment, trace: Trace) -> dict[str, dict[str, float]]:
+def compare(
+    llm: LLM, deployment: Deployment, trace: Trace, repetitions: int
+) -> dict[str, dict[str, float]]:
     """Figure -> what the engine did, what was simulated, and their ratio."""
 
     def figures(outcome: Outcome) -> dict[str, float]:
@@ -93,7 +96,9 @@ def compare(llm: LLM, deployment: Deployment, trace: Trace) -> dict[str, dict[st
             },
         }
 
-    real, simulated = figures(serve(llm, trace)), figures(simulate(trace, deployment, 1))
+    runs = [figures(serve(llm, trace, run)) for run in range(1, repetitions + 1)]
+    real = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    simulated = figures(simulate(trace, deployment, 1))
     return {
         name: {"engine": real[name], "simulated": simulated[name], "ratio": simulated[name] / value}
         for name, value in real.items()
@@ -109,6 +114,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--repetitions", type=int, default=3, help="of the engine")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     args = parser.parse_args()
 
@@ -128,12 +134,14 @@ def main() -> None:
         "prefix_len": 0,
     }
     at_once = make_trace(args.requests, requests_per_second=math.inf, seed=0, **traffic)
-    serve(llm, at_once.head(16))  # what is done for the first time takes longer
+    serve(llm, at_once.head(16), run=0)  # what is done for the first time takes longer
     most = args.requests / simulate(at_once, deployment, 1).end
-    results = {"saturated": compare(llm, deployment, at_once)}
+    results = {"saturated": compare(llm, deployment, at_once, args.repetitions)}
     for load in args.load:
         trace = make_trace(args.requests, requests_per_second=load * most, seed=1, **traffic)
-        results[f"{load:.0%} of {most:.1f} requests/s"] = compare(llm, deployment, trace)
+        results[f"{load:.0%} of {most:.1f} requests/s"] = compare(
+            llm, deployment, trace, args.repetitions
+        )
     if args.json:
         print(json.dumps(results, indent=1))
         return

@@ -1,6 +1,5 @@
 """Times the steps of an engine that is here, for simulations of many like it."""
 
-import dataclasses
 import random
 import time
 from collections import defaultdict
@@ -32,18 +31,17 @@ def measure_steps(
 ) -> Measurement:
     """Start an engine, and time each of its programs at several contexts.
 
-    Prompts are random tokens. A step is timed from its dispatch until its tokens are on the host,
-    with none before it under way, so what the engine does meanwhile is not in it.
+    Prompts are random tokens. A step is timed until its tokens are on the host, from its dispatch
+    or, if that is later, from the end of the step before it. So what the engine does meanwhile is
+    in it as far as it holds devices up; where they are cores of a CPU, it takes these from them.
     """
     for name in ("data_parallel_size", "pipeline_parallel_size", "nnodes"):
         if config.get(name) != 1:
             raise refused(name, config.get(name), "one replica in one stage on one host is timed")
     use_compilation_cache(config.compilation.compilation_cache_dir)
-    # One step at a time, so that each can be timed.
-    scheduler = dataclasses.replace(config.scheduler, async_scheduling=False)
     executor = _TimingExecutor(config)
     plan = executor.plan
-    core = EngineCore(dataclasses.replace(config, scheduler=scheduler), executor)
+    core = EngineCore(config, executor)
     try:
         for name, batch in _batches(plan):
             on_batch(name)
@@ -124,19 +122,22 @@ class _TimingExecutor(UniProcExecutor):
         self.is_timing = False
         self.timed: dict[Bucket, list[tuple[int, float]]] = defaultdict(list)
         self._table = BucketTable(self.plan.buckets)
+        self._last_end = 0.0
 
     def execute(self, schedule: Schedule) -> "_Timed":
         start = time.perf_counter()
         return _Timed(self, schedule, super().execute(schedule), start)
 
-    def note(self, schedule: Schedule, seconds: float) -> None:
+    def note(self, schedule: Schedule, dispatched_at: float) -> None:
+        """A step has ended."""
+        begin, self._last_end = max(dispatched_at, self._last_end), time.perf_counter()
         if self.is_timing:
             bucket = self._table.find(
                 num_tokens=schedule.total_tokens,
                 num_rows=schedule.num_rows,
                 decode_only=schedule.num_decodes == schedule.num_rows,
             )
-            self.timed[bucket].append((attended_tokens(schedule), seconds))
+            self.timed[bucket].append((attended_tokens(schedule), self._last_end - begin))
 
 
 class _Timed:
@@ -151,5 +152,5 @@ class _Timed:
 
     def result(self) -> StepResult:
         result = self._pending.result()
-        self._executor.note(self._schedule, time.perf_counter() - self._start)
+        self._executor.note(self._schedule, self._start)
         return result
