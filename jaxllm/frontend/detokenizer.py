@@ -134,10 +134,8 @@ class _ByteStream:
             self._strip = rules.strip  # to be removed once, from the head of the text
 
     def append(self, token_ids: Sequence[int]) -> str:
-        bytes_of = self._bytes_of
-        data = self._pending
-        for token in token_ids:
-            data += bytes_of[token]
+        # One join: adding them up would copy all so far for each token of a long text.
+        data = self._pending + b"".join([self._bytes_of[token] for token in token_ids])
         text, num_decoded = codecs.utf_8_decode(data, self._errors, False)
         self._pending = data[num_decoded:]
         if self._strip and text:

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -162,3 +164,12 @@ def test_token_text_shows_space_and_special_tokens(byte_fallback):
     ids = byte_fallback.hf.convert_tokens_to_ids(["▁hello", "</s>", "<0x41>", "<0xE4>"])
     texts = [byte_fallback.detokenizer.token_text(token) for token in ids]
     assert texts == [" hello", "</s>", "A", INVALID]
+
+
+def test_long_text_takes_time_in_proportion_to_its_length(byte_level):
+    token = byte_level.hf.convert_tokens_to_ids(" ö<x> ")
+    begun = time.monotonic()
+    text = byte_level.decode([token] * 400_000)
+    # Copying all so far for each token takes more than 20 s.
+    assert time.monotonic() - begun < 5
+    assert len(text) == len(" ö<x> ") * 400_000
