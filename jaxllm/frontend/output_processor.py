@@ -9,7 +9,7 @@ over the lists it gathered without copying them, CUMULATIVE has to copy all so f
 
 import io
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -125,7 +125,6 @@ class OutputProcessor:
         for answer in running:
             del self._answers[answer.engine_id]
             answer.abort()
-        request.combine_stats()
         request.num_running = 0
         request.finish()
         self._on_end(request.finished())
@@ -172,15 +171,14 @@ class _Request:
         if num_new and not metrics.num_generation_tokens:
             metrics.first_token_latency = now - metrics.arrival_time
         metrics.num_generation_tokens += num_new
-        if out.stats is not None:
-            answer.stats = out.stats
+        stats = out.stats
         if answer.finish_reason is not None and out.finish_reason is None:
             # A stop string ended it: the engine's own last word would come too late.
-            answer.stats = msgspec.structs.replace(
-                answer.stats or RequestStats(), last_token_ts=time.monotonic()
+            stats = msgspec.structs.replace(
+                stats or answer.stats or RequestStats(), last_token_ts=time.monotonic()
             )
-        if out.stats is not None or answer.finish_reason is not None:
-            self.combine_stats()
+        if stats is not None:
+            self.note_stats(answer, stats)
         if answer.index == 0:
             # The others share the first one's prompt blocks; theirs would always be hits.
             if answer.num_tokens == num_new:
@@ -191,16 +189,17 @@ class _Request:
                     for position in out.new_prompt_logprobs
                 ]
 
-    def combine_stats(self) -> None:
-        """First and last times over the answers. Happens twice in the life of each."""
-        known = [answer.stats for answer in self.answers if answer.stats is not None]
-        metrics = self.metrics
-        metrics.replica = known[0].replica if known else 0
-        metrics.queued_ts = _first(stats.queued_ts for stats in known)
-        metrics.scheduled_ts = _first(stats.scheduled_ts for stats in known)
-        metrics.first_token_ts = _first(stats.first_token_ts for stats in known)
-        metrics.last_token_ts = max((stats.last_token_ts for stats in known), default=0.0)
-        metrics.num_preemptions = sum(stats.num_preemptions for stats in known)
+    def note_stats(self, answer: "_Answer", stats: RequestStats) -> None:
+        """Take in what is known now of an answer. Costs the same however many answers there are:
+        it happens twice in the life of each."""
+        metrics, before = self.metrics, answer.stats or RequestStats()
+        answer.stats = stats
+        metrics.replica = stats.replica  # followers are where their leader is
+        metrics.queued_ts = _first(metrics.queued_ts, stats.queued_ts)
+        metrics.scheduled_ts = _first(metrics.scheduled_ts, stats.scheduled_ts)
+        metrics.first_token_ts = _first(metrics.first_token_ts, stats.first_token_ts)
+        metrics.last_token_ts = max(metrics.last_token_ts, stats.last_token_ts)
+        metrics.num_preemptions += stats.num_preemptions - before.num_preemptions
 
     def finish(self) -> RequestOutput:
         """Say the last there is to say, to everybody who waits for it."""
@@ -327,7 +326,8 @@ class _Answer:
         """End the answer where it is."""
         self.finish_reason = FinishReason.ABORT
         if self.stats is not None:
-            self.stats = msgspec.structs.replace(self.stats, last_token_ts=time.monotonic())
+            now = time.monotonic()
+            self.request.note_stats(self, msgspec.structs.replace(self.stats, last_token_ts=now))
         if self._stop is not None:
             self._text.write(self._stop.flush())
         self.has_news = True
@@ -376,6 +376,6 @@ class _Answer:
         )
 
 
-def _first(times: Iterable[float]) -> float:
-    """The earliest; 0.0, which means not yet, does not count."""
-    return min((time for time in times if time), default=0.0)
+def _first(one: float, other: float) -> float:
+    """The earlier; 0.0, which means not yet, does not count."""
+    return min(one, other) if one and other else one or other

@@ -1,4 +1,5 @@
 import math
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -335,6 +336,22 @@ def test_metrics_and_cached_tokens_are_of_the_whole_request(frontend):
     assert math.isfinite(metrics.first_token_latency) and metrics.first_token_latency > 0
     assert metrics.num_generation_tokens == 2
     assert output.num_cached_tokens == 0  # the first answer's; the second shares its blocks
+
+
+def test_end_of_one_of_many_answers_costs_the_same_as_of_few(frontend):
+    processed = frontend.add(n=16384, max_tokens=1, output_kind=FINAL_ONLY)
+    stats = RequestStats(scheduled_ts=12.0, first_token_ts=13.0, last_token_ts=13.0)
+    outputs = [
+        out(one.request_id, [5], stats=stats, finish_reason=FinishReason.LENGTH)
+        for one in processed.requests
+    ]
+    begun = time.monotonic()
+    for one in outputs[:-1]:
+        frontend.feed(one)
+    (output,) = frontend.feed(outputs[-1]).request_outputs
+    # A look at all of them for each takes more than 20 s.
+    assert time.monotonic() - begun < 5
+    assert output.finished and output.metrics.last_token_ts == 13.0
 
 
 def test_what_is_told_of_an_end_covers_all_answers_whenever_they_ended(frontend):
