@@ -147,8 +147,41 @@ class Hello(msgspec.Struct, tag=True):
 OWNER_MARK = "/"
 
 
+class Sibling(msgspec.Struct, array_like=True):
+    """What another answer to the same prompt has of its own."""
+
+    request_id: str
+    seed: int
+
+
 class Add(msgspec.Struct, tag=True):
-    request: EngineRequest
+    """The requests of one prompt. All that they share travels once: prompts are long, and n may be
+    great."""
+
+    first: EngineRequest
+    others: list[Sibling] = []
+
+    @classmethod
+    def of(cls, requests: list[EngineRequest]) -> "Add":
+        first, *others = requests
+        return cls(first, [Sibling(one.request_id, one.seed) for one in others])
+
+    def requests(self) -> list[EngineRequest]:
+        first = self.first
+        if not self.others:
+            return [first]
+        # Only the first one tells about the prompt.
+        params = first.sampling_params.clone(prompt_logprobs=None)
+        return [first] + [
+            msgspec.structs.replace(
+                first,
+                request_id=one.request_id,
+                seed=one.seed,
+                sampling_params=params,
+                prefix_leader_id=first.request_id,
+            )
+            for one in self.others
+        ]
 
 
 class Abort(msgspec.Struct, tag=True):

@@ -19,6 +19,7 @@ from jaxllm.messages import (
     Call,
     Command,
     EngineOutput,
+    EngineRequest,
     Failure,
     FinishReason,
     GetMemory,
@@ -90,18 +91,22 @@ class BusyLoop:
 
     def _do(self, client: bytes, message: ToEngine) -> None:
         if isinstance(message, Add):
-            try:
-                self._engine.add_request(message.request)
-            except EngineDeadError:
-                raise
-            except JaxLLMError as error:
-                self._outbox.put([_refusal(message.request.request_id, str(error))])
+            for request in message.requests():
+                self._add(request)
         elif isinstance(message, Abort):
             self._engine.abort_requests(message.request_ids)
         elif isinstance(message, Call):
             self._outbox.put(Letter(client, self._call(message)))
         elif isinstance(message, Hello):
             self._outbox.put(Letter(client, Ready(self._engine.info, self._engine.startup)))
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._engine.add_request(request)
+        except EngineDeadError:
+            raise
+        except JaxLLMError as error:
+            self._outbox.put([_refusal(request.request_id, str(error))])
 
     def _call(self, call: Call) -> Returned:
         """What was asked for, or why not: a bad call is the caller's concern and nobody else's."""

@@ -151,8 +151,7 @@ class AsyncLLMEngine:
             self._client.own(processed.requests)
             collector.aggregate = processed.params.output_kind is RequestOutputKind.DELTA
             self._output_processor.add_request(processed, on_finish=self._deliver)
-            for request in processed.requests:
-                self._client.send(Add(request))
+            self._client.send(Add.of(processed.requests))
             finished = False
             while not finished:
                 output = await collector.get()

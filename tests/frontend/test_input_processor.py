@@ -5,7 +5,7 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.input_processor import InputProcessor
-from jaxllm.messages import EngineRequest
+from jaxllm.messages import Add, EngineRequest
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.sampling_params import SamplingParams
 
@@ -134,6 +134,17 @@ def test_n_answers_are_n_engine_requests_with_consecutive_seeds(processor):
     assert [r.request_id for r in requests] == ["0_r", "1_r", "2_r"]
     assert [r.seed for r in requests] == [2**64 - 2, 2**64 - 1, 0]
     assert [r.prefix_leader_id for r in requests] == [None, "0_r", "0_r"]
+
+
+def test_n_answers_travel_as_one_message_with_one_prompt(processor):
+    params = SamplingParams(n=64, seed=7, prompt_logprobs=1, logit_bias=dict.fromkeys(range(60), 1))
+    requests = process(processor, [5] * 60, params).requests
+    message = msgspec.msgpack.encode(Add.of(requests))
+    alone = msgspec.msgpack.encode(Add.of(requests[:1]))
+
+    assert len(message) - len(alone) < 64 * 16
+    assert msgspec.msgpack.decode(message, type=Add).requests() == requests
+    assert msgspec.msgpack.decode(alone, type=Add).requests() == requests[:1]
 
 
 def test_requests_without_a_seed_get_those_of_the_engine_in_order(config, info, byte_level):
