@@ -45,6 +45,10 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     def num_prompts(self) -> int:
         return 1
 
+    @property
+    def num_prompt_copies(self) -> int:
+        return int(self.prompt_logprobs is not None or bool(self.return_token_ids))
+
     def prompts(self, served: ServedModel) -> list[PromptType]:
         """The conversation, written out by the model's template."""
         if served.tokenizer is None:

@@ -40,6 +40,12 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
     def num_prompts(self) -> int:
         return len(self._given)
 
+    @property
+    def num_prompt_copies(self) -> int:
+        """Each of the n choices begins with the prompt, or has it beside its text."""
+        is_shown = self.echo or self.return_token_ids or self.prompt_logprobs is not None
+        return (self.n or 1) if is_shown else 0
+
     def prompts(self, served: ServedModel) -> list[PromptType]:
         """Each of the prompts."""
         num = self.num_prompts

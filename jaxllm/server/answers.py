@@ -95,7 +95,8 @@ class AnswerEndpoint:
             )
             lengths = list(map(_num_tokens, prompts))
             most = self._service.options.max_request_logprobs
-            check_logprobs(job.params, lengths, self._engine.info, most)
+            shown = job.request.num_prompt_copies
+            check_logprobs(job.params, lengths, self._engine.info, most, num_shown=shown)
             with admission.tokens(sum(lengths)):
                 if not job.request.stream:
                     return json_response(await self._whole(job, prompts))

@@ -102,10 +102,19 @@ class Admission:
 
 
 def check_logprobs(
-    params: SamplingParams, prompt_lengths: Iterable[int], info: EngineInfo, most: int
+    params: SamplingParams,
+    prompt_lengths: Iterable[int],
+    info: EngineInfo,
+    most: int,
+    *,
+    num_shown: int,
 ) -> None:
     """Refuse a request whose logprobs would be too many, at the longest that its answers can be.
-    Their number at one position has a limit of its own."""
+    Their number at one position has a limit of its own.
+
+    Args:
+      num_shown: how often the answer shows each prompt. A token without logprobs counts as one.
+    """
     of_answers, of_prompts = (
         0 if wanted is None else (info.vocab_size if wanted < 0 else wanted) + 1
         for wanted in (params.logprobs, params.prompt_logprobs)
@@ -114,11 +123,12 @@ def check_logprobs(
     for length in prompt_lengths:
         room = max(0, info.max_model_len - length)
         longest = room if params.max_tokens is None else min(params.max_tokens, room)
-        total += params.n * longest * of_answers + length * of_prompts
+        total += params.n * longest * of_answers + num_shown * length * max(1, of_prompts)
     if total > most:
         raise refused(
             "logprobs",
             f"{total} at all positions",
-            f"one request may have at most {most}; ask for fewer, lower max_tokens or n, or start "
-            "the server with a greater --max-request-logprobs",
+            f"one request may have at most {most}, each prompt counted as often as the answer "
+            "shows it; ask for fewer, lower max_tokens or n, or start the server with a greater "
+            "--max-request-logprobs",
         )

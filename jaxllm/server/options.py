@@ -87,7 +87,8 @@ class ServerOptions:
     max_request_logprobs: int = option(
         1 << 24,
         "Most logprobs that one request may ask for, at all positions of all its answers and "
-        "prompts together.",
+        "prompts together; prompts count as often as the answer shows them, with one for each "
+        "token at least.",
     )
     request_timeout: float | None = option(
         None,

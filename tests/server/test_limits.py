@@ -93,15 +93,31 @@ def test_logprobs_count_at_all_positions(host):
         assert client.post(COMPLETIONS, json=echo | {"prompt_logprobs": 10}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "per_token"),
+    [("echo", True, 1), ("return_token_ids", True, 1), ("prompt_logprobs", 3, 4)],
+)
+def test_a_prompt_counts_as_often_as_the_answer_shows_it(field, value, per_token, host):
+    body = {"prompt": [5] * 50, "n": 4, "max_tokens": 1, field: value}
+    num_shown = 4 * 50 * per_token
+    for most, status in ((num_shown - 1, 400), (num_shown, 200)):
+        with host.serve(max_request_logprobs=most) as client:
+            response = client.post(COMPLETIONS, json=body)
+            assert response.status_code == status, response.text
+    with host.serve(max_request_logprobs=0) as client:
+        del body[field]
+        assert client.post(COMPLETIONS, json=body).status_code == 200
+
+
 def test_all_of_the_vocabulary_counts_as_what_it_is():
     info = EngineInfo(
         model="m", model_dir="m", vocab_size=1000, max_model_len=100, max_logprobs=1000,
         eos_token_ids=[], max_num_seqs=1, max_num_batched_tokens=16, num_blocks=1, block_size=16,
     )  # fmt: skip
     params = SamplingParams(logprobs=-1, max_tokens=None)
-    check_logprobs(params, [90], info, most=10 * 1001)
+    check_logprobs(params, [90], info, most=10 * 1001, num_shown=0)
     with pytest.raises(ValueError, match="logprobs='10010 at all positions'"):
-        check_logprobs(params, [90], info, most=10 * 1001 - 1)
+        check_logprobs(params, [90], info, most=10 * 1001 - 1, num_shown=0)
 
 
 def test_what_is_not_meant_for_users_is_not_told():
