@@ -89,6 +89,12 @@ class Detokenizer:
             self._token_texts[token_id] = text
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token alone, which may be a part of a character."""
+        if self._rules is not None:
+            return self._bytes[token_id]
+        return self.token_text(token_id).encode()
+
     def _bytes_of(self, token_id: int) -> bytes:
         assert self._rules is not None
         token = self._backend.id_to_token(token_id)

@@ -149,7 +149,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         if one.logprobs is None:
             return None
         text_of = id_as_text if self.return_tokens_as_token_ids else served.text_of
-        return chat_logprobs(one.logprobs, self.top_logprobs or 0, text_of)
+        return chat_logprobs(one.logprobs, self.top_logprobs or 0, text_of, served.bytes_of)
 
     def _id(self, answer_id: str) -> str:
         return f"chatcmpl-{self.request_id or answer_id}"

@@ -35,20 +35,25 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
 
 
-def chat_logprobs(positions: Sequence[Position], top: int, text_of: TextOf) -> ChatLogprobs:
+def chat_logprobs(
+    positions: Sequence[Position],
+    top: int,
+    text_of: TextOf,
+    bytes_of: Callable[[int], bytes],
+) -> ChatLogprobs:
     """Each token with the `top` likeliest ones at its place; -1 means all that there are."""
     content = []
     for position in positions:
         token_id, entry = next(iter(position.items()))
         ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
-        chosen = _token_logprob(token_id, entry, text_of)
+        chosen = _token_logprob(token_id, entry, text_of, bytes_of)
         content.append(
             ChatTokenLogprob(
                 token=chosen.token,
                 logprob=chosen.logprob,
                 bytes=chosen.bytes,
                 top_logprobs=[
-                    _token_logprob(other, one, text_of)
+                    _token_logprob(other, one, text_of, bytes_of)
                     for other, one in (ranked if top == -1 else ranked[:top])
                 ],
             )
@@ -84,10 +89,12 @@ def completion_logprobs(
     return result
 
 
-def _token_logprob(token_id: int, entry: Logprob, text_of: TextOf) -> TokenLogprob:
-    text = text_of(token_id)
+def _token_logprob(
+    token_id: int, entry: Logprob, text_of: TextOf, bytes_of: Callable[[int], bytes]
+) -> TokenLogprob:
     return TokenLogprob(
-        token=text,
+        token=text_of(token_id),
         logprob=max(entry.logprob, _LOWEST),
-        bytes=list(text.encode("utf-8", errors="replace")),
+        # Those of tokens that make one character together can be joined; their texts cannot.
+        bytes=list(bytes_of(token_id)),
     )

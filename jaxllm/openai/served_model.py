@@ -63,6 +63,12 @@ class ServedModel:
             return id_as_text(token_id)
         return self.tokenizer.detokenizer.token_text(token_id)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token, of which the text shows only whole characters."""
+        if self.tokenizer is None:
+            return id_as_text(token_id).encode()
+        return self.tokenizer.detokenizer.token_bytes(token_id)
+
 
 class Engine(Protocol):
     """Of any kind of engine, what a served model is made of."""

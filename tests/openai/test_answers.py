@@ -130,6 +130,15 @@ def test_chat_logprobs_are_the_likeliest_in_order(chat):
     assert [token["top_logprobs"] for token in plain] == [[]] * 4
 
 
+def test_bytes_are_those_of_the_token_where_it_is_a_part_of_a_character(llm, chat):
+    parts = llm.llm_engine.tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False)
+    assert len(parts) > 1
+    answer = chat(messages=HELLO, logprobs=True, allowed_token_ids=parts[:1], max_tokens=2)
+    for token in answer["choices"][0]["logprobs"]["content"]:
+        assert token["token"] == "\N{REPLACEMENT CHARACTER}"
+        assert "\N{GRINNING FACE}".encode().startswith(bytes(token["bytes"]))
+
+
 def test_completions_are_ordered_by_prompt(llm, complete):
     prompts = ["Hello, how", [70, 71, 72], "One"]
     answer = complete(prompt=prompts, n=2, seed=3, max_tokens=3, return_token_ids=True)
