@@ -16,7 +16,7 @@ from jaxllm.layers.rope import (
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Besides what a type needs; a parameter that is not listed may change the formula.
 _KNOWN = {
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor",
+    "rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor",
     "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "truncate", "low_freq_factor", "high_freq_factor", "finetuned",
 }  # fmt: skip
@@ -27,7 +27,7 @@ def read_rope(
 ) -> tuple[RopeConfig, int]:
     """The rotary embedding, and the longest sequence that it is made for."""
     parameters = _parameters(config)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = parameters.get("rope_type") or "default"
     if kind not in _TYPES:
         raise UnsupportedModelError(
             f"rope type {kind!r} is not supported; supported are {', '.join(_TYPES)}"
@@ -92,7 +92,7 @@ def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         given = config.get(name)
         if not isinstance(given, Mapping | None):
             raise CheckpointError(f"config.json: {name}={given!r} must be an object")
-        parameters |= given or {}
+        parameters |= _with_rope_type(name, given or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModelError(
             f"rope_parameters per layer type ({', '.join(parameters)}) are not supported"
@@ -107,6 +107,21 @@ def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"{parameters[name]}; change both, or only the one in rope_parameters"
             )
     return parameters
+
+
+def _with_rope_type(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters whose kind is called `rope_type`; older configs call it `type`."""
+    parameters = dict(given)
+    older = parameters.pop("type", None)
+    if older is None:
+        return parameters
+    kind = parameters.get("rope_type") or older
+    if kind != older:
+        raise CheckpointError(
+            f"config.json: {name} has type={older!r}, which contradicts rope_type={kind!r}; "
+            "set rope_type"
+        )
+    return parameters | {"rope_type": kind}
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:

@@ -127,6 +127,22 @@ def test_rope_scaling_in_the_old_and_new_notation(field, rope, scaling, max_mode
     assert arch.max_model_len == max_model_len
 
 
+def test_rope_scaling_may_call_its_kind_type_beside_rope_parameters():
+    arch = read(
+        rope_parameters={"rope_type": "default", "rope_theta": 77.0},
+        rope_scaling={"type": "linear", "factor": 2.0},
+    )
+    assert (arch.rope.theta, arch.rope.scaling) == (77.0, LinearScaling(factor=2.0))
+
+
+def test_an_object_that_names_two_kinds_of_rope_is_refused():
+    with pytest.raises(CheckpointError, match="type='linear', which contradicts rope_type"):
+        read_architecture(
+            LLAMA | {"rope_scaling": {"rope_type": "default"}},
+            overrides={"rope_scaling": {"type": "linear", "factor": 2.0}},
+        )
+
+
 def test_theta_inside_rope_parameters():
     assert read(rope_parameters={"rope_type": "default", "rope_theta": 77.0}).rope.theta == 77.0
 
