@@ -199,6 +199,11 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"hidden_act {activation!r} is not supported; supported is 'silu'"
         )
+    is_causal = config.get("is_causal", True)
+    if is_causal is not True:
+        raise UnsupportedModelError(
+            f"is_causal={is_causal!r} is not supported: a token sees only what is before it"
+        )
 
 
 def _integer(

@@ -163,6 +163,7 @@ def test_yarn_without_factor_takes_the_ratio_of_lengths():
         ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM.*supported are LlamaForCausalLM"),
         ({"architectures": None}, "names none.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "'gelu'.*supported is 'silu'"),
+        ({"is_causal": False}, "is_causal=False is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'.*default, linear, dynamic"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1.0}}, "alpha"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
