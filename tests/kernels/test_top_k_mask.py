@@ -75,6 +75,15 @@ def test_ties_at_the_cut_are_kept(mask, seed):
         assert not set(row[kept]) & set(row[~kept])
 
 
+def test_a_zero_of_either_sign_is_no_min_p(mask):
+    logits = distinct_logits(np.random.default_rng(0), 128, 20)
+    top_k, top_p = np.full(ROWS, 9, np.int32), np.full(ROWS, 0.8, np.float32)
+    np.testing.assert_array_equal(
+        mask(logits, top_k, top_p, np.full(ROWS, -0.0, np.float32)),
+        reference.top_k_top_p_min_p_mask(logits, top_k, top_p, np.zeros(ROWS, np.float32)),
+    )
+
+
 def test_a_tie_of_all_keeps_all(mask):
     logits = np.full((ROWS, 128), 2.5, np.float32)
     ones = np.ones(ROWS)

@@ -39,7 +39,8 @@ def top_k_top_p_min_p_mask(
     def cut_to_share(lowest: jax.Array) -> jax.Array:
         return _cut(mass, top_p * mass(lowest), _float, top_p < 1, lowest)
 
-    lowest = jax.lax.bitcast_convert_type(min_p, jnp.int32)
+    # Minus zero is a zero, too, and its bits would be the lowest of all integers.
+    lowest = jax.lax.bitcast_convert_type(jnp.abs(min_p), jnp.int32)
     lowest = jax.lax.cond(jnp.any(top_k > 0), cut_to_k, lambda lowest: lowest, lowest)
     lowest = jax.lax.cond(jnp.any(top_p < 1), cut_to_share, lambda lowest: lowest, lowest)
     return jnp.where(above(lowest), logits, -jnp.inf)
