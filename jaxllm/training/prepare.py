@@ -1,5 +1,6 @@
 """The start of a run: its tokenizer and its token ids, made once and then kept."""
 
+import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import jax
 
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
-from jaxllm.models.architecture import read_architecture
+from jaxllm.models.architecture import Architecture, read_architecture
 from jaxllm.training.corpus import read_corpus
 from jaxllm.training.forward import RowModel
 from jaxllm.training.options import DataOptions
@@ -55,8 +56,39 @@ def prepare_data(options: DataOptions, tokenizer_folder: Path, data_folder: Path
 def load_teacher(name: str, tokenizer_folder: Path) -> Teacher:
     """A model to learn from; its tokens must mean the same."""
     model_dir = resolve_model_dir(name)
-    ours, theirs = (load_tokenizer(folder) for folder in (tokenizer_folder, model_dir))
-    if ours.get_vocab() != theirs.get_vocab():
-        raise refused("teacher", name, "it has other tokens; give it as the tokenizer, too")
+    _check_tokens("teacher", name, tokenizer_folder, model_dir)
     model = RowModel(read_architecture(read_json(model_dir / "config.json")))
     return Teacher(model, model.load(model_dir))
+
+
+def load_initial_weights(
+    name: str, model: RowModel, tokenizer_folder: Path
+) -> dict[str, jax.Array]:
+    """The weights of a model to go on from. Its tokens must mean the same, and it must compute the
+    same: shapes alone would not tell another rotary embedding."""
+    model_dir = resolve_model_dir(name)
+    _check_tokens("initial_model", name, tokenizer_folder, model_dir)
+    ours = model.architecture
+    theirs = read_architecture(read_json(model_dir / "config.json"))
+    others = [
+        f"{field.name}={getattr(theirs, field.name)!r}, not {getattr(ours, field.name)!r}"
+        for field in dataclasses.fields(Architecture)
+        if field.compare
+        and field.name not in _MAY_DIFFER
+        and getattr(theirs, field.name) != getattr(ours, field.name)
+    ]
+    if others:
+        raise refused(
+            "initial_model", name, f"it is another model than is trained: it has {others[0]}"
+        )
+    return model.load(model_dir)
+
+
+# What of an architecture has no part in the computation.
+_MAY_DIFFER = ("dtype", "eos_token_ids", "max_model_len")
+
+
+def _check_tokens(parameter: str, name: str, tokenizer_folder: Path, model_dir: Path) -> None:
+    ours, theirs = (load_tokenizer(folder) for folder in (tokenizer_folder, model_dir))
+    if ours.get_vocab() != theirs.get_vocab():
+        raise refused(parameter, name, "it has other tokens; give it as the tokenizer, too")

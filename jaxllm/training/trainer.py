@@ -27,12 +27,11 @@ from jaxllm.training.forward import RowModel
 from jaxllm.training.objective import distance, surprise
 from jaxllm.training.optimizer import TABLES, make_optimizer
 from jaxllm.training.options import TrainOptions
-from jaxllm.training.prepare import load_teacher, prepare_data
+from jaxllm.training.prepare import load_initial_weights, load_teacher, prepare_data
 from jaxllm.training.run_state import Checkpoints, Log
 from jaxllm.training.schedule import Schedule
 from jaxllm.training.tokenizer import load_tokenizer
 from jaxllm.training.tokens import Batches, heldout_rows
-from jaxllm.weights.checkpoint import resolve_model_dir
 
 logger = init_logger(__name__)
 
@@ -149,7 +148,7 @@ class Trainer:
     def _initial_state(self) -> TrainState:
         run = self.options.run
         if run.initial_model is not None:
-            weights = self.model.load(resolve_model_dir(run.initial_model))
+            weights = load_initial_weights(run.initial_model, self.model, self._tokenizer_folder)
         else:
             weights = self.model.initial_weights(run.seed)
             if run.bigram_steps:
