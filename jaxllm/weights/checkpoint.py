@@ -223,6 +223,14 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             f"{file} {problem}: it has {size} bytes, and its header describes {wanted}; "
             "download the file again"
         )
+    end = 8 + length
+    for name, info in sorted(tensors.items(), key=lambda t: (t[1].offset, t[1].num_bytes)):
+        if info.offset != end:
+            raise CheckpointError(
+                f"{file} has a damaged header: tensor {name} does not begin where the one before "
+                "it ends; download the file again"
+            )
+        end += info.num_bytes
     return tensors
 
 

@@ -129,6 +129,18 @@ def test_damaged_header_is_refused(entry, tmp_path):
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("second", [(0, 8), (2, 8), (6, 8)])
+def test_tensors_that_overlap_or_leave_a_gap_are_refused(second, tmp_path):
+    first, last = second
+    header = {
+        "a": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]},
+        "b": {"dtype": "BF16", "shape": [(last - first) // 2], "data_offsets": [first, last]},
+    }
+    write_raw(tmp_path / "model.safetensors", header, b"\0" * 8)
+    with pytest.raises(CheckpointError, match="damaged header: tensor [ab] does not begin where"):
+        Checkpoint(tmp_path)
+
+
 def test_file_that_is_not_safetensors_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"PK\3\4" + bytes(range(256)))
     with pytest.raises(CheckpointError, match="not a safetensors file"):
