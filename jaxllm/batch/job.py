@@ -86,7 +86,7 @@ class _Job:
         self._input = Location(options.input_file)
         answers = Location(options.output_file)
         errors = Location(options.error_file or _beside(options.output_file, ".errors"))
-        if answers.path == errors.path:
+        if answers.is_same_as(errors):
             raise refused("error_file", errors.name, "it is the output, too; give another")
         self._fingerprint = self._input.fingerprint()
         self._targets = {Kind.ANSWER: answers, Kind.ERROR: errors}

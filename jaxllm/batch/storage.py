@@ -50,6 +50,12 @@ class Location:
         assert self.is_local, self.name
         return Path(self.path)
 
+    def is_same_as(self, other: "Location") -> bool:
+        """Whether both are one file, under whatever names."""
+        if self.is_local and other.is_local:
+            return os.path.realpath(self.path) == os.path.realpath(other.path)
+        return (_protocols(self.fs), self.path) == (_protocols(other.fs), other.path)
+
     def exists(self) -> bool:
         return self.fs.exists(self.path)
 

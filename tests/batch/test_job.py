@@ -125,6 +125,16 @@ def test_the_first_of_several_lines_with_one_custom_id_is_the_good_one(bench):
     assert "line 3: custom_id 'a' is on an earlier line, too" in error["error"]["message"]
 
 
+def test_answers_and_errors_need_files_of_their_own(bench, tmp_path, capsys):
+    bench.write(plain(), plain(bogus=1))
+    (tmp_path / "link.jsonl").symlink_to(bench.output)
+    around = tmp_path / ".." / tmp_path.name / "out.jsonl"
+    for name in (bench.output, around, tmp_path / "link.jsonl"):
+        assert bench.run("--error-file", str(name), "--ordered") == 2
+        assert "it is the output, too" in capsys.readouterr().err
+    assert not bench.journal.exists()
+
+
 def test_a_finished_batch_is_not_run_again(bench, capsys):
     bench.write(plain())
     assert bench.run("--ordered") == 0
