@@ -92,7 +92,8 @@ class OpenAIClient:
         except TimeoutError:
             outcome.error = f"no complete answer within {self.timeout_s:g} s"
         except (BrokenConnectionError, OSError) as error:
-            outcome.error = f"{error or type(error).__name__}"
+            # One without a word would pass for a success.
+            outcome.error = str(error) or type(error).__name__
         if outcome.has_failed:
             outcome.latency = time.perf_counter() - start
         return outcome

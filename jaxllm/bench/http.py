@@ -32,12 +32,16 @@ class HTTPClient:
     """Connections to one server, kept for the next request. All methods are for one loop."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False):
-        url = urlsplit(base_url)
+        try:
+            url = urlsplit(base_url)
+            port = url.port
+        except ValueError as error:  # of the port, or of brackets
+            raise refused("base_url", base_url, str(error)) from None
         if url.scheme not in ("http", "https") or url.hostname is None:
             raise refused("base_url", base_url, "it must be http://HOST:PORT or https://HOST:PORT")
         self.base_url = base_url
         self._host = url.hostname
-        self._port = url.port or (443 if url.scheme == "https" else 80)
+        self._port = port or (443 if url.scheme == "https" else 80)
         self._prefix = url.path.rstrip("/")
         self._ssl = _context(insecure) if url.scheme == "https" else None
         lines = {"Host": url.netloc.rpartition("@")[2], **headers}
@@ -64,7 +68,11 @@ class HTTPClient:
         self._idle.clear()
 
     async def _send(self, head: str, body: bytes, sink: Sink) -> int:
-        request = head.encode("latin-1") + body
+        try:
+            request = head.encode("latin-1") + body
+        except UnicodeEncodeError as error:
+            bad = error.object[error.start : error.end]
+            raise refused("header", bad, "addresses and headers are in Latin-1 only") from None
         while (connection := self._take_idle()) is not None:
             try:
                 return await self._exchange(connection, request, sink)

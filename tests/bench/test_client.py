@@ -145,6 +145,22 @@ def test_nobody_there():
         asyncio.run(first_model(HTTPClient("http://127.0.0.1:1", {})))
 
 
+def test_a_server_that_hangs_up_before_tls_begins_has_not_answered():
+    async def hang_up(reader, writer):
+        await reader.read(1 << 16)
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        http = HTTPClient(f"https://127.0.0.1:{port}", {}, insecure=True)
+        outcome = await OpenAIClient.of(http, LoadOptions(), "m").send(REQUEST, 0.0)
+        server.close()
+        return outcome
+
+    assert asyncio.run(run()).error == "ConnectionResetError"  # which says no more
+
+
 @pytest.mark.parametrize(
     ("body", "found"),
     [
@@ -205,7 +221,10 @@ def test_a_run_does_not_begin_with_a_server_that_fails(scripted_server):
     asyncio.run(run(port, ready_check_timeout_sec=20.0))
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "ftp://localhost", "http://", "http://a:b", "http://a:70000", "http://[::1"],
+)
 def test_addresses_that_are_none(url):
     with pytest.raises(ValidationError, match="base_url"):
         HTTPClient(url, {})
@@ -214,3 +233,9 @@ def test_addresses_that_are_none(url):
 def test_a_header_is_one_line():
     with pytest.raises(ValidationError, match="a header is one line"):
         HTTPClient("http://localhost", {"X": "a\r\nY: b"})
+
+
+@pytest.mark.parametrize("url, header", [("http://127.0.0.1:1", "\u2603"), ("http://a/\u2603", "")])
+def test_what_http_has_no_letters_for_is_refused(url, header):
+    with pytest.raises(ValidationError, match="Latin-1"):
+        asyncio.run(first_model(HTTPClient(url, {"X": header})))
