@@ -14,6 +14,8 @@ values, cuDNN through jax.nn.dot_product_attention and PyTorch's scaled_dot_prod
 far as they are installed and can express the case.
 
 Before a shape is timed, rows of it are compared with plain float32 attention.
+
+A shape that fails costs no other its turn: its row says so, and the exit status in the end is 1.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import importlib.metadata
 import importlib.util
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -287,12 +290,7 @@ def time_cudnn(problem: Problem) -> float | None:
         query_seq_lengths=jnp.asarray(query, jnp.int32),
         key_value_seq_lengths=jnp.asarray(context, jnp.int32),
     )
-    try:
-        return median_seconds(lambda: attend(q, k, v, **lens), problem.plan.repeats)
-    except (RuntimeError, ValueError, NotImplementedError) as missing:
-        # Without cuDNN, or with one that refuses the case; what else is measured is worth having.
-        print(f"cuDNN: {missing}", flush=True)
-        return None
+    return median_seconds(lambda: attend(q, k, v, **lens), problem.plan.repeats)
 
 
 def time_torch(problem: Problem) -> float | None:
@@ -345,14 +343,19 @@ def decode_lengths(batch: int, context: int, kind: str) -> Lengths:
 
 
 class Report:
-    """Lines that are printed at once and written to a file at the end."""
+    """Lines that are printed, and written to a file if there is one, as they come."""
 
-    def __init__(self):
-        self.lines: list[str] = []
+    def __init__(self, path: Path | None):
+        self.has_failures = False
+        self._path = path
+        if path is not None:
+            path.write_text("")
 
     def add(self, line: str = "") -> None:
         print(line, flush=True)
-        self.lines.append(line)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                print(line, file=file)
 
     def add_row(self, *cells: object) -> None:
         self.add("| " + " | ".join(map(str, cells)) + " |")
@@ -374,14 +377,17 @@ def versions() -> str:
     return ", ".join(f"{package} {version}" for package, version in found.items())
 
 
-def run_row(
-    report: Report,
-    plan: Plan,
-    lengths: Lengths,
-    labels: tuple,
-    ceiling: float,
-    goal: int | None,
-) -> None:
+def run_row(report: Report, labels: tuple, *args) -> None:
+    """Add the row of a step, or why there is none."""
+    try:
+        cells = measure_row(*args)
+    except Exception as error:
+        report.has_failures = True
+        cells = [f"FAILED: {_first_line(error)}"]
+    report.add_row(*labels, *cells)
+
+
+def measure_row(plan: Plan, lengths: Lengths, ceiling: float, goal: int | None) -> list[str]:
     """Check and time a step; its rate is in bytes or operations, as the ceiling."""
     problem = Problem.draw(plan, lengths)
     amount = problem.kv_bytes if problem.batch.decode_only else problem.operations
@@ -392,18 +398,32 @@ def run_row(
     error = problem.error(plan.backend)
     verdict = f"{error:.1e}" if error < 1e-2 else f"WRONG {error:.1e}"
     seconds = problem.time(plan.backend)
-    xla = problem.time(get_backend("xla").tuned_for(chip_of(jax.devices()[0])))
+    xla_backend = get_backend("xla").tuned_for(chip_of(jax.devices()[0]))
+    xla = time_beside("XLA", lambda: problem.time(xla_backend))
     problem.caches.clear()
-    cudnn, torch = time_cudnn(problem), time_torch(problem)
-    report.add_row(
-        *labels,
+    cudnn = time_beside("cuDNN", lambda: time_cudnn(problem))
+    torch = time_beside("PyTorch", lambda: time_torch(problem))
+    return [
         cell(seconds),
         f"{amount / seconds / 1e12:.3f}",
         f"{100 * amount / seconds / ceiling:.0f} %",
         "-" if goal is None else f"{goal} %",
         verdict,
         *map(cell, (xla, cudnn, torch)),
-    )
+    ]
+
+
+def time_beside(name: str, measure: Callable[[], float | None]) -> float | None:
+    """None if it is missing, refuses the case or has no room: our own figure is worth having."""
+    try:
+        return measure()
+    except Exception as error:
+        print(f"{name}: {_first_line(error)}", flush=True)
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".splitlines()[0]
 
 
 def main() -> None:
@@ -419,7 +439,7 @@ def main() -> None:
         parser.error(f"the Mosaic GPU backend, which a dry run interprets, {why_not}")
     plan = make_plan(args)
 
-    report = Report()
+    report = Report(args.output)
     device = jax.devices()[0]
     report.add(f"# Attention kernels on {device.device_kind}")
     report.add()
@@ -438,13 +458,14 @@ def main() -> None:
             for kind in ("uniform", "log-normal"):
                 lengths = decode_lengths(batch, context, kind)
                 labels = (batch, context, kind)
-                run_row(report, plan, lengths, labels, bandwidth, DECODE_GOALS[kind])
+                run_row(report, labels, plan, lengths, bandwidth, DECODE_GOALS[kind])
     report.add_header("chunk", "context", "us/layer", "TFLOP/s", "of ceiling", *times)
     for chunk, context in plan.prefills:
         lengths = Lengths(np.array([chunk]), np.array([context]))
-        run_row(report, plan, lengths, (chunk, context), matmul, PREFILL_GOALS.get(context))
-    if args.output is not None:
-        args.output.write_text("\n".join(report.lines) + "\n")
+        goal = PREFILL_GOALS.get(context)
+        run_row(report, (chunk, context), plan, lengths, matmul, goal)
+    if report.has_failures:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,25 @@ def test_a_dry_run_has_right_rows_of_every_kind(tmp_path):
         assert float(cells["xla us"]) >= 0
 
 
+def test_a_row_that_fails_costs_no_other_and_what_was_measured_is_there(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import kernels
+
+    def measure_row(number):
+        if number == 1:
+            raise RuntimeError("no room\nfor it")
+        return ["measured"]
+
+    monkeypatch.setattr(kernels, "measure_row", measure_row)
+    report = kernels.Report(tmp_path / "report.md")
+    for number in range(3):
+        kernels.run_row(report, (number,), number)
+    assert report.has_failures
+    rows = ["| 0 | measured |", "| 1 | FAILED: RuntimeError no room |", "| 2 | measured |"]
+    assert (tmp_path / "report.md").read_text().splitlines() == rows
+    assert kernels.time_beside("peer", lambda: measure_row(1)) is None
+
+
 @pytest.mark.skipif(not no_mosaic, reason="this JAX is new enough")
 def test_an_older_jax_is_refused():
     done = dry_run()
