@@ -109,6 +109,10 @@ def run(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise refused(name, value, "it must be at least 1")
+    for name in ("seed", "num_prefixes", "spread", "launch_us", "host_us", "price_per_chip_hour"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise refused(name, value, "it must be at least 0")
     for name in ("request_rate", "burstiness"):
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value > 0):

@@ -129,7 +129,7 @@ def read_measurement(path: Path) -> Deployment:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValidationError(f"{path} is no JSON: {error}") from error
 
 

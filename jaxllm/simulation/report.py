@@ -1,5 +1,6 @@
 """What a simulation comes to, in the figures that operators know."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ def summarize(
         good &= times[name] <= limit
     num_chips = num_replicas * chips_per_replica
     num_outputs, num_prompts = int(outputs.sum()), int(trace.num_prompt_tokens[served].sum())
-    seconds = outcome.end or float("nan")
+    seconds = outcome.end or math.inf  # where nobody was served, nothing comes per second
     cost = None
     if price_per_chip_hour is not None:
         cost = price_per_chip_hour * num_chips * outcome.end / 3600
@@ -88,7 +89,9 @@ def summarize(
         padding_waste=outcome.stats.padding_waste,
         device_busy_share=outcome.busy_share,
         cost=cost,
-        cost_per_million_output_tokens=None if cost is None else cost / num_outputs * 1e6,
+        cost_per_million_output_tokens=(
+            None if cost is None or not num_outputs else cost / num_outputs * 1e6
+        ),
     )
 
 
@@ -120,10 +123,9 @@ def as_text(name: str, summary: Summary) -> str:
     if summary.good_share is not None:
         lines.append(f"as well served as asked for: {summary.good_share:.2%} of all requests")
     if summary.cost is not None:
-        lines.append(
-            f"cost {summary.cost:,.2f}, {summary.cost_per_million_output_tokens:,.3f} per million "
-            "output tokens"
-        )
+        per_million = summary.cost_per_million_output_tokens
+        shown = "-" if per_million is None else f"{per_million:,.3f}"
+        lines.append(f"cost {summary.cost:,.2f}, {shown} per million output tokens")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, refused
 from jaxllm.messages import EngineRequest
 from jaxllm.sampling_params import SamplingParams
 
@@ -86,19 +86,22 @@ def read_trace(path: Path) -> Trace:
     rows = _csv_rows if path.suffix == ".csv" else _json_rows
     with path.open() as lines:
         try:
-            found = list(rows(lines))
-        except (KeyError, TypeError, ValueError) as error:
+            found = sorted(rows(lines), key=lambda row: row[0])
+            if not found:
+                raise ValidationError(f"{path} has no requests")
+            arrivals, prompts, outputs, pieces = zip(*found, strict=True)
+            trace = Trace(
+                arrivals=np.array(arrivals, float) - arrivals[0],
+                num_prompt_tokens=np.array(prompts, np.int32),
+                num_output_tokens=np.array(outputs, np.int32),
+                pieces=pieces if any(pieces) else None,
+            )
+        except ValidationError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValidationError(f"{path}: {type(error).__name__} {error}") from error
-    if not found:
-        raise ValidationError(f"{path} has no requests")
-    found.sort(key=lambda row: row[0])
-    arrivals, prompts, outputs, pieces = zip(*found, strict=True)
-    trace = Trace(
-        arrivals=np.array(arrivals, float) - arrivals[0],
-        num_prompt_tokens=np.array(prompts, np.int32),
-        num_output_tokens=np.array(outputs, np.int32),
-        pieces=pieces if any(pieces) else None,
-    )
+    if not np.isfinite(trace.arrivals).all():
+        raise ValidationError(f"{path}: times are finite numbers")
     if trace.num_prompt_tokens.min() < 1 or trace.num_output_tokens.min() < 1:
         raise ValidationError(f"{path}: prompts and answers have at least one token")
     return trace
@@ -122,6 +125,8 @@ def make_trace(
     Lengths are log-normal around their means, with `spread` as the deviation of the logarithm.
     Prompts begin with one of `num_prefixes` common heads, if there are any.
     """
+    if num_prefixes and (prefix_len < 1 or prefix_len % PIECE_TOKENS):
+        raise refused("prefix_len", prefix_len, f"it must be a multiple of {PIECE_TOKENS}")
     rng = np.random.default_rng(seed)
     if np.isfinite(requests_per_second):
         gaps = rng.gamma(burstiness, 1 / (requests_per_second * burstiness), num_requests)

@@ -75,6 +75,18 @@ def test_a_plan_is_simulated_by_its_roofline(plan_file, capsys):
     assert priced["cost"] == pytest.approx(whole["duration"])
 
 
+def test_where_every_prompt_is_too_long_nothing_is_served(plan_file, tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 100000, "output_length": 5}')
+    flags = ["--plan", plan_file[0], "--efficiency=1", "--trace", trace]
+    flags += ["--price-per-chip-hour=2"]
+    summary = simulated(capsys, *flags)
+    assert (summary["refused"], summary["completed"], summary["cost"]) == (1, 0, 0)
+    assert (summary["output_throughput"], summary["cost_per_million_output_tokens"]) == (0, None)
+    assert main(["simulate", *map(str, flags)]) == 0
+    assert "cost 0.00, - per million output tokens" in capsys.readouterr().out
+
+
 def test_the_fewest_replicas_are_found(plan_file, capsys):
     file, _ = plan_file
     flags = ["--plan", file, "--efficiency=1", "--num-requests=60", "--input-len=16"]
@@ -94,6 +106,14 @@ def test_the_fewest_replicas_are_found(plan_file, capsys):
         (["--plan", "{plan}", "--efficiency=0.5", "--goodput", "ttft=5"], "NAME:MS"),
         (["--plan", "{plan}", "--efficiency=0.5", "--find-replicas=0.5"], "--goodput"),
         (["--plan", "{plan}", "--efficiency=0.5", "--replicas=0"], "replicas=0"),
+        (["--plan", "{plan}", "--efficiency=0.5", "--spread=-1"], "spread=-1"),
+        (["--plan", "{plan}", "--efficiency=0.5", "--seed=-1"], "seed=-1"),
+        (["--plan", "{plan}", "--efficiency=0.5", "--host-us=-1"], "host_us=-1"),
+        (["--plan", "{plan}", "--efficiency=0.5", "--num-prefixes=-1"], "num_prefixes=-1"),
+        (
+            ["--plan", "{plan}", "--efficiency=0.5", "--num-prefixes=2", "--prefix-len=600"],
+            "prefix_len=600: it must be a multiple of 512",
+        ),
         (["--step-times", "{plan}"], "make it anew"),
     ],
 )
