@@ -119,7 +119,9 @@ def _sharegpt(options: DatasetOptions, tokenizer: Tokenizer) -> Iterator[BenchRe
     try:
         conversations = [one["conversations"] for one in json.loads(_text_of(path))]
         pairs = [(c[0]["value"], c[1]["value"]) for c in conversations if len(c) >= 2]
-    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        if not all(isinstance(text, str) for pair in pairs for text in pair):
+            raise TypeError("a value is no string")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValidationError(f"{path}: not a file of ShareGPT: {error!r}") from None
     for question, answer in pairs:
         prompt_len = len(tokenizer.encode(question))
@@ -138,7 +140,7 @@ def _custom(options: DatasetOptions, tokenizer: Tokenizer) -> Iterator[BenchRequ
             record: dict[str, Any] = json.loads(line)
             prompt = record["prompt"]
             output_len = record.get("output_tokens", options.custom_output_len)
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValidationError(
                 f'{path}:{number}: not an object with "prompt": {error!r}'
             ) from None

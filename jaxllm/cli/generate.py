@@ -134,7 +134,7 @@ def _records(output: RequestOutput) -> Iterator[dict[str, Any]]:
 def _prompt_from_json(line: str, where: str) -> PromptType:
     try:
         prompt = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValidationError(f"{where}: not JSON ({error})") from None
     is_prompt = isinstance(prompt, str) or (
         isinstance(prompt, dict) and not prompt.keys().isdisjoint(PROMPT_KEYS)

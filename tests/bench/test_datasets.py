@@ -87,7 +87,15 @@ def test_custom_lines(tokenizer, tmp_path):
         ("custom", "{", "not an object with"),
         ("custom", '{"prompt": 1}', 'file:1: "prompt" must be a string'),
         ("custom", "\n", "no request to make of it"),
+        ("custom", "[" * 100_000, "not an object with"),
+        ("custom", "1" * 5000, "not an object with"),
         ("sharegpt", "[1]", "not a file of ShareGPT"),
+        (
+            "sharegpt",
+            '[{"conversations": [{"value": null}, {"value": "b"}]}]',
+            "a value is no string",
+        ),
+        ("sharegpt", "[" * 100_000, "not a file of ShareGPT"),
         ("sharegpt", "[]", "no request to make of it"),
     ],
 )

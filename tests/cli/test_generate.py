@@ -202,7 +202,11 @@ def test_dash_is_standard_input(monkeypatch):
     assert read_prompts("-") == [("-:1", "one"), ("-:2", "two")]
 
 
-@pytest.mark.parametrize("line", ["{", "7", "[1, 2]", '{"text": "x"}', "null"])
+@pytest.mark.parametrize(
+    "line",
+    ["{", "7", "[1, 2]", '{"text": "x"}', "null", "1" * 5000, "[" * 100_000],
+    ids=lambda line: line[:12],
+)
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'"fine"\n{line}\n')
