@@ -18,6 +18,8 @@ def run(args: argparse.Namespace) -> None:
     if args.repetitions < 1:
         raise refused("repetitions", args.repetitions, "it must be at least 1")
     options = engine_options_from(args)
+    # Before anything is measured: what has no place to go is lost.
+    args.out.parent.mkdir(parents=True, exist_ok=True)
 
     import msgspec
 

@@ -23,7 +23,7 @@ def model_dir(tmp_path_factory):
 
 def test_steps_are_measured_and_simulated(model_dir, tmp_path, capsys):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    file = tmp_path / "times.json"
+    file = tmp_path / "made" / "times.json"
     run = ["measure-steps", model_dir, "--out", str(file), "--repetitions=1", "--enforce-eager"]
     assert main([*run, *flags]) == 0
     deployment = read_measurement(file)
