@@ -39,6 +39,9 @@ from jaxllm.messages import (
 
 logger = init_logger(__name__)
 
+# How often an engine without work is asked whether it lives.
+_CHECK_S = 1.0
+
 
 class Letter(NamedTuple):
     """A message and the frontend that it is from, or for."""
@@ -82,8 +85,11 @@ class BusyLoop:
 
     def _next(self) -> Letter:
         """Raises queue.Empty when it is time for a step."""
-        if not self._engine.has_work():
-            return self._inbox.get()
+        while not self._engine.has_work():
+            # It may have died in its last step, or while it had nothing to do.
+            self._engine.check()
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=_CHECK_S)
         while (spare_s := self._engine.spare_s) > 0:
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=min(spare_s, LOOK_S))

@@ -106,6 +106,12 @@ class EngineCore:
             return bool(self._late_outputs)
         return bool(self._in_flight) or self._scheduler.has_unfinished_requests()
 
+    def check(self) -> None:
+        """Raise if there is no engine any more."""
+        if self._end is not None:
+            raise self._end
+        self._executor.check()
+
     @property
     def spare_s(self) -> float:
         """How long the next step may be put off: the device has one to run until then. Who comes

@@ -44,6 +44,10 @@ class Replicas:
     def has_work(self) -> bool:
         return bool(self._outputs) or any(core.has_work() for core in self._cores)
 
+    def check(self) -> None:
+        for core in self._cores:
+            core.check()
+
     @property
     def spare_s(self) -> float:
         """How long nothing has to be done, as far as is known."""

@@ -48,6 +48,10 @@ class Executor(Protocol):
         """Dispatch a step and return at once; raises when it cannot be dispatched."""
         ...
 
+    def check(self) -> None:
+        """Raise EngineDeadError if it is known that no step can run any more."""
+        ...
+
     def reset(self) -> None:
         """Forget all device state after a failed step."""
         ...

@@ -135,10 +135,14 @@ class _Inbox:
             self._done.setdefault(message.replica, deque()).append(message)
         return message
 
-    def has_step(self, replica: int) -> bool:
-        """Whether `await_step` would return at once; takes in all that has come."""
+    def take_in(self) -> None:
+        """Take in all that has come; raises when a rank is lost."""
         while self.look() is not None:
             pass
+
+    def has_step(self, replica: int) -> bool:
+        """Whether `await_step` would return at once."""
+        self.take_in()
         return bool(self._done.get(replica))
 
     def await_step(self, replica: int) -> StepDone:
@@ -197,6 +201,9 @@ class MultiHostExecutor:
         except Exception as error:
             raise self._dead(error) from error
         return _Pending(self, self._reader.read(pending))
+
+    def check(self) -> None:
+        self._inbox.take_in()
 
     def reset(self) -> None:
         raise AssertionError("an engine on several hosts does not outlive a failed step")

@@ -44,6 +44,9 @@ class UniProcExecutor:
     def execute(self, schedule: Schedule) -> PendingResult:
         return self._runner.execute(schedule)
 
+    def check(self) -> None:
+        """Whatever fails here is told by the step in which it does."""
+
     def reset(self) -> None:
         self._runner.reset()
 

@@ -79,6 +79,8 @@ class SimulatedExecutor:
         self.now += self._num_collected * self._half_host_s
         self._num_collected = 0
 
+    def check(self) -> None: ...
+
     def reset(self) -> None:
         raise AssertionError("simulated steps do not fail")
 

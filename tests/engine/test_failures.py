@@ -289,8 +289,9 @@ def test_an_engine_that_cannot_go_on_ends_every_request_with_the_reason(make_cor
         if not outcome.failed:
             assert outcome.token_ids == expected[prompt]
     assert not core.has_work()
-    with pytest.raises(EngineDeadError, match="rank 1 is gone"):
-        core.step()
+    for call in (core.step, core.check):
+        with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+            call()
 
 
 # ---- the same from outside

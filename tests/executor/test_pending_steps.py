@@ -103,6 +103,18 @@ def test_nothing_is_put_off_when_a_rank_is_gone(peer_and_step):
         step.result()
 
 
+def test_an_engine_without_a_step_learns_that_a_rank_has_failed(peer_and_inbox):
+    peer, inbox = peer_and_inbox
+    executor = MultiHostExecutor(inbox, 0, [1], INFO, None)
+    executor.check()
+    peer.send(encode(Failed(1, "out of memory")))
+    until = time.monotonic() + 60
+    with pytest.raises(EngineDeadError, match="rank 1: out of memory"):
+        while time.monotonic() < until:
+            executor.check()
+            time.sleep(0.01)
+
+
 def test_a_step_of_another_rank_alone_is_ready_when_its_result_is_there(peer_and_inbox):
     peer, inbox = peer_and_inbox
     steps = [
