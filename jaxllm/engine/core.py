@@ -77,7 +77,7 @@ class EngineCore:
         self._in_flight: deque[tuple[Schedule, PendingResult]] = deque()
         self._nobody_can_go_on = False  # until one of them comes back, or somebody else comes
         self._seen_running_at = -math.inf
-        self._idle_since: float | None = None
+        self._idle_since: float | None = None  # or since then; None: nobody wanted the device
         self._pace = Pace() if overlap and self._num_stages == 1 else None
         # Parts that sleep; no step is dispatched while there are any.
         self._asleep: frozenset[str] = frozenset()
@@ -91,6 +91,8 @@ class EngineCore:
         """Take over a validated request; a duplicate id is refused."""
         if self._end is not None:
             raise self._end
+        if not self._scheduler.has_unfinished_requests():
+            self._idle_since = None  # for want of work
         self._scheduler.add_request(request)
         self._nobody_can_go_on = False
 
@@ -172,6 +174,7 @@ class EngineCore:
             self._late_outputs += self._collect()
         if self._end is not None:
             raise self._end
+        self._idle_since = None
         if mode == "abort":
             self._late_outputs += self._scheduler.end_all(FinishReason.ABORT)
         self._asleep |= parts
@@ -294,7 +297,7 @@ class EngineCore:
         outputs = self._scheduler.update(schedule, result)
         self._stats.device_wait_s += ready - start
         self._stats.update_s += self._clock() - ready
-        self._idle_since = ready if self._scheduler.has_unfinished_requests() else None
+        self._idle_since = ready
         return outputs
 
     def _note_begin(self) -> None:
