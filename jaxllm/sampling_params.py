@@ -97,9 +97,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def validate(self) -> None:
         """Check all that can be checked without a model. Called at birth and again at the door,
-        since a field may have been assigned in between."""
-        _integer("n", self.n, 1, Limits.MAX_N)
-        _number("temperature", self.temperature, 0.0, 2.0)
+        since a field may have been assigned in between. Numbers become Python's own, which is what
+        travels between processes: numpy's do not, nor integers as large as floats can be."""
+        self.n = _integer("n", self.n, 1, Limits.MAX_N)
+        self.temperature = _number("temperature", self.temperature, 0.0, 2.0)
         if _GREEDY_EPSILON <= self.temperature < _MIN_TEMPERATURE:
             # Dividing float32 logits by less than this overflows before the softmax.
             logger.warning(
@@ -108,24 +109,26 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 _MIN_TEMPERATURE,
             )
             self.temperature = _MIN_TEMPERATURE
-        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        self.top_k = _integer("top_k", self.top_k, -1, 2**31 - 1)
+        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
+        self.presence_penalty = _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = _number(
+            "repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True
+        )
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+            self.seed = _integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        self.min_tokens = _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise refused(
                 "min_tokens", self.min_tokens, f"it must be at most max_tokens={self.max_tokens}"
             )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), -1, 2**31 - 1)
+                setattr(self, name, _integer(name, getattr(self, name), -1, 2**31 - 1))
         for name in (
             "include_stop_str_in_output",
             "ignore_eos",
@@ -153,9 +156,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _short("stop", text, "a stop string", Limits.MAX_STOP_STRING_CHARS)
         if stop and not self.detokenize:
             raise refused("stop", stop, "stop strings need detokenize=True")
-        for token in _list("stop_token_ids", self.stop_token_ids, Limits.MAX_STOP_TOKEN_IDS):
-            _integer("stop_token_ids", token, 0, 2**31 - 1)
-        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
+        stop_ids = _list("stop_token_ids", self.stop_token_ids, Limits.MAX_STOP_TOKEN_IDS)
+        self.stop_token_ids = _token_ids("stop_token_ids", stop_ids)
         for word in _list("bad_words", self.bad_words, Limits.MAX_BAD_WORDS):
             if not isinstance(word, str) or not word:
                 raise refused("bad_words", word, "bad words must be non-empty strings")
@@ -165,10 +167,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             allowed = _list("allowed_token_ids", self.allowed_token_ids, 2**31 - 1)
             if not allowed:
                 raise refused("allowed_token_ids", allowed, "it must not be empty")
-            for token in allowed:
-                _integer("allowed_token_ids", token, 0, 2**31 - 1)
             # So there are never more than the vocabulary has, which the door checks them by.
-            self.allowed_token_ids = list(dict.fromkeys(allowed))
+            self.allowed_token_ids = _token_ids("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise refused("logit_bias", self.logit_bias, "it must map token ids to numbers")
@@ -186,9 +186,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 }
             except (TypeError, ValueError):
                 raise refused("logit_bias", self.logit_bias, "its keys must be token ids") from None
-            for token, bias in self.logit_bias.items():
-                _integer("logit_bias", token, 0, 2**31 - 1)
-                _number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
+            self.logit_bias = {
+                _integer("logit_bias", token, 0, 2**31 - 1): _number(
+                    f"logit_bias[{token}]", bias, -math.inf, math.inf
+                )
+                for token, bias in self.logit_bias.items()
+            }
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True):
@@ -225,14 +228,20 @@ def _boolean(name: str, value: object) -> None:
         raise refused(name, value, "it must be True or False")
 
 
-def _integer(name: str, value: object, low: int, high: int) -> None:
+def _integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise refused(name, value, "it must be an integer")
     if not low <= int(value) <= high:
         raise refused(name, value, f"it must be between {low} and {high}")
+    return int(value)
 
 
-def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+def _token_ids(name: str, values: list) -> list[int]:
+    """Token ids, each once."""
+    return list(dict.fromkeys(_integer(name, value, 0, 2**31 - 1) for value in values))
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise refused(name, value, "it must be a number")
     try:
@@ -246,6 +255,7 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
         if high < math.inf:
             bounds.append(f"at most {high}")
         raise refused(name, value, f"it must be {', '.join(bounds)}")
+    return number
 
 
 def _short(name: str, text: str, what: str, most: int) -> None:

@@ -1,6 +1,8 @@
 import logging
 import math
 
+import msgspec
+import numpy as np
 import pytest
 
 from jaxllm.errors import ValidationError
@@ -22,6 +24,25 @@ def test_any_finite_logit_bias_is_accepted():
 
 def test_allowed_token_ids_are_kept_once_each():
     assert SamplingParams(allowed_token_ids=[5, 3, 5, 3]).allowed_token_ids == [5, 3]
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "kept"),
+    [
+        *((field, np.int64(2), 2) for field in ("n", "top_k", "seed", "max_tokens", "min_tokens")),
+        *((field, np.int32(2), 2) for field in ("logprobs", "prompt_logprobs")),
+        *((field, np.float32(0.5), 0.5) for field in ("temperature", "top_p", "min_p")),
+        *((f"{kind}_penalty", np.float16(0.5), 0.5) for kind in ("presence", "frequency")),
+        ("repetition_penalty", 10**30, 1e30),
+        ("stop_token_ids", [np.int64(3), 3], [3]),
+        ("allowed_token_ids", list(np.arange(2)), [0, 1]),
+        ("logit_bias", {np.int64(1): np.float64(0.5), 2: 10**30}, {1: 0.5, 2: 1e30}),
+    ],
+)
+def test_numbers_of_all_kinds_reach_another_process(field, given, kept):
+    params = SamplingParams(**{field: given})
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    assert getattr(there, field) == getattr(params, field) == kept
 
 
 def test_bounds_that_are_not_there_are_not_named():
