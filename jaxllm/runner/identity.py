@@ -31,6 +31,11 @@ _NOT_IN_PROGRAMS = {
 _FLAGS_BESIDE_PROGRAMS = (
     "--xla_force_host_platform_device_count", "--xla_dump", "--xla_tpu_use_enhanced_launch_barrier",
 )  # fmt: skip
+# Settings of JAX, of the environment's or the user's, that change how programs are traced.
+_JAX_SETTINGS = (
+    "jax_default_matmul_precision", "jax_enable_x64", "jax_debug_nans", "jax_debug_infs",
+    "jax_use_shardy_partitioner",
+)  # fmt: skip
 # Folders of jaxllm of which nothing is traced: a change there leaves all programs as they are.
 _BESIDE_PROGRAMS = {
     "__pycache__", "batch", "bench", "bundled", "cli", "engine", "executor", "frontend", "metrics",
@@ -48,6 +53,7 @@ def program_identity(plan: EnginePlan) -> dict[str, str]:
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "compiler": devices[0].client.platform_version,
+        "JAX settings": repr([getattr(jax.config, name) for name in _JAX_SETTINGS]),
         "XLA flags": _flags(),
         "host": processor() if plan.chip.platform == "cpu" else "any",
         "devices": f"{len(devices)} x {devices[0].device_kind}",

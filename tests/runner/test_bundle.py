@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxllm import LLM, SamplingParams
@@ -264,6 +265,28 @@ def test_what_is_traced_imports_nothing_that_is_left_out_of_the_identity():
             for name in re.findall(r"^ *(?:from|import) jaxllm\.(\w+)", file.read_text(), re.M):
                 # Of metrics only what the runner measures itself by.
                 assert name not in identity._BESIDE_PROGRAMS - {"metrics"}, (file, name)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("jax_default_matmul_precision", "highest"),
+        ("jax_enable_x64", True),
+        ("jax_debug_nans", True),
+        ("jax_debug_infs", True),
+        ("jax_use_shardy_partitioner", False),
+    ],
+)
+def test_settings_of_jax_that_change_programs_are_part_of_the_identity(setting, value, model_dir):
+    plan = make_plan(args(model_dir))
+    here, before = program_identity(plan), getattr(jax.config, setting)
+    assert before != value
+    try:
+        jax.config.update(setting, value)
+        assert program_identity(plan) != here
+    finally:
+        jax.config.update(setting, before)
+    assert program_identity(plan) == here
 
 
 def test_flags_for_the_compiler_are_part_of_the_identity(model_dir, monkeypatch):
