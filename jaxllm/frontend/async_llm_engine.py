@@ -151,7 +151,10 @@ class AsyncLLMEngine:
             self._client.own(processed.requests)
             collector.aggregate = processed.params.output_kind is RequestOutputKind.DELTA
             self._output_processor.add_request(processed, on_finish=self._deliver)
-            self._client.send(Add.of(processed.requests))
+            if collector.is_aborted:
+                self._end(request_id)
+            else:
+                self._client.send(Add.of(processed.requests))
             finished = False
             while not finished:
                 output = await collector.get()
@@ -167,6 +170,8 @@ class AsyncLLMEngine:
     async def abort(self, request_id: str | list[str]) -> None:
         """End requests: whoever waits for them gets a last output with finish_reason 'abort'."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
+            if one in self._collectors:
+                self._collectors[one].is_aborted = True
             self._end(one)
 
     async def check_health(self) -> None:

@@ -12,6 +12,7 @@ class OutputCollector:
     def __init__(self) -> None:
         # Whether outputs are added to each other, and not replaced by the next.
         self.aggregate = False
+        self.is_aborted = False  # maybe before anything else knows of the request
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
         self._ready = asyncio.Event()

@@ -121,6 +121,13 @@ def test_who_lets_go_of_a_request_aborts_it_and_the_others_go_on(options):
             await asyncio.sleep(0.05)
         assert stats.num_blocks_used == 0
 
+        # Also while its prompt is being read.
+        early = asyncio.create_task(last(engine, "e", endless, "early"))
+        await asyncio.sleep(0)
+        await engine.abort("early")
+        (answer,) = (await early).outputs
+        assert (answer.finish_reason, answer.token_ids) == ("abort", [])
+
         # What the door refuses leaves nothing behind.
         with pytest.raises(ValidationError, match="max_tokens"):
             await last(engine, "a", SamplingParams(max_tokens=-1), "bad")
