@@ -34,7 +34,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import EngineRequest
-from jaxllm.runner.compile import use_compilation_cache
+from jaxllm.runner.jax_setup import set_up_jax
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.schedule import Schedule, StepResult
@@ -47,7 +47,7 @@ class Steps:
     """An engine's steps, dispatched without anybody who wants their tokens."""
 
     def __init__(self, config: EngineConfig) -> None:
-        use_compilation_cache(config.compilation.compilation_cache_dir)
+        set_up_jax(config)
         self._executor = UniProcExecutor(config)
         self.info = self._executor.info
         self._scheduler = Scheduler(

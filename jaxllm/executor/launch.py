@@ -3,14 +3,13 @@
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import Executor
 from jaxllm.executor.uniproc import UniProcExecutor
-from jaxllm.runner.compile import use_compilation_cache
+from jaxllm.runner.jax_setup import set_up_jax
 
 
 def make_executors(config: EngineConfig) -> list[Executor]:
     """An executor for each replica. On all hosts but the first it does not return: the process
     does there what the first one says, and ends with it."""
-    # First of all: planning for an accelerator compiles a step.
-    use_compilation_cache(config.compilation.compilation_cache_dir)
+    set_up_jax(config)
     parallel = config.parallel
     if parallel.distributed_executor_backend == "ray":
         from jaxllm.executor.ray import start_followers

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -195,28 +194,6 @@ class CompilationCounter:
 
 # Listeners cannot be taken away again, so there is one for the whole process.
 compilation_counter = CompilationCounter()
-
-
-def use_compilation_cache(name: str | None) -> None:
-    """Keep every compiled program on disk, however small, so that the next start is fast.
-
-    The setting is the process's: without a name it stays as it is.
-    """
-    if not name:
-        return
-    directory = Path(name).expanduser()
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        logger.warning("no compilation cache: cannot write %s (%s)", directory, error.strerror)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    # JAX opens a directory once in a process; this makes it open the new one.
-    compilation_cache.reset_cache()
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # Otherwise the path of the cache becomes part of every key.
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from jaxllm_kernels.platform import Device, chip_of
 from jaxllm.config import CacheConfig
 from jaxllm.errors import OutOfMemoryError, ValidationError
 from jaxllm.metrics.memory import DeviceMemory
+from jaxllm.runner.jax_setup import gpu_pool_share
 
 # Of the memory that is free after the weights, on a CPU: the machine has other things to do, and
 # a cache of this size is rarely the limit there.
@@ -138,8 +139,10 @@ def _free_bytes(config: CacheConfig, device: Device, num_devices: int) -> int:
     if device.platform == "cpu":
         return _available_host_bytes() // num_devices
     stats = _memory_stats(device)
-    limit = stats.get("bytes_limit", chip_of(device).hbm_bytes)
-    return int(limit * config.gpu_memory_utilization) - stats.get("bytes_in_use", 0)
+    limit = whole = stats.get("bytes_limit", chip_of(device).hbm_bytes)
+    if stats and device.platform == "gpu":
+        whole = limit / gpu_pool_share()
+    return int(min(limit, whole * config.gpu_memory_utilization)) - stats.get("bytes_in_use", 0)
 
 
 def _available_host_bytes() -> int:

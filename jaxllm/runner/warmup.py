@@ -12,7 +12,8 @@ import jax
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.logging import init_logger
-from jaxllm.runner.compile import CompileReport, Programs, use_compilation_cache
+from jaxllm.runner.compile import CompileReport, Programs
+from jaxllm.runner.jax_setup import set_up_jax
 from jaxllm.runner.memory import format_bytes
 from jaxllm.runner.plan import replica_devices
 from jaxllm.runner.program_store import ProgramStore
@@ -55,7 +56,7 @@ def warm_up(config: EngineConfig) -> WarmupReport:
             config.parallel.nnodes,
             "programs over several hosts are compiled by all of them together; start the engine",
         )
-    use_compilation_cache(config.compilation.compilation_cache_dir)
+    set_up_jax(config)
     cache_dir = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not cache_dir:
         raise JaxLLMError(

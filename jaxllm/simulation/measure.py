@@ -12,7 +12,7 @@ from jaxllm.executor.base import PendingResult
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import EngineRequest
 from jaxllm.runner.buckets import Bucket, BucketTable
-from jaxllm.runner.compile import use_compilation_cache
+from jaxllm.runner.jax_setup import set_up_jax
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.schedule import Schedule, StepResult
@@ -38,7 +38,7 @@ def measure_steps(
     for name in ("data_parallel_size", "pipeline_parallel_size", "nnodes"):
         if config.get(name) != 1:
             raise refused(name, config.get(name), "one replica in one stage on one host is timed")
-    use_compilation_cache(config.compilation.compilation_cache_dir)
+    set_up_jax(config)
     executor = _TimingExecutor(config)
     plan = executor.plan
     core = EngineCore(config, executor)

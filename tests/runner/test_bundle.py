@@ -21,8 +21,9 @@ from jaxllm.cli.main import main
 from jaxllm.config import EngineArgs
 from jaxllm.runner import identity
 from jaxllm.runner.bundle import BundleError, BundleWriter, load_programs
-from jaxllm.runner.compile import compilation_counter, use_compilation_cache
+from jaxllm.runner.compile import compilation_counter
 from jaxllm.runner.identity import program_identity
+from jaxllm.runner.jax_setup import use_compilation_cache
 from jaxllm.runner.plan import EnginePlan, make_plan
 from jaxllm.runner.sizing import plan_engine
 from jaxllm.sampling.logits_processor import LogitsProcessor
@@ -105,7 +106,8 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_answers_the_same(model_dir
 TWO_DEVICES = """
 import json, sys
 from jaxllm.cli.main import main
-from jaxllm.runner.compile import compilation_counter, use_compilation_cache
+from jaxllm.runner.compile import compilation_counter
+from jaxllm.runner.jax_setup import use_compilation_cache
 from jaxllm import LLM, SamplingParams
 model, bundle, flags, options = *sys.argv[1:3], *map(json.loads, sys.argv[3:])
 assert main(["plan", model, "--cpu", "--out", bundle, *flags]) == 0

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.runner.compile import Program, Programs, compilation_counter, use_compilation_cache
+from jaxllm.runner.compile import Program, Programs, compilation_counter
+from jaxllm.runner.jax_setup import use_compilation_cache
 
 
 @pytest.fixture

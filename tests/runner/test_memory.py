@@ -1,12 +1,15 @@
 """How many KV blocks the plan chooses."""
 
+import os
+
 import jax
 import pytest
 from jaxllm_kernels.platform import CHIPS
 
-from jaxllm.config import CacheConfig
+from jaxllm.config import CacheConfig, EngineConfig
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.runner import memory
+from jaxllm.runner.jax_setup import gpu_pool_share, set_up_jax
 from jaxllm.runner.memory import size_kv_cache
 
 
@@ -51,6 +54,56 @@ def test_cached_prefixes_may_fill_an_accelerator(num_blocks):
     limit = int(CHIPS["v6e"].hbm_bytes * 0.92)
     assert num_blocks(Accelerator(), program_bytes=5000) == (limit - 7000) // 64
     assert num_blocks(Accelerator(), enable_prefix_caching=False) == 8
+
+
+class GPU:
+    """A GPU of 1,000,000 bytes, of which XLA took a share for its pool."""
+
+    platform, device_kind = "gpu", "a GPU that the table of chips lacks"
+
+    def __init__(self, share):
+        self._share = share
+
+    def memory_stats(self):
+        return {"bytes_limit": int(1_000_000 * self._share), "bytes_in_use": 500}
+
+
+POOL = "XLA_CLIENT_MEM_FRACTION"
+
+
+@pytest.mark.parametrize(
+    "environment, pool, engine",
+    [
+        ({POOL: "0.92"}, 0.92, 0.92),
+        ({POOL: "0.5"}, 0.5, 0.5),  # a smaller one, as somebody wants it
+        ({POOL: "0.98"}, 0.98, 0.92),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.98"}, 0.98, 0.92),
+        ({POOL: "0.92"}, 0.75, 0.75),  # JAX had started before it was set
+        ({}, 0.75, 0.75),
+    ],
+)
+def test_an_engine_takes_its_share_of_a_gpu(num_blocks, monkeypatch, environment, pool, engine):
+    for name in (POOL, "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, share in environment.items():
+        monkeypatch.setenv(name, share)
+    found = num_blocks(GPU(pool), program_bytes=5000)
+    assert found * 64 == pytest.approx(1_000_000 * engine - 7500, abs=65)
+    fewer = num_blocks(GPU(pool), program_bytes=5000, gpu_memory_utilization=0.3)
+    whole = pool / float(next(iter(environment.values()), 0.75))
+    assert fewer * 64 == pytest.approx(300_000 * whole - 7500, abs=65)
+
+
+@pytest.mark.parametrize("given", [None, POOL, "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_the_pool_of_a_gpu_is_as_large_as_the_engine(monkeypatch, given):
+    for name in (POOL, "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(given, "0.6")
+    set_up_jax(EngineConfig.create("m", gpu_memory_utilization=0.8, compilation_cache_dir=""))
+    assert gpu_pool_share() == (0.8 if given is None else 0.6)
+    # XLA takes one of them only.
+    assert (POOL in os.environ) is (given != "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def test_cpu_devices_share_the_memory_of_their_host(num_blocks, monkeypatch):
