@@ -135,6 +135,12 @@ def measurements(shape: Shape, args: argparse.Namespace) -> Iterator[Measurement
         arguments=_device(shape),
         minutes=6,
     )
+    # All programs are compiled here, for all that comes after: what is not ready at the limit is
+    # kept as far as it got, and the next one goes on with it.
+    one_token = (f"--contexts={shape.context}", "--output-len=1", "--repetitions=1", "--peers=")
+    yield Measurement(
+        name="start-up", script="latency", arguments=("--batches=1", *one_token), minutes=8
+    )
     decode = (f"--batches={shape.batches}", f"--contexts={shape.context}")
     prefill = ("--batches=1", f"--contexts={shape.prompt}", "--output-len=1", "--repetitions=5")
     saturated = (f"--scenarios={shape.saturated}", "--repetitions=1")
@@ -280,6 +286,10 @@ def show(shape: Shape, args: argparse.Namespace) -> None:
 
     print(f"\n{args.shape}, {args.commit}, {side_by_side.hardware()}")
     line("", "jaxllm", "of the floor", "vLLM", "vLLM's/ours")
+    for name in ("start-up", "decode"):
+        for row in rows(name)[:1]:
+            what = "compiled" if name == "start-up" else "found"
+            line(f"start-up, programs {what}: s", f"{row['start_up_s']:.1f}")
     on_device = {row.get("batch", row["what"]): row for row in rows("device")}
     for row in on_device.values():
         what = f"decode, {row['batch']} x {row['context']}" if "batch" in row else "prefill"

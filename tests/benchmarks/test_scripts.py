@@ -87,12 +87,14 @@ def test_all_of_an_h200_goes_on_where_it_stopped(tmp_path):
         return done.stdout
 
     # No vLLM is there: it fails, and what comes after it runs all the same.
-    chosen = ("--vllm-python", tmp_path / "none", "--only", "prefill-vllm,device")
+    chosen = ("--vllm-python", tmp_path / "none", "--only", "prefill-vllm,device,start-up")
     first = run_h200(*chosen, "--profile", tmp_path / "traces")
     assert "prefill-vllm: failed" in first
     assert "device: done" in first
-    (record,) = map(json.loads, out.read_text().splitlines())
+    record, start_up = map(json.loads, out.read_text().splitlines())
     assert record["label"] == "tiny device abc"
+    assert start_up["rows"][0]["start_up_s"] > 0
+    assert "start-up, programs compiled: s" in first
     assert {row["what"] for row in record["rows"]} == {"decode", "prefill"}
     assert all(row["ms"] > 0 and row["share"] > 0 for row in record["rows"])
     assert "decode, 8 x 64: device, ms" in first
