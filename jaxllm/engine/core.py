@@ -229,8 +229,10 @@ class EngineCore:
     def shutdown(self) -> None:
         self._end = ValidationError("the engine has been shut down; make a new one")
         self._in_flight.clear()
-        self._profiler.close()
-        self._executor.shutdown()
+        try:
+            self._profiler.close()
+        finally:
+            self._executor.shutdown()
 
     @property
     def _num_kept(self) -> int:

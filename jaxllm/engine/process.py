@@ -43,6 +43,7 @@ def main() -> None:
     threading.Thread(
         target=_end_with_parent, args=(assignment.directory,), name="parent", daemon=True
     ).start()
+    end_with(requests, output)
     requests.start()
     output.start()
     status = 0
@@ -70,6 +71,20 @@ def main() -> None:
 def read_assignment(stream: BinaryIO) -> Assignment:
     """The first line of a stream."""
     return msgspec.json.decode(stream.readline(), type=Assignment)
+
+
+def end_with(*threads: threading.Thread) -> None:
+    """End the process when one of these fails: it would live on, deaf or mute, and frontends would
+    wait for it."""
+    otherwise = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        otherwise(args)
+        if args.thread in threads:
+            sys.stderr.flush()
+            os._exit(EXIT_DEAD)
+
+    threading.excepthook = hook
 
 
 def _end_with_parent(directory: str) -> None:

@@ -67,10 +67,11 @@ class ProgramStore:
         cannot be serialized once more."""
         try:
             data = to_bytes(compiled)
-            with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
-                file.write(hash_of(data).encode() + data)
-            # Who starts at the same time does the same, and either file is good.
-            os.replace(file.name, self._path(key))
+            with tempfile.TemporaryDirectory(dir=self._directory) as scratch:
+                file = Path(scratch) / "program"
+                file.write_bytes(hash_of(data).encode() + data)
+                # Who starts at the same time does the same, and either file is good.
+                file.replace(self._path(key))
         except Exception as error:
             # One that calls Python, for example, cannot be serialized. It runs nevertheless.
             logger.warning("program %s is not kept for the next start: %s", key, error)

@@ -177,7 +177,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
-    outside = [name for name in weight_map.values() if Path(str(name)).name != name]
+    outside = [n for n in weight_map.values() if Path(str(n)).name != n or n == ".."]
     if outside:
         raise CheckpointError(f"{index} refers to files outside its directory: {some_of(outside)}")
     return weight_map
@@ -237,6 +237,8 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
 def _tensor_info(file: Path, entry: dict[str, Any], *, data_start: int) -> TensorInfo:
     shape = tuple(entry["shape"])
     start, end = entry["data_offsets"]
+    if not all(type(number) is int for number in (*shape, start, end)):
+        raise TypeError(f"{entry} has sizes that are no integers")
     bits = _BITS[entry["dtype"]] * math.prod(shape)
     if not (0 <= start <= end and (end - start) * 8 == bits and all(n >= 0 for n in shape)):
         raise ValueError(f"{entry} contradicts itself")

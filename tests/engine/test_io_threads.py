@@ -1,6 +1,8 @@
 """The threads between an engine's queues and its sockets."""
 
 import queue
+import subprocess
+import sys
 import time
 
 import msgspec
@@ -8,6 +10,7 @@ import zmq
 
 from jaxllm.engine.busy_loop import EVERYBODY, Letter
 from jaxllm.engine.io_threads import OutputThread
+from jaxllm.engine.process import EXIT_DEAD
 from jaxllm.messages import Dead, Failure, FromEngine
 
 
@@ -32,3 +35,20 @@ def test_last_words_reach_a_frontend_that_is_slower_to_start_than_the_engine_is_
     assert not thread.is_alive()
     frontend.close(linger=0)
     context.term()
+
+
+def test_a_process_does_not_outlive_its_threads():
+    code = """
+import threading, time
+from jaxllm.engine.process import end_with
+beside, vital = (threading.Thread(target=lambda: 1 / 0) for _ in range(2))
+end_with(vital)
+beside.start()
+beside.join()
+print("goes on", flush=True)
+vital.start()
+time.sleep(600)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == EXIT_DEAD and ended.stdout == "goes on\n"
+    assert ended.stderr.count("ZeroDivisionError") == 2

@@ -82,8 +82,9 @@ def test_index_that_disagrees_with_the_files_is_refused(tensors, tmp_path):
         Checkpoint(tmp_path)
 
 
-def test_index_cannot_reach_out_of_its_directory(tmp_path):
-    write_shards(tmp_path, {}, {"a": "../secret.safetensors"})
+@pytest.mark.parametrize("name", ["../secret.safetensors", "..", "/etc/passwd"])
+def test_index_cannot_reach_out_of_its_directory(tmp_path, name):
+    write_shards(tmp_path, {}, {"a": name})
     with pytest.raises(CheckpointError, match="outside its directory"):
         Checkpoint(tmp_path)
 
@@ -120,6 +121,8 @@ def test_trailing_bytes_are_refused(tensors, tmp_path):
         {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]},
         {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [1]},
+        {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]},
         "nonsense",
     ],
 )
