@@ -21,7 +21,7 @@ from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
 from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput, tokenization_options
 from jaxllm.frontend.output_collector import OutputCollector
 from jaxllm.frontend.output_processor import OutputProcessor
-from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.frontend.tokenizer import LONG_TEXT, Tokenizer
 from jaxllm.logging import init_logger
 from jaxllm.messages import (
     Abort,
@@ -78,8 +78,9 @@ class AsyncLLMEngine:
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self._output_processor = OutputProcessor(self.tokenizer, on_end=self._tell_end)
         self._collectors: dict[str, OutputCollector] = {}
-        # One thread: tokenizers keep state. It is not the event loop's.
-        self._pool = ThreadPoolExecutor(1, "tokenize")
+        # Text is not the event loop's, and long ones hold up each other, but none that is short.
+        self._text_thread = ThreadPoolExecutor(1, "tokenize")
+        self._long_text_thread = ThreadPoolExecutor(1, "tokenize-long")
         self._reader: asyncio.Task[None] | None = None
         self._dead: BaseException | None = None
         self._is_shut_down = False
@@ -184,9 +185,11 @@ class AsyncLLMEngine:
             raise ValidationError("there is no tokenizer: skip_tokenizer_init=True")
         return self.tokenizer.hf
 
-    async def in_tokenizer_thread(self, function: Callable[[], Result]) -> Result:
-        """Run what uses the tokenizer where it holds up nobody but others who use it."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+    async def in_tokenizer_thread(self, function: Callable[[], Result], size: int) -> Result:
+        """Run what uses the tokenizer, or reads text of about so many characters or tokens, where
+        it holds up nobody but others who do, and none of these if it is long and they are not."""
+        thread = self._text_thread if size <= LONG_TEXT else self._long_text_thread
+        return await asyncio.get_running_loop().run_in_executor(thread, function)
 
     async def stats(self) -> EngineStats:
         """The engine's figures as of now; of several replicas, as of one."""
@@ -247,7 +250,8 @@ class AsyncLLMEngine:
             self._reader.cancel()
         self._client.close()
         self._stop_process(_STOP_GRACE_S)
-        self._pool.shutdown(wait=False)
+        self._text_thread.shutdown(wait=False)
+        self._long_text_thread.shutdown(wait=False)
         if self.tracer is not None:
             self.tracer.shutdown()
 
@@ -266,9 +270,13 @@ class AsyncLLMEngine:
         collector = self._collectors[request_id] = OutputCollector()
         return collector
 
-    async def _process_input(self, *args: Any, **kwargs: Any) -> ProcessedInput:
-        process = functools.partial(self._input_processor.process, *args, **kwargs)
-        return await self.in_tokenizer_thread(process)
+    async def _process_input(
+        self, request_id: str, prompt: PromptType, *args: Any, **kwargs: Any
+    ) -> ProcessedInput:
+        process = functools.partial(
+            self._input_processor.process, request_id, prompt, *args, **kwargs
+        )
+        return await self.in_tokenizer_thread(process, _size_of(prompt))
 
     async def _call(self, command: Command) -> Any:
         self._check()
@@ -330,3 +338,11 @@ class AsyncLLMEngine:
             for collector in self._collectors.values():
                 collector.fail(error)
             self._client.fail_calls(error)
+
+
+def _size_of(prompt: object) -> int:
+    """About how much there is to read of what may be a prompt of any kind."""
+    given = prompt
+    if isinstance(prompt, Mapping):
+        given = prompt.get("prompt_token_ids") or prompt.get("prompt")
+    return len(given) if isinstance(given, str | list | tuple) else 0

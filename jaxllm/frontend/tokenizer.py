@@ -4,6 +4,7 @@ The first stop of a request that arrives as text. Hugging Face's tokenizer does 
 loaded only here, and importing this module does not load transformers.
 """
 
+import copy
 import functools
 import inspect
 import json
@@ -30,17 +31,30 @@ _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _TRUSTED_MODEL_TYPES = ("llama", "qwen3")
 
 
+# Characters. What is longer takes from a quarter of a second to many.
+LONG_TEXT = 1 << 18
+
+
 class Tokenizer:
-    """A Hugging Face tokenizer (`hf`) and what the frontend needs of it."""
+    """A Hugging Face tokenizer (`hf`) and what the frontend needs of it.
+
+    Threads may share it: who encodes a short text does not wait for one who encodes a long one.
+    """
 
     def __init__(self, hf: "PreTrainedTokenizerBase"):
         self.hf = hf
-        self._lock = threading.Lock()  # encoding sets modes of the one tokenizer
+        # Encoding sets modes of a tokenizer.
+        self._lock, self._long_lock = threading.Lock(), threading.Lock()
 
     @functools.cached_property
     def detokenizer(self) -> Detokenizer:
         """Ids to text, incrementally; shared by all requests."""
         return Detokenizer(self.hf)
+
+    @functools.cached_property
+    def _hf_for_long(self) -> "PreTrainedTokenizerBase":
+        with self._lock:
+            return copy.deepcopy(self.hf)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -48,10 +62,11 @@ class Tokenizer:
         return token if isinstance(token, int) else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # verbose=False: the engine has its own, right limit on the length.
+        if len(text) > LONG_TEXT:
+            with self._long_lock:
+                return _encode(self._hf_for_long, text, add_special_tokens)
         with self._lock:
-            encoded = self.hf(text, add_special_tokens=add_special_tokens, verbose=False)
-        return list(encoded["input_ids"])
+            return _encode(self.hf, text, add_special_tokens)
 
     def decode(
         self,
@@ -65,6 +80,12 @@ class Tokenizer:
             skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids
         )
         return stream.append(token_ids)
+
+
+def _encode(hf: "PreTrainedTokenizerBase", text: str, add_special_tokens: bool) -> list[int]:
+    # verbose=False: the engine has its own, right limit on the length.
+    encoded = hf(text, add_special_tokens=add_special_tokens, verbose=False)
+    return list(encoded["input_ids"])
 
 
 def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:

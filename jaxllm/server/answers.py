@@ -86,12 +86,13 @@ class AnswerEndpoint:
     async def _answer(self, body: bytes, arrival: _Arrival, events: EventStream) -> Response | None:
         """The whole answer, or None if it was streamed."""
         read = partial(self._read, body, arrival)
-        is_small = len(body) <= _SMALL_BODY
-        job = read() if is_small else await self._engine.in_tokenizer_thread(read)
+        size = len(body)
+        is_small = size <= _SMALL_BODY
+        job = read() if is_small else await self._engine.in_tokenizer_thread(read, size)
         admission = self._service.admission
         with admission.answers(job.request.num_prompts * job.params.n):
             prompts = await self._service.in_text_thread(
-                job.request, partial(self._prompts, job.request)
+                job.request, partial(self._prompts, job.request), size
             )
             lengths = list(map(_num_tokens, prompts))
             most = self._service.options.max_request_logprobs

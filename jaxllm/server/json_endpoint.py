@@ -24,9 +24,9 @@ class JSONEndpoint:
             with service.admission.body() as admit:
                 body = await read_body(scope, receive, service.options, admit)
                 decode = partial(decode_json, body, service.options.max_json_depth)
-                value = await service.engine.in_tokenizer_thread(decode)
+                value = await service.engine.in_tokenizer_thread(decode, len(body))
                 answer = partial(self._answer_to, service, value)
-                response = json_response(await service.in_text_thread(value, answer))
+                response = json_response(await service.in_text_thread(value, answer, len(body)))
         except Disconnected:
             return
         except Exception as error:

@@ -54,18 +54,20 @@ class Service:
         if self.is_stopping:
             raise UnavailableError("the server is stopping")
 
-    async def in_text_thread(self, request: object, work: Callable[[], Result]) -> Result:
+    async def in_text_thread(
+        self, request: object, work: Callable[[], Result], body_size: int
+    ) -> Result:
         """Do work on the text of a request, or of a decoded body, where it holds up nobody but
         requests of its kind."""
         if isinstance(request, ChatRequest):
             return await self.templates.run(
-                request.chat_template, request.chat_template_kwargs, work
+                request.chat_template, request.chat_template_kwargs, work, body_size
             )
         if isinstance(request, dict) and "messages" in request:
             return await self.templates.run(
-                request.get("chat_template"), request.get("chat_template_kwargs"), work
+                request.get("chat_template"), request.get("chat_template_kwargs"), work, body_size
             )
-        return await self.engine.in_tokenizer_thread(work)
+        return await self.engine.in_tokenizer_thread(work, body_size)
 
     async def abort_all(self) -> None:
         """End what is under way; those who wait are told."""

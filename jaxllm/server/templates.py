@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from jaxllm.frontend.chat_template import Conversation, Renderer
 from jaxllm.frontend.template_process import TemplateProcess
+from jaxllm.frontend.tokenizer import LONG_TEXT
 from jaxllm.openai.chat import is_foreign
 
 Result = TypeVar("Result")
@@ -14,7 +15,8 @@ Result = TypeVar("Result")
 
 class Templates(Renderer):
     """Two processes that render, each with a thread that waits for it: one for templates and
-    variables that requests bring, so that the other requests need not wait for them."""
+    variables that requests bring, so that the other requests need not wait for them. Its thread is
+    also that of long conversations."""
 
     def __init__(self, timeout_s: float):
         self._own = _Lane("template", timeout_s)
@@ -28,10 +30,16 @@ class Templates(Renderer):
         return self._lane(is_foreign).process.render(conversation)
 
     async def run(
-        self, chat_template: object, chat_template_kwargs: object, work: Callable[[], Result]
+        self,
+        chat_template: object,
+        chat_template_kwargs: object,
+        work: Callable[[], Result],
+        size: int,
     ) -> Result:
-        """Do work that renders for a request with these, in the thread for such ones."""
-        thread = self._lane(is_foreign(chat_template, chat_template_kwargs)).thread
+        """Do work that renders for a request with these, of about so many characters, in the
+        thread for such ones."""
+        is_slow = size > LONG_TEXT or is_foreign(chat_template, chat_template_kwargs)
+        thread = self._lane(is_slow).thread
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -19,6 +20,7 @@ from jaxllm import (
     ValidationError,
 )
 from jaxllm.config import EngineArgs
+from jaxllm.frontend.tokenizer import LONG_TEXT
 from jaxllm.testing import make_tiny_checkpoint
 
 PROMPTS = ["Once upon a time", "The answer", [5, 6, 7], "a b c d e f g " * 5, {"prompt": "Hi"}]
@@ -96,6 +98,26 @@ def test_answers_are_those_of_llm(kind, options, expected):
         return found
 
     assert with_engine(options, use) == expected
+
+
+@pytest.mark.slow
+def test_short_prompts_do_not_wait_for_long_ones(options):
+    async def use(engine):
+        go_on = threading.Event()
+        before = asyncio.create_task(
+            engine.in_tokenizer_thread(lambda: go_on.wait(120), LONG_TEXT + 1)
+        )
+        params = SamplingParams(max_tokens=2)
+        long = asyncio.create_task(last(engine, "a" * (LONG_TEXT + 1), params, "long"))
+        await asyncio.sleep(0)  # both are in their thread's queue
+        await asyncio.wait_for(last(engine, "Hi", params, "short"), 60)
+        assert not before.done() and not long.done()
+        go_on.set()
+        assert await before
+        with pytest.raises(ValidationError, match="max_model_len"):
+            await long
+
+    with_engine(options, use)
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from transformers import AutoTokenizer
@@ -8,7 +10,8 @@ from transformers import AutoTokenizer
 from jaxllm import bundled
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ValidationError
-from jaxllm.frontend.tokenizer import load_tokenizer, render_chat
+from jaxllm.frontend import tokenizer
+from jaxllm.frontend.tokenizer import LONG_TEXT, load_tokenizer, render_chat
 from jaxllm.testing import make_tiny_checkpoint
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -19,6 +22,29 @@ def test_importing_does_not_load_transformers_or_jax():
     code += "'jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.split() == ["False", "False"], result.stderr
+
+
+def test_a_short_text_does_not_wait_for_a_long_one(byte_level, monkeypatch):
+    text = "hello world " * (LONG_TEXT // 8)
+    expected = byte_level.hf(text, verbose=False)["input_ids"]
+    begun, go_on = threading.Event(), threading.Event()
+    encode = tokenizer._encode
+
+    def slow(hf, text, add_special_tokens):
+        if len(text) > LONG_TEXT:
+            begun.set()
+            assert go_on.wait(60)
+        return encode(hf, text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "_encode", slow)
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(byte_level.encode, text)
+        assert begun.wait(60)
+        try:
+            assert pool.submit(byte_level.encode, "hello").result(60) == expected[:1]
+        finally:
+            go_on.set()
+        assert long.result(60) == expected
 
 
 def test_saved_tokenizer_is_loaded_from_its_directory(byte_level, tmp_path):
