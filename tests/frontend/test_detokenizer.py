@@ -1,5 +1,3 @@
-import time
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -166,10 +164,13 @@ def test_token_text_shows_space_and_special_tokens(byte_fallback):
     assert texts == [" hello", "</s>", "A", INVALID]
 
 
-def test_long_text_takes_time_in_proportion_to_its_length(byte_level):
+class Piece(bytes):
+    def __radd__(self, all_so_far):
+        raise AssertionError("all so far is copied for each token of a long text")
+
+
+def test_long_text_takes_time_in_proportion_to_its_length(byte_level, monkeypatch):
     token = byte_level.hf.convert_tokens_to_ids(" ö<x> ")
-    begun = time.monotonic()
-    text = byte_level.decode([token] * 400_000)
-    # Copying all so far for each token takes more than 20 s.
-    assert time.monotonic() - begun < 5
-    assert len(text) == len(" ö<x> ") * 400_000
+    known = byte_level.detokenizer._bytes
+    monkeypatch.setitem(known, token, Piece(known[token]))
+    assert byte_level.decode([token] * 400) == " ö<x> " * 400
