@@ -12,6 +12,7 @@ from jaxllm.layers.rope import (
     RopeConfig,
     YarnScaling,
 )
+from jaxllm.models.hf_config import HFConfig
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Besides what a type needs; a parameter that is not listed may change the formula.
@@ -22,10 +23,8 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def read_rope(
-    config: Mapping[str, Any], *, head_size: int, max_position_embeddings: int
-) -> tuple[RopeConfig, int]:
-    """The rotary embedding, and the longest sequence that it is made for."""
+def read_rope(config: HFConfig, *, head_size: int, may_be_partial: bool = False) -> RopeConfig:
+    """The rotary embedding of heads of this size; of a part of them, in families that have that."""
     parameters = _parameters(config)
     kind = parameters.get("rope_type") or "default"
     if kind not in _TYPES:
@@ -35,29 +34,21 @@ def read_rope(
     unknown = sorted(set(parameters) - _KNOWN)
     if unknown:
         raise UnsupportedModelError(f"rope parameter {', '.join(unknown)} is not supported")
-    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0) or head_size % 2:
-        raise UnsupportedModelError(
-            f"rotating a part of the head is not supported: head_dim={head_size}, "
-            f"partial_rotary_factor={parameters.get('partial_rotary_factor')}; the whole of an "
-            "even head_dim must be rotated"
-        )
+    size = _rotated_size(parameters, head_size, may_be_partial)
+    max_len = config.integer("max_position_embeddings")
     theta = _number(parameters, "rope_theta", 10_000.0)
     original = _number(
         # Some configs have it outside, and then that one counts.
         {**parameters, **_given(config, "original_max_position_embeddings")},
         "original_max_position_embeddings",
-        max_position_embeddings,
+        max_len,
     )
-    max_len, scaling = max_position_embeddings, None
+    scaling = None
     match kind:
         case "linear":
             scaling = LinearScaling(factor=_number(parameters, "factor"))
-            max_len = int(max_position_embeddings * scaling.factor)
         case "dynamic":
-            scaling = DynamicScaling(
-                factor=_number(parameters, "factor"), original_max_len=max_position_embeddings
-            )
-            max_len = int(max_position_embeddings * scaling.factor)
+            scaling = DynamicScaling(factor=_number(parameters, "factor"), original_max_len=max_len)
         case "llama3":
             scaling = Llama3Scaling(
                 factor=_number(parameters, "factor"),
@@ -71,7 +62,7 @@ def read_rope(
                     f"be above low_freq_factor={scaling.low_freq_factor}"
                 )
         case "yarn":
-            factor = _number(parameters, "factor", max_position_embeddings / original)
+            factor = _number(parameters, "factor", max_len / original)
             scaling = YarnScaling(
                 factor=factor,
                 original_max_len=int(original),
@@ -80,11 +71,36 @@ def read_rope(
                 truncate=parameters.get("truncate") is not False,
                 attention_factor=_yarn_attention_factor(parameters, factor),
             )
-            max_len = max(max_position_embeddings, int(original * factor))
-    return RopeConfig(head_size=head_size, theta=theta, scaling=scaling), max_len
+    return RopeConfig(size=size, theta=theta, scaling=scaling)
 
 
-def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+def stretched_length(rope: RopeConfig, max_position_embeddings: int) -> int:
+    """The longest sequence that a rotary embedding is made for."""
+    match rope.scaling:
+        case LinearScaling(factor=factor) | DynamicScaling(factor=factor):
+            return int(max_position_embeddings * factor)
+        case YarnScaling(factor=factor, original_max_len=original):
+            return max(max_position_embeddings, int(original * factor))
+        case _:
+            return max_position_embeddings
+
+
+def _rotated_size(parameters: Mapping[str, Any], head_size: int, may_be_partial: bool) -> int:
+    share = parameters.get("partial_rotary_factor")
+    share = 1.0 if share is None else _number(parameters, "partial_rotary_factor")
+    size = int(head_size * share)
+    if may_be_partial and share <= 1 and size > 0 and size % 2 == 0:
+        return size
+    if share == 1 and head_size % 2 == 0:
+        return head_size
+    raise UnsupportedModelError(
+        f"rotating a part of the head is not supported: head_dim={head_size}, "
+        f"partial_rotary_factor={parameters.get('partial_rotary_factor')}; the whole of an even "
+        "head_dim must be rotated"
+    )
+
+
+def _parameters(config: HFConfig) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`; before, there were `rope_scaling` and, beside it,
     `rope_theta`. With both, rope_scaling counts, as in transformers; it is what overrides set."""
     parameters: dict[str, Any] = {}
@@ -148,5 +164,6 @@ def _number(parameters: Mapping[str, Any], name: str, default: float | None = No
     return float(value)
 
 
-def _given(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {} if config.get(name) is None else {name: config[name]}
+def _given(config: HFConfig, name: str) -> dict[str, Any]:
+    value = config.get(name)
+    return {} if value is None else {name: value}

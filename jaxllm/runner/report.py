@@ -1,7 +1,6 @@
 """What a plan comes to on a device, found by compiling it: memory, programs, and bounds on time
 (see `roofline`)."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -9,12 +8,13 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxllm.parallel.sharding import TENSOR
 from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.hlo import collectives, whole_array_copies
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.programs import declare_stage_programs, make_packer, program_key
 from jaxllm.runner.roofline import Bound, Roofline
-from jaxllm.runner.stage_plan import StagePlan, activation_bytes
+from jaxllm.runner.stage_plan import StagePlan, activation_bytes, device_bytes
 from jaxllm.runner.state import DeviceState
 
 
@@ -211,7 +211,7 @@ def _report_stage(
         num_devices=stage.mesh.size,
         weights_bytes=stage.weights_bytes,
         kv_cache_bytes=stage.kv_cache_bytes,
-        state_bytes=sum(map(_shard_bytes, beside_caches))
+        state_bytes=sum(map(device_bytes, beside_caches))
         + activation_bytes(
             stage,
             len(plan.stages),
@@ -230,7 +230,8 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
     chip, arch = plan.chip, plan.architecture
     if not chip.hbm_bytes_per_second:
         return None
-    part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.size
+    part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.shape[TENSOR]
+    attentions = stage.attention_configs
     # The embedding is a table in which rows are looked up; as a head it is a matrix, for rows only.
     embedding = plan.num_logits * arch.hidden_size / num_shards
     # Sums over the devices: of the looked-up rows, and after the attention and MLP of each layer.
@@ -249,11 +250,9 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         flops_per_row=2 * head,
         kv_bytes_per_token=stage.kv_cache_bytes
         / (plan.num_blocks * plan.block_size)
-        / len(part.layers),
-        flops_per_attended=4 * arch.num_heads / num_shards * arch.head_size,
-        layers_by_window=tuple(
-            sorted(Counter(arch.layer_windows[layer] or 0 for layer in part.layers).items())
-        ),
+        / len(attentions),
+        flops_per_attended=sum(4 * c.num_heads * c.head_size for c in attentions) / len(attentions),
+        layers_by_window=tuple(sorted(Counter(c.sliding_window or 0 for c in attentions).items())),
         sent_bytes_per_token=num_sums * arch.hidden_size * itemsize * sent_per_byte,
         link_bytes_per_second=chip.link_bytes_per_second,
     )
@@ -269,8 +268,3 @@ def step_bound(
         return None
     num_bytes, num_flops = line.attention(num_tokens / max(num_rows, 1), context)
     return line.bound(num_tokens, num_rows, (num_rows * num_bytes, num_rows * num_flops))
-
-
-def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    assert leaf.sharding is not None, leaf
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -4,12 +4,14 @@ Without pipeline parallelism there is one stage, which is the whole model. With 
 through the stages one after the other, and each has another step to run while this one is away.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh
 from jaxllm_kernels.platform import Device
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
@@ -24,14 +26,20 @@ class StagePlan:
     index: int
     part: ModelPart
     mesh: Mesh
-    cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # of its layers
+    cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # of its attentions, over all devices
+    attention_configs: tuple[AttentionConfig, ...]  # of one device
     weights_bytes: int  # of one device
 
     @property
     def kv_cache_bytes(self) -> int:
         """Of one device."""
-        num_bytes = sum(shape.size * shape.dtype.itemsize for shape in self.cache_shapes)
-        return num_bytes // self.mesh.size
+        return sum(map(device_bytes, self.cache_shapes))
+
+
+def device_bytes(array: jax.ShapeDtypeStruct) -> int:
+    """What an array takes on each device that it lies on."""
+    assert array.sharding is not None, array
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def stage_meshes(devices: Sequence[Device], parallel: ParallelConfig) -> list[Mesh]:

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
-from jaxllm.layers.attention import AttentionContext
+from jaxllm.layers.context import StepContext
+from jaxllm.models.base import Model
 from jaxllm.runner.inputs import InputLayout, StepInputs
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.stage_plan import StagePlan
@@ -52,7 +53,7 @@ class ModelSpec:
     treedef: Any
 
     @classmethod
-    def of(cls, model: nnx.Module) -> "ModelSpec":
+    def of(cls, model: Model) -> "ModelSpec":
         """Take the weights out of a model, concrete or abstract."""
         graphdef, state = nnx.split(model)
         return cls(graphdef, jax.tree.structure(state))
@@ -86,7 +87,7 @@ def make_step(
             block_size=plan.block_size,
             decode_only=layout.bucket.decode_only,
         )
-        context = AttentionContext(
+        context = StepContext(
             batch=batch,
             prepared=plan.attention.prepare(
                 batch, model.attention_configs, num_tokens=layout.bucket.num_tokens

@@ -7,6 +7,7 @@ tensor is read when it is asked for, and its memory given back when it is releas
 import json
 import math
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ _BITS = {
     "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8,
     "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
 }  # fmt: skip
+_ELEMENTS_AT_ONCE = 1 << 22  # that are read or compared
 _MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
 # Config and tokenizer; the code of a tokenizer is only run with trust_remote_code.
@@ -133,11 +135,27 @@ class Checkpoint:
         flat = np.frombuffer(mapping, _DTYPES[info.dtype], math.prod(info.shape), info.offset)
         return flat.reshape(info.shape)
 
+    def copy(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
+        """Fill the target with a box of a tensor, piece by piece: what is copied is released."""
+        values = self.read(name)[box]
+        if not values.ndim:
+            target[...] = values
+            return
+        for rows in row_slices(values):
+            target[rows] = values[rows]
+            self.release(name)
+
     def release(self, name: str) -> None:
         """Give back the memory that reading a tensor took."""
         mapping = self._maps.get(self.tensors[name].file)
         if mapping is not None:
             mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def row_slices(array: np.ndarray) -> Iterator[slice]:
+    """The rows of an array in pieces of bearable size."""
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, math.prod(array.shape[1:])))
+    return (slice(start, start + step) for start in range(0, len(array), step))
 
 
 def some_of(names: list[str]) -> str:
