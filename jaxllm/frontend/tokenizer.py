@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm import bundled
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ValidationError, refused
+from jaxllm.errors import CheckpointError, ValidationError, refused
 from jaxllm.frontend.chat_template import Conversation, render
 from jaxllm.frontend.detokenizer import Detokenizer
+from jaxllm.frontend.tokenizer_files import SmallFiles, defect
 from jaxllm.messages import TokensPrompt
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
     # A revision of its own is another one than that of the directory.
     source = config.tokenizer or (config.model if config.tokenizer_revision else model_dir)
     source = str(bundled.path(source) or source)
-    loader = _loader(Path(source))
+    directory = Path(source)
+    is_local = directory.is_dir()
+    loader = _loader(SmallFiles(directory)) if is_local else _auto_loader()
     try:
         hf = loader.from_pretrained(
             source,
@@ -108,6 +111,8 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
         remedy = "pass tokenizer=..., or skip_tokenizer_init=True and prompts as prompt_token_ids"
         if "trust_remote_code" in str(error):
             remedy = "pass trust_remote_code=True if you trust it"
+        elif is_local and (found := defect(directory, reason)) is not None:
+            raise CheckpointError(f"{found}; correct it, or {remedy}") from error
         raise ValidationError(
             f"cannot load a tokenizer from {source!r}: {reason}; {remedy}",
             parameter="tokenizer",
@@ -116,26 +121,25 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
     return Tokenizer(hf)
 
 
-def _loader(directory: Path) -> Any:
+def _loader(files: SmallFiles) -> Any:
     """AutoTokenizer, or the general class where AutoTokenizer would take that.
 
     It is all in tokenizer.json then, but AutoTokenizer would load the configurations of all models
     before, and with them torch where it is installed: two seconds and hundreds of megabytes.
     """
-    try:
-        model = json.loads((directory / "config.json").read_bytes())
-        tokenizer = json.loads((directory / "tokenizer_config.json").read_bytes())
-        is_general = (
-            model["model_type"] in _TRUSTED_MODEL_TYPES
-            and tokenizer["tokenizer_class"] in _GENERAL_CLASSES
-            and "auto_map" not in tokenizer
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        is_general = False
-    if is_general:
+    model, tokenizer = files["config.json"], files["tokenizer_config.json"]
+    if (
+        model.get("model_type") in _TRUSTED_MODEL_TYPES
+        and tokenizer.get("tokenizer_class") in _GENERAL_CLASSES
+        and "auto_map" not in tokenizer
+    ):
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
+    return _auto_loader()
+
+
+def _auto_loader() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer

@@ -9,12 +9,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.rope import RopeConfig
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.models.rope_parameters import read_rope
+from jaxllm.models.rope_parameters import MAX_POSITIONS, read_rope
 
 _DTYPES = ("float32", "bfloat16", "float16")
+# What is above has no model, and nobody's memory: it is refused before anything is made of it.
+_HIGHEST = {
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 1 << 13,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": MAX_POSITIONS,
+    "sliding_window": MAX_POSITIONS,
+    "max_window_layers": MAX_POSITIONS,
+    "rms_norm_eps": 1.0,
+}
+_MAX_HEADS_SIZE = 1 << 20  # of all heads of a layer together
+_MAX_MATRIX_SIZE = 1 << 36  # elements
+_MAX_EOS_TOKEN_IDS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +70,7 @@ def read_architecture(
     config = merge_overrides(hf_config, overrides or {})
     names = config.get("architectures") or ()
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"config.json: architectures={names!r} must be a list of names")
+        raise CheckpointError(f"config.json: architectures={shown(names)} must be a list of names")
     name = ModelRegistry.select(names)
     _refuse_unsupported(config)
     hidden_size = _integer(config, "hidden_size")
@@ -66,14 +83,23 @@ def read_architecture(
             f"num_key_value_heads={num_kv_heads}"
         )
     head_size = _head_size(config, name, hidden_size, num_heads)
+    vocab_size = _integer(config, "vocab_size")
+    intermediate_size = _integer(config, "intermediate_size")
+    for what, size, most in (
+        ("num_attention_heads times head_dim", num_heads * head_size, _MAX_HEADS_SIZE),
+        ("vocab_size times hidden_size", vocab_size * hidden_size, _MAX_MATRIX_SIZE),
+        ("intermediate_size times hidden_size", intermediate_size * hidden_size, _MAX_MATRIX_SIZE),
+    ):
+        if size > most:
+            raise CheckpointError(f"config.json: {what} is {size}; at most {most} is supported")
     max_len = _integer(config, "max_position_embeddings")
     rope, max_model_len = read_rope(config, head_size=head_size, max_position_embeddings=max_len)
     traits = _TRAITS.get(name, _llama_traits)(config, num_layers)
     return Architecture(
         name=name,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size"),
+        intermediate_size=intermediate_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -126,7 +152,7 @@ def _mistral_traits(config: Mapping[str, Any], num_layers: int) -> _Traits:
     if config.get("sliding_window", 4096) is not None:
         window = _integer(config, "sliding_window", 4096)
     kind = "full_attention" if window is None else "sliding_attention"
-    if set(config.get("layer_types") or ()) - {kind}:
+    if set(_layer_types(config, num_layers) or ()) - {kind}:
         raise UnsupportedModelError(
             "layer_types that differ between layers are not supported for MistralForCausalLM"
         )
@@ -146,22 +172,16 @@ def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
     window = None
     if _flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None:
         window = _integer(config, "sliding_window", 4096)
-    kinds = config.get("layer_types")
+    kinds = _layer_types(config, num_layers)
     if kinds is None:
         # The first layers see everything, the rest only the window.
         first = _integer(config, "max_window_layers", 28, lowest=0)
         return tuple(None if layer < first else window for layer in range(num_layers))
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise CheckpointError(f"config.json: layer_types={kinds!r} must be a list of names")
-    if len(kinds) != num_layers:
-        raise CheckpointError(
-            f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers={num_layers}"
-        )
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise UnsupportedModelError(
-            f"layer type {', '.join(unknown)} is not supported; supported are full_attention and "
-            "sliding_attention"
+            f"layer type {', '.join(unknown):.80} is not supported; supported are full_attention "
+            "and sliding_attention"
         )
     if window is None and "sliding_attention" in kinds:
         raise CheckpointError(
@@ -169,6 +189,19 @@ def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
             "sliding_window is not set"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str] | None:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise CheckpointError(f"config.json: layer_types={shown(kinds)} must be a list of names")
+    if len(kinds) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers={num_layers}"
+        )
+    return kinds
 
 
 _TRAITS: dict[str, Callable[[Mapping[str, Any], int], _Traits]] = {
@@ -187,22 +220,22 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if quantization:
         if not isinstance(quantization, Mapping):
             raise CheckpointError(
-                f"config.json: quantization_config={quantization!r} must be an object"
+                f"config.json: quantization_config={shown(quantization)} must be an object"
             )
         method = quantization.get("quant_method", "of unknown kind")
         raise UnsupportedModelError(
-            f"quantization_config {method} is not supported; supported are unquantised "
+            f"quantization_config {method!s:.80} is not supported; supported are unquantised "
             f"checkpoints in {', '.join(_DTYPES)}"
         )
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModelError(
-            f"hidden_act {activation!r} is not supported; supported is 'silu'"
+            f"hidden_act {shown(activation)} is not supported; supported is 'silu'"
         )
     is_causal = config.get("is_causal", True)
     if is_causal is not True:
         raise UnsupportedModelError(
-            f"is_causal={is_causal!r} is not supported: a token sees only what is before it"
+            f"is_causal={shown(is_causal)} is not supported: a token sees only what is before it"
         )
 
 
@@ -216,22 +249,32 @@ def _integer(
         raise CheckpointError(f"config.json: {name} is missing")
     if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
         raise CheckpointError(
-            f"config.json: {name}={value!r} must be an integer, at least {lowest}"
+            f"config.json: {name}={shown(value)} must be an integer, at least {lowest}"
         )
+    _check_highest(name, value)
     return value
 
 
 def _positive(config: Mapping[str, Any], name: str, default: float) -> float:
     value = config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {name}={value!r} must be a number above zero")
+        raise CheckpointError(f"config.json: {name}={shown(value)} must be a number above zero")
+    _check_highest(name, value)
     return float(value)
+
+
+def _check_highest(name: str, value: float) -> None:
+    if value > _HIGHEST[name]:
+        raise CheckpointError(
+            f"config.json: {name}={shown(value)} is too large; at most {_HIGHEST[name]} is "
+            "supported"
+        )
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:
     value = config.get(name, False)
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {name}={value!r} must be true or false")
+        raise CheckpointError(f"config.json: {name}={shown(value)} must be true or false")
     return value
 
 
@@ -254,7 +297,8 @@ def _dtype(config: Mapping[str, Any]) -> str:
     name = name.removeprefix("torch.")
     if name not in _DTYPES:
         raise UnsupportedModelError(
-            f"dtype {name} of the checkpoint is not supported; supported are {', '.join(_DTYPES)}"
+            f"dtype {name:.80} of the checkpoint is not supported; supported are "
+            f"{', '.join(_DTYPES)}"
         )
     return name
 
@@ -263,5 +307,12 @@ def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = config.get(name)
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise CheckpointError(f"config.json: {name}={value!r} must be a token id or a list of them")
+        raise CheckpointError(
+            f"config.json: {name}={shown(value)} must be a token id or a list of them"
+        )
+    if len(ids) > _MAX_EOS_TOKEN_IDS:
+        raise CheckpointError(
+            f"config.json: {name} has {len(ids)} token ids; at most {_MAX_EOS_TOKEN_IDS} are "
+            "supported"
+        )
     return ids

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from jaxllm.errors import ValidationError
+from jaxllm.files import is_nested_deeper
 from jaxllm.server.errors import Disconnected, HTTPError
 from jaxllm.server.options import ServerOptions
 
@@ -80,18 +81,9 @@ def decode_json(body: bytes, max_depth: int) -> Any:
         raise _too_deep(max_depth) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValidationError(f"the body is not JSON: {error}", parameter="body") from None
-    level = [value]
-    for _ in range(max_depth):
-        level = [one for outer in level for one in _inside(outer) if isinstance(one, dict | list)]
-        if not level:
-            return value
-    raise _too_deep(max_depth)
-
-
-def _inside(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+    if is_nested_deeper(value, max_depth):
+        raise _too_deep(max_depth)
+    return value
 
 
 def _too_deep(max_depth: int) -> ValidationError:
