@@ -70,7 +70,7 @@ def read_manifest(path: Path) -> Manifest | None:
         return None
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise JaxLLMError(f"{path} is damaged: {error}; {_anew(path)}") from None
     if manifest.version != _VERSION:
         raise JaxLLMError(

@@ -157,7 +157,7 @@ class _Answer:
             return
         try:
             chunk = _decode_chunk(data)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             self._outcome.error = f"a chunk is not what it should be: {error}"
             return
         if chunk.error is not None:
@@ -199,7 +199,7 @@ def _message_of(body: bytes) -> str:
     """The message of an error in OpenAI's shape, or whatever it is."""
     try:
         message = msgspec.json.decode(body)["error"]["message"]
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (msgspec.MsgspecError, RecursionError, KeyError, TypeError):
         message = body.decode("utf-8", "replace")
     return " ".join(str(message).split())[:_LONGEST_ERROR]
 
@@ -216,5 +216,5 @@ async def first_model(http: HTTPClient) -> tuple[str, str]:
     try:
         model = msgspec.json.decode(body)["data"][0]
         return model["id"], model.get("root") or model["id"]
-    except (msgspec.MsgspecError, KeyError, TypeError, IndexError):
+    except (msgspec.MsgspecError, RecursionError, KeyError, TypeError, IndexError):
         raise JaxLLMError("/v1/models names no model; give --model") from None

@@ -1,6 +1,5 @@
 """The requests of a benchmark: prompts, and how many tokens each shall be answered with."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 
 from jaxllm.bench.options import DatasetOptions
 from jaxllm.errors import ValidationError
+from jaxllm.files import parse_json
 from jaxllm.frontend.tokenizer import Tokenizer
 
 # Conversations of ShareGPT outside of these are left out, as vLLM's benchmark does.
@@ -117,11 +117,11 @@ def _sharegpt(options: DatasetOptions, tokenizer: Tokenizer) -> Iterator[BenchRe
     """The first two turns of each conversation: what was asked, and the length of the answer."""
     path = str(options.dataset_path)
     try:
-        conversations = [one["conversations"] for one in json.loads(_text_of(path))]
+        conversations = [one["conversations"] for one in parse_json(_text_of(path))]
         pairs = [(c[0]["value"], c[1]["value"]) for c in conversations if len(c) >= 2]
         if not all(isinstance(text, str) for pair in pairs for text in pair):
             raise TypeError("a value is no string")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise ValidationError(f"{path}: not a file of ShareGPT: {error!r}") from None
     for question, answer in pairs:
         prompt_len = len(tokenizer.encode(question))
@@ -137,10 +137,10 @@ def _custom(options: DatasetOptions, tokenizer: Tokenizer) -> Iterator[BenchRequ
         if not line.strip():
             continue
         try:
-            record: dict[str, Any] = json.loads(line)
+            record: dict[str, Any] = parse_json(line)
             prompt = record["prompt"]
             output_len = record.get("output_tokens", options.custom_output_len)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValidationError(
                 f'{path}:{number}: not an object with "prompt": {error!r}'
             ) from None

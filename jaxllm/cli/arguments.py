@@ -8,7 +8,6 @@ in one place: by `EngineConfig.create`, or by the model's own sampling defaults.
 import argparse
 import dataclasses
 import difflib
-import json
 import re
 import types
 import typing
@@ -19,7 +18,8 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, shown
+from jaxllm.files import parse_json
 from jaxllm.sampling_params import SamplingParams
 
 SAMPLING_HELP = {
@@ -198,11 +198,11 @@ def integer(text: str) -> int:
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+        value = parse_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"a": 1}}')
+        raise argparse.ArgumentTypeError(f'{shown(text)} is not a JSON object such as {{"a": 1}}')
     return value
 
 

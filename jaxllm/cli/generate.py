@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from jaxllm.cli.arguments import (
     sampling_params_from,
 )
 from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.files import parse_json
 from jaxllm.messages import PromptType, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
@@ -133,8 +133,8 @@ def _records(output: RequestOutput) -> Iterator[dict[str, Any]]:
 
 def _prompt_from_json(line: str, where: str) -> PromptType:
     try:
-        prompt = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        prompt = parse_json(line)
+    except ValueError as error:
         raise ValidationError(f"{where}: not JSON ({error})") from None
     is_prompt = isinstance(prompt, str) or (
         isinstance(prompt, dict) and not prompt.keys().isdisjoint(PROMPT_KEYS)

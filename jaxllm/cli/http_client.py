@@ -163,5 +163,5 @@ def _message(body: bytes) -> str:
     """What an error says of itself, in OpenAI's form or any other."""
     try:
         return msgspec.json.decode(body, type=_ErrorBody).error.message
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return body.decode(errors="replace")[:500].strip() or "no reason is given"

@@ -79,7 +79,7 @@ class RemoteModel:
     def _decode(self, data: bytes, kind: type[Body]) -> Body:
         try:
             return msgspec.json.decode(data, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise JaxLLMError(
                 f"{self._client.url}: this is not OpenAI's protocol: {error}"
             ) from error

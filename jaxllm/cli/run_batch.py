@@ -3,7 +3,7 @@
 import argparse
 
 from jaxllm.cli.arguments import add_engine_arguments, engine_options_from, integer
-from jaxllm.cli.chat import read_template
+from jaxllm.files import read_given_text
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     engine_options = engine_options_from(args)
-    template = read_template(args.chat_template) if args.chat_template else None
+    template = read_given_text(args.chat_template) if args.chat_template else None
 
     from jaxllm.batch.job import BatchOptions, run_batch
 

@@ -10,9 +10,12 @@ from jaxllm.layers.mlp import MLPSpec
 from jaxllm.layers.norm import NormSpec
 from jaxllm.models.blocks import PreNormBlock
 from jaxllm.models.checkpoint_map import CheckpointMap
-from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.rope_parameters import read_rope, stretched_length
 from jaxllm.models.specs import Architecture, LayerSpec
+
+_MAX_HEADS_SIZE = 1 << 20  # of all heads of a layer together
+_MAX_MATRIX_SIZE = 1 << 36  # elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ def read_attention(
             f"num_key_value_heads={num_kv_heads}"
         )
     head_size = _read_head_size(config, num_heads, default_head_size)
+    check_size("num_attention_heads times head_dim", num_heads * head_size, _MAX_HEADS_SIZE)
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -58,7 +62,10 @@ def read_attention(
 
 
 def read_mlp(config: HFConfig, *, bias: bool = False) -> MLPSpec:
-    return MLPSpec(intermediate_size=config.integer("intermediate_size"), bias=bias)
+    size = config.integer("intermediate_size")
+    of_matrix = size * config.integer("hidden_size")
+    check_size("intermediate_size times hidden_size", of_matrix, _MAX_MATRIX_SIZE)
+    return MLPSpec(intermediate_size=size, bias=bias)
 
 
 def read_norm(config: HFConfig) -> NormSpec:
@@ -74,11 +81,13 @@ def read_decoder(name: str, config: HFConfig, layers: Iterable[LayerSpec]) -> Ar
     """A decoder of these layers, with what stands around them in most configs."""
     layers = tuple(layers)
     max_position = config.integer("max_position_embeddings")
+    vocab_size, hidden_size = config.integer("vocab_size"), config.integer("hidden_size")
+    check_size("vocab_size times hidden_size", vocab_size * hidden_size, _MAX_MATRIX_SIZE)
     lengths = {stretched_length(layer.rope, max_position) for layer in layers if layer.rope}
     return Architecture(
         name=name,
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=config.integer("hidden_size"),
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
         layers=layers,
         final_norm=read_norm(config),
         tie_word_embeddings=config.flag("tie_word_embeddings"),

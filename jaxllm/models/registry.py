@@ -62,7 +62,7 @@ class ModelRegistry:
                 return name
         asked = ", ".join(architectures) or "(config.json names none)"
         raise UnsupportedModelError(
-            f"architecture {asked} is not supported; supported are {', '.join(cls.names())}; "
+            f"architecture {asked:.200} is not supported; supported are {', '.join(cls.names())}; "
             "others can be added with ModelRegistry.register_model"
         )
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.rope import (
     DynamicScaling,
     LinearScaling,
@@ -12,7 +12,11 @@ from jaxllm.layers.rope import (
     RopeConfig,
     YarnScaling,
 )
-from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.hf_config import MAX_POSITIONS, HFConfig
+
+# What parameters are between; float32 holds what is computed of them.
+_LOWEST, _HIGHEST = 1e-6, 1e18
+_LOWEST_OF = {"rope_theta": 1.001, "original_max_position_embeddings": 1}  # logarithms are taken
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Besides what a type needs; a parameter that is not listed may change the formula.
@@ -29,11 +33,11 @@ def read_rope(config: HFConfig, *, head_size: int, may_be_partial: bool = False)
     kind = parameters.get("rope_type") or "default"
     if kind not in _TYPES:
         raise UnsupportedModelError(
-            f"rope type {kind!r} is not supported; supported are {', '.join(_TYPES)}"
+            f"rope type {shown(kind)} is not supported; supported are {', '.join(_TYPES)}"
         )
     unknown = sorted(set(parameters) - _KNOWN)
     if unknown:
-        raise UnsupportedModelError(f"rope parameter {', '.join(unknown)} is not supported")
+        raise UnsupportedModelError(f"rope parameter {', '.join(unknown):.80} is not supported")
     size = _rotated_size(parameters, head_size, may_be_partial)
     max_len = config.integer("max_position_embeddings")
     theta = _number(parameters, "rope_theta", 10_000.0)
@@ -48,6 +52,8 @@ def read_rope(config: HFConfig, *, head_size: int, may_be_partial: bool = False)
         case "linear":
             scaling = LinearScaling(factor=_number(parameters, "factor"))
         case "dynamic":
+            if size == 2:
+                raise UnsupportedModelError("rope type 'dynamic' needs a head_dim above 2")
             scaling = DynamicScaling(factor=_number(parameters, "factor"), original_max_len=max_len)
         case "llama3":
             scaling = Llama3Scaling(
@@ -71,7 +77,14 @@ def read_rope(config: HFConfig, *, head_size: int, may_be_partial: bool = False)
                 truncate=parameters.get("truncate") is not False,
                 attention_factor=_yarn_attention_factor(parameters, factor),
             )
-    return RopeConfig(size=size, theta=theta, scaling=scaling)
+    rope = RopeConfig(size=size, theta=theta, scaling=scaling)
+    longest = stretched_length(rope, max_len)
+    if not 1 <= longest <= MAX_POSITIONS:
+        raise CheckpointError(
+            f"config.json: its rope parameters make sequences of {longest} tokens; 1 to "
+            f"{MAX_POSITIONS} are supported"
+        )
+    return rope
 
 
 def stretched_length(rope: RopeConfig, max_position_embeddings: int) -> int:
@@ -95,8 +108,8 @@ def _rotated_size(parameters: Mapping[str, Any], head_size: int, may_be_partial:
         return head_size
     raise UnsupportedModelError(
         f"rotating a part of the head is not supported: head_dim={head_size}, "
-        f"partial_rotary_factor={parameters.get('partial_rotary_factor')}; the whole of an even "
-        "head_dim must be rotated"
+        f"partial_rotary_factor={shown(parameters.get('partial_rotary_factor'))}; the whole of an "
+        "even head_dim must be rotated"
     )
 
 
@@ -107,7 +120,7 @@ def _parameters(config: HFConfig) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         given = config.get(name)
         if not isinstance(given, Mapping | None):
-            raise CheckpointError(f"config.json: {name}={given!r} must be an object")
+            raise CheckpointError(f"config.json: {name}={shown(given)} must be an object")
         parameters |= _with_rope_type(name, given or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModelError(
@@ -117,10 +130,11 @@ def _parameters(config: HFConfig) -> dict[str, Any]:
         outside = config.get(name)
         if outside is None:
             continue
-        if parameters.setdefault(name, outside) != outside:
+        inside = parameters.setdefault(name, outside)
+        if inside is not outside and inside != outside:  # NaN is not even itself
             raise CheckpointError(
-                f"config.json: {name}={outside} contradicts rope_parameters, where it is "
-                f"{parameters[name]}; change both, or only the one in rope_parameters"
+                f"config.json: {name}={shown(outside)} contradicts rope_parameters, where it is "
+                f"{shown(inside)}; change both, or only the one in rope_parameters"
             )
     return parameters
 
@@ -134,7 +148,8 @@ def _with_rope_type(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     kind = parameters.get("rope_type") or older
     if kind != older:
         raise CheckpointError(
-            f"config.json: {name} has type={older!r}, which contradicts rope_type={kind!r}; "
+            f"config.json: {name} has type={shown(older)}, which contradicts "
+            f"rope_type={shown(kind)}; "
             "set rope_type"
         )
     return parameters | {"rope_type": kind}
@@ -147,9 +162,9 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        mscale, of_all = _number(parameters, "mscale"), _number(parameters, "mscale_all_dim")
+        return magnitude(mscale) / magnitude(of_all)
     return magnitude(1.0)
 
 
@@ -160,7 +175,15 @@ def _number(parameters: Mapping[str, Any], name: str, default: float | None = No
     if value is None:
         raise CheckpointError(f"config.json: rope parameter {name} is missing")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: rope parameter {name}={value!r} must be above zero")
+        raise CheckpointError(
+            f"config.json: rope parameter {name}={shown(value)} must be above zero"
+        )
+    lowest = _LOWEST_OF.get(name, _LOWEST)
+    if not lowest <= value <= _HIGHEST:
+        raise CheckpointError(
+            f"config.json: rope parameter {name}={shown(value)} must be at least {lowest} and at "
+            f"most {_HIGHEST}"
+        )
     return float(value)
 
 

@@ -31,6 +31,7 @@ from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import ValidationError, refused
+from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.logging import init_logger
@@ -52,7 +53,7 @@ from jaxllm.runner.stage_plan import StagePlan, activation_bytes, check_num_stag
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.weights.checkpoint import read_json, resolve_model_dir
+from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
 
 logger = init_logger(__name__)

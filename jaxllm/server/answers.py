@@ -73,7 +73,7 @@ class AnswerEndpoint:
         try:
             await self._service.check_takes_requests()
             with self._service.admission.body() as admit:
-                body = await read_body(scope, receive, self._service.options, admit)
+                body = await read_body(scope, receive, self._service.body_limits, admit)
                 answer = self._answer(body, arrival, events)
                 response = await while_connected(receive, answer)
         except Disconnected:
@@ -129,11 +129,13 @@ class AnswerEndpoint:
         prompts = request.prompts(self._service.served)
         if tokenizer is None:
             return prompts
+        length = self._service.served.prompt_length(request.truncate_prompt_tokens)
         for place, prompt in enumerate(prompts):
             if isinstance(prompt, dict) and "prompt_token_ids" not in prompt:
                 text = prompt["prompt"]
                 check_is_text("prompt", text)
-                prompts[place] = TokensPrompt(prompt_token_ids=tokenizer.encode(text), **prompt)
+                ids = length.encode(tokenizer, text)
+                prompts[place] = TokensPrompt(prompt_token_ids=ids, **prompt)
         return prompts
 
     async def _whole(self, job: _Job, prompts: Sequence[PromptType]) -> object:

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from jaxllm.config import option
 from jaxllm.errors import ValidationError, refused
+from jaxllm.files import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Options by part and name, as they were kept; none if there is no run."""
     if not path.exists():
         return {}
-    parts = json.loads(path.read_text(encoding="utf-8"))
+    parts = read_json(path)
     return {
         part: {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
         for part, options in parts.items()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxllm.errors import ValidationError, refused
+from jaxllm.files import read_json
 from jaxllm.logging import init_logger
 from jaxllm.models.architecture import read_architecture
 from jaxllm.training.corpus import read_corpus
@@ -15,7 +16,7 @@ from jaxllm.training.forward import RowModel
 from jaxllm.training.options import DataOptions
 from jaxllm.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from jaxllm.training.tokens import TokenData, has_tokens, read_tokens, write_tokens
-from jaxllm.weights.checkpoint import read_json, resolve_model_dir
+from jaxllm.weights.checkpoint import resolve_model_dir
 
 logger = init_logger(__name__)
 

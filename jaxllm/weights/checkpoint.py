@@ -4,19 +4,21 @@ Opening a checkpoint reads the headers only and checks that every file is whole;
 tensor is read when it is asked for, and its memory given back when it is released.
 """
 
-import json
 import math
 import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jaxllm import bundled
 from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.files import open_regular, read_json
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -31,6 +33,8 @@ _BITS = {
 _ELEMENTS_AT_ONCE = 1 << 22  # that are read or compared
 _MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 100_000_000
+_MAX_NAME_BYTES = 255
 # Config and tokenizer; the code of a tokenizer is only run with trust_remote_code.
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
@@ -70,19 +74,6 @@ def resolve_model_dir(
             f"model {model!r} is neither a local directory nor could it be fetched from the hub: "
             f"{reason}"
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, such as config.json."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; is {path.parent} a model directory?") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +120,7 @@ class Checkpoint:
             return np.empty(info.shape, _DTYPES[info.dtype])
         mapping = self._maps.get(info.file)
         if mapping is None:
-            with open(info.file, "rb") as opened:
+            with open_regular(info.file) as opened:
                 mapping = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             self._maps[info.file] = mapping
         flat = np.frombuffer(mapping, _DTYPES[info.dtype], math.prod(info.shape), info.offset)
@@ -192,13 +183,22 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, most=_MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
-    outside = [n for n in weight_map.values() if Path(str(n)).name != n or n == ".."]
+    nameless = [tensor for tensor, file in weight_map.items() if not _is_file_name(file)]
+    if nameless:
+        raise CheckpointError(f"{index} names no file that has tensor {some_of(nameless)}")
+    outside = [n for n in weight_map.values() if Path(n).name != n or n == ".."]
     if outside:
         raise CheckpointError(f"{index} refers to files outside its directory: {some_of(outside)}")
     return weight_map
+
+
+def _is_file_name(value: object) -> bool:
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    return 0 < len(value.encode("utf-8", "surrogatepass")) <= _MAX_NAME_BYTES
 
 
 def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
@@ -217,8 +217,8 @@ def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
     """Read and check the header: 8 bytes with its length, JSON, then the data without gaps."""
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
+    with open_regular(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(
@@ -227,13 +227,17 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             )
         raw = opened.read(length)
     try:
-        header = json.loads(raw)
+        # Entry by entry: what is none takes no more memory than its text.
+        header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         tensors = {
-            name: _tensor_info(file, entry, data_start=8 + length) for name, entry in header.items()
+            name: _tensor_info(file, name, entry, data_start=8 + length)
+            for name, entry in header.items()
         }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{file} has a damaged header: {error!r}") from error
+    except RecursionError:
+        raise CheckpointError(f"{file} has a damaged header: it is nested too deeply") from None
+    except ValueError as error:  # msgspec's are such
+        raise CheckpointError(f"{file} has a damaged header: {error}") from error
     wanted = max((info.offset + info.num_bytes for info in tensors.values()), default=8 + length)
     if size != wanted:
         problem = "is truncated" if size < wanted else "has bytes that belong to no tensor"
@@ -252,18 +256,30 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _tensor_info(file: Path, entry: dict[str, Any], *, data_start: int) -> TensorInfo:
-    shape = tuple(entry["shape"])
-    start, end = entry["data_offsets"]
-    if not all(type(number) is int for number in (*shape, start, end)):
-        raise TypeError(f"{entry} has sizes that are no integers")
-    bits = _BITS[entry["dtype"]] * math.prod(shape)
-    if not (0 <= start <= end and (end - start) * 8 == bits and all(n >= 0 for n in shape)):
-        raise ValueError(f"{entry} contradicts itself")
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=32)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _tensor_info(file: Path, name: str, raw: msgspec.Raw, *, data_start: int) -> TensorInfo:
+    try:
+        entry = msgspec.json.decode(raw, type=_Entry)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"tensor {name:.80}: {error}") from error
+    start, end = entry.data_offsets
+    bits = _BITS.get(entry.dtype, 0) * math.prod(entry.shape)
+    if entry.dtype not in _BITS or start > end or (end - start) * 8 != bits:
+        raise ValueError(f"tensor {name:.80} contradicts itself: {repr(entry):.200}")
     return TensorInfo(
         file=file,
-        dtype=entry["dtype"],
-        shape=shape,
+        dtype=entry.dtype,
+        shape=entry.shape,
         offset=data_start + start,
         num_bytes=end - start,
     )

@@ -265,3 +265,59 @@ def test_overrides_reach_the_architecture():
     config = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}}
     arch = read_architecture(config, overrides=overrides)
     assert rope_of(arch) == RopeConfig(size=16, theta=99.0, scaling=LinearScaling(factor=2.0))
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "vocab_size", "head_dim"])
+@pytest.mark.parametrize("value", [10**9, 10**12, 10**4000])
+def test_sizes_are_bounded_before_anything_is_made_of_them(field, value):
+    with pytest.raises(CheckpointError, match=f"{field}=1000.*too large; at most [0-9]+ is"):
+        read(**{field: value})
+    with pytest.raises(CheckpointError, match=f"{field}=1000.*too large; at most [0-9]+ is"):
+        read_architecture(LLAMA, overrides={field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 4096, "head_dim": 4096}, "num_attention_heads times head_dim is"),
+        ({"vocab_size": 1 << 24, "hidden_size": 1 << 18}, "vocab_size times hidden_size is"),
+        ({"intermediate_size": 1 << 22, "hidden_size": 1 << 18}, "intermediate_size times hidden"),
+        ({"max_position_embeddings": 1 << 31}, "max_position_embeddings=2147483648 is too large"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.* is too large"),
+        ({"rope_theta": 10**400}, "rope_theta=1000.*must be at least"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be above zero"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e9}}, "sequences of 512000000000"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-5}}, "sequences of 0 tokens"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e300}}, "factor=1e[+]300 must be"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1e-9}},
+            "original_max_position_embeddings=1e-09 must be at least 1",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 2,
+                    "mscale": "a",
+                    "mscale_all_dim": 1,
+                }
+            },
+            "mscale='a' must be above zero",
+        ),
+        ({"eos_token_id": list(range(10**5))}, "eos_token_id has 100000 token ids; at most"),
+        ({"eos_token_id": ["x" * 10**6]}, "eos_token_id=.{0,90} must be a token id"),
+        ({"dtype": "x" * 10**6}, "dtype x{80} of"),
+        ({"architectures": "x" * 10**6}, "architectures=.{0,90} must be"),
+    ],
+)
+def test_what_would_explode_is_refused_in_one_short_line(fields, message):
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
+        read(**fields)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kinds", [["full_attention"] * 10**5, 7, [7], "full_attention"])
+def test_layer_types_are_one_for_each_layer(family, kinds):
+    with pytest.raises(CheckpointError, match="layer_types"):
+        read(family, layer_types=kinds, sliding_window=None)

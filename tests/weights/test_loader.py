@@ -10,12 +10,12 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.errors import CheckpointError
+from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.testing import make_tiny_checkpoint
-from jaxllm.weights.checkpoint import read_json
 from jaxllm.weights.loader import load_parts, load_weights, weights_bytes
 
 ONE = make_mesh(jax.devices()[:1])

@@ -14,13 +14,14 @@ def read(name: str, config: HFConfig) -> Architecture:
     if config.get("sliding_window", 4096) is not None:
         window = config.integer("sliding_window", 4096)
     kind = "full_attention" if window is None else "sliding_attention"
-    if set(config.get("layer_types") or ()) - {kind}:
+    num_layers = config.integer("num_hidden_layers")
+    if set(config.layer_types(num_layers) or ()) - {kind}:
         raise UnsupportedModelError(
             "layer_types that differ between layers are not supported for MistralForCausalLM"
         )
     attention = dataclasses.replace(read_attention(config), window=window)
     layer = pre_norm_layer(config, attention, read_mlp(config))
-    return read_decoder(name, config, [layer] * config.integer("num_hidden_layers"))
+    return read_decoder(name, config, [layer] * num_layers)
 
 
 FAMILY = Family(
