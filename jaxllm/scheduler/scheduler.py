@@ -230,6 +230,7 @@ class Scheduler:
         self._give_back(request)
         request.num_computed_tokens = 0
         request.stats.num_preemptions += 1
+        request.has_new_stats = True
         self.stats.num_preemptions += 1
         if request.num_in_flight:
             request.status = RequestStatus.PARKED  # until `update` brings the token
@@ -333,9 +334,9 @@ class Scheduler:
                 num_cached_tokens=request.num_cached_tokens,
             )
             outputs.append(output)
-            if not stats.first_token_ts:
-                stats.first_token_ts = now
-                output.stats = stats
+            if request.has_new_stats:
+                stats.first_token_ts = stats.first_token_ts or now
+                output.stats = request.report_stats()
             if wants_logprobs and request.sampling_params.logprobs is not None:
                 assert result.logprobs is not None, f"step {schedule.step} brought no logprobs"
                 output.new_logprobs = [
@@ -346,7 +347,7 @@ class Scheduler:
             finish = request.finish_after(token)
             if finish is not None:
                 output.finish_reason, output.stop_reason = finish
-                output.stats = stats
+                output.stats = request.report_stats()
                 self._finish(request)
                 any_finished = True
             elif request.status is parked and not request.num_in_flight:
@@ -410,7 +411,7 @@ class Scheduler:
             request_id=request.request_id,
             finish_reason=reason,
             num_cached_tokens=request.num_cached_tokens,
-            stats=request.stats,
+            stats=request.report_stats(),
             error=error,
         )
 
