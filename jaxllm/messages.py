@@ -290,9 +290,9 @@ FromEngine = Ready | Outputs | Returned | Dead
 # ---- engine -> user
 
 
-@dataclass(slots=True)
-class Logprob:
-    """The log probability of a token at one position."""
+class Logprob(msgspec.Struct, gc=False):
+    """The log probability of a token at one position. There may be many of them: none is a reason
+    to look for garbage."""
 
     logprob: float
     rank: int | None = None

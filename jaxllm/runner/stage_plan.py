@@ -4,17 +4,21 @@ Without pipeline parallelism there is one stage, which is the whole model. With 
 through the stages one after the other, and each has another step to run while this one is away.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxllm_kernels.platform import Device
 
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
+from jaxllm.models.architecture import Architecture
 from jaxllm.models.part import ModelPart
-from jaxllm.parallel.sharding import make_mesh
+from jaxllm.parallel.sharding import make_mesh, sharding
+from jaxllm.sampling.slot_state import SlotState
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,28 @@ def stage_meshes(devices: Sequence[Device], parallel: ParallelConfig) -> list[Me
     return [make_mesh(devices[size * stage : size * (stage + 1)]) for stage in range(num_stages)]
 
 
+def check_num_shards(architecture: Architecture, num_shards: int) -> None:
+    """Every shard must have as much as every other."""
+    for name, size in (
+        ("num_attention_heads", architecture.num_heads),
+        ("intermediate_size", architecture.intermediate_size),
+    ):
+        if size % num_shards:
+            raise ValidationError(
+                f"tensor_parallel_size={num_shards} does not divide the model's {name}={size}",
+                parameter="tensor_parallel_size",
+                value=num_shards,
+            )
+    few, many = sorted((architecture.num_kv_heads, num_shards))
+    if many % few:
+        raise ValidationError(
+            f"tensor_parallel_size={num_shards} is neither a divisor nor a multiple of the model's "
+            f"num_key_value_heads={architecture.num_kv_heads}",
+            parameter="tensor_parallel_size",
+            value=num_shards,
+        )
+
+
 def check_num_stages(num_stages: int, num_layers: int) -> None:
     """A stage has one layer at least."""
     if num_stages > num_layers:
@@ -71,3 +97,30 @@ def activation_bytes(
     way has those that come in and those that go out."""
     num_sides = (not stage.part.embeds) + (not stage.part.has_head)
     return num_sides * (num_stages + 1) * num_tokens * hidden_size * itemsize
+
+
+def logits_sharding(mesh: Mesh) -> NamedSharding:
+    """Where a step leaves its logits, f32 [R, V]: as they are computed, each device with its part
+    of the vocabulary. Where devices belong to several processes, on all: each has to read them."""
+    return sharding(mesh, () if mesh.is_multi_process else (None, "vocab"))
+
+
+def sampling_bytes(
+    mesh: Mesh,
+    num_stages: int,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    num_logits: int,
+    max_logprobs: int,
+) -> int:
+    """What sampling keeps on each device: the state of the slots; and what the steps under way, and
+    the next one, leave for the host."""
+    tables = jax.tree.leaves(SlotState.abstract(num_rows, num_logits // mesh.size))
+    in_slots = sum(table.size * table.dtype.itemsize for table in tables)
+    # An id and a value of each logprob, a rank and a normaliser of each position.
+    of_position = 8 * (1 + min(max_logprobs, MAX_STEP_LOGPROBS)) + 8
+    of_step = (num_tokens + num_rows) * of_position
+    if max_logprobs > MAX_STEP_LOGPROBS:
+        of_step += 4 * math.prod(logits_sharding(mesh).shard_shape((num_rows, num_logits)))
+    return in_slots + (1 + num_stages) * of_step

@@ -170,7 +170,10 @@ class FakeDevice:
     def no_logprobs(positions: int) -> LogprobArrays:
         shape = (positions, 1 + NUM_LOGPROBS)
         return LogprobArrays(
-            np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.ones(positions, np.int32)
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
+            np.ones(positions, np.int32),
+            np.zeros(positions, np.float32),
         )
 
 
