@@ -116,7 +116,8 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
-    stats: RequestStats | None = None  # with the first and the last output
+    # With the first and the last output, and with the first one after a preemption.
+    stats: RequestStats | None = None
     error: str | None = None  # with FinishReason.ERROR
 
 
@@ -289,9 +290,9 @@ FromEngine = Ready | Outputs | Returned | Dead
 # ---- engine -> user
 
 
-@dataclass(slots=True)
-class Logprob:
-    """The log probability of a token at one position."""
+class Logprob(msgspec.Struct, gc=False):
+    """The log probability of a token at one position. There may be many of them: none is a reason
+    to look for garbage."""
 
     logprob: float
     rank: int | None = None

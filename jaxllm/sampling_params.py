@@ -32,6 +32,11 @@ class Limits:
     MAX_SALT_CHARS = 128
 
 
+# How many logprobs of a position a step computes at most: as many as OpenAI's API allows. Whoever
+# wants more gets them made of the position's logits, on the host.
+MAX_STEP_LOGPROBS = 20
+
+
 class RequestOutputKind(enum.IntEnum):
     """What each RequestOutput of a request holds."""
 

@@ -6,6 +6,7 @@ has time (`spare_s`). A pipeline has as many steps under way as stages, and with
 Single-threaded; nothing here waits for a client.
 """
 
+import dataclasses
 import math
 import time
 from collections import deque
@@ -204,11 +205,19 @@ class EngineCore:
         self._profiler.stop()
 
     def stats(self) -> EngineStats:
-        """The figures as of now."""
-        self._stats.num_token_rows = self._executor.num_token_rows
-        self._stats.pack_s = self._executor.pack_s
-        self._stats.num_compiles_after_warmup = self._executor.num_compiles_after_warmup
-        return self._stats
+        """The figures as of now; they do not change any more."""
+        return dataclasses.replace(
+            self._stats,
+            num_token_rows=self._executor.num_token_rows,
+            pack_s=self._executor.pack_s,
+            num_compiles_after_warmup=self._executor.num_compiles_after_warmup,
+            step_sizes=list(self._stats.step_sizes),
+        )
+
+    @property
+    def num_blocks_used(self) -> int:
+        """Blocks of the KV cache that requests hold now."""
+        return self._stats.num_blocks_used
 
     def replica_stats(self) -> list[EngineStats]:
         """The same, of each replica: there is one."""

@@ -191,7 +191,7 @@ class _Request:
 
     def note_stats(self, answer: "_Answer", stats: RequestStats) -> None:
         """Take in what is known now of an answer. Costs the same however many answers there are:
-        it happens twice in the life of each."""
+        it happens twice in the life of each, and once more for each preemption."""
         metrics, before = self.metrics, answer.stats or RequestStats()
         answer.stats = stats
         metrics.replica = stats.replica  # followers are where their leader is

@@ -40,6 +40,7 @@ class PendingStep:
         self._outputs = outputs
         self._wants_logprobs = schedule.wants_logprobs
         self._wants_prompt_logprobs = schedule.prompt_targets is not None
+        self._wants_logits = schedule.wants_logits
         for array in jax.tree.leaves(self._wanted()):
             array.copy_to_host_async()
 
@@ -49,19 +50,22 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """Wait for the device and hand over numpy arrays."""
-        tokens, logprobs, prompt_logprobs = jax.tree.map(np.asarray, self._wanted())
+        tokens, logprobs, prompt_logprobs, logits = jax.tree.map(np.asarray, self._wanted())
         return StepResult(
             token_ids=tokens,
             logprobs=LogprobArrays(*logprobs) if logprobs else None,
             prompt_logprobs=LogprobArrays(*prompt_logprobs) if prompt_logprobs else None,
+            logits=logits,
         )
 
-    def _wanted(self) -> tuple[Any, Any, Any]:
+    def _wanted(self) -> tuple[Any, Any, Any, Any]:
+        """What is copied to the host; the rest stays on the device, and goes with the step."""
         outputs = self._outputs
         return (
             outputs.tokens,
-            _columns(outputs.logprobs) if self._wants_logprobs else None,
-            _columns(outputs.prompt_logprobs) if self._wants_prompt_logprobs else None,
+            outputs.logprobs if self._wants_logprobs else None,
+            outputs.prompt_logprobs if self._wants_prompt_logprobs else None,
+            outputs.logits if self._wants_logits else None,
         )
 
 
@@ -189,7 +193,3 @@ def _local_bytes(arrays: Any) -> int:
         * len(array.sharding.addressable_devices)
         for array in jax.tree.leaves(arrays)
     )
-
-
-def _columns(logprobs: Any) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    return logprobs and (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)

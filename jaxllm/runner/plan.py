@@ -49,10 +49,15 @@ from jaxllm.runner.generation_config import (
     read_max_new_tokens,
 )
 from jaxllm.runner.memory import format_bytes, size_kv_cache
-from jaxllm.runner.stage_plan import StagePlan, activation_bytes, check_num_stages, stage_meshes
+from jaxllm.runner.stage_plan import (
+    StagePlan,
+    activation_bytes,
+    check_num_stages,
+    sampling_bytes,
+    stage_meshes,
+)
 from jaxllm.sampling.logits_processor import load_logits_processors
-from jaxllm.sampling.slot_state import SlotState
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
 
@@ -110,6 +115,16 @@ class EnginePlan:
     compile_at_start: bool
     # Where this plan's programs are, compiled ahead.
     program_bundle: Path | None = None
+
+    @property
+    def step_logprobs(self) -> int:
+        """How many logprobs a step computes for a position at most."""
+        return min(self.max_logprobs, MAX_STEP_LOGPROBS)
+
+    @property
+    def leaves_logits(self) -> bool:
+        """Whether steps leave their logits, for those who may ask for more logprobs."""
+        return self.max_logprobs > MAX_STEP_LOGPROBS
 
     @property
     def blocks_per_seq(self) -> int:
@@ -266,10 +281,14 @@ def make_plan(
     vocab_size = architecture.vocab_size
     max_logprobs = model.max_logprobs
     max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
-    slots = SlotState.abstract(max_num_seqs, num_logits // num_shards)
-    # Sampler state; and logprobs, an id and a value each, of the steps running and the next.
-    sampler_bytes = sum(map(_nbytes, jax.tree.leaves(slots)))
-    sampler_bytes += (1 + len(meshes)) * max_num_batched_tokens * (1 + max_logprobs) * 8
+    sampler_bytes = sampling_bytes(
+        meshes[-1],
+        len(meshes),
+        num_tokens=max_num_batched_tokens,
+        num_rows=max_num_seqs,
+        num_logits=num_logits,
+        max_logprobs=max_logprobs,
+    )
     num_blocks = min(
         size_kv_cache(
             config.cache,
@@ -468,7 +487,3 @@ def _cache_shape(
         shard.dtype,
         sharding=sharding(mesh, axes),
     )
-
-
-def _nbytes(shape: jax.ShapeDtypeStruct) -> int:
-    return shape.size * shape.dtype.itemsize

@@ -17,9 +17,9 @@ from jaxllm.runner.compile import Program
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.stage_plan import StagePlan
+from jaxllm.runner.stage_plan import StagePlan, logits_sharding
 from jaxllm.runner.state import DeviceState, abstract_tokens
-from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
+from jaxllm.runner.step import ModelSpec, StepOutputs, make_step, update_block_tables
 from jaxllm.sampling.slot_state import SlotRow, write_slot
 from jaxllm.weights.loader import abstract_weights
 
@@ -76,6 +76,7 @@ def declare_stage_programs(
     weights, state = abstract_weights(model, stage.mesh), DeviceState.abstract(plan, stage)
     everywhere = sharding(stage.mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
+    left = _outputs_shardings(plan, stage) if stage.part.has_head else everywhere
 
     def program(name: str, function: Callable[..., Any], *arguments: Any, **how: Any) -> Program:
         return Program(
@@ -100,7 +101,7 @@ def declare_stage_programs(
             place(layout.abstract(), everywhere),
             *_arriving(plan, stage, bucket),
             donate=(1,),
-            out_shardings=(kept, everywhere),
+            out_shardings=(kept, left),
         )
         for bucket, layout in reversed(list(layouts.items()))
     }
@@ -125,6 +126,14 @@ def declare_stage_programs(
             out_shardings=kept,
         )
     return programs
+
+
+def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
+    everywhere: Any = sharding(stage.mesh)
+    logits: Any = logits_sharding(stage.mesh) if plan.leaves_logits else None
+    return StepOutputs(
+        tokens=everywhere, logprobs=everywhere, prompt_logprobs=everywhere, logits=logits
+    )
 
 
 def _arriving(

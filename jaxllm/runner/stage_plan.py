@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxllm_kernels.platform import Device
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.models.part import ModelPart
-from jaxllm.parallel.sharding import make_mesh
+from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
+from jaxllm.sampling.slot_state import SlotState
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +81,32 @@ def activation_bytes(
     way has those that come in and those that go out."""
     num_sides = (not stage.part.embeds) + (not stage.part.has_head)
     return num_sides * (num_stages + 1) * num_tokens * hidden_size * itemsize
+
+
+def logits_sharding(mesh: Mesh) -> NamedSharding:
+    """Where a step leaves its logits, f32 [R, V]: as they are computed, each device with its part
+    of the vocabulary. Where devices belong to several processes, on all: each has to read them."""
+    return sharding(mesh, () if mesh.is_multi_process else (None, "vocab"))
+
+
+def sampling_bytes(
+    mesh: Mesh,
+    num_stages: int,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    num_logits: int,
+    max_logprobs: int,
+) -> int:
+    """What sampling keeps on each device: the state of the slots; and what the steps under way, and
+    the next one, leave for the host."""
+    tables = jax.tree.leaves(
+        SlotState.abstract(num_rows, num_logits // num_pieces(mesh, ("vocab",)))
+    )
+    in_slots = sum(table.size * table.dtype.itemsize for table in tables)
+    # An id and a value of each logprob, a rank and a normaliser of each position.
+    of_position = 8 * (1 + min(max_logprobs, MAX_STEP_LOGPROBS)) + 8
+    of_step = (num_tokens + num_rows) * of_position
+    if max_logprobs > MAX_STEP_LOGPROBS:
+        of_step += 4 * math.prod(logits_sharding(mesh).shard_shape((num_rows, num_logits)))
+    return in_slots + (1 + num_stages) * of_step

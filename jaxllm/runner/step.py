@@ -28,7 +28,9 @@ from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.stage_plan import StagePlan
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling import row_params
-from jaxllm.sampling.sampler import LogprobOutput, sample, token_logprobs
+from jaxllm.sampling.choose import most_likely
+from jaxllm.sampling.logprobs import LogprobOutput, token_logprobs
+from jaxllm.sampling.sampler import sample
 from jaxllm.scheduler.schedule import CARRIED_TOKEN
 
 # Prompt logprobs are computed for this many positions at a time: their logits are large.
@@ -43,6 +45,9 @@ class StepOutputs:
     tokens: jax.Array  # i32 [R]
     logprobs: LogprobOutput  # [R, 1 + k]; zeros when no row asked
     prompt_logprobs: LogprobOutput | None  # [T, 1 + k]; mixed steps only
+    # f32 [R, V], after each row's last token; only if requests may ask for more than k logprobs.
+    # It costs nothing to leave it, and it stays on the device unless a row did ask.
+    logits: jax.Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +121,18 @@ def _sample(
     assert state.tokens is not None and state.slots is not None
     with jax.named_scope("sample"):
         last = jnp.where(inputs.context_lens > 0, inputs.query_starts[1:] - 1, len(hidden))
+        # Padding rows are zeros here, too.
+        logits = model.compute_logits(hidden.at[last].get(mode="fill", fill_value=0))
+        params = row_params.decode(inputs.row_params, plan.logits_processors)
         sampled = sample(
-            # Padding rows are zeros here, too.
-            model.compute_logits(hidden.at[last].get(mode="fill", fill_value=0)),
-            row_params.decode(inputs.row_params, plan.logits_processors),
+            logits,
+            params,
             slots=inputs.slots,
             samples=inputs.samples,
             output_index=inputs.output_index,
             positions=inputs.context_lens,
             state=state.slots,
-            max_logprobs=plan.max_logprobs,
+            num_logprobs=plan.step_logprobs,
             processors=plan.logits_processors,
             vocab_size=plan.architecture.vocab_size,
         )
@@ -135,9 +142,15 @@ def _sample(
     )
     prompt_logprobs = None
     if inputs.prompt_targets is not None:
-        prompt_logprobs = _prompt_logprobs(model, hidden, inputs.prompt_targets, plan.max_logprobs)
+        wants_more = jnp.any((params.flags & row_params.MORE_PROMPT_LOGPROBS) != 0)
+        prompt_logprobs = _prompt_logprobs(
+            model, hidden, inputs.prompt_targets, k=plan.step_logprobs, wants_more=wants_more
+        )
     return new_state, StepOutputs(
-        tokens=sampled.tokens, logprobs=sampled.logprobs, prompt_logprobs=prompt_logprobs
+        tokens=sampled.tokens,
+        logprobs=sampled.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logits=logits if plan.leaves_logits else None,
     )
 
 
@@ -161,7 +174,7 @@ def _positions(inputs: StepInputs) -> jax.Array:
 
 
 def _prompt_logprobs(
-    model: Any, hidden: jax.Array, targets: jax.Array, max_logprobs: int
+    model: Any, hidden: jax.Array, targets: jax.Array, *, k: int, wants_more: jax.Array
 ) -> LogprobOutput:
     """Logprobs of the prompt token that follows each position, if any row asked for them."""
     tokens = len(targets)
@@ -171,7 +184,8 @@ def _prompt_logprobs(
         # A gather and no slice: XLA:GPU keeps loops that slice out of its command buffers.
         places = jnp.minimum(first + jnp.arange(chunk, dtype=jnp.int32), tokens - 1)
         chosen = jnp.maximum(targets[places], 0)
-        return token_logprobs(model.compute_logits(hidden[places]), chosen, max_logprobs)
+        logits = model.compute_logits(hidden[places])
+        return token_logprobs(logits, chosen, most_likely(logits), k=k, wants_more=wants_more)
 
     def compute() -> LogprobOutput:
         out = jax.lax.map(one_chunk, jnp.arange(0, tokens, chunk, dtype=jnp.int32))

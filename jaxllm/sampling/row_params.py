@@ -17,7 +17,7 @@ from jaxllm.sampling.logits_processor import (
     LogitsProcessor,
     encode_request,
 )
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 
 # Flags: what a row needs of the sampler. The step skips whatever no row of it needs.
 RANDOM = 1 << 0  # temperature above zero
@@ -26,6 +26,8 @@ BAD_WORDS = 1 << 2
 MIN_TOKENS = 1 << 3
 PENALTIES = 1 << 4
 LOGPROBS = 1 << 5
+MORE_LOGPROBS = 1 << 6  # of the step's own, more than the best token's
+MORE_PROMPT_LOGPROBS = 1 << 7
 _FIRST_PROCESSOR = 1 << 16
 _PROCESSORS = ((1 << MAX_LOGITS_PROCESSORS) - 1) * _FIRST_PROCESSOR
 
@@ -86,7 +88,13 @@ def request_flags(params: SamplingParams) -> int:
             or params.repetition_penalty != 1
         )
         | LOGPROBS * (params.logprobs is not None)
+        | MORE_LOGPROBS * _wants_more(params.logprobs)
+        | MORE_PROMPT_LOGPROBS * _wants_more(params.prompt_logprobs)
     )
+
+
+def _wants_more(num_logprobs: int | None) -> bool:
+    return 1 < (num_logprobs or 0) <= MAX_STEP_LOGPROBS
 
 
 def encode(

@@ -14,7 +14,7 @@ from jaxllm.sampling.slot_state import SlotState, slot_row, write_slot
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.schedule import Admission
 
-MAX_LOGPROBS = 4
+NUM_LOGPROBS = 4
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def _program(processors):
             output_index=output_index,
             positions=positions,
             state=state,
-            max_logprobs=MAX_LOGPROBS,
+            num_logprobs=NUM_LOGPROBS,
             processors=processors,
         )
 

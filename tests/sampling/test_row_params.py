@@ -65,6 +65,12 @@ def test_values_below_float32_stay_on():
         ({"frequency_penalty": -0.1}, row_params.PENALTIES),
         ({"repetition_penalty": 1.1}, row_params.PENALTIES),
         ({"logprobs": 0}, row_params.LOGPROBS),
+        ({"logprobs": 1}, row_params.LOGPROBS),
+        ({"logprobs": 2}, row_params.LOGPROBS | row_params.MORE_LOGPROBS),
+        ({"logprobs": 20}, row_params.LOGPROBS | row_params.MORE_LOGPROBS),
+        ({"logprobs": 21}, row_params.LOGPROBS),
+        ({"prompt_logprobs": 1}, 0),
+        ({"prompt_logprobs": 20}, row_params.MORE_PROMPT_LOGPROBS),
         ({"logit_bias": {}}, 0),
     ],
 )

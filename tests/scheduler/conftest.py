@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from jaxllm.messages import EngineOutput, EngineRequest, FinishReason, PositionLogprobs
+from jaxllm.messages import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PositionLogprobs,
+    RequestStats,
+)
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
@@ -164,7 +170,10 @@ class FakeDevice:
     def no_logprobs(positions: int) -> LogprobArrays:
         shape = (positions, 1 + NUM_LOGPROBS)
         return LogprobArrays(
-            np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.ones(positions, np.int32)
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
+            np.ones(positions, np.int32),
+            np.zeros(positions, np.float32),
         )
 
 
@@ -176,6 +185,7 @@ class Received:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    stats: list[RequestStats] = field(default_factory=list)
     last: EngineOutput | None = None
 
     @property
@@ -187,6 +197,8 @@ class Received:
         self.token_ids += output.new_token_ids
         self.logprobs += output.new_logprobs or []
         self.prompt_logprobs += output.new_prompt_logprobs or []
+        if output.stats is not None:
+            self.stats.append(output.stats)
         self.last = output
 
     def verify(self) -> None:
