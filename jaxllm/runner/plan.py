@@ -265,7 +265,7 @@ def make_plan(
     vocab_size = architecture.vocab_size
     max_logprobs = model.max_logprobs
     max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
-    slots = SlotState.abstract(max_num_seqs, num_logits // num_shards)
+    slots = SlotState.abstract(max_num_seqs, num_logits // num_shards, max_model_len)
     # Sampler state; and logprobs, an id and a value each, of the steps running and the next.
     sampler_bytes = sum(map(_nbytes, jax.tree.leaves(slots)))
     sampler_bytes += (1 + len(meshes)) * max_num_batched_tokens * (1 + max_logprobs) * 8
