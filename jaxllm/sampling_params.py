@@ -28,7 +28,7 @@ class Limits:
     MAX_BAD_WORD_CHARS = 1024
     MAX_BAD_WORDS = 128  # token sequences after tokenisation; sampler table
     MAX_BAD_WORD_TOKENS = 16  # sampler table
-    MAX_LOGIT_BIAS = 65536
+    MAX_LOGIT_BIAS = 1024  # sampler table
     MAX_SALT_CHARS = 128
 
 

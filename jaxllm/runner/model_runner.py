@@ -106,7 +106,7 @@ class ModelRunner:
         start = time.perf_counter()
         for admission in schedule.admissions:
             self._packer.admit(admission)
-            row = slot_row(admission, self._plan.num_logits)
+            row = slot_row(admission, self._plan.num_logits, self._plan.max_model_len)
             if row is not None:
                 self._model.write_slot(admission.slot, row)
         packed = self._packer.pack(schedule)

@@ -288,6 +288,7 @@ def make_plan(
         num_rows=max_num_seqs,
         num_logits=num_logits,
         max_logprobs=max_logprobs,
+        max_model_len=max_model_len,
     )
     num_blocks = min(
         size_kv_cache(

@@ -121,7 +121,7 @@ def declare_stage_programs(
             _write_slot,
             state,
             place(jax.ShapeDtypeStruct((), np.int32), everywhere),
-            place(SlotRow.abstract(plan.num_logits), everywhere),
+            place(SlotRow.abstract(plan.num_logits, plan.max_model_len), everywhere),
             donate=(0,),
             out_shardings=kept,
         )

@@ -97,6 +97,7 @@ def sampling_bytes(
     num_rows: int,
     num_logits: int,
     max_logprobs: int,
+    max_model_len: int,
 ) -> int:
     """What sampling keeps on each device: the state of the slots; and what the steps under way, and
     the next one, leave for the host."""

@@ -15,6 +15,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.schedule import Admission
 
 NUM_LOGPROBS = 4
+MAX_MODEL_LEN = 100_000
 
 
 @functools.cache
@@ -46,7 +47,7 @@ class SamplerDriver:
         rng = np.random.default_rng(99)
         self.state = jax.tree.map(
             lambda leaf: jnp.asarray(rng.integers(0, 9, leaf.shape).astype(leaf.dtype)),
-            SlotState.abstract(num_slots, vocab_size),
+            SlotState.abstract(num_slots, vocab_size, MAX_MODEL_LEN),
         )
         columns = row_params.num_columns(processors)
         self.columns = np.zeros((num_slots, columns), np.int32)
@@ -76,7 +77,7 @@ class SamplerDriver:
         self.columns[slot] = row_params.encode(params, seed, self.processors)
         self.num_outputs[slot] = len(output)
         self.lengths[slot] = len(prompt) + len(output)
-        row = slot_row(admission, self.vocab_size)
+        row = slot_row(admission, self.vocab_size, MAX_MODEL_LEN)
         if row is not None:
             self.state = _write_slot(self.state, np.int32(slot), row)
 

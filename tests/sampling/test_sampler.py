@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.sampling.logits_processor import LogitsProcessor
+from jaxllm.sampling.slot_state import MAX_COUNT
 from jaxllm.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -116,6 +117,26 @@ def test_greedy_rows_take_the_best_of_the_adjusted_logits(driver, rng):
         assert tokens.tolist() == wanted
         for request, token in zip(batch, tokens, strict=True):
             request.output.append(int(token))
+
+
+def test_penalties_are_exact_where_counts_outgrow_their_table(driver):
+    params = SamplingParams(temperature=0, frequency_penalty=0.001, repetition_penalty=1.5)
+    # One short of the largest count, and one short of the largest after a whole round.
+    long = Request(params, output=[3] * MAX_COUNT + [4] * (2 * MAX_COUNT + 1))
+    sampler = driver(VOCAB, SLOTS)
+    long.admit(sampler, 2)
+    other = Request(params, output=[3])
+    other.admit(sampler, 0)
+    for token, rival in [(3, 5), (4, 6), (3, 7), (4, 8)]:
+        logits = np.linspace(0, 1, VOCAB)
+        logits[token] = 150.0
+        penalised = long.adjusted(logits)[token]
+        logits[rival] = penalised - 0.0005
+        assert sampler.step([logits, logits], [2, 0]).tokens.tolist() == [token, token]
+        long.output.append(token)
+        # Now it has come once more, which makes the rival the better one.
+        assert sampler.step([logits, logits], [2, 0]).tokens.tolist() == [rival, token]
+        long.output.append(rival)
 
 
 def test_random_rows_follow_the_distribution_of_the_model(driver, rng):

@@ -42,7 +42,7 @@ def tool(**more):
             COMPLETIONS,
             "logit_bias",
             {str(token): 1 for token in range(65537)},
-            "logit_bias='65537 entries': at most 65536",
+            "logit_bias='1025 entries': at most 1024",
         ),
         (COMPLETIONS, "allowed_token_ids", list(range(500)), "ids of this model are below"),
         (COMPLETIONS, "logprobs", 21, "logprobs=21: the engine gives at most max_logprobs=20"),
