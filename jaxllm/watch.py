@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 # How often it is looked, and said that the process lives.
 LOOK_S = 1.0
 # Between two looks of a process that runs there is no more than this.
-_AWAY_S = 3.0
+AWAY_S = 3.0
 # So many times the limit of a step is that of what takes long by its nature.
 PATIENCE = 12
 
@@ -43,7 +43,7 @@ class Silence:
         now = self._clock()
         since = now - self._looked
         self._looked = now
-        self.seconds = self.seconds + since if since < _AWAY_S else 0.0
+        self.seconds = self.seconds + since if since < AWAY_S else 0.0
         return 0 < self.limit_s < self.seconds
 
 

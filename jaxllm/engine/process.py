@@ -2,7 +2,8 @@
 
 Standard input brings the Assignment and then nothing more: its end means that the parent is gone,
 however that came about, and this process with it. Ends of the process are the parent's to decide,
-so signals that reach the whole group are ignored.
+so signals that reach the whole group are ignored. Beside the loop a watch tells frontends that the
+process lives, and ends it when the loop or a device of its hangs.
 """
 
 import gc

@@ -213,6 +213,10 @@ def test_a_stopped_engine_is_given_up_and_its_process_ended(options):
         endless = SamplingParams(max_tokens=200, ignore_eos=True)
         stream = engine.generate("a", endless, "a")
         await anext(stream)
+        await engine.abort("a")
+        await asyncio.sleep(3.5)  # an engine that is idle says so
+        stream = engine.generate("b", endless, "b")
+        await anext(stream)
         os.kill(engine._process.pid, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="hangs: it has given no sign of life"):
             await anext_until_end(stream)
