@@ -189,6 +189,22 @@ class ProfilerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LivenessConfig:
+    """Signs of life, of servers and run-batch"""
+
+    engine_iteration_timeout: float = option(
+        300.0,
+        "Seconds that a step may take before the engine is taken to hang, and ends; twelve times "
+        "as long with enforce_eager, to sleep, to wake up and for profiles. 0 is no limit.",
+    )
+    engine_heartbeat_timeout: float = option(
+        60.0,
+        "Seconds without a sign of life after which a server kills the engine's process; twelve "
+        "times as long while it starts. 0 is no limit, as for one in a debugger.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All that a user asks of an engine."""
 
@@ -199,6 +215,7 @@ class EngineConfig:
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     profiler: ProfilerConfig = ProfilerConfig()
+    liveness: LivenessConfig = LivenessConfig()
 
     @classmethod
     def create(cls, model: str | os.PathLike[str] | None = None, **options: Any) -> "EngineConfig":
@@ -252,6 +269,10 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        for name, low in (("engine_iteration_timeout", 1), ("engine_heartbeat_timeout", 3)):
+            seconds = self.get(name)
+            if seconds != 0 and not low <= seconds < math.inf:
+                raise refused(name, seconds, f"give at least {low} seconds, or 0 for no limit")
         tokens, seqs = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             raise ValidationError(
@@ -302,7 +323,6 @@ _LOWEST = {
     "max_num_batched_tokens": 1,
     "long_prefill_token_threshold": 0,
 }
-
 
 # vLLM's arguments for what we do not have, and the values at which they ask for nothing. Statistics
 # are always kept and never logged, whatever disable_log_stats says.

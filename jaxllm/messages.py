@@ -279,13 +279,17 @@ class Returned(msgspec.Struct, tag=True):
     failure: Failure | None = None
 
 
+class Beat(msgspec.Struct, tag=True):
+    """The engine's process lives."""
+
+
 class Dead(msgspec.Struct, tag=True):
     """The engine has ended, and why."""
 
     failure: Failure
 
 
-FromEngine = Ready | Outputs | Returned | Dead
+FromEngine = Ready | Outputs | Returned | Beat | Dead
 
 # ---- engine -> user
 

@@ -23,6 +23,8 @@ _MAY_CHANGE = {
     "distributed_executor_backend",
     "download_dir",
     "enforce_eager",
+    "engine_heartbeat_timeout",
+    "engine_iteration_timeout",
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
     "long_prefill_token_threshold",

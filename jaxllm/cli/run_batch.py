@@ -30,6 +30,7 @@ directory must survive what kills the run.
 
 exit status:
   0    every line has its result
+  1    the engine hangs, or one of its hosts is gone; the same command goes on
   2    an error, which is printed; what was finished is kept
   {EXIT_STOPPED}   stopped by a signal; the same command goes on"""
 

@@ -17,6 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxllm_kernels.compat import without_source_locations
 
 from jaxllm.errors import OutOfMemoryError
+from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
 from jaxllm.runner.memory import format_bytes
 
@@ -116,6 +117,7 @@ class Programs:
         if compiled is None:
             compiled = self._load(key) or self._compile(key, self._programs[key].lower())
             self._compiled[key] = compiled
+            trim_heap()
         return compiled
 
     def compile_all(self) -> CompileReport:
@@ -133,6 +135,7 @@ class Programs:
             }
             self._compiled |= stored | {key: future.result() for key, future in pending.items()}
         num_stored = len(missing) - len(pending)
+        trim_heap()  # the compiler has needed much more than it leaves
         sizes = [compiled.memory_analysis() for compiled in self._compiled.values()]
         sizes = [size for size in sizes if size is not None]
         return CompileReport(

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
@@ -176,6 +177,7 @@ class ModelRunner:
             format_bytes(_local_bytes(states)),
             format_bytes(peak_host_bytes()),
         )
+        trim_heap()  # what was on its way from files to devices
         return self._placed(list(map(jax.tree.leaves, states)))
 
     def _placed(self, weights: list[list[jax.Array]]) -> list[list[jax.Array]]:

@@ -101,9 +101,8 @@ def sampling_bytes(
 ) -> int:
     """What sampling keeps on each device: the state of the slots; and what the steps under way, and
     the next one, leave for the host."""
-    tables = jax.tree.leaves(
-        SlotState.abstract(num_rows, num_logits // num_pieces(mesh, ("vocab",)))
-    )
+    of_device = num_logits // num_pieces(mesh, ("vocab",))
+    tables = jax.tree.leaves(SlotState.abstract(num_rows, of_device, max_model_len))
     in_slots = sum(table.size * table.dtype.itemsize for table in tables)
     # An id and a value of each logprob, a rank and a normaliser of each position.
     of_position = 8 * (1 + min(max_logprobs, MAX_STEP_LOGPROBS)) + 8

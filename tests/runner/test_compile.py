@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.runner import compile
 from jaxllm.runner.compile import Program, Programs, compilation_counter
 from jaxllm.runner.jax_setup import use_compilation_cache
 
@@ -51,6 +52,19 @@ def test_program_is_compiled_when_first_needed_if_not_at_start(cache):
     assert compilation_counter.compiles == before + 1
     compiled["double"](np.ones(4, np.float32))
     assert compilation_counter.compiles == before + 1
+
+
+def test_what_the_compiler_has_freed_is_given_back_whenever_it_has_run(cache, monkeypatch):
+    trimmed = []
+    monkeypatch.setattr(compile, "trim_heap", lambda: trimmed.append(compilation_counter.compiles))
+    before = compilation_counter.compiles
+    at_start, when_needed = programs(offset=2.0), programs(offset=3.0)
+    at_start.compile_all()
+    for name in ("double", "triple"):
+        at_start[name](np.ones(4, np.float32))
+        when_needed[name](np.ones(4, np.float32))
+        when_needed[name](np.ones(4, np.float32))
+    assert trimmed == [before + 2, before + 3, before + 4]
 
 
 def test_wrong_shape_is_an_error_and_no_compilation(cache):

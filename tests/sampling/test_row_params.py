@@ -58,7 +58,7 @@ def test_values_below_float32_stay_on():
     ("fields", "flag"),
     [
         ({"logit_bias": {1: 1.0}}, row_params.LOGIT_BIAS),
-        ({"allowed_token_ids": [1]}, row_params.LOGIT_BIAS),
+        ({"allowed_token_ids": [1]}, row_params.ALLOWED_IDS),
         ({"bad_words": ["a"]}, row_params.BAD_WORDS),
         ({"min_tokens": 1}, row_params.MIN_TOKENS),
         ({"presence_penalty": 0.1}, row_params.PENALTIES),
