@@ -41,7 +41,10 @@ def resolve_model_dir(
         return shipped
     local = Path(model).expanduser()
     if local.is_dir():
+        _refuse_gguf(local)
         return local
+    if local.is_file():
+        raise CheckpointError(f"model {model!r} is {_of_file(local)}")
     if local.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise CheckpointError(
             f"model {model!r}: there is no such directory, and it is not the name of a model on "
@@ -68,6 +71,26 @@ def resolve_model_dir(
             f"model {model!r} is neither a local directory nor could it be fetched from the hub: "
             f"{reason}"
         ) from error
+
+
+_NO_GGUF = (
+    "GGUF is not supported yet; give the directory, or the name on the hub, of the checkpoint in "
+    "safetensors that it was made of"
+)
+
+
+def _refuse_gguf(directory: Path) -> None:
+    """One that has nothing else has no tokenizer of ours either, of which the error would be."""
+    names = [file.name for file in directory.iterdir()]
+    gguf = sorted(name for name in names if name.endswith(".gguf"))
+    if gguf and not any(name.endswith(".safetensors") for name in names):
+        raise CheckpointError(f"{directory} has its weights in {some_of(gguf)}: {_NO_GGUF}")
+
+
+def _of_file(path: Path) -> str:
+    if path.suffix == ".gguf":
+        return f"a file: {_NO_GGUF}"
+    return f"a file; give its directory, {str(path.parent)!r}, if that has a config.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
