@@ -40,6 +40,10 @@ def not_utf8(where: object, error: UnicodeDecodeError) -> ValidationError:
     )
 
 
+class UnauthorizedError(JaxLLMError):
+    """A server wants a key, or another one than it was given."""
+
+
 class CheckpointError(JaxLLMError):
     """The checkpoint on disk is missing something, damaged or contradicts its config."""
 

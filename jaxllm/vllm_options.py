@@ -152,5 +152,6 @@ def option_of_flag(flag: str) -> str:
     """The option that a flag sets: --no-enable-lora, --enable-lora=x, --foo.bar."""
     flag = flag.partition("=")[0].partition(".")[0]
     if not flag.startswith("--"):
+        flag = "-cc" if flag.startswith("-O") else flag  # a level of it
         return SHORT_NAMES.get(flag.removeprefix("-"), "")
     return flag.removeprefix("--").removeprefix("no-").replace("-", "_")

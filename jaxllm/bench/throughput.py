@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.bench.datasets import BenchRequest, make_requests
+from jaxllm.bench.lengths import decided
 from jaxllm.bench.options import DatasetOptions
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ValidationError
@@ -24,6 +25,7 @@ def bench_throughput(
     if use_async_engine:
         return asyncio.run(_through_async_engine(config, data, n))
     llm = LLM.from_engine_args(config)
+    data = decided(data, llm.llm_engine.info.max_model_len)
     requests = make_requests(data, _tokenizer(llm.llm_engine.tokenizer))
     params = [_sampling(request, n) for request in requests]
     prompts = [request.prompt for request in requests]
@@ -38,6 +40,7 @@ async def _through_async_engine(
 ) -> dict[str, Any]:
     engine = AsyncLLMEngine(config)
     try:
+        data = decided(data, engine.info.max_model_len)
         requests = make_requests(data, _tokenizer(engine.tokenizer))
 
         async def answer(number: int, request: BenchRequest) -> RequestOutput:

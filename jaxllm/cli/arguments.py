@@ -148,7 +148,13 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, url: str | None = N
     group.add_argument(
         "--model-name", metavar="TEXT", help="The server's model. Default: the first that it lists."
     )
-    group.add_argument("--api-key", metavar="TEXT", help="What the server wants as its key.")
+    group.add_argument(
+        "--api-key",
+        metavar="TEXT",
+        help="What the server wants as its key. Default: what OPENAI_API_KEY says. Other users of "
+        "the machine can see flags, but no files or environment.",
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="File with the key.")
 
 
 def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:

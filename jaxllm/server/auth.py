@@ -9,7 +9,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, not_utf8
 from jaxllm.server.errors import HTTPError, error_response
 from jaxllm.server.options import ServerOptions, check_key
 from jaxllm.server.page.routes import PAGE_PATHS
@@ -75,7 +75,11 @@ def read_keys(options: ServerOptions) -> Keys:
 def _all_keys(name: str, of_flags: Sequence[str], path: str | None) -> tuple[str, ...]:
     if path is None:
         return tuple(of_flags)
-    of_file = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, error) from None
+    of_file = [line.strip() for line in lines if line.strip()]
     if not of_file:
         # A server without a key would be open to everybody.
         raise ValidationError(f"{name}={path!r}: it has no keys")
