@@ -14,6 +14,7 @@ from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.llm import LLM
 from jaxllm.messages import RequestOutput
+from jaxllm.plural import counted
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -79,7 +80,9 @@ def _result(outputs: Sequence[RequestOutput], seconds: float) -> dict[str, Any]:
     answers = [answer for output in outputs for answer in output.outputs]
     failed = [answer for answer in answers if answer.finish_reason in ("error", "abort")]
     if failed:
-        raise JaxLLMError(f"{len(failed)} answers ended in an error: {failed[0].stop_reason}")
+        raise JaxLLMError(
+            f"{counted(len(failed), 'answer')} ended in an error: {failed[0].stop_reason}"
+        )
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(answer.token_ids) for answer in answers)
     return {

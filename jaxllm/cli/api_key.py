@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jaxllm.errors import UnauthorizedError, ValidationError, not_utf8
+from jaxllm.plural import counted
 
 Result = TypeVar("Result")
 
@@ -43,7 +44,9 @@ def _given(key: str | None, file: str | None) -> str | None:
     except UnicodeDecodeError as error:
         raise not_utf8(file, error) from None
     if len(lines) != 1:
-        raise ValidationError(f"{file}: it has {len(lines)} keys; one is wanted, on a line alone")
+        raise ValidationError(
+            f"{file}: it has {counted(len(lines), 'key')}; one is wanted, on a line alone"
+        )
     return lines[0]
 
 

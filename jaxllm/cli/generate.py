@@ -18,6 +18,7 @@ from jaxllm.cli.arguments import (
 )
 from jaxllm.errors import JaxLLMError, ValidationError, not_utf8
 from jaxllm.messages import PromptType, RequestOutput
+from jaxllm.plural import counted
 from jaxllm.sampling_params import SamplingParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -71,7 +72,9 @@ def run(args: argparse.Namespace) -> None:
         print("\n\n".join(as_text(output, dim=sys.stdout.isatty()) for output in outputs))
     failed = [a for output in outputs for a in output.outputs if a.finish_reason == "error"]
     if failed:
-        raise JaxLLMError(f"{len(failed)} answers ended in an error: {failed[0].stop_reason}")
+        raise JaxLLMError(
+            f"{counted(len(failed), 'answer')} ended in an error: {failed[0].stop_reason}"
+        )
 
 
 class Prompt(NamedTuple):

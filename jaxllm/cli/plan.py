@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,10 +139,7 @@ def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) ->
     num_shards = max(1, len(devices) // options.get("pipeline_parallel_size", 1))
     config = EngineConfig.create(**{"tensor_parallel_size": num_shards, **options})
 
-    def show(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
+    logger.info("planning for %s", name)
     plan = plan_engine(config, devices)
     writer = BundleWriter(Path(args.out), plan) if args.out else None
     with without_compilation_cache() if writer else contextlib.nullcontext():
@@ -151,10 +147,8 @@ def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) ->
             plan,
             context=args.context,
             all_programs=args.all_programs or writer is not None,
-            on_program=lambda program: show(f"compiling {program} for {name} ..."),
             on_compiled=writer.add if writer else lambda key, compiled: None,
         )
-    show("")
     if writer:
         logger.info("bundle %s", writer.finish())
     return report

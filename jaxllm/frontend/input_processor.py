@@ -19,6 +19,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo, EngineRequest, PromptType
+from jaxllm.plural import counted
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
 from jaxllm.sampling_params import Limits, SamplingParams, check_is_text
 
@@ -280,7 +281,7 @@ class InputProcessor:
                     raise refused(
                         "bad_words",
                         word,
-                        f"it is {len(ids)} tokens long; between 1 and "
+                        f"it is {counted(len(ids), 'token')} long; between 1 and "
                         f"{Limits.MAX_BAD_WORD_TOKENS} are allowed",
                     )
                 self._check_in_vocabulary("bad_words", ids)

@@ -15,6 +15,7 @@ from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.models.part import ModelPart
 from jaxllm.parallel.sharding import make_mesh
+from jaxllm.plural import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class StagePlan:
 def stage_meshes(devices: Sequence[Device], parallel: ParallelConfig) -> list[Mesh]:
     """A mesh for each stage: neighbours, in the order of the devices."""
     size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    what = f"there are {len(devices)} devices ({devices[0].device_kind})"
+    what = f"there {'is' if len(devices) == 1 else 'are'} {counted(len(devices), 'device')} ({devices[0].device_kind})"
     if size > len(devices):
         raise ValidationError(
             f"tensor_parallel_size={size}, but {what}; lower it",

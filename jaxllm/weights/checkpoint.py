@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxllm import bundled
 from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.plural import counted
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -216,7 +217,7 @@ def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{index} lists {len(wrong)} tensors that are not where it says: {some_of(wrong)}"
+            f"{index} lists {counted(len(wrong), 'tensor')} not where it says: {some_of(wrong)}"
         )
 
 

@@ -22,6 +22,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.checkpoint_names import CheckpointNames
 from jaxllm.models.decoder import DecoderForCausalLM
 from jaxllm.parallel.sharding import Axes, Part, is_cut, make_mesh, sharding
+from jaxllm.plural import counted
 from jaxllm.weights.checkpoint import Checkpoint, some_of
 
 _ELEMENTS_AT_ONCE = 1 << 22  # that are read or compared
@@ -153,7 +154,7 @@ def _check_names(
     unknown = sorted(name for name in extra if name not in names.copies)
     if unknown:
         raise CheckpointError(
-            f"the checkpoint has {len(unknown)} tensors that config.json has no place for: "
+            f"the checkpoint has {counted(len(unknown), 'tensor')} that config.json has no place for: "
             f"{some_of(unknown)}; config and weights disagree"
         )
     assert len(wanted) == len(set(wanted)), "a tensor is named twice"
@@ -182,7 +183,7 @@ def _check_shapes(
                 wrong.append(f"{source} {wanted}, where the checkpoint has {shape}")
     if wrong:
         raise CheckpointError(
-            f"config and weights disagree in {len(wrong)} shapes; config.json asks for {wrong[0]}"
+            f"config and weights disagree in {counted(len(wrong), 'shape')}; config.json asks for {wrong[0]}"
         )
 
 

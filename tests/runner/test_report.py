@@ -12,6 +12,7 @@ from jaxllm.cli.main import main
 from jaxllm.cli.plan import as_text
 from jaxllm.config import EngineArgs
 from jaxllm.runner.plan import make_plan
+from jaxllm.runner.programs import declare_programs, make_packer
 from jaxllm.runner.report import report_plan, step_bound
 from jaxllm.testing import make_tiny_checkpoint
 
@@ -110,6 +111,15 @@ def test_a_pipeline_is_reported_by_stages_and_its_slowest_one_sets_the_pace(mode
 def test_what_cannot_be_planned_is_refused(arguments, message, model_dir, capsys):
     assert main(["plan", model_dir, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_as_many_programs_are_said_as_there_are(model_dir):
+    for num_stages in (1, 2):
+        config = EngineArgs(model_dir, max_num_seqs=4, pipeline_parallel_size=num_stages)
+        plan = make_plan(config, jax.devices()[:1] * num_stages)
+        declared = declare_programs(plan, make_packer(plan).layouts)
+        assert plan.num_programs == len(declared)
+        assert f"{len(declared)} programs, with steps of " in plan.summary()
 
 
 def test_a_config_may_have_any_name(model_dir, tmp_path, capsys):

@@ -131,7 +131,7 @@ def test_interrupt_stops_the_answer_and_not_the_program(host, client, monkeypatc
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--api-key=wrong"], "status 401: an API key is needed"),
+        (["--api-key=wrong"], "an API key is needed"),
         (["--api-key=right", "--model-name=other"], "status 404: "),
         (["--api-key=right", "--logit-bias", '{"99999": 1}'], "status 400: logit_bias"),
     ],

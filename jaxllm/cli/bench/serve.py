@@ -53,4 +53,6 @@ def run(args: argparse.Namespace) -> None:
 
         plot(report.plot, measured.outcomes)
     if not result["completed"]:
-        raise JaxLLMError(f"all {result['failed']} requests failed: {measured.outcomes[0].error}")
+        raise JaxLLMError(
+            f"no request was answered, of {result['failed']}: {measured.outcomes[0].error}"
+        )
