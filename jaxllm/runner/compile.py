@@ -85,7 +85,8 @@ class CompileReport:
     def __str__(self) -> str:
         loaded = f", {self.num_loaded} from the bundle" if self.num_loaded else ""
         return (
-            f"{counted(self.num_programs, 'program')} in {self.seconds:.1f} s: {self.num_compiled} compiled, "
+            f"{counted(self.num_programs, 'program')} in {self.seconds:.1f} s: "
+            f"{self.num_compiled} compiled, "
             f"{self.cache_hits} from the compilation cache{loaded}; largest temporary "
             f"{format_bytes(self.largest_temp_bytes)}, code {format_bytes(self.code_bytes)}"
         )

@@ -164,14 +164,16 @@ class EnginePlan:
         tokens = self.num_blocks * self.block_size
         stages = f" in {len(self.stages)} stages" if len(self.stages) > 1 else ""
         return (
-            f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, {jnp.dtype(self.dtype).name} on "
-            f"{self.chip.name}; weights {format_bytes(self.weights_bytes)}; attention "
+            f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
+            f"{jnp.dtype(self.dtype).name} on {self.chip.name}; "
+            f"weights {format_bytes(self.weights_bytes)}; attention "
             f"{self.attention.name!r}{', native products' if self.matmul is not XLA else ''}\n"
             f"KV cache {format_bytes(self.kv_cache_bytes)}: {self.num_blocks} blocks of "
-            f"{self.block_size} = {tokens} tokens, room for {tokens // self.max_model_len} "
-            f"requests of max_model_len={self.max_model_len} "
-            f"(max_num_seqs={self.max_num_seqs})\n"
-            f"{counted(self.num_programs, 'program')}, with steps of {', '.join(map(str, self.buckets))}"
+            f"{self.block_size} = {tokens} tokens, room for "
+            f"{counted(tokens // self.max_model_len, 'request')} of "
+            f"max_model_len={self.max_model_len} (max_num_seqs={self.max_num_seqs})\n"
+            f"{counted(self.num_programs, 'program')}, "
+            f"with steps of {', '.join(map(str, self.buckets))}"
         )
 
     @property

@@ -38,7 +38,8 @@ class StagePlan:
 def stage_meshes(devices: Sequence[Device], parallel: ParallelConfig) -> list[Mesh]:
     """A mesh for each stage: neighbours, in the order of the devices."""
     size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    what = f"there {'is' if len(devices) == 1 else 'are'} {counted(len(devices), 'device')} ({devices[0].device_kind})"
+    is_there = "there is" if len(devices) == 1 else "there are"
+    what = f"{is_there} {counted(len(devices), 'device')} ({devices[0].device_kind})"
     if size > len(devices):
         raise ValidationError(
             f"tensor_parallel_size={size}, but {what}; lower it",

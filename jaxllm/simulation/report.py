@@ -100,8 +100,10 @@ def as_text(name: str, summary: Summary) -> str:
     """A page about one run."""
     header = "".join(f"{f'p{p}':>12}" for p in PERCENTILES)
     lines = [
-        f"{name}: {counted(summary.num_replicas, 'replica')} on {counted(summary.num_chips, 'chip')} (simulated)",
-        f"{counted(summary.completed, 'request')} in {summary.duration:,.1f} s, {summary.refused} refused",
+        f"{name}: {counted(summary.num_replicas, 'replica')} on "
+        f"{counted(summary.num_chips, 'chip')} (simulated)",
+        f"{counted(summary.completed, 'request')} in {summary.duration:,.1f} s, "
+        f"{summary.refused} refused",
         f"{summary.request_throughput:,.2f} requests/s, {summary.output_throughput:,.0f} output "
         f"tokens/s, {summary.total_token_throughput:,.0f} tokens/s with prompts",
         "",

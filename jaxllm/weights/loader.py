@@ -154,8 +154,8 @@ def _check_names(
     unknown = sorted(name for name in extra if name not in names.copies)
     if unknown:
         raise CheckpointError(
-            f"the checkpoint has {counted(len(unknown), 'tensor')} that config.json has no place for: "
-            f"{some_of(unknown)}; config and weights disagree"
+            f"the checkpoint has {counted(len(unknown), 'tensor')} that config.json has no place "
+            f"for: {some_of(unknown)}; config and weights disagree"
         )
     assert len(wanted) == len(set(wanted)), "a tensor is named twice"
     for name in extra:
@@ -183,7 +183,8 @@ def _check_shapes(
                 wrong.append(f"{source} {wanted}, where the checkpoint has {shape}")
     if wrong:
         raise CheckpointError(
-            f"config and weights disagree in {counted(len(wrong), 'shape')}; config.json asks for {wrong[0]}"
+            f"config and weights disagree in {counted(len(wrong), 'shape')}; config.json asks for "
+            f"{wrong[0]}"
         )
 
 
