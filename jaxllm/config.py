@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxllm import bundled
+from jaxllm import bundled, vllm_options
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
 
@@ -324,37 +324,18 @@ _LOWEST = {
     "long_prefill_token_threshold": 0,
 }
 
-# vLLM's arguments for what we do not have, and the values at which they ask for nothing. Statistics
-# are always kept and never logged, whatever disable_log_stats says.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_local_media_path": ("", None),
-    "convert": ("auto", "none"),
-    "cpu_offload_gb": (0,),
-    "disable_log_stats": (True, False),
-    "enable_expert_parallel": (False,),
-    "enable_lora": (False,),
-    "enable_sleep_mode": (False, True),  # every engine can sleep
-    "kv_cache_dtype": ("auto",),
-    "limit_mm_per_prompt": (None, {}),
-    "logprobs_mode": ("raw_logprobs",),
-    "mm_processor_kwargs": (None,),
-    "quantization": (None,),
-    "runner": ("auto", "generate"),
-    "speculative_config": (None,),
-    "tokenizer_mode": ("auto",),
-}
-
 
 def _without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what asks for nothing; refuse what asks for something that we do not have."""
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in vllm_options.NEUTRAL.items():
         if name in options and options[name] not in neutral:
             raise refused(
                 name,
                 options[name],
-                f"not supported yet; leave it out or give {' or '.join(map(repr, neutral))}",
+                f"{vllm_options.why_not(name)}; leave it out or give "
+                f"{' or '.join(map(repr, neutral))}",
             )
-    return {name: value for name, value in options.items() if name not in _NEUTRAL}
+    return {name: value for name, value in options.items() if name not in vllm_options.NEUTRAL}
 
 
 def _owners() -> dict[str, str]:
@@ -367,6 +348,8 @@ def _owners() -> dict[str, str]:
 
 
 def _unknown(name: str, known: Mapping[str, str]) -> str:
+    if (reason := vllm_options.why_not(name)) is not None:
+        return f"engine argument {name!r} is {reason}"
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(sorted(known))}"
     return f"unknown engine argument {name!r}; {hint}"

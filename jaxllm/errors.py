@@ -40,6 +40,17 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def not_utf8(where: object, error: UnicodeDecodeError) -> ValidationError:
+    """The error for text that is in another encoding: where, and from which byte on."""
+    return ValidationError(
+        f"{where}: not UTF-8 at byte {error.start} ({error.reason}); convert the file"
+    )
+
+
+class UnauthorizedError(JaxLLMError):
+    """A server wants a key, or another one than it was given."""
+
+
 class CheckpointError(JaxLLMError):
     """The checkpoint on disk is missing something, damaged or contradicts its config."""
 

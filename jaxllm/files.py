@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxllm.errors import CheckpointError, ValidationError
+from jaxllm.errors import CheckpointError, ValidationError, not_utf8
 
 # The largest configs in use have a few hundred kilobytes.
 MAX_JSON_BYTES = 16 << 20
@@ -104,7 +104,7 @@ def read_given_text(path: str, *, wait_s: float = _PIPE_WAIT_S) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
+        raise not_utf8(path, error) from None
 
 
 def _read_all(descriptor: int, path: str, wait_s: float) -> bytes:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.bench.lengths import decided
 from jaxllm.bench.options import DatasetOptions
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, not_utf8
 from jaxllm.files import parse_json
 from jaxllm.frontend.tokenizer import Tokenizer
 
@@ -27,6 +28,7 @@ class BenchRequest:
 
 def make_requests(options: DatasetOptions, tokenizer: Tokenizer) -> list[BenchRequest]:
     """The requests that the options describe; the same for the same options."""
+    options = decided(options)
     rng = np.random.default_rng(options.seed)
     match options.dataset_name:
         case "random":
@@ -80,9 +82,9 @@ def _random(
 ) -> list[BenchRequest]:
     texts = RandomText(tokenizer, rng)
     prefix = texts.make(options.random_prefix_len)[0] if options.random_prefix_len else ""
-    mean = options.input_len or options.random_input_len
-    inputs = _lengths(mean, options, rng) + options.random_prefix_len
-    outputs = _lengths(options.output_len or options.random_output_len, options, rng)
+    assert options.random_input_len and options.random_output_len, "decided"
+    inputs = _lengths(options.random_input_len, options, rng) + options.random_prefix_len
+    outputs = _lengths(options.random_output_len, options, rng)
     return [
         BenchRequest(*texts.make(int(num_input), prefix), int(num_output))
         for num_input, num_output in zip(inputs, outputs, strict=True)
@@ -99,9 +101,14 @@ def _prefix_repetition(
 ) -> list[BenchRequest]:
     texts = RandomText(tokenizer, rng)
     num_prefixes = options.prefix_repetition_num_prefixes
-    prefixes = [texts.make(options.prefix_repetition_prefix_len)[0] for _ in range(num_prefixes)]
-    length = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
-    output_len = options.output_len or options.prefix_repetition_output_len
+    prefix_len, suffix_len = (
+        options.prefix_repetition_prefix_len,
+        options.prefix_repetition_suffix_len,
+    )
+    output_len = options.prefix_repetition_output_len
+    assert prefix_len and suffix_len and output_len, "decided"
+    prefixes = [texts.make(prefix_len)[0] for _ in range(num_prefixes)]
+    length = prefix_len + suffix_len
     requests = [
         BenchRequest(*texts.make(length, prefixes[i % num_prefixes]), output_len)
         for i in range(options.num_prompts)
@@ -155,4 +162,4 @@ def _text_of(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
+        raise not_utf8(path, error) from None

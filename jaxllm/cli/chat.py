@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _local_model(args: argparse.Namespace) -> ChatModel:
-    for name in ("model_name", "api_key"):
+    for name in ("model_name", "api_key", "api_key_file"):
         if getattr(args, name) is not None:
             raise ValidationError(f"{name} needs --url; give it, too")
     options = engine_options_from(args)

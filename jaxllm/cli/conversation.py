@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Protocol
 
-from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.errors import JaxLLMError, not_utf8
+from jaxllm.plural import counted
 
 Message = dict[str, str]  # role and content, as chat templates and servers take it
 
@@ -120,7 +121,7 @@ def converse(replier: Replier) -> None:
                 raise
             note("\nCtrl-D or /exit leaves.")
     if num_failed and not is_person:
-        raise JaxLLMError(f"{num_failed} lines had no answer")
+        raise JaxLLMError(f"{counted(num_failed, 'line')} had no answer")
 
 
 def answer(replier: Replier, line: str) -> None:
@@ -144,7 +145,7 @@ def _read_line(prompt: str) -> str:
     try:
         return input(prompt)
     except UnicodeDecodeError as error:
-        raise ValidationError(f"standard input: not UTF-8 ({error.reason})") from None
+        raise not_utf8("standard input", error) from None
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ from jaxllm.cli.arguments import (
     engine_options_from,
     sampling_params_from,
 )
-from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.errors import JaxLLMError, ValidationError, not_utf8
 from jaxllm.files import parse_json
 from jaxllm.messages import PromptType, RequestOutput
+from jaxllm.plural import counted
 from jaxllm.sampling_params import SamplingParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -71,7 +72,9 @@ def run(args: argparse.Namespace) -> None:
         print("\n\n".join(as_text(output, dim=sys.stdout.isatty()) for output in outputs))
     failed = [a for output in outputs for a in output.outputs if a.finish_reason == "error"]
     if failed:
-        raise JaxLLMError(f"{len(failed)} answers ended in an error: {failed[0].stop_reason}")
+        raise JaxLLMError(
+            f"{counted(len(failed), 'answer')} ended in an error: {failed[0].stop_reason}"
+        )
 
 
 class Prompt(NamedTuple):
@@ -87,7 +90,7 @@ def read_prompts(path: str) -> list[Prompt]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
+        raise not_utf8(path, error) from None
     prompts = []
     # Not splitlines: a form feed or a line separator of Unicode is part of a prompt.
     for number, line in enumerate(text.split("\n"), 1):

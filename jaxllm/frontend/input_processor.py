@@ -20,6 +20,7 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo, EngineRequest, PromptType
+from jaxllm.plural import counted
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
 from jaxllm.sampling_params import Limits, SamplingParams, check_is_text
 
@@ -177,7 +178,8 @@ class InputProcessor:
         if text is not None and not isinstance(text, str):
             raise refused("prompt", text, "it must be a string")
         if not token_ids:
-            raise refused("prompt", given, "it is empty; give at least one token")
+            empty = given if text is None else text
+            raise refused("prompt", empty, "it is empty; give at least one token")
         self._check_in_vocabulary("prompt_token_ids", token_ids)
         return text, token_ids, salt
 
@@ -190,13 +192,13 @@ class InputProcessor:
         params = params.clone()  # validates again: a field may have been assigned
         vocab_size, max_logprobs = self._info.vocab_size, self._info.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(params, name)
+            asked = wanted = getattr(params, name)
             if wanted == -1:
                 setattr(params, name, wanted := vocab_size)
             if wanted is not None and wanted > max_logprobs:
                 raise refused(
                     name,
-                    wanted,
+                    asked,
                     f"the engine gives at most max_logprobs={max_logprobs}; ask for fewer or "
                     f"start it with max_logprobs={wanted if wanted < vocab_size else -1}",
                 )
@@ -254,7 +256,7 @@ class InputProcessor:
                     raise refused(
                         "bad_words",
                         word,
-                        f"it is {len(ids)} tokens long; between 1 and "
+                        f"it is {counted(len(ids), 'token')} long; between 1 and "
                         f"{Limits.MAX_BAD_WORD_TOKENS} are allowed",
                     )
                 self._check_in_vocabulary("bad_words", ids)

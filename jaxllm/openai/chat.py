@@ -111,6 +111,12 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.params_over(served, max_tokens=most, logprobs=logprobs)
 
+    def names_of_fields(self, place: int | None) -> dict[str, str]:
+        names = {"logprobs": "top_logprobs", "prompt": "messages", "prompt_token_ids": "messages"}
+        if self.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
+        return super().names_of_fields(place) | names
+
     def answer(
         self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
     ) -> "ChatCompletion":

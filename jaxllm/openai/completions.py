@@ -51,7 +51,7 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         num = self.num_prompts
         if num > MAX_PROMPTS:
             raise refused("prompt", f"{num} prompts", f"at most {MAX_PROMPTS} are allowed")
-        return [self._prompt(one, served) for one in self._given]
+        return [self._prompt(place, one, served) for place, one in enumerate(self._given)]
 
     def sampling_params(self, served: ServedModel) -> SamplingParams:
         """With `echo` the prompt has logprobs, too."""
@@ -62,6 +62,15 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         if self.echo and self.prompt_logprobs is None:
             params["prompt_logprobs"] = self.logprobs
         return self.params_over(served, **params)
+
+    def names_of_fields(self, place: int | None) -> dict[str, str]:
+        name = "prompt" if place is None or not self._has_several else f"prompt[{place}]"
+        names = {"prompt": name, "prompt_token_ids": name}
+        if self.echo and self.prompt_logprobs is None:
+            names["prompt_logprobs"] = "logprobs"
+        if self.n in (None, 1):  # it is the prompts that are too many
+            names["n"] = "prompt"
+        return super().names_of_fields(place) | names
 
     def answer(
         self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
@@ -96,14 +105,17 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def _given(self) -> list[Any]:
+        return self.prompt if self._has_several else [self.prompt]
+
+    @property
+    def _has_several(self) -> bool:
         given = self.prompt
-        several = isinstance(given, list) and given and isinstance(given[0], str | list)
-        return given if several else [given]
+        return isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
 
     def _id(self, answer_id: str) -> str:
         return f"cmpl-{self.request_id or answer_id}"
 
-    def _prompt(self, given: object, served: ServedModel) -> PromptType:
+    def _prompt(self, place: int, given: object, served: ServedModel) -> PromptType:
         prompt: TextPrompt | TokensPrompt
         if isinstance(given, str):
             if self.add_special_tokens is False and served.tokenizer is not None:
@@ -116,7 +128,7 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
             prompt = TokensPrompt(prompt_token_ids=given)
         else:
             raise refused(
-                "prompt",
+                self.names_of_fields(place)["prompt"],
                 given,
                 "it must be a string, a list of token ids, or a list of several of these",
             )

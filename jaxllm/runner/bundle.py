@@ -19,6 +19,7 @@ import jax
 from jaxllm.errors import CheckpointError, JaxLLMError, refused
 from jaxllm.files import read_json
 from jaxllm.logging import init_logger
+from jaxllm.plural import counted
 from jaxllm.runner.identity import foreign_code, program_identity
 from jaxllm.runner.memory import format_bytes
 from jaxllm.runner.plan import EnginePlan
@@ -63,7 +64,7 @@ class BundleWriter:
         text = json.dumps(manifest, indent=1) + "\n"
         (self._directory / _MANIFEST).write_text(text, encoding="utf-8")
         size = sum(program["bytes"] for program in self._programs.values())
-        return f"{self._directory}: {len(self._programs)} programs, {format_bytes(size)}"
+        return f"{self._directory}: {counted(len(self._programs), 'program')}, {format_bytes(size)}"
 
 
 class Bundle:

@@ -42,6 +42,7 @@ from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR, num_pieces, sharding
+from jaxllm.plural import counted
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.generation_config import (
     read_default_sampling_params,
@@ -180,15 +181,23 @@ class EnginePlan:
         tokens = self.num_blocks * self.block_size
         stages = f" in {len(self.stages)} stages" if len(self.stages) > 1 else ""
         return (
-            f"{arch.name}, {arch.num_layers} layers{stages}, {jnp.dtype(self.dtype).name} on "
-            f"{self.chip.name}; weights {format_bytes(self.weights_bytes)}; attention "
+            f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
+            f"{jnp.dtype(self.dtype).name} on {self.chip.name}; "
+            f"weights {format_bytes(self.weights_bytes)}; attention "
             f"{self.attention.name!r}{', native products' if self.matmul is not XLA else ''}\n"
             f"KV cache {format_bytes(self.kv_cache_bytes)}: {self.num_blocks} blocks of "
-            f"{self.block_size} = {tokens} tokens, room for {tokens // self.max_model_len} "
-            f"requests of max_model_len={self.max_model_len} "
-            f"(max_num_seqs={self.max_num_seqs})\n"
-            f"{len(self.buckets)} programs: {', '.join(map(str, self.buckets))}"
+            f"{self.block_size} = {tokens} tokens, room for "
+            f"{counted(tokens // self.max_model_len, 'request')} of "
+            f"max_model_len={self.max_model_len} (max_num_seqs={self.max_num_seqs})\n"
+            f"{counted(self.num_programs, 'program')}, "
+            f"with steps of {', '.join(map(str, self.buckets))}"
         )
+
+    @property
+    def num_programs(self) -> int:
+        """Steps of every shape, and for the sampler's rows, block tables and state, of each stage
+        (see `programs`)."""
+        return sum(len(self.buckets) + 2 + stage.part.has_head for stage in self.stages)
 
 
 def replica_devices(config: EngineConfig, replica: int) -> Sequence[Device]:

@@ -13,6 +13,7 @@ from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.hlo import collectives, whole_array_copies
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.programs import declare_stage_programs, make_packer, program_key
+from jaxllm.runner.progress import CompileProgress
 from jaxllm.runner.roofline import Bound, Roofline
 from jaxllm.runner.stage_plan import StagePlan, activation_bytes, device_bytes
 from jaxllm.runner.state import DeviceState
@@ -109,32 +110,32 @@ def report_plan(
     *,
     context: int,
     all_programs: bool = True,
-    on_program: Callable[[str], None] = lambda name: None,
     on_compiled: Callable[[Hashable, jax.stages.Compiled], None] = lambda key, compiled: None,
 ) -> PlanReport:
     """Compile the programs of a plan, or the largest of each kind, for every stage, and let the
     caller see each. Rows have `context` tokens in the bounds."""
     layouts = make_packer(plan).layouts
+    wanted = None if all_programs else _largest_buckets(plan)
+    total = plan.num_programs if wanted is None else len(wanted) * len(plan.stages)
     stages, programs = [], []
-    for stage in plan.stages:
-        declared = declare_stage_programs(plan, stage, layouts)
-        num_programs = len(declared)
-        if not all_programs:
-            decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
-            mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
-            declared = {bucket: declared[bucket] for bucket in (decodes[-1], mixed[-1])}
-        compiled = []
-        for key, program in declared.items():
-            name = program_key(stage, key)
-            on_program(str(name))
-            start = time.perf_counter()
-            executable = program.compile(program.lower())
-            seconds = time.perf_counter() - start
-            on_compiled(name, executable)
-            arrays = [a for a in jax.tree.leaves(program.arguments[:2]) if a.dtype == plan.dtype]
-            compiled.append(_report_program(plan, stage, key, executable, seconds, arrays, context))
-        programs += compiled
-        stages.append(_report_stage(plan, stage, compiled, num_programs))
+    with CompileProgress(total) as progress:
+        for stage in plan.stages:
+            declared = declare_stage_programs(plan, stage, layouts)
+            compiled = []
+            for key in declared if wanted is None else wanted:
+                program, name = declared[key], program_key(stage, key)
+                with progress.compiling(name):
+                    start = time.perf_counter()
+                    executable = program.compile(program.lower())
+                    seconds = time.perf_counter() - start
+                on_compiled(name, executable)
+                arguments = jax.tree.leaves(program.arguments[:2])
+                arrays = [array for array in arguments if array.dtype == plan.dtype]
+                compiled.append(
+                    _report_program(plan, stage, key, executable, seconds, arrays, context)
+                )
+            programs += compiled
+            stages.append(_report_stage(plan, stage, compiled, len(declared)))
     fullest = max(stages, key=lambda stage: stage.used_bytes)
     num_rows = min(plan.max_num_seqs, plan.num_blocks * plan.block_size // context)
     rows_of_step = num_rows / min(len(plan.stages), max(num_rows, 1))
@@ -164,6 +165,13 @@ def report_plan(
         pace=pace,
         programs=programs,
     )
+
+
+def _largest_buckets(plan: EnginePlan) -> tuple[Bucket, Bucket]:
+    """Of decodes alone, and of steps with prompts in them."""
+    decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
+    mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
+    return decodes[-1], mixed[-1]
 
 
 def _report_program(

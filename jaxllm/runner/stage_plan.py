@@ -17,6 +17,7 @@ from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.models.part import ModelPart
 from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
+from jaxllm.plural import counted
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 
@@ -47,7 +48,8 @@ def device_bytes(array: jax.ShapeDtypeStruct) -> int:
 def stage_meshes(devices: Sequence[Device], parallel: ParallelConfig) -> list[Mesh]:
     """A mesh for each stage: neighbours, in the order of the devices."""
     size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    what = f"there are {len(devices)} devices ({devices[0].device_kind})"
+    is_there = "there is" if len(devices) == 1 else "there are"
+    what = f"{is_there} {counted(len(devices), 'device')} ({devices[0].device_kind})"
     if size > len(devices):
         raise ValidationError(
             f"tensor_parallel_size={size}, but {what}; lower it",

@@ -12,6 +12,7 @@ import jax
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.logging import init_logger
+from jaxllm.plural import counted
 from jaxllm.runner.compile import CompileReport, Programs
 from jaxllm.runner.jax_setup import set_up_jax
 from jaxllm.runner.memory import format_bytes
@@ -36,7 +37,7 @@ class WarmupReport:
         return "\n".join(
             [
                 *map(str, self.replicas),
-                f"compilation cache {self.cache_dir}: {self.num_files} files, "
+                f"compilation cache {self.cache_dir}: {counted(self.num_files, 'file')}, "
                 f"{format_bytes(self.num_bytes)}",
             ]
         )

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope
 
 from jaxllm.errors import ValidationError
 from jaxllm.files import is_nested_deeper
+from jaxllm.openai.wording import why_not_json
 from jaxllm.server.errors import Disconnected, HTTPError
 from jaxllm.server.options import ServerOptions
 
@@ -95,7 +96,8 @@ def decode_json(body: bytes, max_depth: int) -> Any:
     except RecursionError:
         raise _too_deep(max_depth) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValidationError(f"the body is not JSON: {error}", parameter="body") from None
+        why = why_not_json(body, error)
+        raise ValidationError(f"the body is not JSON: {why}", parameter="body") from None
     if is_nested_deeper(value, max_depth):
         raise _too_deep(max_depth)
     return value

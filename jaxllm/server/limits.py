@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxllm.errors import refused
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import UnavailableError
+from jaxllm.plural import counted
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.peers import Peers
 
@@ -22,7 +23,7 @@ class Admission:
     def __init__(
         self, max_answers: int | None, max_tokens: int | None, max_bytes: int, peers: Peers
     ):
-        self._max_answers = max_answers
+        self.max_answers = max_answers  # of one request, too
         self._max_tokens = max_tokens
         self._max_bytes = max_bytes
         self._peers = peers
@@ -63,14 +64,14 @@ class Admission:
     @contextlib.contextmanager
     def answers(self, num: int) -> Iterator[None]:
         """So many answers are under way within this context."""
-        if self._max_answers is not None and num > self._max_answers:
+        if self.max_answers is not None and num > self.max_answers:
             raise refused(
                 "n",
-                f"{num} answers",
-                f"one request may have at most {self._max_answers}; split it, or start the "
+                counted(num, "answer"),
+                f"one request may have at most {self.max_answers}; split it, or start the "
                 "server with a greater --max-queued-requests",
             )
-        self._admit(_ANSWERS, num, self._max_answers, "max_queued_requests")
+        self._admit(_ANSWERS, num, self.max_answers, "max_queued_requests")
         try:
             yield
         finally:
@@ -82,7 +83,7 @@ class Admission:
         if self._max_tokens is not None and num > self._max_tokens:
             raise refused(
                 "prompt",
-                f"{num} tokens",
+                counted(num, "token"),
                 f"one request may have at most {self._max_tokens}; split it, or start the "
                 "server with a greater --max-queued-tokens",
             )

@@ -47,7 +47,10 @@ class RunOptions:
     """Run"""
 
     steps: int | None = option(None, "End after this many steps.")
-    minutes: float | None = option(None, "End after this many minutes of training.")
+    minutes: float | None = option(
+        None,
+        "End after this many minutes, with all that a run does: also to prepare and to export.",
+    )
     batch_size: int = option(2, "Rows of a step.")
     context: int = option(1024, "Tokens of a row.")
     learning_rate: float = option(1.5e-3, "Highest learning rate.")

@@ -19,6 +19,7 @@ import numpy as np
 from jaxllm import bundled
 from jaxllm.errors import CheckpointError, UnsupportedModelError
 from jaxllm.files import open_regular, read_json
+from jaxllm.plural import counted
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -47,7 +48,10 @@ def resolve_model_dir(
         return shipped
     local = Path(model).expanduser()
     if local.is_dir():
+        _refuse_gguf(local)
         return local
+    if local.is_file():
+        raise CheckpointError(f"model {model!r} is {_of_file(local)}")
     if local.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise CheckpointError(
             f"model {model!r}: there is no such directory, and it is not the name of a model on "
@@ -74,6 +78,26 @@ def resolve_model_dir(
             f"model {model!r} is neither a local directory nor could it be fetched from the hub: "
             f"{reason}"
         ) from error
+
+
+_NO_GGUF = (
+    "GGUF is not supported yet; give the directory, or the name on the hub, of the checkpoint in "
+    "safetensors that it was made of"
+)
+
+
+def _refuse_gguf(directory: Path) -> None:
+    """One that has nothing else has no tokenizer of ours either, of which the error would be."""
+    names = [file.name for file in directory.iterdir()]
+    gguf = sorted(name for name in names if name.endswith(".gguf"))
+    if gguf and not any(name.endswith(".safetensors") for name in names):
+        raise CheckpointError(f"{directory} has its weights in {some_of(gguf)}: {_NO_GGUF}")
+
+
+def _of_file(path: Path) -> str:
+    if path.suffix == ".gguf":
+        return f"a file: {_NO_GGUF}"
+    return f"a file; give its directory, {str(path.parent)!r}, if that has a config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +235,7 @@ def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{index} lists {len(wrong)} tensors that are not where it says: {some_of(wrong)}"
+            f"{index} lists {counted(len(wrong), 'tensor')} not where it says: {some_of(wrong)}"
         )
 
 

@@ -22,6 +22,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.base import Model
 from jaxllm.models.checkpoint_map import CheckpointMap, Rows, Source
 from jaxllm.parallel.sharding import Axes, Part, make_mesh, num_pieces, sharding
+from jaxllm.plural import counted
 from jaxllm.weights.checkpoint import Checkpoint, row_slices, some_of
 
 _DUMMY_PERIOD = 1_000_003  # a prime: no two rows of a matrix are equal
@@ -164,8 +165,8 @@ def _check_names(
     unknown = sorted(name for name in extra if name not in names.copies)
     if unknown:
         raise CheckpointError(
-            f"the checkpoint has {len(unknown)} tensors that config.json has no place for: "
-            f"{some_of(unknown)}; config and weights disagree"
+            f"the checkpoint has {counted(len(unknown), 'tensor')} that config.json has no place "
+            f"for: {some_of(unknown)}; config and weights disagree"
         )
     for rows in used.values():
         _check_rows(rows)
@@ -202,7 +203,8 @@ def _check_shapes(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]
     ]
     if wrong:
         raise CheckpointError(
-            f"config and weights disagree in {len(wrong)} shapes; config.json asks for {wrong[0]}"
+            f"config and weights disagree in {counted(len(wrong), 'shape')}; config.json asks for "
+            f"{wrong[0]}"
         )
 
 

@@ -45,6 +45,14 @@ def test_second_start_finds_all_programs_in_the_cache(cache):
     assert programs(offset=0.5).compile_all().cache_hits == 2
 
 
+def test_it_is_told_how_many_programs_are_compiled_and_of_which_one_somebody_waits(cache, caplog):
+    report = programs(offset=0.625).compile_all()
+    assert f"compiling 0 of {report.num_programs} programs, 0 s" in caplog.messages
+    caplog.clear()
+    programs(offset=0.6875)["double"]
+    assert caplog.messages == ["compiling double, now that it is needed; 0 of 2 programs are there"]
+
+
 def test_program_is_compiled_when_first_needed_if_not_at_start(cache):
     compiled = programs(offset=0.75)
     before = compilation_counter.compiles

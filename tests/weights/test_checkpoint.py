@@ -160,6 +160,20 @@ def test_unsupported_type_is_refused_by_name(tmp_path):
             checkpoint.read("a")
 
 
+def test_gguf_is_refused_by_its_name(tmp_path):
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="is a file: GGUF is not supported yet; give the dir"):
+        resolve_model_dir(str(file))
+    with pytest.raises(CheckpointError, match="weights in model-Q4_K_M.gguf: GGUF is not supp"):
+        resolve_model_dir(str(tmp_path))
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(b"")
+    assert resolve_model_dir(str(tmp_path)) == tmp_path
+    with pytest.raises(CheckpointError, match=f"is a file; give its directory, '{tmp_path}'"):
+        resolve_model_dir(str(other))
+
+
 def test_pickled_weights_are_refused_with_a_remedy(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="pytorch_model.bin.*convert it to safetensors"):
