@@ -4,19 +4,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxllm.openai.parsing import ChatDelta, FunctionCall, Parsers, TextParser, ToolCall
 from jaxllm.openai.tools import Function
-from jaxllm.server.answer_parser import AnswerParser
-from jaxllm.server.deltas import (
+from jaxllm.parsers.answer_parser import AnswerParser
+from jaxllm.parsers.deltas import (
     ArgumentsDelta,
     ContentDelta,
     Delta,
     ReasoningDelta,
     ToolCallDelta,
 )
-from jaxllm.server.reasoning_parsers.base import reasoning_parser
-from jaxllm.server.reasoning_parsers.counter import ReasoningCounter
-from jaxllm.server.reasoning_parsers.registry import find_reasoning_format
-from jaxllm.server.tool_parsers.base import Tool, tool_parser
-from jaxllm.server.tool_parsers.registry import find_tool_format
+from jaxllm.parsers.reasoning.base import reasoning_parser
+from jaxllm.parsers.reasoning.counter import ReasoningCounter
+from jaxllm.parsers.reasoning.registry import find_reasoning_format
+from jaxllm.parsers.tools.base import Tool, tool_parser
+from jaxllm.parsers.tools.registry import find_tool_format
 
 
 class NamedParsers(Parsers):
