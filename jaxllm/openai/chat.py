@@ -1,6 +1,5 @@
-"""/v1/chat/completions: a conversation in, the next message out."""
+"""What is asked of /v1/chat/completions: the next message of a conversation."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -8,12 +7,10 @@ import msgspec
 
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import render_chat
-from jaxllm.messages import CompletionOutput, PromptType, RequestOutput
-from jaxllm.openai.answer import Usage, check_finished, usage_of
-from jaxllm.openai.chat_stream import ChatStream, finish_reason
+from jaxllm.messages import CompletionOutput, PromptType
 from jaxllm.openai.fields import RequestFields
-from jaxllm.openai.logprobs import ChatLogprobs, Position, chat_logprobs
-from jaxllm.openai.parsing import ChatMessage, TextParser, message_of
+from jaxllm.openai.logprobs import ChatLogprobs, chat_logprobs
+from jaxllm.openai.parsing import TextParser
 from jaxllm.openai.served_model import ServedModel, id_as_text
 from jaxllm.openai.tools import Function, Tool, offered_functions
 from jaxllm.sampling_params import SamplingParams
@@ -106,31 +103,6 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.params_over(served, max_tokens=most, logprobs=logprobs)
 
-    def answer(
-        self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
-    ) -> "ChatCompletion":
-        """The body of the answer; raises if the engine failed."""
-        check_finished(outputs)
-        (output,) = outputs
-        parsers = [self.parser(output.prompt, served) for _ in output.outputs]
-        choices = list(map(partial(self._choice, served), output.outputs, parsers))
-        return ChatCompletion(
-            id=self._id(answer_id),
-            created=created,
-            model=served.names[0],
-            system_fingerprint=served.fingerprint,
-            choices=choices,
-            usage=usage_of(
-                outputs, nums_reasoning=[parser.num_reasoning_tokens for parser in parsers]
-            ),
-            prompt_logprobs=output.prompt_logprobs,
-            prompt_token_ids=output.prompt_token_ids if self.return_token_ids else None,
-        )
-
-    def streamed_answer(self, answer_id: str, created: int, served: ServedModel) -> ChatStream:
-        """The body of the answer in chunks."""
-        return ChatStream(self, self._id(answer_id), created, served)
-
     def needs_special_tokens(self, served: ServedModel) -> bool:
         return served.parsers.needs_special_tokens(self._functions(served) is not None)
 
@@ -151,24 +123,11 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         text_of = id_as_text if self.return_tokens_as_token_ids else served.text_of
         return chat_logprobs(one.logprobs, self.top_logprobs or 0, text_of, served.bytes_of)
 
-    def _id(self, answer_id: str) -> str:
+    def id_of(self, answer_id: str) -> str:
         return f"chatcmpl-{self.request_id or answer_id}"
 
     def _functions(self, served: ServedModel) -> list[Function] | None:
         return offered_functions(self.tools, self.tool_choice, served.parsers.has_tools)
-
-    def _choice(
-        self, served: ServedModel, one: CompletionOutput, parser: TextParser
-    ) -> "ChatChoice":
-        message = message_of([*parser.feed(one.text, one.token_ids), *parser.finish()])
-        return ChatChoice(
-            index=one.index,
-            message=message,
-            logprobs=self.logprobs_of(one, served),
-            finish_reason=finish_reason(one, bool(message.tool_calls)),
-            stop_reason=one.stop_reason,
-            token_ids=one.token_ids if self.return_token_ids else None,
-        )
 
 
 def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:
@@ -182,26 +141,3 @@ def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:
 
 def _as_template_has_it(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": msgspec.to_builtins(function)}
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | None
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The body of a chat answer. The last two fields are vLLM's."""
-
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str
-    prompt_logprobs: list[Position | None] | None
-    prompt_token_ids: list[int] | None

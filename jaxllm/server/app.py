@@ -95,8 +95,8 @@ def make_app(service: Service, keys: Keys, lifespan: Lifespan) -> Starlette:
         Route("/tokenize", JSONEndpoint(service, tokenize), methods=["POST"]),
         Route("/detokenize", JSONEndpoint(service, detokenize), methods=["POST"]),
     ]
-    for path, kind in ENDPOINTS.items():
-        routes.append(Route(path, AnswerEndpoint(kind, service), methods=["POST"]))
+    for path, endpoint in ENDPOINTS.items():
+        routes.append(Route(path, AnswerEndpoint(endpoint, service), methods=["POST"]))
     if not options.disable_page:
         routes += page_routes()
 

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from starlette.routing import BaseRoute, Route
 
 import jaxllm
-from jaxllm.openai.chat import ChatCompletion, ChatRequest
+from jaxllm.openai.chat import ChatRequest
+from jaxllm.openai.chat_answer import ChatCompletion
 from jaxllm.openai.chat_stream import ChatChunk
+from jaxllm.openai.completion_answer import Completion
 from jaxllm.openai.completion_stream import CompletionChunk
-from jaxllm.openai.completions import Completion, CompletionRequest
+from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.errors import ErrorBody
 from jaxllm.openai.fields import REQUEST_ID_IN_WORDS
 from jaxllm.openai.models import ModelCard, ModelList

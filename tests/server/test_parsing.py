@@ -8,6 +8,8 @@ import pytest
 from jaxllm import SamplingParams, ValidationError
 from jaxllm.messages import CompletionOutput, RequestOutput
 from jaxllm.openai.chat import ChatRequest
+from jaxllm.openai.chat_answer import answer_chat
+from jaxllm.openai.chat_stream import ChatStream
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.parsing import NamedParsers
 
@@ -43,13 +45,14 @@ def plain(value):
 
 
 def whole(text=CALLS, reason="stop", **body):
-    (choice,) = plain(read(**body).answer("id", 1, [output(text, reason)], served()))["choices"]
+    answer = answer_chat(read(**body), "id", 1, [output(text, reason)], served())
+    (choice,) = plain(answer)["choices"]
     return choice
 
 
 def streamed(text=CALLS, reason="stop", **body):
     """The choices of all chunks, of an answer that comes letter by letter."""
-    stream = read(stream=True, **body).streamed_answer("id", 1, served())
+    stream = ChatStream(read(stream=True, **body), "id", 1, served())
     outputs = [output(letter, None) for letter in text] + [output("", reason)]
     return [
         choice
