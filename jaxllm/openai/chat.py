@@ -3,16 +3,14 @@
 from functools import partial
 from typing import Any, ClassVar
 
-import msgspec
-
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import render_chat
 from jaxllm.messages import CompletionOutput, PromptType
 from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import ChatLogprobs, chat_logprobs
-from jaxllm.openai.parsing import TextParser
+from jaxllm.openai.message import MessageParser
 from jaxllm.openai.served_model import ServedModel, id_as_text
-from jaxllm.openai.tools import Function, Tool, offered_functions
+from jaxllm.openai.tools import Tool, offered_tools
 from jaxllm.sampling_params import SamplingParams
 
 MAX_MESSAGES = 8192
@@ -31,8 +29,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Of requests that are answered live.
-    chat_template: str | None = None
+    chat_template: str | None = None  # only of requests that are answered live
     tools: list[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -65,14 +62,13 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         if len(self.chat_template or "") > MAX_TEMPLATE_CHARS:
             given = f"{len(self.chat_template or '')} characters"
             raise refused("chat_template", given, f"at most {MAX_TEMPLATE_CHARS} are allowed")
-        functions = self._functions(served)
         prompt = render_chat(
             served.tokenizer,
             self.messages,
             chat_template=self.chat_template or served.chat_template,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
-            tools=None if functions is None else list(map(_as_template_has_it, functions)),
+            tools=self._tools(served),
             chat_template_kwargs=self.chat_template_kwargs,
             render=partial(
                 served.renderer.render,
@@ -101,20 +97,23 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "it needs logprobs=true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.params_over(served, max_tokens=most, logprobs=logprobs)
+        params = self.params_over(served, max_tokens=most, logprobs=logprobs)
+        if served.answer_format.needs_special_tokens(self._tools(served) is not None):
+            params.skip_special_tokens = False
+        return params
 
-    def needs_special_tokens(self, served: ServedModel) -> bool:
-        return served.parsers.needs_special_tokens(self._functions(served) is not None)
-
-    def parser(self, prompt: str | None, served: ServedModel) -> TextParser:
+    def parser(self, prompt: str | None, served: ServedModel) -> MessageParser:
         """The parser for one answer to this prompt."""
-        return served.parsers.make(
-            prompt or "",
-            self._functions(served),
-            parallel_calls=self.parallel_tool_calls is not False,
-            show_reasoning=self.include_reasoning is not False,
+        parser = served.answer_format.parser(
+            prompt,
+            self._tools(served),
             enable_thinking=(self.chat_template_kwargs or {}).get("enable_thinking") is not False,
             text_of=served.text_of,
+        )
+        return MessageParser(
+            parser,
+            parallel_calls=self.parallel_tool_calls is not False,
+            show_reasoning=self.include_reasoning is not False,
         )
 
     def logprobs_of(self, one: CompletionOutput, served: ServedModel) -> ChatLogprobs | None:
@@ -126,8 +125,9 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     def id_of(self, answer_id: str) -> str:
         return f"chatcmpl-{self.request_id or answer_id}"
 
-    def _functions(self, served: ServedModel) -> list[Function] | None:
-        return offered_functions(self.tools, self.tool_choice, served.parsers.has_tools)
+    def _tools(self, served: ServedModel) -> list[dict[str, Any]] | None:
+        can_parse = served.answer_format.tools is not None
+        return offered_tools(self.tools, self.tool_choice, can_parse)
 
 
 def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:
@@ -137,7 +137,3 @@ def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:
         return True
     given = chat_template_kwargs.values() if isinstance(chat_template_kwargs, dict) else ()
     return not all(isinstance(value, bool | None) for value in given)
-
-
-def _as_template_has_it(function: Function) -> dict[str, Any]:
-    return {"type": "function", "function": msgspec.to_builtins(function)}

@@ -8,7 +8,7 @@ from jaxllm.messages import CompletionOutput, RequestOutput
 from jaxllm.openai.answer import Usage, check_finished, usage_of
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.logprobs import ChatLogprobs, Position
-from jaxllm.openai.parsing import ChatMessage, TextParser, message_of
+from jaxllm.openai.message import ChatMessage, MessageParser
 from jaxllm.openai.served_model import ServedModel
 
 
@@ -67,9 +67,9 @@ def finish_reason(one: CompletionOutput, has_calls: bool) -> str | None:
 
 
 def _choice(
-    request: ChatRequest, served: ServedModel, one: CompletionOutput, parser: TextParser
+    request: ChatRequest, served: ServedModel, one: CompletionOutput, parser: MessageParser
 ) -> ChatChoice:
-    message = message_of([*parser.feed(one.text, one.token_ids), *parser.finish()])
+    message = parser.whole(one.text, one.token_ids)
     return ChatChoice(
         index=one.index,
         message=message,

@@ -10,7 +10,7 @@ from jaxllm.openai.answer import Usage, check_finished
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import finish_reason
 from jaxllm.openai.logprobs import ChatLogprobs
-from jaxllm.openai.parsing import ChatDelta, TextParser
+from jaxllm.openai.message import ChatDelta, MessageParser
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.streaming import UsageMeter
 
@@ -116,6 +116,6 @@ class ChatStream:
 class _Choice:
     """What has to be known of a choice until it ends."""
 
-    def __init__(self, parser: TextParser):
+    def __init__(self, parser: MessageParser):
         self.parser = parser
         self.has_calls = False

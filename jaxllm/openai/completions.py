@@ -20,8 +20,12 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         "chat_template": (),
         "chat_template_kwargs": (),
         "continue_final_message": (),
+        "include_reasoning": (True, False),
         "max_completion_tokens": (),
         "messages": (),
+        "parallel_tool_calls": (True, False),
+        "tool_choice": ("none",),
+        "tools": (),
         "top_logprobs": (),
     }
 

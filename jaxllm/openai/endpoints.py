@@ -56,8 +56,6 @@ class Request(Protocol):
 
     def sampling_params(self, served: ServedModel) -> SamplingParams: ...
 
-    def needs_special_tokens(self, served: ServedModel) -> bool: ...
-
 
 class StreamedAnswer(Protocol):
     """Makes the chunks of an answer of its outputs, which are deltas."""

@@ -106,10 +106,6 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         # A second step: what was asked for is checked, too.
         return params.clone(max_tokens=served.bounded(params.max_tokens))
 
-    def needs_special_tokens(self, served: ServedModel) -> bool:
-        """Whether the text of the answer must show special tokens, for parsers to see them."""
-        return False
-
 
 # It is in every piece of an answer, in logs and in headers.
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -176,12 +172,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Fields that only a server has, and the values at which they ask for nothing of others.
 _LIVE: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
-    "include_reasoning": (True, False),  # no parser takes reasoning out of the text
-    "parallel_tool_calls": (True, False),  # there are no tools to call
     "stream": (False,),
     "stream_options": (),
-    "tool_choice": ("none",),
-    "tools": (),
 }
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)

@@ -7,19 +7,10 @@ from jaxllm.parsers.text_stream import Reading, TextStream
 class StreamParser:
     """Parses one answer as it comes. However its text is cut, the deltas add up to the same.
 
-    `reading` reads from `text` and writes to `deltas`. With `needs_special_tokens` it wants to see
-    special tokens: decode the answer with skip_special_tokens=False.
+    `reading` reads from `text` and writes to `deltas`.
     """
 
-    def __init__(
-        self,
-        text: TextStream,
-        deltas: DeltaWriter,
-        reading: Reading[None],
-        *,
-        needs_special_tokens: bool,
-    ):
-        self.needs_special_tokens = needs_special_tokens
+    def __init__(self, text: TextStream, deltas: DeltaWriter, reading: Reading[None]):
         self._text = text
         self._deltas = deltas
         self._reading = reading

@@ -110,8 +110,6 @@ class AnswerEndpoint:
         request = self._endpoint.request.read(value, live=True)
         served.check_name(request.model)
         params = request.sampling_params(served)
-        if request.needs_special_tokens(served):
-            params.skip_special_tokens = False
         return _Job(
             id=uuid.uuid4().hex,
             name=arrival.name,

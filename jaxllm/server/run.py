@@ -30,7 +30,6 @@ from jaxllm.server.hosts import is_loopback
 from jaxllm.server.http_metrics import STATUS_PATHS
 from jaxllm.server.http_protocol import limited_protocol
 from jaxllm.server.options import ServerOptions
-from jaxllm.server.parsing import NamedParsers
 from jaxllm.server.peers import Peers
 from jaxllm.server.service import Service
 from jaxllm.server.stats_log import log_stats
@@ -49,7 +48,6 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
     """Serve until a signal, or the end of the engine; returns the exit status."""
     options.validate()
     keys = read_keys(options)
-    NamedParsers(options.reasoning_parser, options.tool_call_parser)  # refuses what is no parser
     template = options.chat_template and _read_template(options.chat_template)
     with contextlib.ExitStack() as stack:
         signal.signal(signal.SIGTERM, functools.partial(_end_at_once, stack))
@@ -95,7 +93,7 @@ def make_server(
         options.served_model_name,
         chat_template=chat_template,
         trust_request_chat_template=options.trust_request_chat_template,
-        parsers=NamedParsers(options.reasoning_parser, options.tool_call_parser),
+        answer_format=options.answer_format,
     )
     service = Service(engine, served, options, peers)
     service.templates.start()

@@ -97,7 +97,7 @@ def test_neutral_values_are_accepted(path, name, value):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("tools", [{"type": "function"}], "not supported; leave it out"),
+        ("functions", [{"name": "f"}], "not supported; leave it out"),
         ("stream", True, "stream=True: not supported; leave it out or give False"),
         ("response_format", {"type": "json_object"}, "not supported; leave it out or give {'type"),
         ("best_of", 2, "best_of=2: not supported"),

@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,11 +80,3 @@ def test_either_part_may_be_missing():
     assert make_parser(reasoning=None).parse("<think>a</think>b").content == "<think>a</think>b"
     assert make_parser(None, None).parse(ANSWER).content == ANSWER
     assert make_parser(None, None).feed("") == []
-
-
-@pytest.mark.parametrize(
-    ("reasoning", "tools", "expected"),
-    [(None, None, False), ("qwen3", None, True), (None, "mistral", True)],
-)
-def test_special_tokens_are_needed_if_either_part_needs_them(reasoning, tools, expected):
-    assert make_parser(reasoning, tools).needs_special_tokens is expected

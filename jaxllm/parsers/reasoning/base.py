@@ -48,9 +48,7 @@ def reasoning_parser(
         is_open = prompt.rstrip().endswith(reasoning_format.open_tag)
         is_inside = is_open or reasoning_format.starts_inside
         reading = _read(text, deltas, reasoning_format, is_inside)
-    return StreamParser(
-        text, deltas, reading, needs_special_tokens=reasoning_format.needs_special_tokens
-    )
+    return StreamParser(text, deltas, reading)
 
 
 def _read(

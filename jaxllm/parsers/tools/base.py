@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxllm.errors import refused
 from jaxllm.parsers.deltas import DeltaWriter, ToolCallDelta
 from jaxllm.parsers.stream_parser import StreamParser
 from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
@@ -24,6 +25,15 @@ class Tool(NamedTuple):
 
     name: str
     parameters: Mapping[str, object]
+
+    @classmethod
+    def of(cls, tool: object) -> "Tool":
+        """From OpenAI's form, which chat templates take, too; raises ValidationError."""
+        match tool:
+            case {"function": {"name": str(name), **function}}:
+                return cls(name, function.get("parameters") or {})
+        form = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+        raise refused("tools", tool, f"a tool has the form {form}")
 
 
 def new_call_id() -> str:
@@ -110,7 +120,7 @@ def tool_parser(tool_format: ToolFormat, tools: Sequence[Tool]) -> StreamParser:
         yield from tool_format.read(text, out, tools)
         out.end()
 
-    return StreamParser(text, deltas, read(), needs_special_tokens=tool_format.needs_special_tokens)
+    return StreamParser(text, deltas, read())
 
 
 def read_content(text: TextStream, out: ToolCallOutput, markers: Markers) -> Reading[str | None]:

@@ -11,7 +11,7 @@ from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import answer_chat
 from jaxllm.openai.chat_stream import ChatStream
 from jaxllm.openai.served_model import ServedModel
-from jaxllm.server.parsing import NamedParsers
+from jaxllm.parsers.answer_format import AnswerFormat
 
 CALLS = (
     "<think>Where?</think>Wait.\n"
@@ -27,7 +27,7 @@ def served(reasoning="qwen3", tools="hermes"):
         tokenizer=None,
         default_params=SamplingParams(),
         fingerprint="fp",
-        parsers=NamedParsers(reasoning, tools),
+        answer_format=AnswerFormat.of(reasoning, tools),
     )
 
 
@@ -130,15 +130,11 @@ def test_an_answer_that_was_cut_off_says_so():
 )
 def test_tools_that_cannot_be_served_are_refused(body, message):
     with pytest.raises(ValidationError, match=message):
-        read(**body).needs_special_tokens(served())
+        read(**body).sampling_params(served())
 
 
 def test_without_a_parser_tools_are_refused_but_not_if_unused():
     with pytest.raises(ValidationError, match="--enable-auto-tool-choice"):
-        read().needs_special_tokens(served(tools=None))
-    assert not read(tool_choice="none").needs_special_tokens(served(reasoning=None, tools=None))
-
-
-def test_an_unknown_form_is_refused_at_start():
-    with pytest.raises(ValidationError, match="use one of"):
-        NamedParsers(None, "no-such")
+        read().sampling_params(served(tools=None))
+    params = read(tool_choice="none").sampling_params(served(reasoning=None, tools=None))
+    assert params.skip_special_tokens
