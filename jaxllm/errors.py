@@ -33,6 +33,13 @@ def refused(name: str, value: object, why: str) -> ValidationError:
     return ValidationError(f"{name}={shown}: {why}", parameter=name, value=value)
 
 
+def not_utf8(where: object, error: UnicodeDecodeError) -> ValidationError:
+    """The error for text that is in another encoding: where, and from which byte on."""
+    return ValidationError(
+        f"{where}: not UTF-8 at byte {error.start} ({error.reason}); convert the file"
+    )
+
+
 class CheckpointError(JaxLLMError):
     """The checkpoint on disk is missing something, damaged or contradicts its config."""
 

@@ -20,6 +20,7 @@ from jaxllm.openai.endpoints import ENDPOINTS, Endpoint, Request, find_endpoint
 from jaxllm.openai.errors import error_body
 from jaxllm.openai.logprobs import Position
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.openai.wording import why_not_json
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -38,6 +39,10 @@ class Line(Protocol):
 
     def read(self, served: ServedModel) -> "Prompts":
         """What it asks for; raises ValidationError."""
+        ...
+
+    def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
+        """An error of the engine about one of the prompts, under the names of the line."""
         ...
 
     def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
@@ -107,7 +112,7 @@ def _decode(text: str | ValidationError) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise LineError("invalid_json", f"not JSON: {error}") from None
+        raise LineError("invalid_json", f"not JSON: {why_not_json(text, error)}") from None
     if not isinstance(fields, dict):
         raise LineError("invalid_line", _NO_FORM)
     return fields
@@ -142,6 +147,10 @@ class BatchLine:
             request.truncate_prompt_tokens,
         )
 
+    def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
+        assert self._request is not None, "it was not read"
+        return self._request.in_its_words(error, place)
+
     def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
         assert self._endpoint is not None, "it was not read"
         created = int(time.time())
@@ -168,6 +177,9 @@ class BadLine:
 
     def read(self, served: ServedModel) -> Prompts:
         raise self._error
+
+    def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
+        return error
 
     def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
         raise self._error
@@ -210,6 +222,9 @@ class PlainLine:
         truncate = fields.pop("truncate_prompt_tokens", None)
         params = served.default_params.clone(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
         return Prompts([_as_prompt(prompt)], params, priority, truncate)
+
+    def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
+        return error  # they are the engine's
 
     def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
         check_finished(outputs)

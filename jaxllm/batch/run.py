@@ -18,7 +18,7 @@ from jaxllm.batch.journal import Journal, Kind
 from jaxllm.batch.lines import Line, LineReader
 from jaxllm.batch.progress import Progress
 from jaxllm.batch.signals import StopSignal
-from jaxllm.errors import JaxLLMError
+from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.logging import init_logger
@@ -184,15 +184,17 @@ class BatchRun:
             options: dict[str, Any] = {}
             if asked.truncate_prompt_tokens is not None:
                 options["truncate_prompt_tokens"] = asked.truncate_prompt_tokens
-            inputs.append(
-                self._engine.process_input(
+            try:
+                read = self._engine.process_input(
                     f"batch-{item.number}-{place}",
                     prompt,
                     params,
                     priority=asked.priority,
                     tokenization_kwargs=options,
                 )
-            )
+            except ValidationError as error:
+                raise line.in_its_words(error, place) from error
+            inputs.append(read)
         return inputs
 
     def _seed(self, number: int, place: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.bench.options import DatasetOptions
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, not_utf8
 from jaxllm.frontend.tokenizer import Tokenizer
 
 # Conversations of ShareGPT outside of these are left out, as vLLM's benchmark does.
@@ -155,4 +155,4 @@ def _text_of(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
+        raise not_utf8(path, error) from None

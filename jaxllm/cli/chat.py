@@ -12,7 +12,7 @@ from jaxllm.cli.arguments import (
     sampling_params_from,
 )
 from jaxllm.cli.conversation import ChatModel, Conversation, answer, converse
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, not_utf8
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -77,4 +77,4 @@ def read_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
+        raise not_utf8(path, error) from None

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Protocol
 
-from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.errors import JaxLLMError, not_utf8
 
 Message = dict[str, str]  # role and content, as chat templates and servers take it
 
@@ -144,7 +144,7 @@ def _read_line(prompt: str) -> str:
     try:
         return input(prompt)
     except UnicodeDecodeError as error:
-        raise ValidationError(f"standard input: not UTF-8 ({error.reason})") from None
+        raise not_utf8("standard input", error) from None
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from jaxllm.cli.arguments import (
     engine_options_from,
     sampling_params_from,
 )
-from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.errors import JaxLLMError, ValidationError, not_utf8
 from jaxllm.messages import PromptType, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
@@ -87,7 +87,7 @@ def read_prompts(path: str) -> list[Prompt]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
+        raise not_utf8(path, error) from None
     prompts = []
     # Not splitlines: a form feed or a line separator of Unicode is part of a prompt.
     for number, line in enumerate(text.split("\n"), 1):

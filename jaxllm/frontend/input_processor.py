@@ -174,7 +174,8 @@ class InputProcessor:
         if text is not None and not isinstance(text, str):
             raise refused("prompt", text, "it must be a string")
         if not token_ids:
-            raise refused("prompt", given, "it is empty; give at least one token")
+            empty = given if text is None else text
+            raise refused("prompt", empty, "it is empty; give at least one token")
         self._check_in_vocabulary("prompt_token_ids", token_ids)
         return text, token_ids, salt
 
@@ -215,13 +216,13 @@ class InputProcessor:
         params = params.clone()  # validates again: a field may have been assigned
         vocab_size, max_logprobs = self._info.vocab_size, self._info.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(params, name)
+            asked = wanted = getattr(params, name)
             if wanted == -1:
                 setattr(params, name, wanted := vocab_size)
             if wanted is not None and wanted > max_logprobs:
                 raise refused(
                     name,
-                    wanted,
+                    asked,
                     f"the engine gives at most max_logprobs={max_logprobs}; ask for fewer or "
                     f"start it with max_logprobs={wanted if wanted < vocab_size else -1}",
                 )

@@ -206,7 +206,9 @@ def _conversation(
     reserved = _reserved(tokenizer, chat_template_kwargs)
     if reserved:
         raise refused("chat_template_kwargs", reserved, "these are not the template's; leave out")
-    conversation = [_plain_message(message) for message in messages]
+    conversation = [
+        _plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)
+    ]
     if not conversation:
         raise ValidationError("messages is empty; give at least one", parameter="messages")
     return Conversation(
@@ -259,55 +261,52 @@ _KINDS = {
 }
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring a message, as the OpenAI API knows it, to the form that templates are written for."""
+def _plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Bring a message, as the OpenAI API knows it, to the form that templates are written for;
+    `name` is what errors call it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValidationError(
-            f"a message must be a dict with 'role' and 'content', not {message!r:.80}",
-            parameter="messages",
-            value=message,
-        )
+        raise refused(name, message, "it must be a dict with 'role' and 'content'")
     plain = dict(message)
     if plain.get("content") is None:
         plain["content"] = ""  # templates would write None
     elif isinstance(plain["content"], list):
-        plain["content"] = "\n".join(map(_text_of_part, plain["content"]))
+        plain["content"] = "\n".join(
+            _text_of_part(part, f"{name}.content[{place}]")
+            for place, part in enumerate(plain["content"])
+        )
     elif not isinstance(plain["content"], str):
-        raise refused("messages", message, "'content' must be text, a list of parts or None")
+        content = plain["content"]
+        raise refused(f"{name}.content", content, "it must be text, a list of parts or None")
     if plain.get("tool_calls") is not None:
         if not isinstance(plain["tool_calls"], list | tuple):
-            raise refused("messages", message, "'tool_calls' must be a list")
-        plain["tool_calls"] = [_parsed_tool_call(call) for call in plain["tool_calls"]]
+            raise refused(f"{name}.tool_calls", plain["tool_calls"], "it must be a list")
+        plain["tool_calls"] = [
+            _parsed_tool_call(call, f"{name}.tool_calls[{place}]")
+            for place, call in enumerate(plain["tool_calls"])
+        ]
     return plain
 
 
-def _text_of_part(part: object) -> str:
+def _text_of_part(part: object, name: str) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type") == "text":
         if not isinstance(part.get("text"), str):
-            raise refused("messages", part, "a part of type 'text' must have a string as 'text'")
+            raise refused(f"{name}.text", part.get("text"), "it must be a string")
         return part["text"]
-    raise ValidationError(
-        f"message content {part!r:.80} is not text; only parts of type 'text' are supported",
-        parameter="messages",
-        value=part,
-    )
+    raise refused(name, part, "it is not text; only parts of type 'text' are supported")
 
 
-def _parsed_tool_call(call: object) -> dict[str, Any]:
+def _parsed_tool_call(call: object, name: str) -> dict[str, Any]:
     """Arguments travel as a JSON string; templates want the object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping | None):
-        raise refused("messages", call, "a tool call must be a dict, and so its 'function'")
+        raise refused(name, call, "a tool call must be a dict, and so its 'function'")
     function = dict(function or {})
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
         except (ValueError, RecursionError) as error:
-            raise ValidationError(
-                f"tool call arguments {function['arguments']!r:.80} are not JSON: {error}",
-                parameter="messages",
-                value=function["arguments"],
-            ) from error
+            given = function["arguments"]
+            raise refused(f"{name}.function.arguments", given, f"not JSON: {error}") from error
     return {**call, "function": function}

@@ -102,6 +102,12 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             params.skip_special_tokens = False
         return params
 
+    def names_of_fields(self, place: int | None) -> dict[str, str]:
+        names = {"logprobs": "top_logprobs", "prompt": "messages", "prompt_token_ids": "messages"}
+        if self.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
+        return super().names_of_fields(place) | names
+
     def parser(self, prompt: str | None, served: ServedModel) -> MessageParser:
         """The parser for one answer to this prompt."""
         parser = served.answer_format.parser(

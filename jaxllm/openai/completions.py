@@ -24,7 +24,7 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         "max_completion_tokens": (),
         "messages": (),
         "parallel_tool_calls": (True, False),
-        "tool_choice": ("none",),
+        "tool_choice": ("none", "auto"),
         "tools": (),
         "top_logprobs": (),
     }
@@ -49,7 +49,7 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         num = self.num_prompts
         if num > MAX_PROMPTS:
             raise refused("prompt", f"{num} prompts", f"at most {MAX_PROMPTS} are allowed")
-        return [self._prompt(one, served) for one in self._given]
+        return [self._prompt(place, one, served) for place, one in enumerate(self._given)]
 
     def sampling_params(self, served: ServedModel) -> SamplingParams:
         """With `echo` the prompt has logprobs, too."""
@@ -61,6 +61,15 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
             params["prompt_logprobs"] = self.logprobs
         return self.params_over(served, **params)
 
+    def names_of_fields(self, place: int | None) -> dict[str, str]:
+        name = "prompt" if place is None or not self._has_several else f"prompt[{place}]"
+        names = {"prompt": name, "prompt_token_ids": name}
+        if self.echo and self.prompt_logprobs is None:
+            names["prompt_logprobs"] = "logprobs"
+        if self.n in (None, 1):  # it is the prompts that are too many
+            names["n"] = "prompt"
+        return super().names_of_fields(place) | names
+
     @property
     def is_mere_echo(self) -> bool:
         """Whether only the prompt is wanted back, for its logprobs."""
@@ -68,14 +77,17 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def _given(self) -> list[Any]:
+        return self.prompt if self._has_several else [self.prompt]
+
+    @property
+    def _has_several(self) -> bool:
         given = self.prompt
-        several = isinstance(given, list) and given and isinstance(given[0], str | list)
-        return given if several else [given]
+        return isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
 
     def id_of(self, answer_id: str) -> str:
         return f"cmpl-{self.request_id or answer_id}"
 
-    def _prompt(self, given: object, served: ServedModel) -> PromptType:
+    def _prompt(self, place: int, given: object, served: ServedModel) -> PromptType:
         prompt: TextPrompt | TokensPrompt
         if isinstance(given, str):
             if self.add_special_tokens is False and served.tokenizer is not None:
@@ -87,7 +99,7 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
             prompt = TokensPrompt(prompt_token_ids=given)
         else:
             raise refused(
-                "prompt",
+                self.names_of_fields(place)["prompt"],
                 given,
                 "it must be a string, a list of token ids, or a list of several of these",
             )

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from msgspec import Struct
 
+from jaxllm.errors import ValidationError
 from jaxllm.messages import PromptType, RequestOutput
 from jaxllm.openai.answer import Usage
 from jaxllm.openai.chat import ChatRequest
@@ -55,6 +56,10 @@ class Request(Protocol):
     def prompts(self, served: ServedModel) -> list[PromptType]: ...
 
     def sampling_params(self, served: ServedModel) -> SamplingParams: ...
+
+    def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:
+        """An error of the engine about one of the prompts, under the names of the request."""
+        ...
 
 
 class StreamedAnswer(Protocol):

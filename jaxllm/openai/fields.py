@@ -14,6 +14,7 @@ import msgspec
 
 from jaxllm.errors import ValidationError, refused
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.openai.wording import converted, renamed
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -23,6 +24,12 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None  # in a last chunk of its own
     continuous_usage_stats: bool | None = None  # so far, in each chunk
     include_obfuscation: Literal[False] | None = None  # chunks are never padded with noise
+
+    @property
+    def given(self) -> dict[str, bool]:
+        """What was said, as it was."""
+        fields = msgspec.structs.asdict(self)
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +94,7 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if value is not None and not any(_same(value, one) for one in neutral[name]):
                 allowed = ["leave it out", *(f"give {one!r}" for one in neutral[name])]
                 raise refused(name, value, f"not supported; {' or '.join(allowed)}")
-        request = _converted({k: v for k, v in body.items() if k in known}, cls)
+        request = converted({k: v for k, v in body.items() if k in known}, cls)
         if request.request_id is not None and not is_request_id(request.request_id):
             raise refused("request_id", request.request_id, f"it must be {REQUEST_ID_IN_WORDS}")
         return request
@@ -95,16 +102,31 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def params_over(self, served: ServedModel, **more: Any) -> SamplingParams:
         """The sampling parameters of this request: for one output at its end, or for a stream."""
         if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", self.stream_options, "it needs stream=true")
+            raise refused("stream_options", self.stream_options.given, "it needs stream=true")
         given = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = served.default_params.clone(**given, **more, output_kind=kind)
+        try:
+            params = served.default_params.clone(**given, **more, output_kind=kind)
+        except ValidationError as error:
+            raise self.in_its_words(error) from error
         # A second step: what was asked for is checked, too.
         return params.clone(max_tokens=served.bounded(params.max_tokens))
+
+    def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:
+        """An error of the engine about this request, under the names of its fields.
+
+        Args:
+          place: of the prompt that it is about, among those of this request.
+        """
+        return renamed(error, self.names_of_fields(place))
+
+    def names_of_fields(self, place: int | None) -> dict[str, str]:
+        """What the engine names otherwise than this kind of request."""
+        return {"extra_args": "vllm_xargs"}
 
 
 # It is in every piece of an answer, in logs and in headers.
@@ -191,14 +213,7 @@ def read_fields(body: object, kind: type[Fields]) -> Fields:
     known = set(kind.__struct_fields__)
     for name in body.keys() - known:
         raise ValidationError(_unknown(name, known), parameter=name)
-    return _converted(body, kind)
-
-
-def _converted(body: dict[str, Any], kind: type[Fields]) -> Fields:
-    try:
-        return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
-        raise _in_our_words(error, body) from None
+    return converted(body, kind)
 
 
 def _same(value: object, neutral: object) -> bool:
@@ -212,13 +227,3 @@ def _unknown(name: str, known: set[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown field {name!r:.80}{hint}"
-
-
-def _in_our_words(error: msgspec.ValidationError, body: dict[str, Any]) -> ValidationError:
-    """msgspec says "Expected `int`, got `str` - at `$.n`"."""
-    message, _, place = str(error).partition(" - at ")
-    found = re.match(r"`\$\.(\w+)", place)
-    if found is None:  # a field is missing
-        return ValidationError(message)
-    name = found[1]
-    return refused(name, body[name], message.replace("`", ""))

@@ -1,10 +1,11 @@
 """The protocol as JSON schemas, made of its types.
 
 What the types cannot say is added here: fields that are known but ask for nothing, and bounds that
-are checked where a request is read.
+are checked where a request is read, those of this engine among them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,15 +20,31 @@ Schema = dict[str, Any]
 _TEMPLATE = "#/components/schemas/{name}"
 
 
-def request_schemas(kinds: Sequence[type]) -> dict[str, Schema]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBounds:
+    """What an engine and its server allow of what the protocol does."""
+
+    vocab_size: int = 2**31 - 1
+    max_logprobs: int = 2**31 - 1
+    max_model_len: int = 2**31 - 1
+    max_n: int = Limits.MAX_N
+    takes_empty_text: bool = True  # the tokenizer begins every text with a token
+    has_priorities: bool = True
+
+
+ANY_ENGINE = EngineBounds()
+
+
+def request_schemas(kinds: Sequence[type], engine: EngineBounds = ANY_ENGINE) -> dict[str, Schema]:
     """The schemas of bodies of requests, and of what they are made of, by name."""
     schemas = _schemas(kinds)
+    bounds = _bounds(engine)
     for schema in schemas.values():
         for name, field in schema["properties"].items():
-            field |= _BOUNDS.get(name, {})
+            field |= bounds.get(name, {})
     for kind in kinds:
         properties = schemas[kind.__name__]["properties"]
-        properties |= _SHAPES.get(kind.__name__, {})
+        properties |= _shapes(engine).get(kind.__name__, {})
         if issubclass(kind, RequestFields):
             for name, values in neutral_values(kind).items():
                 properties.setdefault(name, _neutral_schema(values))
@@ -62,8 +79,6 @@ def _neutral_schema(values: tuple[Any, ...]) -> Schema:
 
 
 _INT32 = 2**31 - 1
-_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": _INT32}
-_TOKEN_IDS = {"type": "array", "items": _TOKEN_ID, "minItems": 1}
 _TEXT_PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -88,58 +103,78 @@ _OF_CONVERSATIONS = {
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
     "tool_choice": {"enum": ["none", "auto", None]},
 }
-# Fields of any type, for which the types have no more to say.
-_SHAPES: dict[str, dict[str, Schema]] = {
-    "ChatRequest": _OF_CONVERSATIONS,
-    "TokenizeChat": _OF_CONVERSATIONS,
-    "CompletionRequest": {
-        "prompt": {
-            "anyOf": [
-                {"type": "string"},
-                _TOKEN_IDS,
-                {
-                    "type": "array",
-                    "items": {"anyOf": [{"type": "string"}, _TOKEN_IDS]},
-                    "minItems": 1,
-                    "maxItems": MAX_PROMPTS,
-                },
-            ],
-            "description": "A text, token ids, or several of these.",
+
+
+def _token_id(engine: EngineBounds) -> Schema:
+    return {"type": "integer", "minimum": 0, "maximum": engine.vocab_size - 1}
+
+
+def _shapes(engine: EngineBounds) -> dict[str, dict[str, Schema]]:
+    """Of fields of any type, of which the types have no more to say."""
+    text = {"type": "string", "minLength": 0 if engine.takes_empty_text else 1}
+    token_ids = {"type": "array", "items": _token_id(engine), "minItems": 1}
+    several = {
+        "type": "array",
+        "items": {"anyOf": [text, token_ids]},
+        "minItems": 1,
+        "maxItems": min(MAX_PROMPTS, engine.max_n),
+    }
+    prompt = {
+        "anyOf": [text, token_ids, several],
+        "description": "A text, token ids, or several of these.",
+    }
+    return {
+        "ChatRequest": _OF_CONVERSATIONS,
+        "TokenizeChat": _OF_CONVERSATIONS,
+        "CompletionRequest": {"prompt": prompt},
+    }
+
+
+def _bounds(engine: EngineBounds) -> dict[str, Schema]:
+    """Of fields of this name. A keyword says nothing of values of other types, such as null."""
+    # -1 asks for all of the vocabulary.
+    least = -1 if engine.max_logprobs >= engine.vocab_size else 0
+    logprobs = {"minimum": least, "maximum": engine.max_logprobs}
+    token_ids = {"items": _token_id(engine)}
+    return {
+        "n": {"minimum": 1, "maximum": min(Limits.MAX_N, engine.max_n)},
+        "temperature": {"minimum": 0, "maximum": 2},
+        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "top_k": {"minimum": -1, "maximum": _INT32},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "presence_penalty": {"minimum": -2, "maximum": 2},
+        "frequency_penalty": {"minimum": -2, "maximum": 2},
+        "repetition_penalty": {"exclusiveMinimum": 0},
+        "seed": {"minimum": -(2**63), "maximum": 2**64 - 1},
+        "stop": {
+            "maxItems": Limits.MAX_STOP_STRINGS,
+            "items": {"minLength": 1, "maxLength": Limits.MAX_STOP_STRING_CHARS},
+            "minLength": 1,
+            "maxLength": Limits.MAX_STOP_STRING_CHARS,
         },
-    },
-}
-# Of fields of this name. A keyword says nothing of values of other types, such as null.
-_BOUNDS: dict[str, Schema] = {
-    "n": {"minimum": 1, "maximum": Limits.MAX_N},
-    "temperature": {"minimum": 0, "maximum": 2},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": _INT32},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"exclusiveMinimum": 0},
-    "seed": {"minimum": -(2**63), "maximum": 2**64 - 1},
-    "stop": {
-        "maxItems": Limits.MAX_STOP_STRINGS,
-        "items": {"minLength": 1, "maxLength": Limits.MAX_STOP_STRING_CHARS},
-        "minLength": 1,
-        "maxLength": Limits.MAX_STOP_STRING_CHARS,
-    },
-    "max_tokens": {"minimum": 0, "maximum": _INT32},
-    "max_completion_tokens": {"minimum": 1, "maximum": _INT32},
-    "min_tokens": {"minimum": 0, "maximum": _INT32},
-    "logprobs": {"minimum": -1},
-    "top_logprobs": {"minimum": -1},
-    "prompt_logprobs": {"minimum": -1},
-    "stop_token_ids": {"maxItems": Limits.MAX_STOP_TOKEN_IDS, "items": _TOKEN_ID},
-    "bad_words": {"maxItems": Limits.MAX_BAD_WORDS, "items": {"minLength": 1}},
-    "allowed_token_ids": {"minItems": 1, "items": _TOKEN_ID},
-    "logit_bias": {"maxProperties": Limits.MAX_LOGIT_BIAS},
-    "truncate_prompt_tokens": {"minimum": -1},
-    "priority": {"minimum": -(2**63), "maximum": 2**63 - 1},
-    "cache_salt": {"minLength": 1, "maxLength": Limits.MAX_SALT_CHARS},
-    "request_id": {"minLength": 1, "maxLength": 128, "description": REQUEST_ID_IN_WORDS},
-    "tools": {"minItems": 1, "maxItems": MAX_TOOLS},
-    "name": {"minLength": 1, "maxLength": 64},  # of a function
-    "tokens": {"items": _TOKEN_ID},
-}
+        "max_tokens": {"minimum": 0, "maximum": _INT32},
+        "max_completion_tokens": {"minimum": 1, "maximum": _INT32},
+        "min_tokens": {"minimum": 0, "maximum": _INT32},
+        "logprobs": logprobs,
+        "top_logprobs": logprobs,
+        "prompt_logprobs": logprobs,
+        "stop_token_ids": {"maxItems": Limits.MAX_STOP_TOKEN_IDS, **token_ids},
+        "bad_words": {"maxItems": Limits.MAX_BAD_WORDS, "items": {"minLength": 1}},
+        "allowed_token_ids": {"minItems": 1, **token_ids},
+        "logit_bias": {"maxProperties": Limits.MAX_LOGIT_BIAS},
+        "truncate_prompt_tokens": {
+            "minimum": -1,
+            "not": {"const": 0},
+            "maximum": engine.max_model_len,
+        },
+        "priority": (
+            {"minimum": -(2**63), "maximum": 2**63 - 1}
+            if engine.has_priorities
+            else {"enum": [0, None]}
+        ),
+        "cache_salt": {"minLength": 1, "maxLength": Limits.MAX_SALT_CHARS},
+        "request_id": {"minLength": 1, "maxLength": 128, "description": REQUEST_ID_IN_WORDS},
+        "tools": {"minItems": 1, "maxItems": MAX_TOOLS},
+        "name": {"minLength": 1, "maxLength": 64},  # of a function
+        "tokens": token_ids,
+    }

@@ -36,21 +36,22 @@ def offered_tools(
     if choice not in (None, "none", "auto"):
         raise refused("tool_choice", choice, "only 'none' and 'auto' are supported")
     if tools is None:
-        if choice == "auto":
-            raise refused("tool_choice", choice, "there are no tools; give some, or leave it out")
-        return None
+        return None  # with "auto", too: the model chooses among none
     if not 1 <= len(tools) <= MAX_TOOLS:
         raise refused("tools", f"{len(tools)} tools", f"give 1 to {MAX_TOOLS}, or leave it out")
     size = len(msgspec.json.encode(tools))
     if size > MAX_TOOLS_BYTES:
         raise refused("tools", f"{size} bytes", f"at most {MAX_TOOLS_BYTES} are allowed")
-    for tool in tools:
+    for place, tool in enumerate(tools):
+        where = f"tools[{place}].function"
         if not _NAME.fullmatch(tool.function.name):
             raise refused(
-                "tools", tool.function.name, "a name has 1 to 64 letters, digits, '_', '-' and '.'"
+                f"{where}.name",
+                tool.function.name,
+                "a name has 1 to 64 letters, digits, '_', '-' and '.'",
             )
         if tool.function.strict:
-            raise refused("tools", tool.function.name, "strict=true is not supported; leave it out")
+            raise refused(f"{where}.strict", True, "not supported; leave it out")
     if choice == "none":
         return None
     if not can_parse:

@@ -5,13 +5,14 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jaxllm.errors import ValidationError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.messages import PromptType, RequestOutput, TokensPrompt
 from jaxllm.openai.answer import TIMEOUT
@@ -89,6 +90,12 @@ class AnswerEndpoint:
         size = len(body)
         is_small = size <= _SMALL_BODY
         job = read() if is_small else await self._engine.in_tokenizer_thread(read, size)
+        try:
+            return await self._answer_to(job, size, events)
+        except ValidationError as error:
+            raise job.request.in_its_words(error) from error
+
+    async def _answer_to(self, job: _Job, size: int, events: EventStream) -> Response | None:
         admission = self._service.admission
         with admission.answers(job.request.num_prompts * job.params.n):
             prompts = await self._service.in_text_thread(
@@ -131,7 +138,10 @@ class AnswerEndpoint:
         for place, prompt in enumerate(prompts):
             if isinstance(prompt, dict) and "prompt_token_ids" not in prompt:
                 text = prompt["prompt"]
-                check_is_text("prompt", text)
+                try:
+                    check_is_text("prompt", text)
+                except ValidationError as error:
+                    raise request.in_its_words(error, place) from error
                 prompts[place] = TokensPrompt(prompt_token_ids=tokenizer.encode(text), **prompt)
         return prompts
 
@@ -185,7 +195,7 @@ class AnswerEndpoint:
         service.request_ids.update(ids)
         alarm = _Alarm(self._engine, ids, job.deadline)
         try:
-            async with contextlib.aclosing(merged(streams)) as outputs:
+            async with contextlib.aclosing(merged(streams, _in_words_of(job.request))) as outputs:
                 async for place, output in outputs:
                     for one in output.outputs:
                         if one.finish_reason == "abort":
@@ -197,6 +207,17 @@ class AnswerEndpoint:
         finally:
             alarm.cancel()
             service.request_ids.difference_update(ids)
+
+
+def _in_words_of(request: Request) -> Callable[[int, Exception], Exception]:
+    """What a client is told of the error of the prompt at a place."""
+
+    def told(place: int, error: Exception) -> Exception:
+        if isinstance(error, ValidationError):
+            return request.in_its_words(error, place)
+        return error
+
+    return told
 
 
 class _Alarm:

@@ -16,6 +16,7 @@ from jaxllm.errors import JaxLLMError
 from jaxllm.openai.endpoints import ENDPOINTS
 from jaxllm.openai.errors import NotFoundError, UnavailableError
 from jaxllm.openai.models import ModelCard, ModelList
+from jaxllm.openai.schema import EngineBounds
 from jaxllm.server.admin import ADMIN_PATHS, admin_routes
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import OPEN_PATHS, Authentication, Keys
@@ -80,7 +81,7 @@ def make_app(service: Service, keys: Keys, lifespan: Lifespan) -> Starlette:
         return Response(page, media_type="text/plain; version=0.0.4")
 
     async def describe(request: Request) -> Response:
-        return json_response(make_document(routes, keys))
+        return json_response(make_document(routes, keys, _bounds(service)))
 
     routes = [
         Route("/health", health),
@@ -151,6 +152,20 @@ def _model(service: Service, name: str) -> ModelCard:
         created=service.started,
         root=service.engine.info.model,
         max_model_len=service.engine.info.max_model_len,
+    )
+
+
+def _bounds(service: Service) -> EngineBounds:
+    """What is described of this engine."""
+    info, served = service.engine.info, service.served
+    most = service.admission.max_answers
+    return EngineBounds(
+        vocab_size=info.vocab_size,
+        max_logprobs=info.max_logprobs,
+        max_model_len=info.max_model_len,
+        **({} if most is None else {"max_n": most}),
+        takes_empty_text=served.tokenizer is not None and bool(served.tokenizer.encode("")),
+        has_priorities=service.engine.config.scheduler.scheduling_policy != "fcfs",
     )
 
 

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from jaxllm.errors import ValidationError
+from jaxllm.openai.wording import why_not_json
 from jaxllm.server.errors import Disconnected, HTTPError
 from jaxllm.server.options import ServerOptions
 
@@ -79,7 +80,8 @@ def decode_json(body: bytes, max_depth: int) -> Any:
     except RecursionError:
         raise _too_deep(max_depth) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValidationError(f"the body is not JSON: {error}", parameter="body") from None
+        why = why_not_json(body, error)
+        raise ValidationError(f"the body is not JSON: {why}", parameter="body") from None
     level = [value]
     for _ in range(max_depth):
         level = [one for outer in level for one in _inside(outer) if isinstance(one, dict | list)]

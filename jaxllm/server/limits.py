@@ -22,7 +22,7 @@ class Admission:
     def __init__(
         self, max_answers: int | None, max_tokens: int | None, max_bytes: int, peers: Peers
     ):
-        self._max_answers = max_answers
+        self.max_answers = max_answers  # of one request, too
         self._max_tokens = max_tokens
         self._max_bytes = max_bytes
         self._peers = peers
@@ -63,14 +63,14 @@ class Admission:
     @contextlib.contextmanager
     def answers(self, num: int) -> Iterator[None]:
         """So many answers are under way within this context."""
-        if self._max_answers is not None and num > self._max_answers:
+        if self.max_answers is not None and num > self.max_answers:
             raise refused(
                 "n",
                 f"{num} answers",
-                f"one request may have at most {self._max_answers}; split it, or start the "
+                f"one request may have at most {self.max_answers}; split it, or start the "
                 "server with a greater --max-queued-requests",
             )
-        self._admit(_ANSWERS, num, self._max_answers, "max_queued_requests")
+        self._admit(_ANSWERS, num, self.max_answers, "max_queued_requests")
         try:
             yield
         finally:

@@ -20,7 +20,14 @@ from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.errors import ErrorBody
 from jaxllm.openai.fields import REQUEST_ID_IN_WORDS
 from jaxllm.openai.models import ModelCard, ModelList
-from jaxllm.openai.schema import Schema, answer_schemas, ref, request_schemas
+from jaxllm.openai.schema import (
+    ANY_ENGINE,
+    EngineBounds,
+    Schema,
+    answer_schemas,
+    ref,
+    request_schemas,
+)
 from jaxllm.server.admin import ADMIN_PATHS
 from jaxllm.server.auth import OPEN_PATHS, Keys
 from jaxllm.server.page.routes import PAGE_MEDIA_TYPES
@@ -133,8 +140,11 @@ OPERATIONS |= {
 }
 
 
-def make_document(routes: Iterable[BaseRoute], keys: Keys) -> dict[str, Any]:
-    """Describe these routes; those without an entry are an error of ours."""
+def make_document(
+    routes: Iterable[BaseRoute], keys: Keys, engine: EngineBounds = ANY_ENGINE
+) -> dict[str, Any]:
+    """Describe these routes, in front of an engine with these bounds; those without an entry are an
+    error of ours."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         assert isinstance(route, Route) and route.methods, route
@@ -146,7 +156,7 @@ def make_document(routes: Iterable[BaseRoute], keys: Keys) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "jaxllm", "version": jaxllm.__version__},
         "paths": paths,
-        "components": {"schemas": _components()},
+        "components": {"schemas": _components(engine)},
     }
     schemes = {name: {"type": "http", "scheme": "bearer"} for name in _names(keys)}
     if schemes:
@@ -240,9 +250,9 @@ def _schema_of(given: type | Schema) -> Schema:
     return given if isinstance(given, dict) else ref(given)
 
 
-def _components() -> dict[str, Schema]:
+def _components(engine: EngineBounds) -> dict[str, Schema]:
     requests = request_schemas(
-        [ChatRequest, CompletionRequest, TokenizeText, TokenizeChat, DetokenizeRequest]
+        [ChatRequest, CompletionRequest, TokenizeText, TokenizeChat, DetokenizeRequest], engine
     )
     answers = answer_schemas(
         [ChatCompletion, ChatChunk, Completion, CompletionChunk, ModelList, ModelCard, Tokenized,

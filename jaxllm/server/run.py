@@ -18,7 +18,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError, refused
+from jaxllm.errors import not_utf8, refused
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.frontend.engine_process import EngineProcess
 from jaxllm.logging import init_logger
@@ -242,7 +242,7 @@ def _read_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValidationError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
+        raise not_utf8(path, error) from None
 
 
 def _end_at_once(stack: contextlib.ExitStack, signum: int, frame: object) -> None:

@@ -6,6 +6,7 @@ import typing
 import pytest
 
 from jaxllm import SamplingParams, ValidationError
+from jaxllm.errors import refused
 from jaxllm.openai.endpoints import ENDPOINTS, find_endpoint
 from jaxllm.openai.errors import AnswerError, NotFoundError, error_body
 from jaxllm.openai.served_model import ServedModel
@@ -83,6 +84,7 @@ def test_extra_arguments_are_for_logits_processors(path):
         ("stream_options", None),
         ("response_format", {"type": "text"}),
         ("tool_choice", "none"),
+        ("tool_choice", "auto"),  # among no tools
         ("store", False),
         ("service_tier", "auto"),
         ("best_of", 1),
@@ -107,7 +109,6 @@ def test_neutral_values_are_accepted(path, name, value):
         ("n", "two", "n='two': Expected int | null, got str"),
         ("max_tokens", 1.5, "max_tokens=1.5: Expected int"),
         ("ignore_eos", 1, "ignore_eos=1: Expected bool"),
-        ("stop", [1], "stop=[1]: Expected str"),
         ("chat_template", "{{ 1 }}", "not supported; leave it out"),
     ],
 )
@@ -116,6 +117,56 @@ def test_what_is_refused_is_named(path, name, value, message):
         read(path, **{name: value})
     assert caught.value.parameter == name
     assert message in str(caught.value)
+
+
+def test_the_place_of_a_wrong_value_is_named(path):
+    with pytest.raises(ValidationError, match=r"^stop\[1\]=2: Expected str, got int$") as caught:
+        read(path, stop=["a", 2])
+    assert caught.value.parameter == "stop[1]"
+    with pytest.raises(ValidationError, match=r"^stream_options.include_usage=3: Expected bool"):
+        ENDPOINTS[path].request.read(
+            NEEDED[path] | {"stream": True, "stream_options": {"include_usage": 3}}, live=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name", "message"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": -2}, "top_logprobs", "top_logprobs=-2: it must"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0:"),
+        (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens=0: it must"),
+        (
+            CHAT,
+            {"max_completion_tokens": 3, "min_tokens": 5},
+            "min_tokens",
+            "min_tokens=5: it must be at most max_completion_tokens=3",
+        ),
+        (COMPLETIONS, {"logprobs": -2}, "logprobs", "logprobs=-2: it must"),
+        (COMPLETIONS, {"logprobs": -2, "echo": True}, "logprobs", "logprobs=-2: it must"),
+    ],
+)
+def test_parameters_of_the_sampler_are_refused_under_the_request_s_names(
+    path, fields, name, message
+):
+    with pytest.raises(ValidationError) as caught:
+        read(path, **fields).sampling_params(SERVED)
+    assert caught.value.parameter == name
+    assert str(caught.value).startswith(message)
+
+
+def test_an_error_of_the_engine_names_the_prompt_that_was_sent():
+    def told(path, place, error, **fields):
+        told = read(path, **fields).in_its_words(error, place)
+        return told.parameter, str(told)
+
+    wrong = refused("prompt_token_ids", 9, "no such token")
+    several = {"prompt": ["a", [9]]}
+    assert told(COMPLETIONS, 1, wrong, **several) == ("prompt[1]", "prompt[1]=9: no such token")
+    assert told(COMPLETIONS, 0, wrong, prompt=[9]) == ("prompt", "prompt=9: no such token")
+    long = ValidationError("the prompt has 9 tokens", parameter="prompt")
+    assert told(CHAT, 0, long) == ("messages", "messages: the prompt has 9 tokens")
+    extra = refused("extra_args", {}, "no processor")
+    assert told(CHAT, 0, extra) == ("vllm_xargs", "vllm_xargs={}: no processor")
 
 
 @pytest.mark.parametrize(
@@ -137,8 +188,9 @@ def test_fields_of_the_other_endpoint_are_refused(path, fields, message):
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(ValidationError, match="missing required field `messages`"):
+    with pytest.raises(ValidationError, match="missing required field `messages`") as caught:
         find_endpoint(CHAT).request.read({"model": "m"})
+    assert caught.value.parameter == "messages"
     with pytest.raises(ValidationError, match="it must be a JSON object"):
         find_endpoint(CHAT).request.read(["messages"])
 

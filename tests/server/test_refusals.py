@@ -7,6 +7,7 @@ import threading
 import time
 
 import httpx
+import jsonschema
 import pytest
 
 from jaxllm import ValidationError
@@ -55,6 +56,59 @@ def test_a_wrong_request_is_told_what_is_wrong(client, path, body, status, messa
     assert len(error["message"]) < 2100
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": HELLO, "vllm_xargs": {"a": 1}}, "vllm_xargs"),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 999}, "top_logprobs"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 9000}]}, "messages"),
+        (CHAT, {"messages": [*HELLO, {"role": "user", "content": 3}]}, "messages[1].content"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 999}, "logprobs"),
+        (COMPLETIONS, {"prompt": ["a", ""]}, "prompt[1]"),
+        (COMPLETIONS, {"prompt": [[1], [100_000]], "stream": True}, "prompt[1]"),
+        (COMPLETIONS, {"prompt": ["a", "x" * 9000]}, "prompt[1]"),
+        (COMPLETIONS, {"prompt": ["a", 3]}, "prompt[1]"),
+        (COMPLETIONS, {"prompt": [1, 100_000]}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "vllm_xargs": {"a": 1}, "stream": True}, "vllm_xargs"),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(client, path, body, param):
+    error = client.post(path, json=body).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_valid"),
+    [
+        (CHAT, {"messages": HELLO, "tool_choice": "auto"}, True),
+        ("/tokenize", {"messages": HELLO, "tool_choice": "auto"}, True),
+        (COMPLETIONS, {"prompt": ""}, False),  # where the tokenizer adds nothing to it
+        (COMPLETIONS, {"prompt": ["a", ""]}, False),
+        (COMPLETIONS, {"prompt": [1, 100_000]}, False),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 20}, True),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, False),
+        (COMPLETIONS, {"prompt": "a", "logprobs": -1}, False),  # the vocabulary has more
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 0}, False),
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 2049}, False),
+        (COMPLETIONS, {"prompt": "a", "priority": 1}, False),
+        (COMPLETIONS, {"prompt": "a", "priority": 0}, True),
+        ("/detokenize", {"tokens": [100_000]}, False),
+        ("/detokenize", {"tokens": [1]}, True),
+    ],
+)
+def test_what_the_description_calls_valid_is_accepted_and_nothing_else(
+    client, path, body, is_valid
+):
+    document = client.get("/openapi.json").json()
+    operation = document["paths"][path]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    validator = jsonschema.Draft202012Validator(schema | {"components": document["components"]})
+    assert validator.is_valid(body) is is_valid
+    status = client.post(path, json=body | {"max_tokens": 1} if "v1" in path else body).status_code
+    assert status == (200 if is_valid else 400)
+
+
 def test_a_refusal_is_no_failure_in_the_log(client, caplog):
     response = client.get("/v1/models/none")
     assert response.status_code == 404 and "X-Request-Id" in response.headers
@@ -90,7 +144,7 @@ def test_a_template_of_a_request_is_run_in_a_sandbox_and_only_if_trusted(host):
 
 
 def test_a_body_that_is_no_json(client):
-    for body, message in ((b"{", "not JSON"), (b"\xff", "not JSON"), (b"[]", "a JSON object")):
+    for body, message in ((b"{", "(byte 1)"), (b"\xff", "(byte 0)"), (b"[]", "a JSON object")):
         response = client.post(CHAT, content=body, headers=JSON)
         assert response.status_code == 400 and message in response.text
     for kind in ("text/plain", "", "application/x-www-form-urlencoded"):

@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.slow  # the first one starts an engine
 
-# What is valid by itself may contradict another field, or ask for more than this model has.
+# What is valid by itself may contradict another field; test_refusals has what need not be so.
 OPTIONS = (
     "--exclude-checks positive_data_acceptance --generation-deterministic --request-timeout 120 "
     "--continue-on-failure --no-color"

@@ -1,0 +1,68 @@
+"""Errors in the words of the client: the fields as it has named them, and the place of the fault.
+
+The engine has one name for a parameter and knows of one prompt; a request has its own names for
+some, may bring many prompts, and may be no JSON at all.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+
+from jaxllm.errors import ValidationError, refused
+
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+
+
+def renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError:
+    """The same error with other names for fields."""
+    message = str(error)
+    for old, new in names.items():
+        message = re.sub(rf"(?<![\w.]){old}(?==)", lambda _, new=new: new, message)
+    name = names.get(error.parameter or "", error.parameter)
+    if name != error.parameter and not message.startswith(f"{name}="):
+        message = f"{name}: {message}"
+    return ValidationError(
+        message, parameter=name, value=error.value, prompt_index=error.prompt_index
+    )
+
+
+def converted(body: dict[str, Any], kind: type[msgspec.Struct]) -> Any:
+    """A struct of a decoded body; what is not of its type is refused by its place."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise _in_our_words(error, body) from None
+
+
+def why_not_json(data: str | bytes, error: Exception) -> str:
+    """What is wrong with a text that is no JSON, and at which byte."""
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    if not raw.strip():
+        return "it is empty"
+    try:
+        raw.decode()
+    except UnicodeDecodeError as bad:
+        return f"not UTF-8: {bad.reason} (byte {bad.start})"
+    if "truncated" not in str(error):
+        return str(error)
+    half = _HALF_A_PAIR.search(raw)
+    if half is not None:
+        return f"half a surrogate pair, which is no text (byte {half.start()})"
+    return f"it ends within a value (byte {len(raw)})"
+
+
+def _in_our_words(error: msgspec.ValidationError, body: dict[str, Any]) -> ValidationError:
+    """msgspec says "Expected `int`, got `str` - at `$.stop[1]`"."""
+    message, _, place = str(error).partition(" - at ")
+    # Of a value in an object it does not say which: "`$.logit_bias[...]`".
+    steps = re.findall(r"\.(\w+)|\[(\d+)\]", place.partition("[...]")[0])
+    if not steps:
+        missing = re.search(r"required field `(\w+)`", message)
+        return ValidationError(message, parameter=missing and missing[1])
+    name, value = "", cast(Any, body)
+    for key, index in steps:
+        name += f"[{index}]" if index else f".{key}"
+        value = value[int(index) if index else key]
+    return refused(name[1:], value, message.replace("`", ""))
