@@ -25,9 +25,9 @@ from jaxllm.logging import init_logger
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.app import make_app
 from jaxllm.server.auth import Keys, read_keys
+from jaxllm.server.endpoints import ENDPOINTS
 from jaxllm.server.frontends import Frontends
 from jaxllm.server.hosts import is_loopback
-from jaxllm.server.http_metrics import STATUS_PATHS
 from jaxllm.server.http_protocol import limited_protocol
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.peers import Peers
@@ -42,6 +42,8 @@ _LOOK_S = 0.5
 _SHOW_DEATH_S = 1.0
 # After the last answers were ended, what their clients have to take them.
 _LAST_WORDS_S = 5.0
+
+_UNCOUNTED = {endpoint.path for endpoint in ENDPOINTS if not endpoint.is_counted}
 
 
 def run_server(options: ServerOptions, config: EngineConfig) -> int:
@@ -270,6 +272,6 @@ def _is_of_interest(record: logging.LogRecord) -> bool:
     """Not in the access log: that somebody has asked how the server is, and was told."""
     match record.args:
         case (_, _, str(target), _, int(status)):
-            return target.partition("?")[0] not in STATUS_PATHS or status >= 400
+            return target.partition("?")[0] not in _UNCOUNTED or status >= 400
         case _:
             return True

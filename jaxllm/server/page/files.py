@@ -1,4 +1,4 @@
-"""The page's files as routes, with headers under which they can load and run nothing else.
+"""The page's files as endpoints, with headers under which they can load and run nothing else.
 
 What a model writes is not trusted: scripts make DOM nodes of it as text only, and where one should
 ever fail to, the browser refuses to run what comes out.
@@ -8,7 +8,9 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+
+from jaxllm.server.endpoint import Access, Endpoint, by
+from jaxllm.server.service import Service
 
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -42,21 +44,22 @@ _FILES = {
     for path in sorted(Path(__file__).parent.iterdir())
     if path.suffix in _MEDIA_TYPES
 }
-# What each of them is.
-PAGE_MEDIA_TYPES = {url: _MEDIA_TYPES[path.suffix] for url, path in _FILES.items()}
-# Nobody needs a key for these: the page asks for it, and brings it with what it fetches.
-PAGE_PATHS = frozenset(_FILES)
 
 
-def page_routes() -> list[Route]:
-    """A route for every file."""
-    return [_route(url, path) for url, path in _FILES.items()]
+def _endpoint(url: str, path: Path) -> Endpoint:
+    content, media_type = path.read_bytes(), _MEDIA_TYPES[path.suffix]
+
+    async def serve(service: Service, request: Request) -> Response:
+        return Response(content, headers=_HEADERS, media_type=media_type)
+
+    return Endpoint(
+        url,
+        by(serve),
+        "A file of the page",
+        # The page asks for a key, and brings it with what it fetches.
+        access=Access.WITHOUT_KEY,
+        content_type=media_type,
+    )
 
 
-def _route(url: str, path: Path) -> Route:
-    content = path.read_bytes()
-
-    async def serve(request: Request) -> Response:
-        return Response(content, headers=_HEADERS, media_type=_MEDIA_TYPES[path.suffix])
-
-    return Route(url, serve)
+PAGE = tuple(_endpoint(url, path) for url, path in _FILES.items())
