@@ -16,6 +16,7 @@ _PUBLIC = {
     "RequestOutputKind": "jaxllm.sampling_params",
     "ModelRegistry": "jaxllm.models.registry",
     "LogitsProcessor": "jaxllm.sampling.logits_processor",
+    "AnswerFormat": "jaxllm.parsers.answer_format",
     "SchedulingPolicy": "jaxllm.scheduler.policy",
     "register_scheduling_policy": "jaxllm.scheduler.policy",
     "RequestOutput": "jaxllm.messages",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         TokensPrompt,
     )
     from jaxllm.models.registry import ModelRegistry
+    from jaxllm.parsers.answer_format import AnswerFormat
     from jaxllm.sampling.logits_processor import LogitsProcessor
     from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jaxllm.scheduler.policy import SchedulingPolicy, register_scheduling_policy

@@ -75,7 +75,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several."""
+        """Answer one conversation, or each of several. The template gets to see `tools`; what the
+        model wrote is returned as it is, for an `AnswerFormat` to find calls and reasoning in."""
         if self.llm_engine.tokenizer is None:
             raise ValidationError("chat needs a tokenizer, but skip_tokenizer_init=True")
         _refuse_lora(lora_request)

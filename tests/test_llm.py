@@ -12,6 +12,7 @@ import pytest
 
 from jaxllm import (
     LLM,
+    AnswerFormat,
     BeamSearchParams,
     LogitsProcessor,
     RequestOutputKind,
@@ -316,6 +317,18 @@ def test_chat_continues_the_last_message(llm):
     assert output.prompt.endswith("<|im_start|>assistant\nIn the house")
     with pytest.raises(ValidationError, match="exclude each other"):
         llm.chat(begun, greedy(), continue_final_message=True)
+
+
+def test_the_template_sees_tools_and_an_output_can_be_taken_apart(llm):
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    template = "{{ tools[0].function.name }} {{ messages[0].content }}<think>"
+    [output] = llm.chat(CONVERSATION, greedy(), use_tqdm=False, tools=tools, chat_template=template)
+    assert output.prompt.startswith("look ")
+    answer_format = AnswerFormat.of("qwen3", "hermes")
+    answer = answer_format.parser(output.prompt, tools).parse(output.outputs[0].text)
+    # The prompt has begun the reasoning, and noise does not end it.
+    assert answer.reasoning.strip() == output.outputs[0].text.strip() != ""
+    assert (answer.content, answer.tool_calls) == ("", [])
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.logging import init_logger
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.parsers.options import ParserOptions
 from jaxllm.watch import Watch
 
 logger = init_logger(__name__)
@@ -54,9 +55,11 @@ class BatchOptions:
     price_per_hour: float | None = None
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
+    parsers: ParserOptions = ParserOptions()
     max_line_bytes: int = 16 << 20
 
     def validate(self) -> None:
+        self.parsers.validate()
         for name, low in (("grace_period_s", 0), ("price_per_hour", 0), ("max_line_bytes", 1)):
             value = getattr(self, name)
             if value is not None and not low <= value < float("inf"):
@@ -115,6 +118,8 @@ class _Job:
             "ordered": options.ordered,
             "served_model_name": list(options.served_model_name),
             "chat_template": options.chat_template and _digest(options.chat_template),
+            "reasoning_parser": options.parsers.reasoning_parser,
+            "tool_call_parser": options.parsers.tool_call_parser,
             "max_line_bytes": options.max_line_bytes,
         }
         self._now = make_manifest(self._fingerprint, settings, engine_options)
@@ -193,6 +198,7 @@ class _Job:
                     engine,
                     self._options.served_model_name,
                     chat_template=self._options.chat_template,
+                    answer_format=self._options.parsers.answer_format,
                 ),
                 itertools.chain([first], items),
                 reader,

@@ -16,7 +16,7 @@ from jaxllm.batch.input import Item
 from jaxllm.errors import ValidationError, refused
 from jaxllm.messages import CompletionOutput, PromptType, RequestOutput, TextPrompt, TokensPrompt
 from jaxllm.openai.answer import check_finished
-from jaxllm.openai.endpoints import ENDPOINTS, Request, read_request
+from jaxllm.openai.endpoints import ENDPOINTS, Endpoint, Request, find_endpoint
 from jaxllm.openai.errors import error_body
 from jaxllm.openai.logprobs import Position
 from jaxllm.openai.served_model import ServedModel
@@ -125,6 +125,7 @@ class BatchLine:
         self.custom_id = custom_id
         self._fields = fields
         self._answer_id = f"{batch_id}-{item.number}"
+        self._endpoint: Endpoint | None = None
         self._request: Request | None = None
 
     def read(self, served: ServedModel) -> Prompts:
@@ -136,7 +137,8 @@ class BatchLine:
             raise refused("method", method, "it must be 'POST'")
         if not isinstance(url, str):
             raise refused("url", url, f"it must be {' or '.join(ENDPOINTS)}")
-        self._request = request = read_request(url, self._fields.get("body"))
+        self._endpoint = find_endpoint(url)
+        self._request = request = self._endpoint.request.read(self._fields.get("body"))
         served.check_name(request.model)
         return Prompts(
             request.prompts(served),
@@ -150,8 +152,9 @@ class BatchLine:
         return self._request.in_its_words(error, place)
 
     def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
-        assert self._request is not None, "it was not read"
-        body = self._request.answer(self._answer_id, int(time.time()), outputs, served)
+        assert self._endpoint is not None, "it was not read"
+        created = int(time.time())
+        body = self._endpoint.answer(self._request, self._answer_id, created, outputs, served)
         return self._record(200, body)
 
     def error(self, error: Exception) -> bytes:

@@ -2,8 +2,15 @@
 
 import argparse
 
-from jaxllm.cli.arguments import add_engine_arguments, engine_options_from, integer
+from jaxllm.cli.arguments import (
+    add_engine_arguments,
+    add_option_arguments,
+    engine_options_from,
+    integer,
+    options_from,
+)
 from jaxllm.files import read_given_text
+from jaxllm.parsers.options import ParserOptions
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
@@ -91,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Longest line of the input. Default: 16MiB.",
     )
+    add_option_arguments(parser, ParserOptions)
     add_engine_arguments(parser)
 
 
@@ -111,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
             price_per_hour=args.price_per_hour,
             served_model_name=tuple(args.served_model_name),
             chat_template=template,
+            parsers=ParserOptions(**options_from(args, ParserOptions)),
             max_line_bytes=args.max_line_bytes,
         ),
         engine_options,

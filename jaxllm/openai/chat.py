@@ -1,21 +1,16 @@
-"""/v1/chat/completions: a conversation in, the next message out."""
+"""What is asked of /v1/chat/completions: the next message of a conversation."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import msgspec
-
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import TextLength, render_chat
-from jaxllm.messages import CompletionOutput, PromptType, RequestOutput, TokensPrompt
-from jaxllm.openai.answer import Usage, check_finished, usage_of
-from jaxllm.openai.chat_stream import ChatStream, finish_reason
+from jaxllm.messages import CompletionOutput, PromptType, TokensPrompt
 from jaxllm.openai.fields import RequestFields
-from jaxllm.openai.logprobs import ChatLogprobs, Position, chat_logprobs
-from jaxllm.openai.parsing import ChatMessage, TextParser, message_of
+from jaxllm.openai.logprobs import ChatLogprobs, chat_logprobs
+from jaxllm.openai.message import MessageParser
 from jaxllm.openai.served_model import ServedModel, id_as_text
-from jaxllm.openai.tools import Function, Tool, offered_functions
+from jaxllm.openai.tools import Tool, offered_tools
 from jaxllm.sampling_params import SamplingParams
 
 MAX_MESSAGES = 8192
@@ -34,8 +29,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Of requests that are answered live.
-    chat_template: str | None = None
+    chat_template: str | None = None  # only of requests that are answered live
     tools: list[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -75,14 +69,13 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         if len(self.chat_template or "") > MAX_TEMPLATE_CHARS:
             given = f"{len(self.chat_template or '')} characters"
             raise refused("chat_template", given, f"at most {MAX_TEMPLATE_CHARS} are allowed")
-        functions = self._functions(served)
         return render_chat(
             served.tokenizer,
             self.messages,
             chat_template=self.chat_template or served.chat_template,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
-            tools=None if functions is None else list(map(_as_template_has_it, functions)),
+            tools=self._tools(served),
             chat_template_kwargs=self.chat_template_kwargs,
             render=partial(
                 served.renderer.render,
@@ -109,7 +102,10 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "it needs logprobs=true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.params_over(served, max_tokens=most, logprobs=logprobs)
+        params = self.params_over(served, max_tokens=most, logprobs=logprobs)
+        if served.answer_format.needs_special_tokens(self._tools(served) is not None):
+            params.skip_special_tokens = False
+        return params
 
     def names_of_fields(self, place: int | None) -> dict[str, str]:
         names = {"logprobs": "top_logprobs", "prompt": "messages", "prompt_token_ids": "messages"}
@@ -117,43 +113,18 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             names["max_tokens"] = "max_completion_tokens"
         return super().names_of_fields(place) | names
 
-    def answer(
-        self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
-    ) -> "ChatCompletion":
-        """The body of the answer; raises if the engine failed."""
-        check_finished(outputs)
-        (output,) = outputs
-        parsers = [self.parser(output.prompt, served) for _ in output.outputs]
-        choices = list(map(partial(self._choice, served), output.outputs, parsers))
-        return ChatCompletion(
-            id=self._id(answer_id),
-            created=created,
-            model=served.names[0],
-            system_fingerprint=served.fingerprint,
-            choices=choices,
-            usage=usage_of(
-                outputs, nums_reasoning=[parser.num_reasoning_tokens for parser in parsers]
-            ),
-            prompt_logprobs=output.prompt_logprobs,
-            prompt_token_ids=output.prompt_token_ids if self.return_token_ids else None,
-        )
-
-    def streamed_answer(self, answer_id: str, created: int, served: ServedModel) -> ChatStream:
-        """The body of the answer in chunks."""
-        return ChatStream(self, self._id(answer_id), created, served)
-
-    def needs_special_tokens(self, served: ServedModel) -> bool:
-        return served.parsers.needs_special_tokens(self._functions(served) is not None)
-
-    def parser(self, prompt: str | None, served: ServedModel) -> TextParser:
+    def parser(self, prompt: str | None, served: ServedModel) -> MessageParser:
         """The parser for one answer to this prompt."""
-        return served.parsers.make(
-            prompt or "",
-            self._functions(served),
-            parallel_calls=self.parallel_tool_calls is not False,
-            show_reasoning=self.include_reasoning is not False,
+        parser = served.answer_format.parser(
+            prompt,
+            self._tools(served),
             enable_thinking=(self.chat_template_kwargs or {}).get("enable_thinking") is not False,
             text_of=served.text_of,
+        )
+        return MessageParser(
+            parser,
+            parallel_calls=self.parallel_tool_calls is not False,
+            show_reasoning=self.include_reasoning is not False,
         )
 
     def logprobs_of(self, one: CompletionOutput, served: ServedModel) -> ChatLogprobs | None:
@@ -162,24 +133,12 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         text_of = id_as_text if self.return_tokens_as_token_ids else served.text_of
         return chat_logprobs(one.logprobs, self.top_logprobs or 0, text_of, served.bytes_of)
 
-    def _id(self, answer_id: str) -> str:
+    def id_of(self, answer_id: str) -> str:
         return f"chatcmpl-{self.request_id or answer_id}"
 
-    def _functions(self, served: ServedModel) -> list[Function] | None:
-        return offered_functions(self.tools, self.tool_choice, served.parsers.has_tools)
-
-    def _choice(
-        self, served: ServedModel, one: CompletionOutput, parser: TextParser
-    ) -> "ChatChoice":
-        message = message_of([*parser.feed(one.text, one.token_ids), *parser.finish()])
-        return ChatChoice(
-            index=one.index,
-            message=message,
-            logprobs=self.logprobs_of(one, served),
-            finish_reason=finish_reason(one, bool(message.tool_calls)),
-            stop_reason=one.stop_reason,
-            token_ids=one.token_ids if self.return_token_ids else None,
-        )
+    def _tools(self, served: ServedModel) -> list[dict[str, Any]] | None:
+        can_parse = served.answer_format.tools is not None
+        return offered_tools(self.tools, self.tool_choice, can_parse)
 
 
 def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:
@@ -189,30 +148,3 @@ def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:
         return True
     given = chat_template_kwargs.values() if isinstance(chat_template_kwargs, dict) else ()
     return not all(isinstance(value, bool | None) for value in given)
-
-
-def _as_template_has_it(function: Function) -> dict[str, Any]:
-    return {"type": "function", "function": msgspec.to_builtins(function)}
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | None
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The body of a chat answer. The last two fields are vLLM's."""
-
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str
-    prompt_logprobs: list[Position | None] | None
-    prompt_token_ids: list[int] | None

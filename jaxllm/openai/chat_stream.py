@@ -1,20 +1,18 @@
 """A chat answer in chunks: each choice begins with its role, and ends with its reason to end."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxllm.messages import CompletionOutput, RequestOutput
 from jaxllm.openai.answer import Usage, check_finished
+from jaxllm.openai.chat import ChatRequest
+from jaxllm.openai.chat_answer import finish_reason
 from jaxllm.openai.logprobs import ChatLogprobs
-from jaxllm.openai.parsing import ChatDelta, TextParser
+from jaxllm.openai.message import ChatDelta, MessageParser
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.streaming import UsageMeter
-
-if TYPE_CHECKING:
-    from jaxllm.openai.chat import ChatRequest
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -44,11 +42,11 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 class ChatStream:
     """Makes the chunks of one answer."""
 
-    def __init__(self, request: "ChatRequest", answer_id: str, created: int, served: ServedModel):
+    def __init__(self, request: ChatRequest, answer_id: str, created: int, served: ServedModel):
         self._request = request
         self._served = served
         self._head = ChatChunk(
-            id=answer_id,
+            id=request.id_of(answer_id),
             created=created,
             model=served.names[0],
             system_fingerprint=served.fingerprint,
@@ -118,11 +116,6 @@ class ChatStream:
 class _Choice:
     """What has to be known of a choice until it ends."""
 
-    def __init__(self, parser: TextParser):
+    def __init__(self, parser: MessageParser):
         self.parser = parser
         self.has_calls = False
-
-
-def finish_reason(one: CompletionOutput, has_calls: bool) -> str | None:
-    """An answer that calls tools and ended by itself waits for them."""
-    return "tool_calls" if has_calls and one.finish_reason == "stop" else one.finish_reason

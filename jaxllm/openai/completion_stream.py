@@ -1,18 +1,15 @@
 """A completion in chunks; with `echo`, the first one of each choice begins with the prompt."""
 
-from typing import TYPE_CHECKING
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxllm.messages import RequestOutput
 from jaxllm.openai.answer import Usage, check_finished
+from jaxllm.openai.completion_answer import shown
+from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.logprobs import CompletionLogprobs, Position
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.streaming import UsageMeter
-
-if TYPE_CHECKING:
-    from jaxllm.openai.completions import CompletionRequest
 
 
 class CompletionChunkChoice(msgspec.Struct, kw_only=True):
@@ -44,12 +41,12 @@ class CompletionStream:
     """Makes the chunks of one answer."""
 
     def __init__(
-        self, request: "CompletionRequest", answer_id: str, created: int, served: ServedModel
+        self, request: CompletionRequest, answer_id: str, created: int, served: ServedModel
     ):
         self._request = request
         self._served = served
         self._head = CompletionChunk(
-            id=answer_id,
+            id=request.id_of(answer_id),
             created=created,
             model=served.names[0],
             system_fingerprint=served.fingerprint,
@@ -70,18 +67,18 @@ class CompletionStream:
         for one in output.outputs:
             index = (request.n or 1) * place + one.index
             is_first = index not in self._offsets
-            shown = request.shown(one, output, served, of_prompt if is_first else None, is_first)
+            part = shown(request, one, output, served, of_prompt if is_first else None, is_first)
             offset = self._offsets.get(index, 0)
-            logprobs = shown.logprobs(offset)
+            logprobs = part.logprobs(offset)
             if logprobs is not None:
                 offset += sum(map(len, logprobs.tokens))
             self._offsets[index] = offset
             choice = CompletionChunkChoice(
                 index=index,
-                text=shown.text,
+                text=part.text,
                 logprobs=logprobs,
-                finish_reason=shown.finish_reason,
-                stop_reason=shown.stop_reason,
+                finish_reason=part.finish_reason,
+                stop_reason=part.stop_reason,
             )
             if is_first and request.prompt_logprobs is not None:
                 choice.prompt_logprobs = of_prompt

@@ -1,7 +1,7 @@
 """The paths that are served, and what their requests have in common."""
 
-from collections.abc import Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 from msgspec import Struct
 
@@ -9,6 +9,10 @@ from jaxllm.errors import ValidationError
 from jaxllm.messages import PromptType, RequestOutput
 from jaxllm.openai.answer import Usage
 from jaxllm.openai.chat import ChatRequest
+from jaxllm.openai.chat_answer import answer_chat
+from jaxllm.openai.chat_stream import ChatStream
+from jaxllm.openai.completion_answer import answer_completion
+from jaxllm.openai.completion_stream import CompletionStream
 from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.errors import NotFoundError
 from jaxllm.openai.served_model import ServedModel
@@ -57,20 +61,6 @@ class Request(Protocol):
         """An error of the engine about one of the prompts, under the names of the request."""
         ...
 
-    def needs_special_tokens(self, served: ServedModel) -> bool: ...
-
-    def answer(
-        self, answer_id: str, created: int, outputs: Sequence[RequestOutput], served: ServedModel
-    ) -> Answer:
-        """The answer from the last outputs of all prompts; raises AnswerError."""
-        ...
-
-    def streamed_answer(
-        self, answer_id: str, created: int, served: ServedModel
-    ) -> "StreamedAnswer":
-        """The answer as it comes."""
-        ...
-
 
 class StreamedAnswer(Protocol):
     """Makes the chunks of an answer of its outputs, which are deltas."""
@@ -84,17 +74,27 @@ class StreamedAnswer(Protocol):
         ...
 
 
-ENDPOINTS: dict[str, type[Request]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
+class Endpoint(NamedTuple):
+    """What is asked at a path, and the two ways to answer it."""
+
+    request: type[Request]
+    # From the last outputs of all prompts; raises AnswerError.
+    answer: Callable[[Any, str, int, Sequence[RequestOutput], ServedModel], Answer]
+    # As it comes.
+    stream: Callable[[Any, str, int, ServedModel], StreamedAnswer]
+
+
+ENDPOINTS = {
+    "/v1/chat/completions": Endpoint(ChatRequest, answer_chat, ChatStream),
+    "/v1/completions": Endpoint(CompletionRequest, answer_completion, CompletionStream),
 }
 
 
-def read_request(path: str, body: object) -> Request:
-    """Make a request of the body that was sent to a path; raises ValidationError."""
-    kind = ENDPOINTS.get(path)
-    if kind is None:
+def find_endpoint(path: str) -> Endpoint:
+    """The endpoint at a path; raises NotFoundError."""
+    endpoint = ENDPOINTS.get(path)
+    if endpoint is None:
         raise NotFoundError(
             f"url={path!r:.80} is not served here; use {' or '.join(ENDPOINTS)}", parameter="url"
         )
-    return kind.read(body)
+    return endpoint

@@ -128,10 +128,6 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """What the engine names otherwise than this kind of request."""
         return {"extra_args": "vllm_xargs"}
 
-    def needs_special_tokens(self, served: ServedModel) -> bool:
-        """Whether the text of the answer must show special tokens, for parsers to see them."""
-        return False
-
 
 # It is in every piece of an answer, in logs and in headers.
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -198,12 +194,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Fields that only a server has, and the values at which they ask for nothing of others.
 _LIVE: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
-    "include_reasoning": (True, False),  # no parser takes reasoning out of the text
-    "parallel_tool_calls": (True, False),  # there are no tools to call
     "stream": (False,),
     "stream_options": (),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
 }
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)

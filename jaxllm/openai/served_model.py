@@ -13,7 +13,7 @@ from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import NotFoundError
-from jaxllm.openai.parsing import Parsers
+from jaxllm.parsers.answer_format import AnswerFormat
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -30,7 +30,7 @@ class ServedModel:
     chat_template: str | None = None  # in place of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
     renderer: Renderer = Renderer()
-    parsers: Parsers = Parsers()
+    answer_format: AnswerFormat = AnswerFormat()
 
     @classmethod
     def of(cls, engine: "Engine", names: tuple[str, ...] = (), **options: Any) -> "ServedModel":

@@ -28,10 +28,11 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     function: Function
 
 
-def offered_functions(
+def offered_tools(
     tools: list[Tool] | None, choice: object, can_parse: bool
-) -> list[Function] | None:
-    """The functions that the model may call, or None; refuses what cannot be served."""
+) -> list[dict[str, Any]] | None:
+    """The tools that the model may call, as chat templates want them, or None; refuses what cannot
+    be served."""
     if choice not in (None, "none", "auto"):
         raise refused("tool_choice", choice, "only 'none' and 'auto' are supported")
     if tools is None:
@@ -55,8 +56,8 @@ def offered_functions(
         return None
     if not can_parse:
         raise ValidationError(
-            "tools: this server does not look for calls of tools; start it with "
-            "--enable-auto-tool-choice and --tool-call-parser, or give tool_choice='none'",
+            "tools: nobody looks for calls of tools here; start with --enable-auto-tool-choice and "
+            "--tool-call-parser, or give tool_choice='none'",
             parameter="tools",
         )
-    return [tool.function for tool in tools]
+    return [msgspec.to_builtins(tool) for tool in tools]

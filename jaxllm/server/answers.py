@@ -16,7 +16,7 @@ from jaxllm.errors import ValidationError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.messages import PromptType, RequestOutput, TokensPrompt
 from jaxllm.openai.answer import TIMEOUT
-from jaxllm.openai.endpoints import Request
+from jaxllm.openai.endpoints import Endpoint, Request
 from jaxllm.openai.errors import UnavailableError
 from jaxllm.sampling_params import SamplingParams, check_is_text
 from jaxllm.server.body import decode_json, read_body
@@ -58,8 +58,8 @@ class _Arrival(NamedTuple):
 class AnswerEndpoint:
     """One path, as an ASGI application."""
 
-    def __init__(self, kind: type[Request], service: Service):
-        self._kind = kind
+    def __init__(self, endpoint: Endpoint, service: Service):
+        self._endpoint = endpoint
         self._service = service
         self._engine = service.engine
         self._is_traced = service.engine.tracer is not None
@@ -113,11 +113,10 @@ class AnswerEndpoint:
 
     def _read(self, body: bytes, arrival: _Arrival) -> _Job:
         options, served = self._service.options, self._service.served
-        request = self._kind.read(decode_json(body, options.max_json_depth), live=True)
+        value = decode_json(body, options.max_json_depth)
+        request = self._endpoint.request.read(value, live=True)
         served.check_name(request.model)
         params = request.sampling_params(served)
-        if request.needs_special_tokens(served):
-            params.skip_special_tokens = False
         return _Job(
             id=uuid.uuid4().hex,
             name=arrival.name,
@@ -154,10 +153,12 @@ class AnswerEndpoint:
             async for place, output in outputs:
                 last[place] = output
         in_order = [last[place] for place in range(len(prompts))]
-        return job.request.answer(job.name, job.created, in_order, self._service.served)
+        served = self._service.served
+        return self._endpoint.answer(job.request, job.name, job.created, in_order, served)
 
     async def _stream(self, job: _Job, prompts: Sequence[PromptType], events: EventStream) -> None:
-        chunks = job.request.streamed_answer(job.name, job.created, self._service.served)
+        served = self._service.served
+        chunks = self._endpoint.stream(job.request, job.name, job.created, served)
         try:
             async with (
                 events.kept_alive(self._service.options.sse_keep_alive_interval),

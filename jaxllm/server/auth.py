@@ -1,20 +1,17 @@
-"""API keys: every path wants one, but those that say whether the server is well, and the
-page, which asks for it. What an operator does has keys of its own."""
+"""API keys: who may ask for what, as the table of endpoints has it."""
 
 import hashlib
 import hmac
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.errors import ValidationError
 from jaxllm.files import read_given_text
+from jaxllm.server.endpoint import Access, Endpoint
 from jaxllm.server.errors import HTTPError, error_response
 from jaxllm.server.options import ServerOptions, check_key
-from jaxllm.server.page.routes import PAGE_PATHS
-
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready"}) | PAGE_PATHS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,31 +21,40 @@ class Keys:
     api: tuple[str, ...] = ()
     admin: tuple[str, ...] = ()
 
+    def for_access(self, access: Access) -> tuple[str, ...]:
+        """The keys of which one opens an endpoint; none if it is open."""
+        if access in (Access.ANYBODY, Access.WITHOUT_KEY):
+            return ()
+        return self.admin if access is Access.ADMIN and self.admin else self.api
+
 
 class Authentication:
-    """Lets requests through that bring one of the keys as `Authorization: Bearer KEY`, and those
-    to open paths."""
+    """Lets requests through that bring one of the keys for the path as `Authorization: Bearer
+    KEY`. What is no endpoint is told to users only."""
 
-    def __init__(
-        self, app: ASGIApp, keys: Collection[str], open_paths: Collection[str] = OPEN_PATHS
-    ):
+    def __init__(self, app: ASGIApp, keys: Keys, endpoints: Iterable[Endpoint]):
         self._app = app
-        self._open_paths = open_paths
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._accesses = {one.path: one.access for one in endpoints}
+        self._digests = {
+            access: [_digest(key.encode()) for key in keys.for_access(access)] for access in Access
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in self._open_paths or self._knows(scope):
+        if scope["type"] == "lifespan" or self._admits(scope):
             await self._app(scope, receive, send)
         else:
             await _refusal()(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _admits(self, scope: Scope) -> bool:
+        digests = self._digests[self._accesses.get(scope["path"], Access.KEY)]
+        if not digests:
+            return True
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
         digest = _digest(key.strip())
         # All of them are compared: how long it takes tells nothing of which one is near.
         found = False
-        for known in self._digests:
+        for known in digests:
             found |= hmac.compare_digest(known, digest)
         return found and scheme.lower() == b"bearer"
 

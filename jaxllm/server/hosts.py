@@ -7,6 +7,7 @@ requests to other sites without asking them first; `Origin` tells that these com
 
 import ipaddress
 import socket
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,8 +15,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxllm.server.errors import HTTPError, error_response
 from jaxllm.server.options import ServerOptions
 
-# These tell nothing, and who asks for them often knows no right name.
-_ANY_HOST = frozenset({"/health", "/ping", "/ready"})
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -23,8 +22,13 @@ class KnownHosts:
     """Lets requests through that call the server by a name that it has and, if it is open to
     everybody, do not come from a page of another site."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions, is_open: bool):
+    def __init__(
+        self, app: ASGIApp, options: ServerOptions, is_open: bool, any_host: Collection[str]
+    ):
+        """Paths of `any_host` may be asked for by any name: they tell nothing, and whoever asks for
+        them often knows no right one."""
         self._app = app
+        self._any_host = any_host
         self._names = {_plain(name) for name in options.allowed_hosts}
         if not self._names and not is_loopback(options.host):
             self._names = {"*"}
@@ -44,7 +48,7 @@ class KnownHosts:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         # No browser leaves it out.
-        if hosts and scope["path"] not in _ANY_HOST:
+        if hosts and scope["path"] not in self._any_host:
             if len(hosts) > 1 or not self._is_known(_name_of(hosts[0])):
                 return _forbidden(
                     f"Host {', '.join(hosts)!r:.80} is not a name of this server; --allowed-hosts "

@@ -1,11 +1,11 @@
 """Counts requests over HTTP by path and status, and how long they took, to the end of a stream.
 
-The names have no prefix: they are those that other servers in Python have. Paths that only say how
-the server is are left out, and paths that do not exist are counted as one.
+The names have no prefix: they are those that other servers in Python have. Paths that do not exist
+are counted as one.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.routing import Route
@@ -13,8 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.server.metrics import SECONDS
 
-# Asked again and again by programs that watch, the page among them.
-STATUS_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # The status of a request whose client left before the answer began.
 _CLIENT_LEFT = "499"
@@ -23,8 +21,15 @@ _CLIENT_LEFT = "499"
 class HTTPMetrics:
     """As a middleware outside of all others, which may refuse requests."""
 
-    def __init__(self, app: ASGIApp, routes: Sequence[Route], registry: CollectorRegistry):
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Sequence[Route],
+        uncounted: Collection[str],
+        registry: CollectorRegistry,
+    ):
         self._app = app
+        self._uncounted = uncounted
         self._routes = routes
         self._requests = Counter(
             "http_requests",
@@ -41,7 +46,7 @@ class HTTPMetrics:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in STATUS_PATHS:
+        if scope["type"] != "http" or scope["path"] in self._uncounted:
             await self._app(scope, receive, send)
             return
         start = time.perf_counter()

@@ -13,7 +13,7 @@ from jaxllm.server.service import Service
 class JSONEndpoint:
     """One path, as an ASGI application."""
 
-    def __init__(self, service: Service, answer: Callable[[Service, object], object]):
+    def __init__(self, answer: Callable[[Service, object], object], service: Service):
         self._service = service
         self._answer_to = answer
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from jaxllm.config import option
 from jaxllm.errors import ValidationError, refused
+from jaxllm.parsers.options import ParserOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
+class ServerOptions(ParserOptions):
     """Server"""
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 lets other machines in.")
@@ -64,11 +65,6 @@ class ServerOptions:
     chat_template_timeout: float = option(
         10.0, "Seconds that a chat template may take for one request."
     )
-    enable_auto_tool_choice: bool = option(
-        False, "Let the model call tools that a request offers; needs --tool-call-parser."
-    )
-    tool_call_parser: str | None = option(None, "Form in which the model writes calls of tools.")
-    reasoning_parser: str | None = option(None, "Form in which the model writes its reasoning.")
     # Limits.
     max_body_bytes: int | None = option(
         None,
@@ -127,6 +123,7 @@ class ServerOptions:
 
     def validate(self) -> None:
         """Refuse what cannot be, before a model is loaded."""
+        super().validate()
         if not 0 <= self.port < 2**16:
             raise refused("port", self.port, "ports are 0 to 65535")
         for name, low in _LOWEST.items():
@@ -135,10 +132,6 @@ class ServerOptions:
                 raise refused(name, value, f"it must be at least {low}")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ValidationError("ssl_keyfile and ssl_ca_certs need --ssl-certfile; give it, too")
-        if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
-            raise ValidationError(
-                "enable_auto_tool_choice and tool_call_parser need each other; give both or none"
-            )
         if not self.metrics_prefix.isidentifier():
             raise refused("metrics_prefix", self.metrics_prefix, "use letters, digits and '_'")
         for key in self.api_key:

@@ -25,12 +25,11 @@ from jaxllm.logging import init_logger
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.app import make_app
 from jaxllm.server.auth import Keys, read_keys
+from jaxllm.server.endpoints import ENDPOINTS
 from jaxllm.server.frontends import Frontends
 from jaxllm.server.hosts import is_loopback
-from jaxllm.server.http_metrics import STATUS_PATHS
 from jaxllm.server.http_protocol import limited_protocol
 from jaxllm.server.options import ServerOptions
-from jaxllm.server.parsing import NamedParsers
 from jaxllm.server.peers import Peers
 from jaxllm.server.service import Service
 from jaxllm.server.stats_log import log_stats
@@ -44,12 +43,13 @@ _SHOW_DEATH_S = 1.0
 # After the last answers were ended, what their clients have to take them.
 _LAST_WORDS_S = 5.0
 
+_UNCOUNTED = {endpoint.path for endpoint in ENDPOINTS if not endpoint.is_counted}
+
 
 def run_server(options: ServerOptions, config: EngineConfig) -> int:
     """Serve until a signal, or the end of the engine; returns the exit status."""
     options.validate()
     keys = read_keys(options)
-    NamedParsers(options.reasoning_parser, options.tool_call_parser)  # refuses what is no parser
     template = options.chat_template and read_given_text(options.chat_template)
     with contextlib.ExitStack() as stack:
         signal.signal(signal.SIGTERM, functools.partial(_end_at_once, stack))
@@ -95,7 +95,7 @@ def make_server(
         options.served_model_name,
         chat_template=chat_template,
         trust_request_chat_template=options.trust_request_chat_template,
-        parsers=NamedParsers(options.reasoning_parser, options.tool_call_parser),
+        answer_format=options.answer_format,
     )
     service = Service(engine, served, options, peers)
     service.templates.start()
@@ -265,6 +265,6 @@ def _is_of_interest(record: logging.LogRecord) -> bool:
     """Not in the access log: that somebody has asked how the server is, and was told."""
     match record.args:
         case (_, _, str(target), _, int(status)):
-            return target.partition("?")[0] not in STATUS_PATHS or status >= 400
+            return target.partition("?")[0] not in _UNCOUNTED or status >= 400
         case _:
             return True

@@ -10,7 +10,9 @@ from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.body import BodyLimits
+from jaxllm.server.engine_metrics import EngineMetrics
 from jaxllm.server.limits import Admission
+from jaxllm.server.metrics import ServerMetrics
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.peers import Peers
 from jaxllm.server.templates import Templates
@@ -45,6 +47,17 @@ class Service:
             options.max_queued_bytes,
             self.peers,
         )
+        prefix, model = options.metrics_prefix, served.names[0]
+        self.engine_metrics = EngineMetrics(engine, prefix, model)
+        self.metrics = ServerMetrics(
+            prefix,
+            model,
+            num_replicas=engine.config.parallel.data_parallel_size,
+            refused=self.admission.num_refused,
+        )
+        self.peers.report = self.metrics.report
+        if engine.tracer is not None:
+            engine.tracer.model = model
 
     @property
     def is_ready(self) -> bool:

@@ -77,7 +77,7 @@ BAD_REQUESTS = [
     (openai("x", prompt=""), 400, "prompt='': it is empty"),
     (openai("x", prompt="x " * 100), 400, "the prompt has"),
     (openai("x", prompt=[[5], [10**9]]), 400, "no such token"),
-    (chat("x", content=3), 400, "'content' must be text"),
+    (chat("x", content=3), 400, "messages[0].content=3: it must be text"),
     (chat("x", temperature=9), 400, "temperature=9.0: it must be"),
 ]
 BAD_PLAIN = [
@@ -159,6 +159,7 @@ def test_only_the_same_batch_is_gone_on_with(bench, capsys):
     begun = "this batch was begun with something else: "
     assert begun + "dtype was None and is 'float32'. Give what it" in refusal("--dtype=float32")
     assert "ordered was False and is True" in refusal("--ordered")
+    assert begun + "reasoning_parser was None and" in refusal("--reasoning-parser=qwen3")
     assert begun + "model was" in refusal("--model=/another/model")
     bench.write(plain(), plain("Two"))
     assert begun + "the content of the input is another" in refusal()
@@ -282,6 +283,8 @@ class TestRefusedBeforeTheModelIsLoaded:
             ("--max-line-bytes=0", "max_line_bytes=0: it must be"),
             ("--max-num-seqs=0", "max_num_seqs=0 is too small"),
             ("--chat-template=/no/such", "/no/such: No such file"),
+            ("--tool-call-parser=hermes", "enable_auto_tool_choice and tool_call_parser need"),
+            ("--reasoning-parser=none", "reasoning_parser='none': use one of"),
         ],
     )
     def test_flags(self, bench, capsys, flag, message):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.messages import FinishReason
-from jaxllm.openai.endpoints import read_request
+from jaxllm.openai.endpoints import find_endpoint
 from jaxllm.openai.errors import AnswerError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.testing import make_tiny_checkpoint
@@ -42,7 +42,8 @@ def ask(llm, served):
     ids = map(str, itertools.count())
 
     def ask(path: str, **body):
-        request = read_request(path, json.loads(json.dumps(body)))
+        endpoint = find_endpoint(path)
+        request = endpoint.request.read(json.loads(json.dumps(body)))
         served.check_name(request.model)
         params = request.sampling_params(served)
         outputs = llm.generate(
@@ -51,7 +52,7 @@ def ask(llm, served):
             use_tqdm=False,
             tokenization_kwargs=_truncation(request.truncate_prompt_tokens),
         )
-        answer = request.answer(next(ids), 1234, outputs, served)
+        answer = endpoint.answer(request, next(ids), 1234, outputs, served)
         return json.loads(msgspec.json.encode(answer))
 
     return ask
@@ -220,6 +221,7 @@ def test_a_failed_answer_is_an_error(llm, served):
     (output,) = llm.generate("One", SamplingParams(max_tokens=1), use_tqdm=False)
     output.outputs[0].finish_reason = str(FinishReason.ERROR)
     output.outputs[0].stop_reason = "out of order"
-    request = read_request("/v1/completions", {"prompt": "One"})
+    endpoint = find_endpoint("/v1/completions")
+    request = endpoint.request.read({"prompt": "One"})
     with pytest.raises(AnswerError, match="could not finish the answer: out of order"):
-        request.answer("1", 0, [output], served)
+        endpoint.answer(request, "1", 0, [output], served)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxllm import SamplingParams, ValidationError
 from jaxllm.errors import refused
-from jaxllm.openai.endpoints import ENDPOINTS, read_request
+from jaxllm.openai.endpoints import ENDPOINTS, find_endpoint
 from jaxllm.openai.errors import AnswerError, NotFoundError, error_body
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.sampling_params import RequestOutputKind
@@ -54,7 +54,7 @@ def path(request) -> str:
 
 
 def read(path: str, **fields):
-    return read_request(path, NEEDED[path] | fields)
+    return find_endpoint(path).request.read(NEEDED[path] | fields)
 
 
 @pytest.mark.parametrize("name", SAMPLING)
@@ -100,7 +100,7 @@ def test_neutral_values_are_accepted(path, name, value):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("tools", [{"type": "function"}], "not supported; leave it out"),
+        ("functions", [{"name": "f"}], "not supported; leave it out"),
         ("stream", True, "stream=True: not supported; leave it out or give False"),
         ("response_format", {"type": "json_object"}, "not supported; leave it out or give {'type"),
         ("best_of", 2, "best_of=2: not supported"),
@@ -125,7 +125,7 @@ def test_the_place_of_a_wrong_value_is_named(path):
         read(path, stop=["a", 2])
     assert caught.value.parameter == "stop[1]"
     with pytest.raises(ValidationError, match=r"^stream_options.include_usage=3: Expected bool"):
-        ENDPOINTS[path].read(
+        ENDPOINTS[path].request.read(
             NEEDED[path] | {"stream": True, "stream_options": {"include_usage": 3}}, live=True
         )
 
@@ -190,15 +190,15 @@ def test_fields_of_the_other_endpoint_are_refused(path, fields, message):
 
 def test_what_is_missing_is_named():
     with pytest.raises(ValidationError, match="missing required field `messages`") as caught:
-        read_request(CHAT, {"model": "m"})
+        find_endpoint(CHAT).request.read({"model": "m"})
     assert caught.value.parameter == "messages"
     with pytest.raises(ValidationError, match="it must be a JSON object"):
-        read_request(CHAT, ["messages"])
+        find_endpoint(CHAT).request.read(["messages"])
 
 
 def test_other_paths_are_not_found():
     with pytest.raises(NotFoundError, match="url='/v1/embeddings' is not served here"):
-        read_request("/v1/embeddings", {})
+        find_endpoint("/v1/embeddings")
 
 
 def test_chat_may_fill_the_context_and_completions_make_16_tokens():
@@ -270,11 +270,11 @@ def test_errors_tell_no_paths_and_no_novels():
 
 
 def test_what_only_a_server_has_is_read_for_it_alone(path):
-    live = ENDPOINTS[path].read(NEEDED[path] | {"stream": True}, live=True)
+    live = ENDPOINTS[path].request.read(NEEDED[path] | {"stream": True}, live=True)
     assert live.stream and live.sampling_params(SERVED).output_kind is RequestOutputKind.DELTA
     with pytest.raises(ValidationError, match="it needs stream=true"):
-        ENDPOINTS[path].read(
+        ENDPOINTS[path].request.read(
             NEEDED[path] | {"stream_options": {"include_usage": True}}, live=True
         ).sampling_params(SERVED)
     with pytest.raises(ValidationError, match="unknown field"):
-        ENDPOINTS[path].read(NEEDED[path] | {"stream_options": {"usage": True}}, live=True)
+        ENDPOINTS[path].request.read(NEEDED[path] | {"stream_options": {"usage": True}}, live=True)

@@ -25,7 +25,6 @@ from jaxllm.config import EngineArgs
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.auth import Keys
 from jaxllm.server.options import ServerOptions
-from jaxllm.server.parsing import NamedParsers
 from jaxllm.server.run import Server, bind
 from jaxllm.server.service import Service
 from jaxllm.testing import make_tiny_checkpoint
@@ -84,7 +83,7 @@ class Host:
             self.engine,
             options.served_model_name,
             trust_request_chat_template=options.trust_request_chat_template,
-            parsers=NamedParsers(options.reasoning_parser, options.tool_call_parser),
+            answer_format=options.answer_format,
         )
         served = dataclasses.replace(served, max_new_tokens=max_new_tokens)
         keys = Keys(api=keys, admin=admin_keys)

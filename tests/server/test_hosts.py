@@ -23,7 +23,7 @@ def ask(*headers, is_open=True, method="GET", path=PATH, **options):
 
     raw = [(name.lower().encode(), value.encode()) for name, value in headers]
     scope = {"type": "http", "method": method, "path": path, "headers": raw}
-    asyncio.run(KnownHosts(app, ServerOptions(**options), is_open)(scope, None, send))
+    asyncio.run(KnownHosts(app, ServerOptions(**options), is_open, {"/health"})(scope, None, send))
     return found[0]
 
 

@@ -55,7 +55,7 @@ def tool(**more):
         (COMPLETIONS, LONG, 1, "unknown field 'xxx"),
         (COMPLETIONS, "logit_bias", {LONG: 1}, "logit_bias="),
         (COMPLETIONS, "seed", int("1" * 4000), "seed="),
-        (CHAT, "messages", [{"role": "user", "content": [LONG, 1]}], "message content 1 is"),
+        (CHAT, "messages", [{"role": "user", "content": [LONG, 1]}], "messages[0].content[1]=1: "),
         (CHAT, "messages", [LONG], "messages"),
         (CHAT, "chat_template_kwargs", {"tokenize": LONG}, "chat_template_kwargs="),
         ("/tokenize", "prompt", [LONG], "prompt="),

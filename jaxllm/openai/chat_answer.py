@@ -1,0 +1,80 @@
+"""A chat answer at once: a message for each choice."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from jaxllm.messages import CompletionOutput, RequestOutput
+from jaxllm.openai.answer import Usage, check_finished, usage_of
+from jaxllm.openai.chat import ChatRequest
+from jaxllm.openai.logprobs import ChatLogprobs, Position
+from jaxllm.openai.message import ChatMessage, MessageParser
+from jaxllm.openai.served_model import ServedModel
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """The body of a chat answer. The last two fields are vLLM's."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    prompt_logprobs: list[Position | None] | None
+    prompt_token_ids: list[int] | None
+
+
+def answer_chat(
+    request: ChatRequest,
+    answer_id: str,
+    created: int,
+    outputs: Sequence[RequestOutput],
+    served: ServedModel,
+) -> ChatCompletion:
+    """The body of the answer; raises if the engine failed."""
+    check_finished(outputs)
+    (output,) = outputs
+    parsers = [request.parser(output.prompt, served) for _ in output.outputs]
+    return ChatCompletion(
+        id=request.id_of(answer_id),
+        created=created,
+        model=served.names[0],
+        system_fingerprint=served.fingerprint,
+        choices=[
+            _choice(request, served, one, parser)
+            for one, parser in zip(output.outputs, parsers, strict=True)
+        ],
+        usage=usage_of(outputs, nums_reasoning=[one.num_reasoning_tokens for one in parsers]),
+        prompt_logprobs=output.prompt_logprobs,
+        prompt_token_ids=output.prompt_token_ids if request.return_token_ids else None,
+    )
+
+
+def finish_reason(one: CompletionOutput, has_calls: bool) -> str | None:
+    """An answer that calls tools and ended by itself waits for them."""
+    return "tool_calls" if has_calls and one.finish_reason == "stop" else one.finish_reason
+
+
+def _choice(
+    request: ChatRequest, served: ServedModel, one: CompletionOutput, parser: MessageParser
+) -> ChatChoice:
+    message = parser.whole(one.text, one.token_ids)
+    return ChatChoice(
+        index=one.index,
+        message=message,
+        logprobs=request.logprobs_of(one, served),
+        finish_reason=finish_reason(one, bool(message.tool_calls)),
+        stop_reason=one.stop_reason,
+        token_ids=one.token_ids if request.return_token_ids else None,
+    )

@@ -1,0 +1,34 @@
+"""What runs a parser: text of one answer in, deltas out."""
+
+from jaxllm.parsers.deltas import Delta, DeltaWriter, ParsedAnswer, add_up
+from jaxllm.parsers.text_stream import Reading, TextStream
+
+
+class StreamParser:
+    """Parses one answer as it comes. However its text is cut, the deltas add up to the same.
+
+    `reading` reads from `text` and writes to `deltas`.
+    """
+
+    def __init__(self, text: TextStream, deltas: DeltaWriter, reading: Reading[None]):
+        self._text = text
+        self._deltas = deltas
+        self._reading = reading
+        next(reading)
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take the next piece of the answer and return what has become certain."""
+        self._text.append(text)
+        next(self._reading)
+        return self._deltas.take()
+
+    def finish(self) -> list[Delta]:
+        """The answer has ended: return what was held back."""
+        self._text.end()
+        for _ in self._reading:
+            raise AssertionError("the parser waits for text after the end of the answer")
+        return self._deltas.take()
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """A whole answer at once."""
+        return add_up([*self.feed(text), *self.finish()])

@@ -1,0 +1,158 @@
+"""Calls as JSON objects, {"name": ..., "arguments": {...}}, and JSON values in general.
+
+A value is passed on to the letter, as it comes. Only strings and brackets are told apart, to see
+where it ends: one counter, so nesting costs nothing, and what is wrong inside is the client's to
+find. A marker that stands outside of strings ends a value that its brackets have not ended.
+"""
+
+import json
+import re
+
+from jaxllm.parsers.text_stream import SPACE, Reading, Sink, TextStream
+from jaxllm.parsers.tools.base import ToolCallOutput
+
+_SPACE_OR_COMMA = re.compile(r"[\s,]*")
+_IN_STRING = re.compile(r'[^"\\]*')
+_IN_BRACKETS = re.compile(r'[^"{}\[\]<]*')  # markers begin with "<" or "["
+_IN_SCALAR = re.compile(r'[^\s,"{}\[\]<]*')
+
+_DECODER = json.JSONDecoder(strict=False)  # line breaks within strings, as models write them
+
+# Keys of the arguments, as formats and models have them, and keys that say nothing.
+_ARGUMENTS = ("arguments", "parameters")
+_EMPTY_KEYS = ("type", "id")
+
+
+def read_call(
+    text: TextStream, out: ToolCallOutput, *, end_marker: str | None = None, is_announced: bool
+) -> Reading[bool]:
+    """Read an object that may be a call, its brace being next. Returns whether it was one.
+
+    If a marker announced a call, its name makes it certain; otherwise it takes name and arguments,
+    and no key that calls do not have. Keys may come in any order.
+    """
+    name = ""
+    early: list[str] = []  # arguments that came before the name
+    has_arguments = False
+
+    def begin() -> None:
+        if name and not out.in_call and (is_announced or has_arguments):
+            out.begin_call(name)
+            out.arguments("".join(early))
+
+    text.take(out.form)
+    while True:
+        yield from text.take_while(_SPACE_OR_COMMA, out.form)
+        if (yield from text.accept("}", out.form)):
+            if out.in_call and not has_arguments:
+                out.arguments("{}")
+            break
+        key = yield from _read_key(text, out.form)
+        if key == "name" and not name:
+            name = (yield from _read_text(text, out.form)) or ""
+            begin()
+            is_good = bool(name)
+        elif key in _ARGUMENTS and not has_arguments:
+            has_arguments = True
+            begin()
+            sink = out.arguments if out.in_call else early.append
+            is_good = yield from _read_arguments(text, sink, out.form, end_marker)
+        elif key is not None and (is_announced or out.in_call or key in _EMPTY_KEYS):
+            is_good = yield from read_value(text, out.form, end_marker)
+        else:
+            is_good = False
+        if not is_good:
+            break
+    was_call = out.in_call
+    out.end_call()
+    return was_call
+
+
+def read_value(text: TextStream, sink: Sink, end_marker: str | None = None) -> Reading[bool]:
+    """Pass on a JSON value. Returns whether it has an end of its own."""
+    first = yield from text.peek()
+    if first == '"':
+        return (yield from _read_string(text, sink))
+    if first not in ("{", "["):
+        return bool((yield from text.collect(_IN_SCALAR, sink)))
+    depth = 0
+    while True:
+        yield from text.take_while(_IN_BRACKETS, sink)
+        char = yield from text.peek()
+        if end_marker and char == end_marker[0] and (yield from text.starts_with(end_marker)):
+            return False
+        if char == '"':
+            if not (yield from _read_string(text, sink)):
+                return False
+        elif char == "":
+            return False
+        else:
+            text.take(sink)
+            depth += (char in "{[") - (char in "}]")
+            if depth == 0:
+                return True
+
+
+def _read_arguments(
+    text: TextStream, sink: Sink, form: Sink, end_marker: str | None
+) -> Reading[bool]:
+    """Pass on a call's arguments. Some models write them as a string that has the JSON in it."""
+    if (yield from text.peek()) != '"':
+        return (yield from read_value(text, _both(sink, form), end_marker))
+    pieces: list[str] = []
+    is_whole = yield from _read_string(text, _both(pieces.append, form))
+    literal = "".join(pieces)
+    sink(_unquote(literal) or literal)
+    return is_whole
+
+
+def _read_key(text: TextStream, sink: Sink) -> Reading[str | None]:
+    """Read a key, the colon and the space around them. None if there is something else."""
+    key = yield from _read_text(text, sink)
+    yield from text.take_while(SPACE, sink)
+    if key is None or not (yield from text.accept(":", sink)):
+        return None
+    yield from text.take_while(SPACE, sink)
+    return key
+
+
+def _read_text(text: TextStream, sink: Sink) -> Reading[str | None]:
+    """Read a JSON string and return the text that it stands for; None if it is no such thing."""
+    if (yield from text.peek()) != '"':
+        return None
+    pieces: list[str] = []
+    yield from _read_string(text, _both(pieces.append, sink))
+    return _unquote("".join(pieces))
+
+
+def _read_string(text: TextStream, sink: Sink) -> Reading[bool]:
+    """Pass on a JSON string, quotes included. Returns whether it was closed."""
+    text.take(sink)
+    while True:
+        yield from text.take_while(_IN_STRING, sink)
+        char = yield from text.peek()
+        if char == "":
+            return False
+        text.take(sink)
+        if char == '"':
+            return True
+        if (yield from text.peek()):  # whatever the backslash escapes
+            text.take(sink)
+
+
+def _unquote(literal: str) -> str | None:
+    """The text that a JSON string stands for; None if it is not whole or has wrong escapes."""
+    try:
+        value: str = _DECODER.decode(literal)
+        value.encode()  # half of a surrogate pair is no text
+    except ValueError:
+        return None
+    return value
+
+
+def _both(first: Sink, second: Sink) -> Sink:
+    def write(piece: str) -> None:
+        first(piece)
+        second(piece)
+
+    return write

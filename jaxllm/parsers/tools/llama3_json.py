@@ -1,0 +1,35 @@
+"""The format of Llama 3.1 and later: an answer that is JSON objects, bare or after a tag.
+
+    {"name": "get_weather", "parameters": {"city": "Paris"}}
+    <|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}
+
+JSON that is written in the middle of a text is no call: a bare one stands at the beginning of the
+answer or follows another call.
+"""
+
+import re
+from collections.abc import Sequence
+
+from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
+from jaxllm.parsers.tools.base import Tool, ToolCallOutput, ToolFormat, read_content
+from jaxllm.parsers.tools.json_call import read_call
+
+_TAG = "<|python_tag|>"
+_MARKERS = Markers(_TAG)
+_BETWEEN_CALLS = re.compile(r"[\s;,]*")
+
+
+def _read(text: TextStream, out: ToolCallOutput, tools: Sequence[Tool]) -> Reading[None]:
+    yield from text.take_while(SPACE, out.form)
+    while True:
+        while (yield from text.peek()) == "{":
+            if not (yield from read_call(text, out, is_announced=False)):
+                break
+            yield from text.take_while(_BETWEEN_CALLS, out.form)
+        if (yield from read_content(text, out, _MARKERS)) is None:
+            return
+        yield from text.accept(_TAG, out.form)
+        yield from text.take_while(SPACE, out.form)
+
+
+LLAMA3_JSON = ToolFormat(_read, needs_special_tokens=True)

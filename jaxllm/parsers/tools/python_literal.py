@@ -1,0 +1,143 @@
+"""Python's literals, passed on as JSON while they are read."""
+
+import re
+
+from jaxllm.parsers.text_stream import SPACE, Reading, Sink, TextStream
+from jaxllm.parsers.tools.parameter_types import NUMBER, quote
+
+_WORD = re.compile(r"[\w.+-]*")
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_CONSTANTS |= {word: word for word in _CONSTANTS.values()}  # models mix them up
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_AS_JSON = {"(": "[", ")": "]"}
+
+_IN_STRING = re.compile(r"[^\\'\"]*")
+_HEX = re.compile(r"[0-9a-fA-F]")
+_HEX_SIZES = {"x": 2, "u": 4, "U": 8}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a"}
+_ESCAPES |= {"0": "\0", "\n": "", "\\": "\\", "'": "'", '"': '"'}
+
+
+class _Bracket:
+    """A list, tuple or dict that is open."""
+
+    __slots__ = ("closing", "separator")
+
+    def __init__(self, closing: str):
+        self.closing = closing
+        self.separator = ""  # what has to stand before the next item
+
+    @property
+    def expects_key(self) -> bool:
+        return self.closing == "}" and self.separator != ":"
+
+    def end_item(self) -> None:
+        self.separator = ":" if self.expects_key else ","
+
+
+def read_literal(text: TextStream, sink: Sink) -> Reading[bool]:
+    """Pass on a literal as JSON. False if it is none, or not whole: what could be read of it has
+    been passed on.
+
+    Lists and tuples become arrays, keys of dicts strings. Nesting takes memory, no recursion.
+    """
+    brackets: list[_Bracket] = []
+    while True:
+        if brackets:
+            bracket = brackets[-1]
+            yield from text.take_while(SPACE, _drop)
+            is_separated = yield from text.accept(bracket.separator, _drop)
+            yield from text.take_while(SPACE, _drop)
+            may_close = bracket.separator != ":"
+            if may_close and (yield from text.accept(bracket.closing, _drop)):
+                sink(_AS_JSON.get(bracket.closing, bracket.closing))
+                brackets.pop()
+                if not brackets:
+                    return True
+                brackets[-1].end_item()
+                continue
+            if not is_separated:
+                return False
+            sink(f"{bracket.separator} " if bracket.separator else "")
+        is_key = bool(brackets) and brackets[-1].expects_key
+        opening = yield from text.peek()
+        if opening in _CLOSING:
+            if is_key:
+                return False
+            text.take(_drop)
+            sink(_AS_JSON.get(opening, opening))
+            brackets.append(_Bracket(_CLOSING[opening]))
+            continue
+        if not (yield from _read_scalar(text, sink, is_key)):
+            return False
+        if not brackets:
+            return True
+        brackets[-1].end_item()
+
+
+def _read_scalar(text: TextStream, sink: Sink, is_key: bool) -> Reading[bool]:
+    if (yield from text.peek()) in ("'", '"'):
+        return (yield from _read_string(text, sink))
+    word = yield from text.collect(_WORD, _drop)
+    is_good = word in _CONSTANTS or NUMBER.fullmatch(word) is not None
+    value = _CONSTANTS.get(word, word)
+    sink(quote(value) if is_key and is_good else value)
+    return is_good
+
+
+def _read_string(text: TextStream, sink: Sink) -> Reading[bool]:
+    def write(piece: str) -> None:
+        sink(quote(piece)[1:-1])
+
+    mark = yield from text.peek()
+    delimiter = mark * 3 if (yield from text.starts_with(mark * 3)) else mark
+    yield from text.accept(delimiter, _drop)
+    sink('"')
+    while True:
+        yield from text.take_while(_IN_STRING, write)
+        if (yield from text.accept(delimiter, _drop)):
+            sink('"')
+            return True
+        char = yield from text.peek()
+        if char == "":
+            return False
+        if char == "\\":
+            text.take(_drop)
+            yield from _read_escape(text, write, sink)
+        else:
+            text.take(write)  # the other kind of quote
+
+
+def _read_escape(text: TextStream, write: Sink, sink: Sink) -> Reading[None]:
+    """What follows a backslash. As in Python, it stays where it escapes nothing."""
+    kind = yield from text.peek()
+    if kind in _ESCAPES:
+        text.take(_drop)
+        write(_ESCAPES[kind])
+        return
+    if kind not in _HEX_SIZES:
+        write("\\")
+        return
+    text.take(_drop)
+    digits = ""
+    while len(digits) < _HEX_SIZES[kind]:
+        digit = yield from text.peek()
+        if not _HEX.match(digit):
+            break
+        text.take(_drop)
+        digits += digit
+    is_whole = len(digits) == _HEX_SIZES[kind]
+    if is_whole and kind == "u":
+        sink(f"\\u{digits}")  # JSON knows it too, and joins the halves of a surrogate pair
+    elif is_whole and _is_character(int(digits, 16)):
+        write(chr(int(digits, 16)))
+    else:
+        write(f"\\{kind}{digits}")
+
+
+def _is_character(code: int) -> bool:
+    return code < 0xD800 or 0xDFFF < code <= 0x10FFFF
+
+
+def _drop(text: str) -> None:
+    """The sink for what JSON does not need."""

@@ -1,0 +1,95 @@
+"""The format of Llama 3.2 and 4 and ToolACE: a list of calls in Python.
+
+    [get_weather(city='Paris', units="metric"), get_time()]
+
+The list stands at the beginning of the answer, or after <|python_start|>; arguments have names and
+are literals.
+"""
+
+import re
+from collections.abc import Sequence
+
+from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
+from jaxllm.parsers.tools.base import (
+    Tool,
+    ToolCallOutput,
+    ToolFormat,
+    read_content,
+    read_end,
+)
+from jaxllm.parsers.tools.parameter_types import quote
+from jaxllm.parsers.tools.python_literal import read_literal
+
+_MARKERS = Markers("<|python_start|>")
+_END_MARKER = "<|python_end|>"
+_FUNCTION = re.compile(r"[\w.-]*")
+_ARGUMENT = re.compile(r"\w*")
+
+
+def _read(text: TextStream, out: ToolCallOutput, tools: Sequence[Tool]) -> Reading[None]:
+    yield from text.take_while(SPACE, out.form)
+    while True:
+        yield from _read_list(text, out)
+        if (yield from read_content(text, out, _MARKERS)) is None:
+            return
+        yield from text.accept(_MARKERS.literals[0], out.form)
+        yield from text.take_while(SPACE, out.form)
+
+
+def _read_list(text: TextStream, out: ToolCallOutput) -> Reading[None]:
+    if not (yield from text.accept("[", out.form)):
+        return
+    while (yield from _read_call(text, out)):
+        yield from read_end(text, out, ",")
+        if (yield from read_end(text, out, "]")):
+            yield from read_end(text, out, _END_MARKER)
+            return
+
+
+def _read_call(text: TextStream, out: ToolCallOutput) -> Reading[bool]:
+    """Read one call. Returns whether it was one, and whole."""
+    yield from text.take_while(SPACE, out.form)
+    name = yield from text.collect(_FUNCTION, out.form)
+    if not name or not (yield from text.accept("(", out.form)):
+        return False
+    argument = yield from _read_argument_name(text, out)
+    if not argument and (argument is None or not (yield from text.starts_with(")"))):
+        return False
+    out.begin_call(name)
+    is_whole = yield from _read_arguments(text, out, argument)
+    out.end_call()
+    return is_whole
+
+
+def _read_arguments(text: TextStream, out: ToolCallOutput, name: str | None) -> Reading[bool]:
+    """Read the arguments from the first one's value on."""
+    out.arguments("{")
+    separator = ""
+    while name:
+        out.arguments(f"{separator}{quote(name)}: ")
+        separator = ", "
+        if not (yield from read_literal(text, out.arguments)):
+            return False
+        yield from text.take_while(SPACE, out.form)
+        yield from text.accept(",", out.form)
+        name = yield from _read_argument_name(text, out)
+    if name is None or not (yield from text.accept(")", out.form)):
+        return False
+    out.arguments("}")
+    return True
+
+
+def _read_argument_name(text: TextStream, out: ToolCallOutput) -> Reading[str | None]:
+    """Read an argument's name and the sign after it; "" if there is no name, None if no sign."""
+    yield from text.take_while(SPACE, out.form)
+    name = yield from text.collect(_ARGUMENT, out.form)
+    if not name:
+        return ""
+    yield from text.take_while(SPACE, out.form)
+    if not (yield from text.accept("=", out.form)):
+        return None
+    yield from text.take_while(SPACE, out.form)
+    return name
+
+
+PYTHONIC = ToolFormat(_read, needs_special_tokens=True)

@@ -1,0 +1,135 @@
+"""Every endpoint of the server. Routes, keys, host names, metrics and /openapi.json follow this
+table, so that a new endpoint needs a line here and a file of its own."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jaxllm.openai import endpoints as openai
+from jaxllm.openai.chat_answer import ChatCompletion
+from jaxllm.openai.chat_stream import ChatChunk
+from jaxllm.openai.completion_answer import Completion
+from jaxllm.openai.completion_stream import CompletionChunk
+from jaxllm.openai.models import ModelCard, ModelList
+from jaxllm.openai.schema import Schema
+from jaxllm.server import admin, status
+from jaxllm.server.answers import AnswerEndpoint
+from jaxllm.server.auth import Keys
+from jaxllm.server.endpoint import Access, Endpoint, Handler, by
+from jaxllm.server.json_endpoint import JSONEndpoint
+from jaxllm.server.openapi import describe
+from jaxllm.server.page.files import PAGE
+from jaxllm.server.service import Service
+from jaxllm.server.tokenize import (
+    Detokenized,
+    DetokenizeRequest,
+    TokenizeChat,
+    Tokenized,
+    TokenizeText,
+    detokenize,
+    tokenize,
+)
+
+# What may be wrong with any request that has a body, and with what an operator asks.
+_OF_BODIES = (400, 404, 408, 413, 415, 500, 503)
+_OF_ADMIN = (400, 500, 503)
+
+
+def _probe(path: str, handler: Handler, summary: str, *methods: str) -> Endpoint:
+    return Endpoint(
+        path, by(handler), summary, methods, access=Access.ANYBODY, is_counted=False, errors=(503,)
+    )
+
+
+def _posted(path: str, serve: Callable[[Service], object], summary: str, **more: Any) -> Endpoint:
+    return Endpoint(path, serve, summary, ("POST",), errors=_OF_BODIES, **more)
+
+
+def _answers(path: str, summary: str, answer: type, chunk: type) -> Endpoint:
+    endpoint = openai.ENDPOINTS[path]
+    serve, body = partial(AnswerEndpoint, endpoint), (endpoint.request,)
+    return _posted(path, serve, summary, body=body, answer=answer, chunk=chunk)
+
+
+def _admin(
+    path: str,
+    handler: Handler,
+    summary: str,
+    method: str = "POST",
+    *,
+    answer: Schema | None = None,
+    errors: tuple[int, ...] = _OF_ADMIN,
+    **query: Schema,
+) -> Endpoint:
+    serve, parameters = by(admin.with_known_parameters(handler, query)), tuple(query.items())
+    return Endpoint(
+        path,
+        serve,
+        summary,
+        (method,),
+        Access.ADMIN,
+        answer=answer,
+        errors=errors,
+        query=parameters,
+    )
+
+
+def _object(**properties: str) -> Schema:
+    """An object with properties of these types."""
+    types = {name: {"type": type_} for name, type_ in properties.items()}
+    return {"type": "object", "properties": types, "required": list(types)}
+
+
+FOR_USERS = (
+    _probe("/health", status.health, "Whether the engine lives", "GET"),
+    _probe("/ping", status.health, "Whether the engine lives", "GET", "POST"),
+    _probe("/ready", status.ready, "Whether the server takes requests", "GET"),
+    Endpoint("/version", by(status.version), "The version of the server", is_counted=False,
+             answer=_object(version="string")),
+    Endpoint("/metrics", by(status.expose_metrics), "Figures for Prometheus", is_counted=False,
+             content_type="text/plain", errors=(500,)),
+    Endpoint("/load", by(status.load), "How many answers are under way",
+             answer=_object(server_load="integer")),
+    Endpoint("/openapi.json", by(describe), "This document", answer=_object()),
+    Endpoint("/v1/models", by(status.list_models), "The names of the model", answer=ModelList),
+    Endpoint("/v1/models/{name:path}", by(status.show_model), "One of them", answer=ModelCard,
+             errors=(404,)),
+    _answers("/v1/chat/completions", "The next message of a conversation", ChatCompletion,
+             ChatChunk),
+    _answers("/v1/completions", "The continuations of prompts", Completion, CompletionChunk),
+    _posted("/tokenize", partial(JSONEndpoint, tokenize),
+            "The token ids of a text or a conversation",
+            body=(TokenizeText, TokenizeChat), answer=Tokenized),
+    _posted("/detokenize", partial(JSONEndpoint, detokenize), "The text of token ids",
+            body=(DetokenizeRequest,), answer=Detokenized),
+)  # fmt: skip
+FOR_OPERATORS = (
+    _admin("/sleep", admin.sleep, "Give memory back and let requests wait",
+           level={"type": "integer", "default": 1},
+           mode={"enum": ["keep", "abort"], "default": "keep"}),
+    _admin("/wake_up", admin.wake_up, "Take memory again and go on",
+           tags={"type": "array", "items": {"type": "string"}}),
+    _admin("/is_sleeping", admin.is_sleeping, "Whether it sleeps", "GET",
+           answer=_object(is_sleeping="boolean")),
+    _admin("/reset_prefix_cache", admin.reset_prefix_cache, "Forget all prefixes",
+           errors=(*_OF_ADMIN, 409)),
+    _admin("/server_info", admin.server_info, "How the server was started", "GET",
+           answer=_object()),
+)  # fmt: skip
+OF_PROFILER = (
+    _admin("/start_profile", admin.start_profile, "Begin a profile"),
+    _admin("/stop_profile", admin.stop_profile, "End it and write it"),
+)
+ENDPOINTS = (*FOR_USERS, *PAGE, *FOR_OPERATORS, *OF_PROFILER)
+
+
+def offered(service: Service, keys: Keys) -> list[Endpoint]:
+    """Those that a server has."""
+    found = list(FOR_USERS)
+    if not service.options.disable_page:
+        found += PAGE
+    if keys.admin or service.options.admin_without_key:
+        found += FOR_OPERATORS
+        if service.engine.config.profiler.profile_dir is not None:
+            found += OF_PROFILER
+    return found

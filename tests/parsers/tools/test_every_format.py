@@ -1,0 +1,212 @@
+"""What holds for every format, however the text is cut and whatever stands in it."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxllm.errors import ValidationError
+from jaxllm.parsers.deltas import ContentDelta
+from jaxllm.parsers.tools.registry import TOOL_FORMATS, find_tool_format, make_tool_parser
+
+DEEPSEEK = [
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>", "function", "\n```json\n", "\n```",
+]  # fmt: skip
+PARTS = {
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": DEEPSEEK,
+    "hermes": ["<tool_call>", "</tool_call>", "\n"],
+    "llama3_json": ["<|python_tag|>", "; ", '"type": "function", '],
+    "mistral": ["[TOOL_CALLS]", "[CALL_ID]", "abcdefghi", "[ARGS]", "[", "]"],
+    "pythonic": ["[", "]", "f(", "city=", "'it\\'s'", "\\u00e9", "(1, 2)", "None", ")", "'"],
+    "qwen3_xml": [
+        "<tool_call>", "</tool_call>", "<function=get_weather>", "<function=", "</function>",
+        "<parameter=city>", "<parameter=note>", "<parameter=days>", "<parameter=areas>",
+        "<parameter=", "</parameter>", "\n", "null", "[1]",
+    ],
+}  # fmt: skip
+PARTS["qwen3_coder"] = PARTS["qwen3_xml"]
+COMMON = [
+    '{"name": "get_weather", "arguments": {"city": "Paris"}}', '{"city": "Genève \\"☀️\\" }{"}',
+    '{"name": "f"', ', "arguments": ', ', "parameters": ', '{"', '"}', "{", "}", "[", "]", '"',
+    "\\", ",", " ", "\n", "text", "é☀️", "<", "3", "get_weather",
+]  # fmt: skip
+WHOLE = {
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Paris"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]',
+    "pythonic": "[get_weather(city='Paris')]",
+    "qwen3_coder": (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "</function>\n</tool_call>"
+    ),
+}
+WHOLE["qwen3_xml"] = WHOLE["qwen3_coder"]
+
+each_format = pytest.mark.parametrize("name", TOOL_FORMATS)
+fixed_fixtures = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def draw_text(data, name):
+    part = st.sampled_from([*PARTS[name], *COMMON, WHOLE[name]])
+    return "".join(data.draw(st.lists(part, max_size=15)))
+
+
+def draw_split(data, text):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=30)))
+    return [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@each_format
+@fixed_fixtures
+@given(data=st.data())
+def test_every_split_gives_the_same(name, data, parse_split):
+    text = draw_text(data, name)
+
+    whole = parse_split(name, [text])
+
+    assert parse_split(name, draw_split(data, text)) == whole
+    assert parse_split(name, text) == whole
+
+
+@each_format
+@fixed_fixtures
+@given(data=st.data())
+def test_text_without_calls_comes_out_to_the_letter(name, data, parse_split):
+    text = draw_text(data, name)
+
+    parsed = parse_split(name, [text])
+
+    if not parsed.calls:
+        assert parsed.content == text
+
+
+@each_format
+def test_every_single_cut_of_a_call_gives_the_same(name, parse_split):
+    text = WHOLE[name]
+
+    for cut in range(len(text)):
+        parsed = parse_split(name, [text[:cut], text[cut:]])
+        assert parsed.content == ""
+        assert parsed.calls == [("get_weather", '{"city": "Paris"}')]
+
+
+@each_format
+def test_a_call_that_is_cut_off_is_text_or_arguments_that_are_no_json(name, parse_split):
+    text = WHOLE[name]
+    whole = parse_split(name, [text])
+
+    for end in range(len(text)):
+        parsed = parse_split(name, [text[:end]])
+        assert parsed == whole or parsed.content == ("" if parsed.calls else text[:end])
+        assert parsed == whole or not any(is_json(arguments) for _, arguments in parsed.calls)
+
+
+@each_format
+def test_space_around_calls_is_no_content(name, parse_split):
+    parsed = parse_split(name, [f"\n\n{WHOLE[name]}\n"])
+
+    assert parsed.content == ""
+    assert len(parsed.calls) == 1
+
+
+@each_format
+def test_text_after_a_call_is_content(name, parse_split):
+    parsed = parse_split(name, [f"{WHOLE[name]}\nDone."])
+
+    assert parsed.content == "\nDone."
+    assert len(parsed.calls) == 1
+
+
+@each_format
+def test_content_is_not_held_back(name):
+    parser = make_tool_parser(name)
+
+    for char in "A reply, 3 < 4: {x} [y] (z) é":
+        held = char in "<["  # may begin a marker; the next character tells
+        assert held or parser.feed(char)[-1].text.endswith(char)
+
+
+@each_format
+def test_space_in_front_waits_for_what_follows(name):
+    parser = make_tool_parser(name)
+
+    assert parser.feed(" \n") == []
+    assert parser.feed("A") == [ContentDelta(" \nA")]
+
+
+@each_format
+def test_ids_of_calls_differ(name, parse_split):
+    ids = [parse_split(name, [WHOLE[name]]).ids[0] for _ in range(20)]
+
+    assert len(set(ids)) == 20
+    assert all(ids)
+
+
+def test_an_unknown_format_is_refused_with_those_there_are():
+    with pytest.raises(ValidationError, match="tool_call_parser='hermse': use one of .*hermes"):
+        find_tool_format("hermse")
+
+
+NASTY = {
+    "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<"],
+    "hermes": [
+        '<tool_call>{"name":"f","arguments":', "<tool_call>", "<tool_call>{", '{"', "[", "\\n",
+        " \n", "<", "a",
+    ],
+    "llama3_json": ['{"name":"f","arguments":{}};', '{"arguments":', '{"name":"', "["],
+    "mistral": ["[TOOL_CALLS]", '[TOOL_CALLS][{"name":"f","arguments":{}},', "[TOOL_CALLS]f{"],
+    "pythonic": ["[f(a=", "[", '[f(a="', "\\x4", '"', "{'a':", "[f(a=1),"],
+    "qwen3_xml": [
+        "<function=f><parameter=areas>", "<function=f><parameter=x>", "</parameter>",
+        "</parameter> ", "\n", "<parameter=", "<tool_call>", "[",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_repetition_without_end_is_parsed(name, parse_split):
+    for first in NASTY[name]:
+        for part in NASTY[name]:
+            text = first + part * (4000 // len(part))
+            assert parse_split(name, text) == parse_split(name, [text])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+def test_a_megabyte_by_the_character_takes_linear_time(name, parse_split):
+    """If each piece were parsed together with what came before it, this would take hours."""
+    begin = WHOLE[name][: WHOLE[name].index("Paris")]
+    size = 1_000_000
+
+    parsed = parse_split(name, begin + "a" * size)
+
+    assert parsed.calls == [("get_weather", '{"city": "' + "a" * size)]
+
+
+def test_held_text_takes_linear_time(parse_split):
+    size = 300_000
+
+    parsed = parse_split("hermes", '<tool_call>{"arguments": ' + "[" * size)
+
+    assert parsed.content == '<tool_call>{"arguments": ' + "[" * size
