@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from jaxllm.errors import CheckpointError, JaxLLMError, refused
-from jaxllm.files import read_json
+from jaxllm.errors import JaxLLMError, refused
+from jaxllm.files import parse_json
 from jaxllm.logging import init_logger
 from jaxllm.plural import counted
 from jaxllm.runner.identity import foreign_code, program_identity
@@ -73,7 +73,7 @@ class Bundle:
     def __init__(self, directory: Path):
         self._directory = directory
         try:
-            manifest = read_json(directory / _MANIFEST)
+            manifest = parse_json((directory / _MANIFEST).read_bytes())
             if manifest["format"] != _FORMAT:
                 raise BundleError(f"its format is {manifest['format']}, and {_FORMAT} is known")
             self._made_for: dict[str, str] = dict(manifest["made_for"])
@@ -82,7 +82,7 @@ class Bundle:
                 for name, program in manifest["programs"].items()
             }
             self.num_blocks = int(self._made_for["num_blocks"])
-        except (CheckpointError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise BundleError(f"its manifest cannot be read: {error!r}") from error
 
     def check(self, plan: EnginePlan) -> None:

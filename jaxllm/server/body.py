@@ -28,7 +28,7 @@ class BodyLimits(NamedTuple):
     def of(cls, options: ServerOptions, max_model_len: int) -> "BodyLimits":
         """What the options say, or else room for the longest prompt however it is written: a token
         stands for few bytes of text, each of which may take six in JSON. The rest is for what is
-        beside it, and for several prompts that are shorter."""
+        beside it, and for several prompts at once."""
         default = (4 << 20) + 64 * max_model_len
         return cls(options.max_body_bytes or default, options.client_timeout)
 

@@ -86,7 +86,7 @@ class _MostTokens:
 
     def _refused(self, name: str, given: str) -> ValidationError:
         return ValidationError(
-            f"{name}={given}: at most {self.num} tokens in one request; split it, or start the "
+            f"{name}={given!r}: at most {self.num} tokens in one request; split it, or start the "
             "server with a greater --max-tokenize-tokens",
             parameter=name,
         )

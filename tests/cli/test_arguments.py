@@ -118,6 +118,7 @@ def test_model_is_accepted_with_and_without_its_flag_at_any_place():
         (["m", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
         (["m", "--hf-overrides", "{"], "--hf-overrides: '{' is not JSON"),
         (["m", "--hf-overrides", "[1]"], "'[1]' is not a JSON object"),
+        (["m", "--hf-overrides", "[" * 100_000], "is not JSON: it is nested deeper than 64 levels"),
         (["m", "--blok-size", "16"], "unknown argument '--blok-size'; did you mean --block-size"),
         (["m", "--max-model", "16"], "unknown argument '--max-model'"),
         (["m", "--enable-lora"], "--enable-lora is not supported yet: merge the"),

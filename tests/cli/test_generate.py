@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import pytest
 from jax.profiler import ProfileData
@@ -129,6 +130,14 @@ def test_text_file_is_one_prompt_per_line_without_empty_ones(tmp_path):
 
 def prompts_of(path):
     return [one.prompt for one in read_prompts(str(path))]
+
+
+def test_prompts_may_come_through_a_pipe():
+    read_end, write_end = os.pipe()  # what a shell makes of <(...)
+    with os.fdopen(write_end, "w") as writer:
+        writer.write("one\ntwo\n")
+    assert prompts_of(f"/dev/fd/{read_end}") == ["one", "two"]
+    os.close(read_end)
 
 
 def test_only_line_feeds_end_a_prompt(tmp_path):
