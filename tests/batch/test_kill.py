@@ -136,7 +136,7 @@ def test_a_batch_whose_device_never_answers_ends_and_goes_on(bench, tmp_path, mo
     assert "the engine hangs: the step has not got on" in err and "hanging_device.py" in err
     assert 0 < len(bench.answers()) < len(good)
     hangs.unlink()
-    process = start(bench, "--enforce-eager")
+    process = start(bench)
     _, err = process.communicate()
     assert process.returncode == 0, err
     assert sorted(int(one["custom_id"]) for one in bench.errors()) == bad
