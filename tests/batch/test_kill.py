@@ -128,7 +128,7 @@ def test_a_batch_whose_device_never_answers_ends_and_goes_on(bench, tmp_path, mo
     engine_tests = str(Path(__file__).parents[1] / "engine")
     monkeypatch.setenv("PYTHONPATH", engine_tests, prepend=os.pathsep)
     good, bad = write_lines(bench, 400)
-    process = start(bench, "--engine-iteration-timeout=2")
+    process = start(bench, "--engine-iteration-timeout=4")
     wait_for_results(bench, process)
     hangs.touch()
     _, err = process.communicate()

@@ -214,7 +214,7 @@ def test_a_stopped_engine_is_given_up_and_its_process_ended(options):
         stream = engine.generate("a", endless, "a")
         await anext(stream)
         await engine.abort("a")
-        await asyncio.sleep(3.5)  # an engine that is idle says so
+        await asyncio.sleep(4.5)  # an engine that is idle says so
         stream = engine.generate("b", endless, "b")
         await anext(stream)
         os.kill(engine._process.pid, signal.SIGSTOP)
@@ -223,7 +223,7 @@ def test_a_stopped_engine_is_given_up_and_its_process_ended(options):
         assert engine.errored
         assert engine._process.wait(30)
 
-    with_engine(options | {"engine_heartbeat_timeout": 3}, use)
+    with_engine(options | {"engine_heartbeat_timeout": 4}, use)
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_a_device_that_never_answers_ends_the_engine(options, tmp_path, monkeypa
     monkeypatch.setenv("HANGS_WHILE_EXISTS", str(tmp_path / "hangs"))
     changed = {
         "logits_processors": ["hanging_device:HangingDevice"],
-        "engine_iteration_timeout": 2,
+        "engine_iteration_timeout": 4,
         "enforce_eager": False,  # of its steps none compiles
         "max_num_seqs": 1,
     }

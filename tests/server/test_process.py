@@ -71,7 +71,7 @@ def test_sigterm_while_it_starts_ends_all_processes(serving, said):
 )
 def test_a_server_without_engine_tells_every_client_and_ends(serving, ask, num_frontends, end):
     flags = (f"--api-server-count={num_frontends}", "--shutdown-timeout=30", "--no-access-log")
-    with serving(*flags, "--engine-heartbeat-timeout=3") as server:
+    with serving(*flags, "--engine-heartbeat-timeout=4") as server:
         server.wait_until_ready()
 
         async def one():
