@@ -2,6 +2,10 @@
 
 Damaged weights do that, and activations that overflow. There is no answer to give then, and nothing
 that the row has left in the KV cache may be shared with others.
+
+That is known when the step comes back. A request that has taken over blocks of a corrupted one
+until then, because their prompts begin alike, is corrupted with it: attention computes some tokens
+together, so NaN may reach keys and values of earlier ones. Later requests compute them anew.
 """
 
 from collections.abc import Sequence
