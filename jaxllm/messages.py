@@ -103,6 +103,7 @@ class RequestStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_preemptions: int = 0
+    is_corrupted: bool = False  # its logits were no numbers, which ended it
     replica: int = 0
 
 
@@ -315,6 +316,7 @@ class RequestStateStats:
     first_token_latency: float = 0.0  # seconds from arrival to the first token
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    is_corrupted: bool = False  # the logits of an answer were no numbers, which ended it
     replica: int = 0  # that served it; 0 if it ended before its first token
 
 

@@ -200,6 +200,7 @@ class _Request:
         metrics.first_token_ts = _first(metrics.first_token_ts, stats.first_token_ts)
         metrics.last_token_ts = max(metrics.last_token_ts, stats.last_token_ts)
         metrics.num_preemptions += stats.num_preemptions - before.num_preemptions
+        metrics.is_corrupted |= stats.is_corrupted
 
     def finish(self) -> RequestOutput:
         """Say the last there is to say, to everybody who waits for it."""

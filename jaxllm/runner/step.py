@@ -31,7 +31,7 @@ from jaxllm.sampling import row_params
 from jaxllm.sampling.choose import most_likely
 from jaxllm.sampling.logprobs import LogprobOutput, token_logprobs
 from jaxllm.sampling.sampler import sample
-from jaxllm.scheduler.schedule import CARRIED_TOKEN
+from jaxllm.scheduler.schedule import CARRIED_TOKEN, NO_TOKEN
 
 # Prompt logprobs are computed for this many positions at a time: their logits are large.
 _PROMPT_LOGPROB_CHUNK = 64
@@ -42,7 +42,7 @@ _PROMPT_LOGPROB_CHUNK = 64
 class StepOutputs:
     """What a step leaves for the host, by row (padding rows included)."""
 
-    tokens: jax.Array  # i32 [R]
+    tokens: jax.Array  # i32 [R]; NO_TOKEN where the logits were no numbers
     logprobs: LogprobOutput  # [R, 1 + k]; zeros when no row asked
     prompt_logprobs: LogprobOutput | None  # [T, 1 + k]; mixed steps only
     # f32 [R, V], after each row's last token; only if requests may ask for more than k logprobs.
@@ -147,7 +147,7 @@ def _sample(
             model, hidden, inputs.prompt_targets, k=plan.step_logprobs, wants_more=wants_more
         )
     return new_state, StepOutputs(
-        tokens=sampled.tokens,
+        tokens=jnp.where(sampled.is_valid, sampled.tokens, NO_TOKEN),
         logprobs=sampled.logprobs,
         prompt_logprobs=prompt_logprobs,
         logits=logits if plan.leaves_logits else None,

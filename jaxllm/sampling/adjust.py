@@ -48,7 +48,8 @@ def adjust_logits(
         apply = functools.partial(_apply, processor, vocab_size)
         logits = _in_rows(uses, apply, logits, values, output_index)
     logits = _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params)
-    some_left = jnp.any(logits > -jnp.inf, axis=1, keepdims=True)
+    # NaN is no token less: a row that has any is not valid, and must not look as if it were.
+    some_left = jnp.any(logits != -jnp.inf, axis=1, keepdims=True)
     return jnp.where(some_left, logits, biased)
 
 

@@ -22,13 +22,15 @@ class MostLikely(NamedTuple):
     """The most likely token of each row."""
 
     tokens: jax.Array  # i32 [R]; the first of equals
-    logits: jax.Array  # f32 [R]: theirs, which are the largest; NaN where any logit of the row is
+    # f32 [R]: theirs, which are the largest; infinite where any logit of the row is that or NaN.
+    logits: jax.Array
 
 
 def most_likely(logits: jax.Array) -> MostLikely:
     """The arg-max of each row of f32 [R, V], and the maximum."""
     blocks = _blocks(logits, fill=-jnp.inf)
-    largest = jnp.max(blocks, axis=2)
+    # Not NaN itself, which a maximum drops or keeps as the compiler likes.
+    largest = jnp.max(jnp.where(blocks < jnp.inf, blocks, jnp.inf), axis=2)
     block = jnp.argmax(largest, axis=1)
     tokens = _token(block, jnp.argmax(_block_of(blocks, block), axis=1))
     return MostLikely(tokens, jnp.max(largest, axis=1))

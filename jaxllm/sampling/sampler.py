@@ -24,6 +24,9 @@ class SampleOutput(NamedTuple):
     """What the sampler makes of a step's rows."""
 
     tokens: jax.Array  # i32 [R]; meaningful where the row samples
+    # bool [R]: whether there was something to choose from. The largest of a model's logits is a
+    # finite number; and what biases, processors and penalties make of them is one.
+    is_valid: jax.Array
     state: SlotState
     logprobs: LogprobOutput  # [R, 1 + num_logprobs]; zeros when no row asked
 
@@ -62,7 +65,8 @@ def sample(
     tokens do not depend on its neighbours; `num_logprobs` is how many of the best ones a row may
     ask for. A row in which 2 to 5 leave no token (the door refuses
     what always would) goes on with its logits as 1 left them, so that it never gets a token that
-    is not allowed.
+    is not allowed. Logits that are NaN stay so, and the row is not valid; it gets some token, and
+    touches no other.
     """
     flags = jnp.where(samples, params.flags, 0)
     needed = jnp.bitwise_or.reduce(flags)
@@ -70,7 +74,7 @@ def sample(
 
     best = most_likely(logits)
 
-    def adjust() -> tuple[jax.Array, MostLikely]:
+    def adjust() -> tuple[jax.Array, MostLikely, jax.Array]:
         adjusted = adjust_logits(
             logits,
             params,
@@ -81,23 +85,28 @@ def sample(
             processors=processors,
             vocab_size=logits.shape[1] if vocab_size is None else vocab_size,
         )
-        return adjusted, most_likely(adjusted)
+        return adjusted, most_likely(adjusted), jnp.any(jnp.isnan(adjusted), axis=1)
 
-    def choose() -> jax.Array:
-        adjusted, greedy = jax.lax.cond(
-            (needed & row_params.ADJUSTS) != 0, adjust, lambda: (logits, best)
+    def choose() -> tuple[jax.Array, jax.Array]:
+        adjusted, greedy, has_nan = jax.lax.cond(
+            (needed & row_params.ADJUSTS) != 0, adjust, lambda: (logits, best, none_has)
         )
-        return jax.lax.cond(
+        tokens = jax.lax.cond(
             (needed & row_params.RANDOM) != 0,
             lambda: jnp.where(
                 random, draw(adjusted, params, random=random, positions=positions), greedy.tokens
             ),
             lambda: greedy.tokens,
         )
+        return tokens, has_nan
 
-    tokens = jax.lax.cond(
-        (needed & (row_params.ADJUSTS | row_params.RANDOM)) != 0, choose, lambda: best.tokens
+    none_has = jnp.zeros(len(logits), bool)
+    tokens, has_nan = jax.lax.cond(
+        (needed & (row_params.ADJUSTS | row_params.RANDOM)) != 0,
+        choose,
+        lambda: (best.tokens, none_has),
     )
+    is_valid = jnp.isfinite(best.logits) & ~has_nan
     logprobs = jax.lax.cond(
         (needed & row_params.LOGPROBS) != 0,
         lambda: token_logprobs(
@@ -109,4 +118,5 @@ def sample(
         ),
         lambda: no_logprobs(len(tokens), num_logprobs),
     )
-    return SampleOutput(tokens, record_tokens(state, tokens, slots, flags), logprobs)
+    new_state = record_tokens(state, tokens, slots, flags)
+    return SampleOutput(tokens, is_valid, new_state, logprobs)

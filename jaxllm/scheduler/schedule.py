@@ -13,6 +13,8 @@ from jaxllm.sampling_params import SamplingParams
 
 # In Schedule.token_ids: the token that this row's slot sampled last, which is only on the device.
 CARRIED_TOKEN = -1
+# In StepResult.token_ids: the model's logits were no numbers, so there is nothing to choose from.
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

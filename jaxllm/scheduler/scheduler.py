@@ -21,9 +21,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxllm.errors import ValidationError
+from jaxllm.logging import init_logger
 from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler import invariants
+from jaxllm.scheduler.corruption import CORRUPTED, corrupted_rows
 from jaxllm.scheduler.draft import PromptSpan, StepDraft
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
@@ -33,6 +35,8 @@ from jaxllm.scheduler.policy import SchedulingPolicy, checked_key, fcfs
 from jaxllm.scheduler.request import NO_LANE, Request, RequestStatus
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.waiting_queue import WaitingQueue
+
+logger = init_logger(__name__)
 
 
 class _Dispatched(NamedTuple):
@@ -306,6 +310,7 @@ class Scheduler:
         )
         now = time.monotonic()
         prompt_parts = prompt_logprobs(result, step.rows, step.prompt_spans)
+        corrupted = corrupted_rows(schedule, result, step.prompt_spans)
         num_new_tokens = 0
         any_finished = False
         wants_logprobs = schedule.wants_logprobs
@@ -317,6 +322,10 @@ class Scheduler:
         ):
             if request.status is finished:
                 continue  # it ended after this row had been dispatched
+            if row in corrupted:
+                outputs.append(self._end_corrupted(request))
+                any_finished = True
+                continue
             if not samples:
                 if row in prompt_parts:
                     outputs.append(
@@ -416,6 +425,17 @@ class Scheduler:
             stats=request.report_stats(),
             error=error,
         )
+
+    def _end_corrupted(self, request: Request) -> EngineOutput:
+        """Finish a request whose logits are no numbers. Its keys and values may be none either, so
+        nobody finds them; those that it shares with others are computed anew by the next."""
+        if not self.stats.num_requests_corrupted:
+            logger.error("%s ended: %s. More are only counted.", request.request_id, CORRUPTED)
+        self.stats.num_requests_corrupted += 1
+        request.stats.is_corrupted = True
+        output = self._end(request, FinishReason.ERROR, CORRUPTED)
+        self._kv.forget(request)
+        return output
 
     def _finish(self, request: Request) -> None:
         """Let go of a request; `_drop_finished` must follow."""

@@ -106,10 +106,10 @@ class SamplerDriver:
         self.state = output.state
         self.num_outputs[slots] += samples
         self.lengths[slots] += samples
-        tokens, logprobs = jax.tree.map(
-            lambda x: np.asarray(x)[:n], (output.tokens, output.logprobs)
+        tokens, is_valid, logprobs = jax.tree.map(
+            lambda x: np.asarray(x)[:n], (output.tokens, output.is_valid, output.logprobs)
         )
-        return SampleOutput(tokens, self.state, logprobs)
+        return SampleOutput(tokens, is_valid, self.state, logprobs)
 
 
 @pytest.fixture
