@@ -69,6 +69,9 @@ def devices() -> str:
     try:
         import jax
 
+        from jaxllm.runner.jax_setup import leave_out_absent_tpu
+
+        leave_out_absent_tpu()
         found = jax.devices()
     except (ImportError, RuntimeError) as error:
         return f"none: {' '.join(str(error).split())}"

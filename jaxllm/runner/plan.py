@@ -42,14 +42,13 @@ from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR, num_pieces, sharding
-from jaxllm.plural import counted
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.generation_config import (
     read_default_sampling_params,
     read_eos_token_ids,
     read_max_new_tokens,
 )
-from jaxllm.runner.memory import format_bytes, size_kv_cache
+from jaxllm.runner.memory import size_kv_cache
 from jaxllm.runner.stage_plan import (
     StagePlan,
     activation_bytes,
@@ -174,30 +173,6 @@ class EnginePlan:
             num_blocks=self.num_blocks,
             block_size=self.block_size,
         )
-
-    def summary(self) -> str:
-        """The decisions in a few lines, logged at start."""
-        arch = self.architecture
-        tokens = self.num_blocks * self.block_size
-        stages = f" in {len(self.stages)} stages" if len(self.stages) > 1 else ""
-        return (
-            f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
-            f"{jnp.dtype(self.dtype).name} on {self.chip.name}; "
-            f"weights {format_bytes(self.weights_bytes)}; attention "
-            f"{self.attention.name!r}{', native products' if self.matmul is not XLA else ''}\n"
-            f"KV cache {format_bytes(self.kv_cache_bytes)}: {self.num_blocks} blocks of "
-            f"{self.block_size} = {tokens} tokens, room for "
-            f"{counted(tokens // self.max_model_len, 'request')} of "
-            f"max_model_len={self.max_model_len} (max_num_seqs={self.max_num_seqs})\n"
-            f"{counted(self.num_programs, 'program')}, "
-            f"with steps of {', '.join(map(str, self.buckets))}"
-        )
-
-    @property
-    def num_programs(self) -> int:
-        """Steps of every shape, and for the sampler's rows, block tables and state, of each stage
-        (see `programs`)."""
-        return sum(len(self.buckets) + 2 + stage.part.has_head for stage in self.stages)
 
 
 def replica_devices(config: EngineConfig, replica: int) -> Sequence[Device]:

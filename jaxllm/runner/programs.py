@@ -56,6 +56,11 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
     return plan.stages[key.stage if isinstance(key, StageKey) else 0]
 
 
+def num_programs(plan: EnginePlan) -> int:
+    """How many are declared: steps of every shape, and those beside them, of each stage."""
+    return sum(len(plan.buckets) + 2 + stage.part.has_head for stage in plan.stages)
+
+
 def declare_programs(
     plan: EnginePlan, layouts: Mapping[Bucket, InputLayout]
 ) -> dict[Hashable, Program]:

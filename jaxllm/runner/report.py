@@ -12,7 +12,12 @@ from jaxllm.parallel.sharding import TENSOR
 from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.hlo import collectives, whole_array_copies
 from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.programs import declare_stage_programs, make_packer, program_key
+from jaxllm.runner.programs import (
+    declare_stage_programs,
+    make_packer,
+    num_programs,
+    program_key,
+)
 from jaxllm.runner.progress import CompileProgress
 from jaxllm.runner.roofline import Bound, Roofline
 from jaxllm.runner.stage_plan import StagePlan, activation_bytes, device_bytes
@@ -116,7 +121,7 @@ def report_plan(
     caller see each. Rows have `context` tokens in the bounds."""
     layouts = make_packer(plan).layouts
     wanted = None if all_programs else _largest_buckets(plan)
-    total = plan.num_programs if wanted is None else len(wanted) * len(plan.stages)
+    total = num_programs(plan) if wanted is None else len(wanted) * len(plan.stages)
     stages, programs = [], []
     with CompileProgress(total) as progress:
         for stage in plan.stages:

@@ -20,6 +20,7 @@ from jaxllm.runner.plan import replica_devices
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import declare_programs, make_packer
 from jaxllm.runner.sizing import plan_engine
+from jaxllm.runner.summary import summary
 
 logger = init_logger(__name__)
 
@@ -67,7 +68,7 @@ def warm_up(config: EngineConfig) -> WarmupReport:
     replicas = []
     for replica in range(config.parallel.data_parallel_size):
         plan = plan_engine(config, replica_devices(config, replica))
-        logger.info("plan: %s", plan.summary())
+        logger.info("plan: %s", summary(plan))
         declared = declare_programs(plan, make_packer(plan).layouts)
         programs = Programs(declared, store=ProgramStore.of(plan))
         replicas.append(programs.compile_all())

@@ -12,8 +12,9 @@ from jaxllm.cli.main import main
 from jaxllm.cli.plan import as_text
 from jaxllm.config import EngineArgs
 from jaxllm.runner.plan import make_plan
-from jaxllm.runner.programs import declare_programs, make_packer
+from jaxllm.runner.programs import declare_programs, make_packer, num_programs
 from jaxllm.runner.report import report_plan, step_bound
+from jaxllm.runner.summary import summary
 from jaxllm.testing import make_tiny_checkpoint
 
 OPTIONS = {
@@ -118,8 +119,8 @@ def test_as_many_programs_are_said_as_there_are(model_dir):
         config = EngineArgs(model_dir, max_num_seqs=4, pipeline_parallel_size=num_stages)
         plan = make_plan(config, jax.devices()[:1] * num_stages)
         declared = declare_programs(plan, make_packer(plan).layouts)
-        assert plan.num_programs == len(declared)
-        assert f"{len(declared)} programs, with steps of " in plan.summary()
+        assert num_programs(plan) == len(declared)
+        assert f"{len(declared)} programs, with steps of " in summary(plan)
 
 
 def test_a_config_may_have_any_name(model_dir, tmp_path, capsys):
