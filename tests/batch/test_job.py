@@ -76,7 +76,7 @@ BAD_REQUESTS = [
     (openai("x", prompt="x", tools=[{}]), 400, "tools=[{}]: not supported"),
     (openai("x", prompt=""), 400, "prompt='': it is empty"),
     (openai("x", prompt="x " * 100), 400, "the prompt has"),
-    (openai("x", prompt=[[5], [10**9]]), 400, "no such token"),
+    (openai("x", prompt=[[5], [10**9]]), 400, "prompt[1]=1000000000: no such token"),
     (chat("x", content=3), 400, "messages[0].content=3: it must be text"),
     (chat("x", temperature=9), 400, "temperature=9.0: it must be"),
 ]
