@@ -1,9 +1,21 @@
-"""What has to be set before JAX starts, and what is said of hardware that is not there."""
+"""What has to be set before JAX starts, where engines keep what they compile, and what is said of
+hardware that is not there."""
 
+import contextlib
 import os
+import time
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+# Tests have a home of their own, so that none of them writes to the user's. What engines keep there
+# by default, their programs and the native kernels, is compiled once for all the workers of a run,
+# and is there for the next run: it is found by all that it is made of.
+HOME = Path(__file__).parents[1] / "build" / "home_of_tests"
+HOME.mkdir(mode=0o700, parents=True, exist_ok=True)
+os.environ["HOME"] = str(HOME)
 
 # The warpgroups of a GPU kernel in interpret mode wait for each other on threads of XLA's CPU pool,
 # which has as many as the machine has cores. With fewer than warpgroups they would wait forever.
@@ -12,8 +24,68 @@ os.environ.setdefault("PJRT_NPROC", str(max(8, os.cpu_count() or 1)))
 # Otherwise a second process that compiles for TPUs dies of the first one's lock file.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+# What no run has written anew for so long is of former code.
+_KEPT_S = 7 * 24 * 3600
+
+# The files that take longest come first: a worker that got one of them last would be waited for.
+SLOWEST = (
+    "kernels/test_tpu_attention.py",
+    "kernels/test_ragged_paged_attention.py",
+    "engine/test_pallas_backends.py",
+    "engine/test_equalities.py",
+    "models/test_parity.py",
+    "kernels/test_native_attention.py",
+    "engine/test_user_backend.py",
+    "runner/test_bundle.py",
+)
+
 COMPILE_MARKERS = ("tpu_compile", "gpu_compile")
 HARDWARE_MARKERS = ("tpu", "gpu", *COMPILE_MARKERS)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # their parent has done it
+    for path in HOME.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another run deletes it, too
+            if path.is_file() and path.stat().st_mtime < time.time() - _KEPT_S:
+                path.unlink()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return next((i for i, name in enumerate(SLOWEST) if path.endswith(name)), len(SLOWEST))
+
+    items.sort(key=place)
+    if "sweep" not in config.option.markexpr:
+        sweeps = [item for item in items if item.get_closest_marker("sweep")]
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+        config.hook.pytest_deselected(items=sweeps)
+
+
+@pytest.fixture(scope="session")
+def native_kernels_dir() -> Path:
+    """Where engines by default keep the native kernels that they have compiled."""
+    from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR
+
+    path = Path(DEFAULT_COMPILATION_CACHE_DIR).expanduser() / "native"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def new_cache(tmp_path_factory, native_kernels_dir) -> Callable[[], Path]:
+    """Makes compilation caches without programs, for tests of what is compiled and what is not. The
+    native kernels, which take longest, are in all of them."""
+
+    def new_cache() -> Path:
+        path = tmp_path_factory.mktemp("compiled")
+        (path / "native").symlink_to(native_kernels_dir)
+        return path
+
+    return new_cache
 
 
 @pytest.hookimpl(wrapper=True)

@@ -42,6 +42,12 @@ def test_on_a_cpu(platform):
 """
 
 
+# Plugins that would be loaded anew for each run.
+WITHOUT = [
+    f"-pno:{name}" for name in ("cacheprovider", "langsmith_plugin", "schemathesis", "xdist")
+]
+
+
 @pytest.fixture
 def run(pytester):
     """Runs the module with the options; returns the exit status and the lines about hardware."""
@@ -51,7 +57,7 @@ def run(pytester):
     pytester.makepyfile(MODULE)
 
     def run(*options: str):
-        result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+        result = pytester.runpytest_inprocess(*WITHOUT, *options)
         lines = [line for line in result.outlines if line.startswith(("NOT RUN", "FAILED"))]
         return result.ret, lines
 

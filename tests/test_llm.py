@@ -75,12 +75,11 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """Start an engine; all share the compiled programs."""
-    cache = str(tmp_path_factory.mktemp("compiled"))
+def start():
+    """Start an engine."""
 
     def start(model, **options):
-        return LLM(str(model), **{**OPTIONS, "compilation_cache_dir": cache, **options})
+        return LLM(str(model), **{**OPTIONS, **options})
 
     return start
 

@@ -14,10 +14,9 @@ from jaxllm.testing import make_tiny_checkpoint
 
 @pytest.fixture(scope="session")
 def engine_options(tmp_path_factory) -> dict[str, Any]:
-    """Few and small programs, compiled once for all engines of these tests."""
+    """Few and small programs."""
     return {
         "model": str(make_tiny_checkpoint(tmp_path_factory.mktemp("batch") / "model")),
-        "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "max_model_len": 64,
         "max_num_batched_tokens": 16,
         "max_num_seqs": 4,

@@ -32,7 +32,6 @@ def test_a_batch_runs_on_two_hosts_and_goes_on_there(tmp_path):
                     "-tp", "2", "--max-model-len", "64", "--max-num-seqs", "4", "--enforce-eager",
                     "--nnodes", "2", "--node-rank", str(rank), "--master-port", port,
                     "--kv-cache-memory-bytes", "1M",
-                    "--compilation-cache-dir", str(tmp_path / "compiled"),
                 ],
                 cwd=folder,
                 env=os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "16"},

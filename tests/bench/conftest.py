@@ -17,11 +17,10 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def engine_flags(tmp_path_factory):
+def engine_flags():
     return [
         "--max-model-len=256", "--max-num-seqs=4", "--max-num-batched-tokens=64",
         "--kv-cache-memory-bytes=4MiB", "--enforce-eager",
-        f"--compilation-cache-dir={tmp_path_factory.mktemp('compiled')}",
     ]  # fmt: skip
 
 

@@ -34,12 +34,11 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """Start an engine that may share compiled programs with the others here."""
-    cache = str(tmp_path_factory.mktemp("compiled"))
+def start():
+    """Start an engine."""
 
     def start(model, **options):
-        return LLM(str(model), **{**OPTIONS, "compilation_cache_dir": cache, **options})
+        return LLM(str(model), **{**OPTIONS, **options})
 
     return start
 

@@ -111,13 +111,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory):
-    return OPTIONS | {"compilation_cache_dir": str(tmp_path_factory.mktemp("compiled"))}
-
-
-@pytest.fixture(scope="module")
-def device(model, options):
-    return UniProcExecutor(EngineConfig.create(model, **options))
+def device(model):
+    return UniProcExecutor(EngineConfig.create(model, **OPTIONS))
 
 
 class AskedOften(EngineCore):
@@ -128,13 +123,13 @@ class AskedOften(EngineCore):
 
 
 @pytest.fixture(params=["overlap", "plain", "overlap, asked often", "plain, asked often"])
-def make_core(model, options, device, request):
+def make_core(model, device, request):
     """Make an engine core with an empty cache, on a device that has compiled its programs."""
 
     def make(fault):
         device.reset()
         config = EngineConfig.create(
-            model, **options, async_scheduling=request.param.startswith("overlap")
+            model, **OPTIONS, async_scheduling=request.param.startswith("overlap")
         )
         kind = AskedOften if request.param.endswith("often") else EngineCore
         return kind(config, executor=FaultyExecutor(device, fault))
@@ -143,11 +138,11 @@ def make_core(model, options, device, request):
 
 
 @pytest.fixture(scope="module")
-def expected(model, options, device):
+def expected(model, device):
     """The undisturbed answers by prompt."""
     device.reset()
     core = EngineCore(
-        EngineConfig.create(model, **options), executor=FaultyExecutor(device, NO_FAULT)
+        EngineConfig.create(model, **OPTIONS), executor=FaultyExecutor(device, NO_FAULT)
     )
     return {prompt: outcome.token_ids for prompt, outcome in run(core).items()}
 
@@ -298,8 +293,8 @@ def test_an_engine_that_cannot_go_on_ends_every_request_with_the_reason(make_cor
 
 
 @pytest.fixture(scope="module")
-def llm(model, options):
-    return LLM(model, **options)
+def llm(model):
+    return LLM(model, **OPTIONS)
 
 
 PARAMS = [SamplingParams(max_tokens=n, seed=i, ignore_eos=True) for i, n in enumerate(MAX_TOKENS)]
@@ -484,8 +479,8 @@ def test_ids_of_llm_keep_clear_of_those_of_its_engine(llm, expected):
     assert_idle(llm)
 
 
-def test_step_after_shutdown_says_so(model, options):
-    llm = LLM(model, **options)
+def test_step_after_shutdown_says_so(model):
+    llm = LLM(model, **OPTIONS)
     llm.enqueue(PROMPTS[:1], PARAMS[0])
     llm.llm_engine.step()
     llm.shutdown()

@@ -153,9 +153,8 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 from jaxllm import LLM, SamplingParams
 
-model, cache = sys.argv[1:]
-llm = LLM(model, dtype="float32", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16,
-          kv_cache_memory_bytes=1 << 20, enforce_eager=True, compilation_cache_dir=cache,
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, max_num_seqs=2,
+          max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, enforce_eager=True,
           tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
 params = SamplingParams(temperature=0, max_tokens=12)
 def ask():
@@ -174,7 +173,7 @@ print("the same")
 @pytest.mark.slow
 def test_every_replica_and_every_stage_sleeps(tmp_path):
     model = make_tiny_checkpoint(tmp_path / "model")
-    command = [sys.executable, "-c", SCRIPT, str(model), str(tmp_path / "cache")]
+    command = [sys.executable, "-c", SCRIPT, str(model)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.endswith("the same\n")

@@ -54,7 +54,6 @@ def options(tmp_path_factory):
         "num_gpu_blocks_override": 24,
         "enforce_eager": True,
         "native_kernels": False,  # which would be compiled first
-        "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
     }
 
 

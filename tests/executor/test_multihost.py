@@ -74,11 +74,9 @@ ENDLESS = [([5, 6, 7], {"max_tokens": 100_000, "ignore_eos": True, "seed": 1})]
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    """Of an engine whose programs are compiled once for all tests here."""
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     return OPTIONS | {
         "model": str(make_tiny_checkpoint(tmp_path_factory.mktemp("model"), **sizes)),
-        "compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
     }
 
 

@@ -44,7 +44,6 @@ def options(tmp_path_factory):
         "max_num_batched_tokens": 32,
         "kv_cache_memory_bytes": 1 << 20,
         "enforce_eager": True,
-        "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
     }
 
 

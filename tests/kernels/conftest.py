@@ -29,17 +29,17 @@ OTHER_PROCESSORS = {
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """The library of native kernels, built once."""
+def library(native_kernels_dir):
+    """The library of native kernels."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no C++ compiler is here")
-    loaded = load(tmp_path_factory.mktemp("native"))
+    loaded = load(native_kernels_dir)
     assert isinstance(loaded, Library), loaded
     return loaded
 
 
 @pytest.fixture(scope="session", params=["native", *OTHER_PROCESSORS])
-def any_library(request, library, tmp_path_factory):
+def any_library(request, library, native_kernels_dir):
     """The library as it is built on each kind of processor."""
     name = request.param
     if name == "native":
@@ -53,6 +53,6 @@ def any_library(request, library, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         flags = [f"-march={name}" if one == "-march=native" else one for one in _FLAGS]
         patch.setattr(native_library, "_FLAGS", tuple(flags))
-        loaded = load(tmp_path_factory.mktemp(name))
+        loaded = load(native_kernels_dir)
     assert isinstance(loaded, Library), loaded
     return loaded

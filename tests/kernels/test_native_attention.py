@@ -30,6 +30,11 @@ def backend(any_library):
     return NativeBackend(any_library)
 
 
+# Of each processor's code, and in both types, what is long is as what is short.
+def sweep_marked(case: Case):
+    return pytest.param(case, marks=[pytest.mark.sweep] if case.is_slow else [], id=case.name)
+
+
 def assert_correct(backend, case: Case, dtype: str, seed: int = 0) -> None:
     result = run_case(backend, case, dtype, seed=seed)
     assert result.all_finite
@@ -37,9 +42,14 @@ def assert_correct(backend, case: Case, dtype: str, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [c for c in CASES if c.kv_dtype is None], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [sweep_marked(c) for c in CASES if c.kv_dtype is None])
 def test_cases_are_right(backend, case, dtype):
     assert_correct(backend, case, dtype)
+
+
+def test_a_row_of_thirty_thousand_tokens_is_right(library):
+    (case,) = (case for case in CASES if case.is_slow)
+    assert_correct(NativeBackend(library), case, "float32")
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(5, 1), (2, 2), (14, 2), (70, 1)])

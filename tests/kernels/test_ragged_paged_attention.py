@@ -37,17 +37,43 @@ def assert_correct(backend, case: Case, dtype: str, seed: int = 0) -> None:
     assert result.error < TOLERANCES[dtype]
 
 
-def slow_marked(case: Case):
-    return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.is_slow else [])
+def swept(names: str) -> list:
+    """All cases, of which the slow ones and these, which others cover together, are a sweep."""
+    return [
+        pytest.param(
+            case,
+            marks=[pytest.mark.sweep] if case.is_slow or case.name in names.split() else [],
+            id=case.name,
+        )
+        for case in CASES
+    ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
-def test_xla_is_right(case, dtype):
-    assert_correct(get_backend("xla"), case, dtype)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_xla_is_right(case):
+    assert_correct(get_backend("xla"), case, "float32")
 
 
-@pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
+# Here the types of caches and layouts of heads matter, and no rows.
+_IN_16_BITS_AS_IN_32 = """
+    decodes_in_a_mixed_program one_token all_padding all_padding_decodes rows_without_tokens
+    ends_on_a_page_border starts_on_a_page_border chunk_longer_than_a_page no_padding
+    chunk_longer_than_a_page_over_history chunk_longer_than_a_page_of_8 mha mqa gqa_8 soft_cap sinks
+    chunk_longer_than_a_page_of_8_over_history out_of_range_block_ids window_of_one window_decodes
+    out_of_range_block_ids_before_a_window more_rows_than_tokens window_below_a_page window_of_pages
+    block_size_32 block_size_64 head_size_96 head_size_128
+"""
+
+
+@pytest.mark.parametrize("case", swept(_IN_16_BITS_AS_IN_32))
+def test_xla_is_right_in_bfloat16(case):
+    assert_correct(get_backend("xla"), case, "bfloat16")
+
+
+# Of heads a batch has no more than a single one.
+@pytest.mark.parametrize(
+    "case", swept("head_size_80 head_size_96 head_size_128 head_size_256 mha mqa gqa_8")
+)
 def test_xla_is_right_in_batches(case):
     assert_correct(BATCHED, case, "float32")
 
@@ -64,7 +90,7 @@ def test_xla_is_right_on_a_gpu(case, dtype, gpu):
     assert_correct(get_backend("xla").tuned_for(gpu), case, dtype)
 
 
-@pytest.mark.parametrize("case", [slow_marked(case) for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_reference_is_right(case):
     if case.max_blocks > 100:
         pytest.skip("the reference looks at all blocks for every token")

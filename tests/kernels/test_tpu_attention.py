@@ -58,7 +58,7 @@ def assert_correct(backend: TpuBackend, case: Case, dtype: str, seed: int = 0) -
     assert not races_were_found()
 
 
-# What others cover together: each shape of a program takes seconds to emulate.
+# Each shape of a program takes seconds to emulate. These others cover together.
 SPARED = {
     "block_size_32",
     "block_size_64",
@@ -72,16 +72,26 @@ SPARED = {
 }
 
 
-def slow_marked(case: Case):
-    is_slow = case.max_blocks > 100 or case.name in SPARED
-    return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if is_slow else [])
+# What a TPU computes in thousands and in tens of thousands takes the emulator many minutes.
+LONG_BESIDE_SHORT = Case(
+    name="hundreds_of_tokens_beside_tens",
+    rows=((1, 700), *[(1, 10)] * 13, (10, 500)),
+    num_tokens=128,
+    num_rows=16,
+    max_blocks=48,
+    num_heads=2,
+    num_kv_heads=1,
+)
+EMULATED_CASES = [*(case for case in CASES if case.max_blocks < 100), LONG_BESIDE_SHORT]
 
 
-# Thirty thousand tokens take the emulator many minutes; a TPU computes them, too.
-EMULATED_CASES = [case for case in CASES if case.max_blocks < 1000]
+def sweep_marked(case: Case):
+    return pytest.param(
+        case, marks=[pytest.mark.sweep] if case.name in SPARED else [], id=case.name
+    )
 
 
-@pytest.mark.parametrize("case", [slow_marked(case) for case in EMULATED_CASES])
+@pytest.mark.parametrize("case", [sweep_marked(case) for case in EMULATED_CASES])
 def test_every_case_is_right(case):
     assert_correct(EMULATED, case, "float32")
 
@@ -123,9 +133,10 @@ def test_heads_are_split_between_two_cores():
     assert_correct(TWO_CORES, case, "float32")
 
 
-@pytest.mark.slow
 def test_heads_of_prefills_are_split_between_two_cores():
-    assert_correct(TWO_CORES, CASE["mixed"], "float32")
+    case = dataclasses.replace(CASE["decodes"], rows=((1, 20), (30, 45)), decode_only=False)
+    case = dataclasses.replace(case, num_tokens=64)  # as its history, so that one is compiled
+    assert_correct(TWO_CORES, case, "float32")
 
 
 def test_decodes_of_one_head_are_split_between_two_cores():

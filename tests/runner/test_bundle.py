@@ -46,10 +46,10 @@ def model_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made_bundle(model_dir, tmp_path_factory):
+def made_bundle(model_dir, tmp_path_factory, new_cache):
     flags = [model_dir, "--cpu", *FLAGS, f"--num-gpu-blocks-override={NUM_BLOCKS}"]
     # Its programs are in a compilation cache already, from where they must not be taken.
-    use_compilation_cache(str(tmp_path_factory.mktemp("cache")))
+    use_compilation_cache(str(new_cache()))
     assert main(["plan", *flags, "--all-programs"]) == 0
     directory = tmp_path_factory.mktemp("bundle")
     assert main(["plan", *flags, "--out", str(directory)]) == 0

@@ -24,8 +24,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-    cache = str(tmp_path_factory.mktemp("cache"))
-    options = {"compilation_cache_dir": cache, "kv_cache_memory_bytes": 1 << 22}
+    options = {"kv_cache_memory_bytes": 1 << 22}
     return lambda **changes: make_plan(EngineConfig.create(str(model), **{**options, **changes}))
 
 
@@ -40,7 +39,9 @@ def test_they_run_where_nobody_asks_for_others(plan):
 
 @needs_compiler
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # the latter with biases
-def test_rows_of_padding_are_zeros_wherever_they_are_multiplied(family, tmp_path, monkeypatch):
+def test_rows_of_padding_are_zeros_wherever_they_are_multiplied(
+    family, tmp_path, new_cache, monkeypatch
+):
     shapes = []
     multiply = NativeMatmul.__call__
 
@@ -54,7 +55,7 @@ def test_rows_of_padding_are_zeros_wherever_they_are_multiplied(family, tmp_path
     monkeypatch.setattr(NativeMatmul, "__call__", multiply_and_look)
     model = make_tiny_checkpoint(tmp_path / "model", family)
     options = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 22, "enforce_eager": True}
-    llm = LLM(str(model), compilation_cache_dir=str(tmp_path / "cache"), **options)
+    llm = LLM(str(model), compilation_cache_dir=str(new_cache()), **options)
     prompts = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(5)]
     llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     jax.effects_barrier()

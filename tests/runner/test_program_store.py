@@ -33,10 +33,10 @@ def model_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def cache(new_cache):
     """A cache that one start has filled; each test leaves it full."""
     before = jax.config.jax_compilation_cache_dir
-    yield tmp_path_factory.mktemp("cache")
+    yield new_cache()
     use_compilation_cache(before)
 
 

@@ -89,10 +89,12 @@ def run(code, tree, *arguments, num_devices=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_shards", "load_format"), [(1, "auto"), (2, "dummy")])
-def test_an_engine_compiles_nothing_after_a_warmup(num_shards, load_format, tmp_path, moved_tree):
+def test_an_engine_compiles_nothing_after_a_warmup(
+    num_shards, load_format, tmp_path, moved_tree, new_cache
+):
     model_dir = make_tiny_checkpoint(tmp_path / "model")
     weights = (model_dir / "model.safetensors").rename(tmp_path / "away")
-    cache = tmp_path / "cache"
+    cache = new_cache()
     options = FLAGS | {"tensor_parallel_size": num_shards}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     flags += ["--json", f"--compilation-cache-dir={cache}"]

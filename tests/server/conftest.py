@@ -45,7 +45,6 @@ def engine_options(tmp_path_factory, profile_dir):
         "kv_cache_memory_bytes": 16 << 20,
         "enforce_eager": True,
         "profile_dir": str(profile_dir),
-        "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
     }
 
 
