@@ -7,7 +7,7 @@ nobody and needs no more memory than its answer.
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -119,7 +119,7 @@ class AsyncLLMEngine:
     def num_unfinished(self) -> int:
         return len(self._collectors)
 
-    async def generate(
+    def generate(
         self,
         prompt: PromptType,
         sampling_params: SamplingParams,
@@ -135,38 +135,48 @@ class AsyncLLMEngine:
         cancelled, has aborted the request."""
         if lora_request is not None:
             raise refused("lora_request", lora_request, "LoRA is not supported yet; give None")
-        self._check()
-        self._start_reading()
-        collector = self._reserve(request_id)
-        try:
-            processed = await self._process_input(
-                request_id,
-                prompt,
-                sampling_params,
-                priority=priority,
-                arrival_time=time.time() if arrival_time is None else arrival_time,
-                trace_headers=trace_headers,
-                **tokenization_options(tokenization_kwargs),
-            )
-            self._check()
-            self._client.own(processed.requests)
-            collector.aggregate = processed.params.output_kind is RequestOutputKind.DELTA
-            self._output_processor.add_request(processed, on_finish=self._deliver)
-            if collector.is_aborted:
-                self._end(request_id)
-            else:
-                self._client.send(Add.of(processed.requests))
-            finished = False
-            while not finished:
-                output = await collector.get()
-                finished = output.finished
-                yield output
-        finally:
-            # Before the collector goes: who has stopped asking wants no last output.
-            self._end(request_id)
-            del self._collectors[request_id]
-            if not self._collectors:
-                self._idle.set()
+        process = functools.partial(
+            self.process_input,
+            request_id,
+            prompt,
+            sampling_params,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+        )
+        return self._answer(request_id, lambda: self.in_tokenizer_thread(process, _size_of(prompt)))
+
+    def process_input(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> ProcessedInput:
+        """Validate and tokenise; raises ValidationError. Nothing is queued yet. From any thread:
+        that of the event loop has better things to do."""
+        return self._input_processor.process(
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            arrival_time=arrival_time,
+            trace_headers=trace_headers,
+            **tokenization_options(tokenization_kwargs),
+        )
+
+    def submit(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
+        """Answer what `process_input` made, as `generate` does."""
+
+        async def given() -> ProcessedInput:
+            return processed
+
+        return self._answer(processed.request_id, given)
 
     async def abort(self, request_id: str | list[str]) -> None:
         """End requests: whoever waits for them gets a last output with finish_reason 'abort'."""
@@ -263,20 +273,40 @@ class AsyncLLMEngine:
         if self._dead is not None:
             raise self._dead
 
+    async def _answer(
+        self, request_id: str, process: Callable[[], Awaitable[ProcessedInput]]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self._check()
+        self._start_reading()
+        collector = self._reserve(request_id)
+        try:
+            processed = await process()
+            self._check()
+            self._client.own(processed.requests)
+            collector.aggregate = processed.params.output_kind is RequestOutputKind.DELTA
+            self._output_processor.add_request(processed, on_finish=self._deliver)
+            if collector.is_aborted:
+                self._end(request_id)
+            else:
+                self._client.send(Add.of(processed.requests))
+            finished = False
+            while not finished:
+                output = await collector.get()
+                finished = output.finished
+                yield output
+        finally:
+            # Before the collector goes: who has stopped asking wants no last output.
+            self._end(request_id)
+            del self._collectors[request_id]
+            if not self._collectors:
+                self._idle.set()
+
     def _reserve(self, request_id: str) -> OutputCollector:
         if request_id in self._collectors:
             raise refused("request_id", request_id, "an unfinished request has this id")
         self._idle.clear()
         collector = self._collectors[request_id] = OutputCollector()
         return collector
-
-    async def _process_input(
-        self, request_id: str, prompt: PromptType, *args: Any, **kwargs: Any
-    ) -> ProcessedInput:
-        process = functools.partial(
-            self._input_processor.process, request_id, prompt, *args, **kwargs
-        )
-        return await self.in_tokenizer_thread(process, _size_of(prompt))
 
     async def _call(self, command: Command) -> Any:
         self._check()

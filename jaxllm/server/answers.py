@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,11 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
-from jaxllm.messages import PromptType, RequestOutput, TokensPrompt
+from jaxllm.frontend.input_processor import ProcessedInput
+from jaxllm.messages import RequestOutput
 from jaxllm.openai.answer import TIMEOUT
 from jaxllm.openai.endpoints import Endpoint, Request
 from jaxllm.openai.errors import UnavailableError
-from jaxllm.sampling_params import SamplingParams, check_is_text
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.body import decode_json, read_body
 from jaxllm.server.disconnect import while_connected
 from jaxllm.server.errors import Disconnected, body_of, error_response, json_response, respond
@@ -96,19 +97,16 @@ class AnswerEndpoint:
             raise job.request.in_its_words(error) from error
 
     async def _answer_to(self, job: _Job, size: int, events: EventStream) -> Response | None:
-        admission = self._service.admission
-        with admission.answers(job.request.num_prompts * job.params.n):
-            prompts = await self._service.in_text_thread(
-                job.request, partial(self._prompts, job.request), size
-            )
-            lengths = list(map(_num_tokens, prompts))
-            most = self._service.options.max_request_logprobs
-            shown = job.request.num_prompt_copies
+        service, request = self._service, job.request
+        with service.admission.answers(request.num_prompts * job.params.n):
+            inputs = await service.in_text_thread(request, partial(self._process, job), size)
+            lengths = [len(one.prompt_token_ids) for one in inputs]
+            most, shown = service.options.max_request_logprobs, request.num_prompt_copies
             check_logprobs(job.params, lengths, self._engine.info, most, num_shown=shown)
-            with admission.tokens(sum(lengths)):
-                if not job.request.stream:
-                    return json_response(await self._whole(job, prompts))
-                await self._stream(job, prompts, events)
+            with service.admission.tokens(sum(lengths)):
+                if not request.stream:
+                    return json_response(await self._whole(job, inputs))
+                await self._stream(job, inputs, events)
                 return None
 
     def _read(self, body: bytes, arrival: _Arrival) -> _Job:
@@ -129,40 +127,45 @@ class AnswerEndpoint:
             trace_headers=arrival.trace_headers,
         )
 
-    def _prompts(self, request: Request) -> list[PromptType]:
-        """The prompts as token ids: how many they are is asked before they may wait."""
-        tokenizer = self._service.served.tokenizer
-        prompts = request.prompts(self._service.served)
-        if tokenizer is None:
-            return prompts
-        length = self._service.served.prompt_length(request.truncate_prompt_tokens)
-        for place, prompt in enumerate(prompts):
-            if isinstance(prompt, dict) and "prompt_token_ids" not in prompt:
-                text = prompt["prompt"]
-                try:
-                    check_is_text("prompt", text)
-                    ids = length.encode(tokenizer, text)
-                except ValidationError as error:
-                    raise request.in_its_words(error, place) from error
-                prompts[place] = TokensPrompt(prompt_token_ids=ids, **prompt)
-        return prompts
+    def _process(self, job: _Job) -> list[ProcessedInput]:
+        """Validate and tokenise all prompts: how many tokens they are is asked before they may
+        wait."""
+        request, truncate = job.request, job.request.truncate_prompt_tokens
+        options = None if truncate is None else {"truncate_prompt_tokens": truncate}
+        inputs = []
+        for place, prompt in enumerate(request.prompts(self._service.served)):
+            try:
+                one = self._engine.process_input(
+                    f"{job.id}-{place}",
+                    prompt,
+                    job.params,
+                    priority=request.priority or 0,
+                    tokenization_kwargs=options,
+                    trace_headers=job.trace_headers,
+                )
+            except ValidationError as error:
+                raise request.in_its_words(error, place) from error
+            inputs.append(one)
+        return inputs
 
-    async def _whole(self, job: _Job, prompts: Sequence[PromptType]) -> object:
+    async def _whole(self, job: _Job, inputs: Sequence[ProcessedInput]) -> object:
         last: dict[int, RequestOutput] = {}
-        async with contextlib.aclosing(self._outputs(job, prompts)) as outputs:
+        async with contextlib.aclosing(self._outputs(job, inputs)) as outputs:
             async for place, output in outputs:
                 last[place] = output
-        in_order = [last[place] for place in range(len(prompts))]
+        in_order = [last[place] for place in range(len(inputs))]
         served = self._service.served
         return self._endpoint.answer(job.request, job.name, job.created, in_order, served)
 
-    async def _stream(self, job: _Job, prompts: Sequence[PromptType], events: EventStream) -> None:
+    async def _stream(
+        self, job: _Job, inputs: Sequence[ProcessedInput], events: EventStream
+    ) -> None:
         served = self._service.served
         chunks = self._endpoint.stream(job.request, job.name, job.created, served)
         try:
             async with (
                 events.kept_alive(self._service.options.sse_keep_alive_interval),
-                contextlib.aclosing(self._outputs(job, prompts)) as outputs,
+                contextlib.aclosing(self._outputs(job, inputs)) as outputs,
             ):
                 async for place, output in outputs:
                     await events.write(chunks.take(place, output))
@@ -176,28 +179,16 @@ class AnswerEndpoint:
         await events.end()
 
     async def _outputs(
-        self, job: _Job, prompts: Sequence[PromptType]
+        self, job: _Job, inputs: Sequence[ProcessedInput]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What the engine says, with the place of the prompt; whoever stops asking aborts it."""
-        ids = [f"{job.id}-{place}" for place in range(len(prompts))]
-        truncate = job.request.truncate_prompt_tokens
-        options = None if truncate is None else {"truncate_prompt_tokens": truncate}
-        streams = [
-            self._engine.generate(
-                prompt,
-                job.params,
-                request_id,
-                priority=job.request.priority or 0,
-                tokenization_kwargs=options,
-                trace_headers=job.trace_headers,
-            )
-            for request_id, prompt in zip(ids, prompts, strict=True)
-        ]
+        ids = [one.request_id for one in inputs]
+        streams = [self._engine.submit(one) for one in inputs]
         service = self._service
         service.request_ids.update(ids)
         alarm = _Alarm(self._engine, ids, job.deadline)
         try:
-            async with contextlib.aclosing(merged(streams, _in_words_of(job.request))) as outputs:
+            async with contextlib.aclosing(merged(streams)) as outputs:
                 async for place, output in outputs:
                     for one in output.outputs:
                         if one.finish_reason == "abort":
@@ -209,17 +200,6 @@ class AnswerEndpoint:
         finally:
             alarm.cancel()
             service.request_ids.difference_update(ids)
-
-
-def _in_words_of(request: Request) -> Callable[[int, Exception], Exception]:
-    """What a client is told of the error of the prompt at a place."""
-
-    def told(place: int, error: Exception) -> Exception:
-        if isinstance(error, ValidationError):
-            return request.in_its_words(error, place)
-        return error
-
-    return told
 
 
 class _Alarm:
@@ -241,10 +221,3 @@ class _Alarm:
         while True:
             await engine.abort(request_ids)
             await asyncio.sleep(_TELL_AGAIN_S)
-
-
-def _num_tokens(prompt: PromptType) -> int:
-    if isinstance(prompt, dict):
-        ids = prompt.get("prompt_token_ids", ())
-        return len(ids) if isinstance(ids, list) else 0
-    return len(prompt) if isinstance(prompt, list) else 0

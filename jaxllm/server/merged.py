@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -10,24 +10,14 @@ Item = TypeVar("Item")
 
 async def merged(
     streams: Sequence[AsyncGenerator[Item, None]],
-    on_error: Callable[[int, Exception], Exception] = lambda place, error: error,
 ) -> AsyncGenerator[tuple[int, Item], None]:
     """What comes of any of them, with its place; the first error ends all. All are closed in the
-    end.
-
-    Args:
-      on_error: what is raised for the error of the stream at a place.
-    """
+    end."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as stream:
-            while True:
-                try:
-                    item = await anext(stream)
-                except StopAsyncIteration:
-                    return
-                except Exception as error:
-                    raise on_error(0, error) from error
+            async for item in stream:
                 yield 0, item
+        return
     # Bounded: who is not asked for an item merges it with the next.
     queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(len(streams))
 
@@ -37,7 +27,7 @@ async def merged(
                 async for item in stream:
                     await queue.put((place, item))
         except Exception as error:
-            await queue.put(on_error(place, error))
+            await queue.put(error)
         else:
             await queue.put(None)
 

@@ -101,6 +101,27 @@ def test_answers_are_those_of_llm(kind, options, expected):
 
 
 @pytest.mark.slow
+def test_what_was_processed_before_is_answered_as_well(options, expected):
+    async def use(engine):
+        with pytest.raises(ValidationError, match="it is empty"):
+            engine.process_input("0", "", PARAMS[0])
+        processed = [
+            engine.process_input(str(index), prompt, params)
+            for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        ]
+        assert engine.num_unfinished == 0  # nothing is queued yet
+        found = []
+        for one in processed:
+            outputs = [output async for output in engine.submit(one)]
+            outputs[-1].outputs.sort(key=lambda answer: answer.index)
+            found.append(answers(outputs[-1]))
+        assert engine.num_unfinished == 0
+        return found
+
+    assert with_engine(options, use) == expected
+
+
+@pytest.mark.slow
 def test_short_prompts_do_not_wait_for_long_ones(options):
     async def use(engine):
         go_on = threading.Event()

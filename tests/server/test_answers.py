@@ -1,5 +1,6 @@
 """Over HTTP, at once or in a stream, the answers are those of LLM."""
 
+import collections
 import json
 
 import pytest
@@ -124,6 +125,22 @@ def test_usage_is_told_in_a_last_chunk_and_on_the_way(client, path, asked):
     chunks = events(client, path, stream_options={"continuous_usage_stats": True}, **body)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == wanted["completion_tokens"]
+
+
+def test_a_request_is_processed_in_one_go_and_each_prompt_once(host, client, monkeypatch):
+    engine, counts = host.engine, collections.Counter()
+    for owner, name in (
+        (engine, "in_tokenizer_thread"), (engine, "process_input"), (engine.tokenizer, "encode")
+    ):  # fmt: skip
+        original = getattr(owner, name)
+
+        def counted(*args, _name=name, _original=original, **more):
+            counts[_name] += 1
+            return _original(*args, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+    post(client, COMPLETIONS, prompt=["a", "b", "c"], max_tokens=1)
+    assert counts == {"in_tokenizer_thread": 1, "process_input": 3, "encode": 3}
 
 
 def test_an_echo_alone_is_the_prompt(client):
