@@ -13,13 +13,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxllm.layers.context import StepContext
-from jaxllm.models.specs import LayerSpec
-
-Caches = tuple[jax.Array, ...]  # of a layer: one for each of its mixers
+from jaxllm.models.specs import Caches, LayerSpec
 
 
 class Block(nnx.Module):
-    """A layer. Its modules are named by its spec; how they are wired, a subclass says."""
+    """A `Layer`. Its modules are named by its spec; how they are wired, a subclass says."""
 
     norms: ClassVar[tuple[str, ...]]
 
@@ -34,7 +32,6 @@ class Block(nnx.Module):
     def __call__(
         self, hidden: jax.Array, caches: Caches, context: StepContext
     ) -> tuple[jax.Array, Caches]:
-        """From the residual stream [T, D] to the next, and the layer's caches, updated."""
         raise NotImplementedError
 
     def mix(self, x: jax.Array, caches: Caches, context: StepContext) -> tuple[jax.Array, Caches]:

@@ -17,11 +17,10 @@ from jaxllm.layers.context import StepContext
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.norm import RMSNorm
 from jaxllm.layers.rope import rotary
-from jaxllm.models.blocks import Block, Caches
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.models.specs import Architecture
+from jaxllm.models.specs import Architecture, Caches, Layer
 
 
 class DecoderForCausalLM(nnx.Module):
@@ -99,14 +98,14 @@ class Decoder(nnx.Module):
         size = architecture.hidden_size
         self.embeds = True
         self.embed_tokens: Embedding | None = _embedding(architecture, num_shards, dtype)
-        self.layers: nnx.List[Block | None] = nnx.List(
+        self.layers: nnx.List[Layer | None] = nnx.List(
             spec.block(spec, size, num_shards=num_shards, dtype=dtype)
             for spec in architecture.layers
         )
         self.norm: RMSNorm | None = architecture.final_norm.make(size, dtype=dtype)
 
     @property
-    def own_layers(self) -> list[Block]:
+    def own_layers(self) -> list[Layer]:
         """Those that this part of the model has; their indices in the whole stay theirs."""
         return [layer for layer in self.layers if layer is not None]
 
@@ -155,7 +154,7 @@ def _embedding(architecture: Architecture, num_shards: int, dtype: DTypeLike) ->
 def _layer(
     graphdef: Any, weights: nnx.State, hidden: jax.Array, caches: Caches, context: StepContext
 ) -> tuple[jax.Array, Caches]:
-    layer: Block = nnx.merge(graphdef, weights)
+    layer: Layer = nnx.merge(graphdef, weights)
     return layer(hidden, caches, context)
 
 

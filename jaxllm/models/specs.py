@@ -4,9 +4,9 @@ A spec is static and hashable, says which sizes may be cut how, and makes its mo
 mixers, ffns and norms stand beside their modules in `jaxllm.layers`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 from jax.typing import DTypeLike
@@ -15,8 +15,7 @@ from jaxllm.layers.context import StepContext
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.rope import RopeConfig
 
-if TYPE_CHECKING:
-    from jaxllm.models.blocks import Block
+Caches = tuple[jax.Array, ...]  # of a layer: one for each of its mixers
 
 
 class FFN(Protocol):
@@ -62,6 +61,19 @@ class MixerSpec(Protocol):
     def make(self, hidden_size: int, *, num_shards: int, dtype: DTypeLike) -> Mixer: ...
 
 
+class Layer(Protocol):
+    """Mixers and ffns around the residual stream [T, D]."""
+
+    @property
+    def spec(self) -> "LayerSpec": ...
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        """From the residual stream to the next, and the layer's caches, updated."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """A layer: what it computes, and how that is wired to the residual stream."""
@@ -70,7 +82,7 @@ class LayerSpec:
     mixers: tuple[MixerSpec, ...]
     ffns: tuple[FFNSpec, ...]
     norm: NormSpec  # of every place where the block has one
-    block: type["Block"]
+    block: Callable[..., Layer]  # a class of `jaxllm.models.blocks`
     residual_scale: float = 1.0  # of what is added to the residual stream
 
     @property
