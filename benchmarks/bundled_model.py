@@ -24,13 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
 from jaxllm.training.corpus import Document, read_corpus
 from jaxllm.training.forward import RowModel
 from jaxllm.training.objective import surprise
 from jaxllm.training.tokenizer import load_tokenizer
 from jaxllm.training.tokens import encode, heldout_rows
-from jaxllm.weights.checkpoint import read_json, resolve_model_dir
+from jaxllm.weights.checkpoint import resolve_model_dir
 
 _BATCH = 4  # rows
 _ORDER = 5

@@ -113,9 +113,9 @@ async def _load(port: int, args: argparse.Namespace) -> list:
 
 
 async def _model(http: HTTPClient) -> str:
-    from jaxllm.bench.client import first_model
+    from jaxllm.bench.client import find_model
 
-    return (await first_model(http))[0]
+    return (await find_model(http)).name
 
 
 class _free_server:

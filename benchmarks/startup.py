@@ -91,7 +91,7 @@ def timed(what: str, repetitions: int, run: Callable[[], str]) -> dict:
         start = time.perf_counter()
         log = run()
         runs.append({"s": time.perf_counter() - start, "cpu_s": _cpu_of_children() - cpu})
-        found = re.search(r"compiled (\d+) programs in ([\d.]+) s: .* from the compilation", log)
+        found = re.search(r"compiled (\d+) programs? in ([\d.]+) s: .* from the compilation", log)
         programs = found[0].removesuffix(" from the compilation") if found else ""
     row = {"what": what, **side_by_side.medians(runs), "programs": programs}
     row["least_s"] = min(run["s"] for run in runs)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxllm import bundled
+from jaxllm import bundled, vllm_options
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
 
@@ -189,6 +189,22 @@ class ProfilerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LivenessConfig:
+    """Signs of life, of servers and run-batch"""
+
+    engine_iteration_timeout: float = option(
+        300.0,
+        "Seconds that a step may take before the engine is taken to hang, and ends; twelve times "
+        "as long with enforce_eager, to sleep, to wake up and for profiles. 0 is no limit.",
+    )
+    engine_heartbeat_timeout: float = option(
+        60.0,
+        "Seconds without a sign of life after which a server kills the engine's process; twelve "
+        "times as long while it starts. 0 is no limit, as for one in a debugger.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All that a user asks of an engine."""
 
@@ -199,6 +215,7 @@ class EngineConfig:
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     profiler: ProfilerConfig = ProfilerConfig()
+    liveness: LivenessConfig = LivenessConfig()
 
     @classmethod
     def create(cls, model: str | os.PathLike[str] | None = None, **options: Any) -> "EngineConfig":
@@ -252,6 +269,10 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        for name, low in (("engine_iteration_timeout", 1), ("engine_heartbeat_timeout", 3)):
+            seconds = self.get(name)
+            if seconds != 0 and not low <= seconds < math.inf:
+                raise refused(name, seconds, f"give at least {low} seconds, or 0 for no limit")
         tokens, seqs = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             raise ValidationError(
@@ -304,37 +325,17 @@ _LOWEST = {
 }
 
 
-# vLLM's arguments for what we do not have, and the values at which they ask for nothing. Statistics
-# are always kept and never logged, whatever disable_log_stats says.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_local_media_path": ("", None),
-    "convert": ("auto", "none"),
-    "cpu_offload_gb": (0,),
-    "disable_log_stats": (True, False),
-    "enable_expert_parallel": (False,),
-    "enable_lora": (False,),
-    "enable_sleep_mode": (False, True),  # every engine can sleep
-    "kv_cache_dtype": ("auto",),
-    "limit_mm_per_prompt": (None, {}),
-    "logprobs_mode": ("raw_logprobs",),
-    "mm_processor_kwargs": (None,),
-    "quantization": (None,),
-    "runner": ("auto", "generate"),
-    "speculative_config": (None,),
-    "tokenizer_mode": ("auto",),
-}
-
-
 def _without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what asks for nothing; refuse what asks for something that we do not have."""
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in vllm_options.NEUTRAL.items():
         if name in options and options[name] not in neutral:
             raise refused(
                 name,
                 options[name],
-                f"not supported yet; leave it out or give {' or '.join(map(repr, neutral))}",
+                f"{vllm_options.why_not(name)}; leave it out or give "
+                f"{' or '.join(map(repr, neutral))}",
             )
-    return {name: value for name, value in options.items() if name not in _NEUTRAL}
+    return {name: value for name, value in options.items() if name not in vllm_options.NEUTRAL}
 
 
 def _owners() -> dict[str, str]:
@@ -347,6 +348,8 @@ def _owners() -> dict[str, str]:
 
 
 def _unknown(name: str, known: Mapping[str, str]) -> str:
+    if (reason := vllm_options.why_not(name)) is not None:
+        return f"engine argument {name!r} is {reason}"
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(sorted(known))}"
     return f"unknown engine argument {name!r}; {hint}"

@@ -28,9 +28,16 @@ class ValidationError(JaxLLMError, ValueError):
 
 def refused(name: str, value: object, why: str) -> ValidationError:
     """The error for a parameter that is refused: what was given, and why it cannot be."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return ValidationError(f"{name}={shown}: {why}", parameter=name, value=value)
+    return ValidationError(f"{name}={shown(value)}: {why}", parameter=name, value=value)
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: on one line, and not the whole of a long one."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = f"a {type(value).__name__} that is too long to be shown"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def not_utf8(where: object, error: UnicodeDecodeError) -> ValidationError:
@@ -38,6 +45,10 @@ def not_utf8(where: object, error: UnicodeDecodeError) -> ValidationError:
     return ValidationError(
         f"{where}: not UTF-8 at byte {error.start} ({error.reason}); convert the file"
     )
+
+
+class UnauthorizedError(JaxLLMError):
+    """A server wants a key, or another one than it was given."""
 
 
 class CheckpointError(JaxLLMError):

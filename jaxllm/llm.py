@@ -12,9 +12,10 @@ from tqdm import tqdm
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.beam_search import beam_search
-from jaxllm.frontend.input_processor import ProcessedInput
+from jaxllm.frontend.input_processor import ProcessedInput, tokenization_options
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.llm_engine import LLMEngine
+from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import render_chat
 from jaxllm.messages import BeamSearchOutput, PromptType, RequestOutput, TokensPrompt
 from jaxllm.metrics.reader import Metric, read_metrics
@@ -84,6 +85,10 @@ class LLM:
         if not messages:
             raise ValidationError("messages is empty; give at least one", parameter="messages")
         several = messages if isinstance(messages[0], list | tuple) else [messages]
+        length = PromptLength.of(
+            self.llm_engine.info.max_model_len,
+            tokenization_options(tokenization_kwargs).get("truncate_prompt_tokens"),
+        )
         prompts = []
         for index, conversation in enumerate(several):
             try:
@@ -95,6 +100,7 @@ class LLM:
                     continue_final_message=continue_final_message,
                     tools=tools,
                     chat_template_kwargs=chat_template_kwargs,
+                    length=length,
                 )
             except ValidationError as error:
                 raise _located(error, "messages", index, len(several)) from error

@@ -1,4 +1,4 @@
-"""The one logger set-up, and the only thing that is set by an environment variable."""
+"""The one logger set-up; its level is set by an environment variable."""
 
 import logging
 import os

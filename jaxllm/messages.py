@@ -103,6 +103,7 @@ class RequestStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_preemptions: int = 0
+    is_corrupted: bool = False  # its logits were no numbers, which ended it
     replica: int = 0
 
 
@@ -116,7 +117,8 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
-    stats: RequestStats | None = None  # with the first and the last output
+    # With the first and the last output, and with the first one after a preemption.
+    stats: RequestStats | None = None
     error: str | None = None  # with FinishReason.ERROR
 
 
@@ -278,20 +280,24 @@ class Returned(msgspec.Struct, tag=True):
     failure: Failure | None = None
 
 
+class Beat(msgspec.Struct, tag=True):
+    """The engine's process lives."""
+
+
 class Dead(msgspec.Struct, tag=True):
     """The engine has ended, and why."""
 
     failure: Failure
 
 
-FromEngine = Ready | Outputs | Returned | Dead
+FromEngine = Ready | Outputs | Returned | Beat | Dead
 
 # ---- engine -> user
 
 
-@dataclass(slots=True)
-class Logprob:
-    """The log probability of a token at one position."""
+class Logprob(msgspec.Struct, gc=False):
+    """The log probability of a token at one position. There may be many of them: none is a reason
+    to look for garbage."""
 
     logprob: float
     rank: int | None = None
@@ -310,6 +316,7 @@ class RequestStateStats:
     first_token_latency: float = 0.0  # seconds from arrival to the first token
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    is_corrupted: bool = False  # the logits of an answer were no numbers, which ended it
     replica: int = 0  # that served it; 0 if it ended before its first token
 
 

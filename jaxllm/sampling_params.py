@@ -28,8 +28,13 @@ class Limits:
     MAX_BAD_WORD_CHARS = 1024
     MAX_BAD_WORDS = 128  # token sequences after tokenisation; sampler table
     MAX_BAD_WORD_TOKENS = 16  # sampler table
-    MAX_LOGIT_BIAS = 65536
+    MAX_LOGIT_BIAS = 1024  # sampler table
     MAX_SALT_CHARS = 128
+
+
+# How many logprobs of a position a step computes at most: as many as OpenAI's API allows. Whoever
+# wants more gets them made of the position's logits, on the host.
+MAX_STEP_LOGPROBS = 20
 
 
 class RequestOutputKind(enum.IntEnum):

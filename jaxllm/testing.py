@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-
 EOS, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 384
 
@@ -33,25 +31,12 @@ _COMMON = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "mistral": {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 32,
-    },
-    "qwen2": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "tie_word_embeddings": True,
-    },
-    "qwen3": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "tie_word_embeddings": True,
-        "head_dim": 32,
-    },
-}
+# How far the outputs of modules spread; a sharp attention, so that all that a token sees matters.
+_GAINS = {
+    "embed_tokens": 1.0, "q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.0, "o_proj": 2.0,
+    "q_norm": 1.5, "k_norm": 1.5, "gate_proj": 1.5, "up_proj": 1.5, "down_proj": 1.5,
+    "input_layernorm": 1.0, "post_attention_layernorm": 1.0, "norm": 1.0, "lm_head": 1.0,
+}  # fmt: skip
 # ChatML, as Qwen writes it.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -74,7 +59,7 @@ children of the town. One, two, three, four, five, six, seven, eight, nine, ten.
 
 def make_tiny_checkpoint(
     path: str | Path,
-    family: Family = "llama",
+    family: str = "llama",
     *,
     seed: int = 0,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
@@ -83,14 +68,17 @@ def make_tiny_checkpoint(
     """Write a model directory: config, weights, generation config, tokenizer, chat template.
 
     Args:
+      family: one of `jaxllm.models.registry.family_names()`.
       config_overrides: fields of config.json, such as num_key_value_heads=1 or
         rope_scaling={"rope_type": "linear", "factor": 2.0}.
     """
     from safetensors.numpy import save_file
 
+    from jaxllm.models.registry import load_family
+
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = _COMMON | _FAMILIES[family] | {"dtype": dtype} | config_overrides
+    config = _COMMON | dict(load_family(family).tiny) | {"dtype": dtype} | config_overrides
     _write_json(path / "config.json", config)
     ids = {"bos_token_id": None, "eos_token_id": config["eos_token_id"], "pad_token_id": None}
     _write_json(path / "generation_config.json", ids)
@@ -103,54 +91,41 @@ def tiny_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Random weights for a config.json, under the names of a checkpoint."""
     import ml_dtypes
 
+    from jaxllm.models.architecture import read_architecture
+    from jaxllm.models.registry import ModelRegistry
+    from jaxllm.weights.loader import parameters_of, sources_of
+
+    architecture = read_architecture(config)
+    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, np.float32)
+    sources = sources_of(parameters_of(model), model.checkpoint_map).values()
+    shapes = {rows.tensor.name: rows.tensor.shape for s in sources for rows in s.rows()}
     dtype = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(config["dtype"], config["dtype"]))
     rng = np.random.default_rng(seed)
-    hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_size = config.get("head_dim") or hidden // heads
-    is_qwen2, is_qwen3 = config["model_type"] == "qwen2", config["model_type"] == "qwen3"
-    weights: dict[str, np.ndarray] = {}
+    return {
+        name: _random_tensor(name, shapes[name], rng).astype(dtype)
+        for name in sorted(shapes, key=_place_in_order)
+    }
 
-    def add_linear(name: str, out_size: int, in_size: int, *, bias: bool, gain: float) -> None:
-        weight = rng.standard_normal((out_size, in_size)) * (gain / in_size**0.5)
-        weights[f"{name}.weight"] = weight.astype(dtype)
-        if bias:
-            weights[f"{name}.bias"] = (0.2 * rng.standard_normal(out_size)).astype(dtype)
 
-    def add_norm(name: str, size: int, *, gain: float = 1.0) -> None:
-        weights[f"{name}.weight"] = (gain + 0.1 * rng.standard_normal(size)).astype(dtype)
+def _random_tensor(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    module, leaf = name.split(".")[-2:]
+    gain = _GAINS.get(module, 1.0)
+    if leaf == "bias":
+        return 0.2 * rng.standard_normal(shape)
+    if len(shape) == 1:
+        return gain + 0.1 * rng.standard_normal(shape)
+    return rng.standard_normal(shape) * (gain / shape[-1] ** 0.5)
 
-    add_linear("model.embed_tokens", config["vocab_size"], hidden, bias=False, gain=1.0)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        all_biased = config.get("attention_bias", False)
-        sizes = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-        for name, count in sizes.items():
-            # Sharp attention: what a token sees depends on all before it.
-            gain = 1.0 if name == "v_proj" else 1.5
-            add_linear(
-                f"{prefix}.self_attn.{name}",
-                count * head_size,
-                hidden,
-                bias=all_biased or is_qwen2,
-                gain=gain,
-            )
-        add_linear(
-            f"{prefix}.self_attn.o_proj", hidden, heads * head_size, bias=all_biased, gain=2.0
-        )
-        if is_qwen3:
-            add_norm(f"{prefix}.self_attn.q_norm", head_size, gain=1.5)
-            add_norm(f"{prefix}.self_attn.k_norm", head_size, gain=1.5)
-        mlp_bias = config.get("mlp_bias", False)
-        add_linear(f"{prefix}.mlp.gate_proj", ffn, hidden, bias=mlp_bias, gain=1.5)
-        add_linear(f"{prefix}.mlp.up_proj", ffn, hidden, bias=mlp_bias, gain=1.5)
-        add_linear(f"{prefix}.mlp.down_proj", hidden, ffn, bias=mlp_bias, gain=1.5)
-        add_norm(f"{prefix}.input_layernorm", hidden)
-        add_norm(f"{prefix}.post_attention_layernorm", hidden)
-    add_norm("model.norm", hidden)
-    if not config["tie_word_embeddings"]:
-        add_linear("lm_head", config["vocab_size"], hidden, bias=False, gain=1.0)
-    return weights
+
+def _place_in_order(name: str) -> tuple[Any, ...]:
+    """Tensors are drawn layer by layer, in the order of the modules below, weights before biases;
+    so that the random numbers do not depend on the order of a model's parameters."""
+    *path, module, leaf = name.split(".")
+    layer = next((int(part) for part in path if part.isdigit()), None)
+    modules = list(_GAINS)
+    rank = modules.index(module) if module in modules else len(modules)
+    is_first, is_last = module == modules[0], layer is None
+    return not is_first, is_last, layer or 0, rank, module, leaf != "weight"
 
 
 def _write_tokenizer(path: Path) -> None:

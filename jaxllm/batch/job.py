@@ -6,10 +6,12 @@ import fcntl
 import functools
 import hashlib
 import itertools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxllm.batch.custom_ids import CustomIds
 from jaxllm.batch.delivery import write_ordered
@@ -33,8 +35,11 @@ from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.logging import init_logger
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.parsers.options import ParserOptions
+from jaxllm.watch import Watch
 
 logger = init_logger(__name__)
+
+EXIT_HUNG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,13 @@ def run_batch(options: BatchOptions, engine_options: dict[str, Any]) -> bool:
         except Stopped:
             logger.warning("batch: stopped before the end; the same command goes on")
             return False
+
+
+def _end_hung(reason: str) -> NoReturn:
+    """Nothing else ends a process that waits for a device. The journal has what is finished."""
+    logger.error("batch: the same command goes on, in a process whose devices answer")
+    sys.stderr.flush()
+    os._exit(EXIT_HUNG)
 
 
 class _Job:
@@ -194,6 +206,10 @@ class _Job:
                 progress,
                 stop,
             )
+            watch = Watch(engine.config, on_hang=_end_hung)
+            watch.at_work = run.at_work
+            watch.start()
+            cleanup.callback(watch.stop)
             with stop.deferred():
                 is_complete = run.run()
         logger.info("batch: %s", progress.summary())

@@ -23,6 +23,8 @@ _MAY_CHANGE = {
     "distributed_executor_backend",
     "download_dir",
     "enforce_eager",
+    "engine_heartbeat_timeout",
+    "engine_iteration_timeout",
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
     "long_prefill_token_threshold",
@@ -70,7 +72,7 @@ def read_manifest(path: Path) -> Manifest | None:
         return None
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise JaxLLMError(f"{path} is damaged: {error}; {_anew(path)}") from None
     if manifest.version != _VERSION:
         raise JaxLLMError(

@@ -6,6 +6,7 @@ import time
 from tqdm import tqdm
 
 from jaxllm.logging import init_logger
+from jaxllm.plural import counted
 
 logger = init_logger(__name__)
 
@@ -57,8 +58,8 @@ class Progress:
         """What this run did so far, in one line."""
         elapsed = max(time.monotonic() - self._started, 1e-9)
         parts = [
-            f"{self.num_answers} answers",
-            f"{self.num_errors} errors",
+            counted(self.num_answers, "answer"),
+            counted(self.num_errors, "error"),
             f"in {self.prompt_tokens / elapsed:.0f} tok/s",
             f"out {self.generated_tokens / elapsed:.0f} tok/s",
             _duration(elapsed),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.frontend.llm_engine import LLMEngine
+from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import render_chat
 from jaxllm.messages import PromptType, RequestOutput, TokensPrompt
 from jaxllm.openai.answer import check_finished
@@ -142,7 +143,8 @@ class EngineActor:
                 raise ValidationError("messages need a tokenizer, but skip_tokenizer_init=True")
             # Arrow gives every message the fields of all.
             plain = [{k: v for k, v in one.items() if v is not None} for one in messages]
-            return render_chat(self._engine.tokenizer, plain)
+            length = PromptLength(self._engine.info.max_model_len)
+            return render_chat(self._engine.tokenizer, plain, length=length)
         if row.get("prompt_token_ids") is not None:
             return TokensPrompt(prompt_token_ids=row["prompt_token_ids"])
         return row.get("prompt", "")

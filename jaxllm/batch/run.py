@@ -25,6 +25,7 @@ from jaxllm.logging import init_logger
 from jaxllm.messages import RequestOutput
 from jaxllm.openai.errors import AnswerError
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.watch import Work
 
 logger = init_logger(__name__)
 
@@ -102,6 +103,8 @@ class BatchRun:
         self._num_requests = self._num_prompt_tokens = 0  # under way
         self._is_one_alone = False  # whether what is under way must stay alone
         self._failures_in_a_row = 0
+        self._num_steps = 0
+        self._is_stepping = False
         self._commit_at = time.monotonic() + _COMMIT_EVERY_S
         replicas = engine.config.parallel.data_parallel_size
         info = engine.info
@@ -118,7 +121,7 @@ class BatchRun:
                     if self._stop.is_requested or self._is_all_done:
                         break
                 else:
-                    self._engine.step()
+                    self._step()
                 self._take_ended()
                 self._commit_if_due()
         except _JournalError:
@@ -133,6 +136,18 @@ class BatchRun:
             )
         self._commit()
         return self._is_all_done
+
+    def at_work(self) -> list[Work]:
+        """The step, if there is one: files may be as slow as they are. From any thread."""
+        return [Work("the step", self._num_steps)] if self._is_stepping else []
+
+    def _step(self) -> None:
+        self._num_steps += 1
+        self._is_stepping = True
+        try:
+            self._engine.step()
+        finally:
+            self._is_stepping = False
 
     @property
     def _is_all_done(self) -> bool:

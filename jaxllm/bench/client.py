@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,7 +12,7 @@ from jaxllm.bench.datasets import BenchRequest
 from jaxllm.bench.figures import Outcome
 from jaxllm.bench.http import BrokenConnectionError, HTTPClient
 from jaxllm.bench.options import LoadOptions
-from jaxllm.errors import JaxLLMError
+from jaxllm.errors import JaxLLMError, UnauthorizedError
 
 PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _LONGEST_ERROR = 500
@@ -157,7 +157,7 @@ class _Answer:
             return
         try:
             chunk = _decode_chunk(data)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             self._outcome.error = f"a chunk is not what it should be: {error}"
             return
         if chunk.error is not None:
@@ -199,22 +199,48 @@ def _message_of(body: bytes) -> str:
     """The message of an error in OpenAI's shape, or whatever it is."""
     try:
         message = msgspec.json.decode(body)["error"]["message"]
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (msgspec.MsgspecError, RecursionError, KeyError, TypeError):
         message = body.decode("utf-8", "replace")
     return " ".join(str(message).split())[:_LONGEST_ERROR]
 
 
-async def first_model(http: HTTPClient) -> tuple[str, str]:
-    """The first model that the server has, and where it says that it comes from."""
+class Served(NamedTuple):
+    """A model, as its server lists it."""
+
+    name: str
+    source: str  # where the server says that it comes from
+    max_model_len: int | None  # if it says it
+
+
+async def find_model(http: HTTPClient, name: str | None = None) -> Served:
+    """The model of this name or, without one, the first that the server has. Of a named one it is
+    no harm if the server knows nothing to say."""
     body = bytearray()
     try:
         status = await http.get("/v1/models", lambda status, data: body.extend(data))
     except OSError as error:
         raise JaxLLMError(f"no server at {http.base_url}: {error.strerror or error}") from error
-    if status != 200:
+    if status == 401:
+        raise UnauthorizedError(f"{http.base_url}: {_message_of(bytes(body))}")
+    if status != 200 and name is None:
         raise JaxLLMError(f"/v1/models: status {status}: {_message_of(bytes(body))}")
     try:
-        model = msgspec.json.decode(body)["data"][0]
-        return model["id"], model.get("root") or model["id"]
-    except (msgspec.MsgspecError, KeyError, TypeError, IndexError):
-        raise JaxLLMError("/v1/models names no model; give --model") from None
+        listed = msgspec.json.decode(body, type=_Models).data
+    except (msgspec.MsgspecError, RecursionError):
+        listed = []
+    for model in listed:
+        if name in (None, model.id):
+            return Served(model.id, model.root or model.id, model.max_model_len)
+    if name is None:
+        raise JaxLLMError("/v1/models names no model; give --model")
+    return Served(name, name, None)
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]

@@ -1,6 +1,5 @@
 """The requests of a benchmark: prompts, and how many tokens each shall be answered with."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.bench.lengths import decided
 from jaxllm.bench.options import DatasetOptions
 from jaxllm.errors import ValidationError, not_utf8
+from jaxllm.files import parse_json
 from jaxllm.frontend.tokenizer import Tokenizer
 
 # Conversations of ShareGPT outside of these are left out, as vLLM's benchmark does.
@@ -27,6 +28,7 @@ class BenchRequest:
 
 def make_requests(options: DatasetOptions, tokenizer: Tokenizer) -> list[BenchRequest]:
     """The requests that the options describe; the same for the same options."""
+    options = decided(options)
     rng = np.random.default_rng(options.seed)
     match options.dataset_name:
         case "random":
@@ -80,9 +82,9 @@ def _random(
 ) -> list[BenchRequest]:
     texts = RandomText(tokenizer, rng)
     prefix = texts.make(options.random_prefix_len)[0] if options.random_prefix_len else ""
-    mean = options.input_len or options.random_input_len
-    inputs = _lengths(mean, options, rng) + options.random_prefix_len
-    outputs = _lengths(options.output_len or options.random_output_len, options, rng)
+    assert options.random_input_len and options.random_output_len, "decided"
+    inputs = _lengths(options.random_input_len, options, rng) + options.random_prefix_len
+    outputs = _lengths(options.random_output_len, options, rng)
     return [
         BenchRequest(*texts.make(int(num_input), prefix), int(num_output))
         for num_input, num_output in zip(inputs, outputs, strict=True)
@@ -99,9 +101,14 @@ def _prefix_repetition(
 ) -> list[BenchRequest]:
     texts = RandomText(tokenizer, rng)
     num_prefixes = options.prefix_repetition_num_prefixes
-    prefixes = [texts.make(options.prefix_repetition_prefix_len)[0] for _ in range(num_prefixes)]
-    length = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
-    output_len = options.output_len or options.prefix_repetition_output_len
+    prefix_len, suffix_len = (
+        options.prefix_repetition_prefix_len,
+        options.prefix_repetition_suffix_len,
+    )
+    output_len = options.prefix_repetition_output_len
+    assert prefix_len and suffix_len and output_len, "decided"
+    prefixes = [texts.make(prefix_len)[0] for _ in range(num_prefixes)]
+    length = prefix_len + suffix_len
     requests = [
         BenchRequest(*texts.make(length, prefixes[i % num_prefixes]), output_len)
         for i in range(options.num_prompts)
@@ -117,11 +124,11 @@ def _sharegpt(options: DatasetOptions, tokenizer: Tokenizer) -> Iterator[BenchRe
     """The first two turns of each conversation: what was asked, and the length of the answer."""
     path = str(options.dataset_path)
     try:
-        conversations = [one["conversations"] for one in json.loads(_text_of(path))]
+        conversations = [one["conversations"] for one in parse_json(_text_of(path))]
         pairs = [(c[0]["value"], c[1]["value"]) for c in conversations if len(c) >= 2]
         if not all(isinstance(text, str) for pair in pairs for text in pair):
             raise TypeError("a value is no string")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise ValidationError(f"{path}: not a file of ShareGPT: {error!r}") from None
     for question, answer in pairs:
         prompt_len = len(tokenizer.encode(question))
@@ -137,10 +144,10 @@ def _custom(options: DatasetOptions, tokenizer: Tokenizer) -> Iterator[BenchRequ
         if not line.strip():
             continue
         try:
-            record: dict[str, Any] = json.loads(line)
+            record: dict[str, Any] = parse_json(line)
             prompt = record["prompt"]
             output_len = record.get("output_tokens", options.custom_output_len)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValidationError(
                 f'{path}:{number}: not an object with "prompt": {error!r}'
             ) from None

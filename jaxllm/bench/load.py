@@ -13,7 +13,7 @@ from jaxllm.bench.client import OpenAIClient
 from jaxllm.bench.datasets import BenchRequest
 from jaxllm.bench.figures import Outcome
 from jaxllm.bench.options import LoadOptions
-from jaxllm.errors import JaxLLMError
+from jaxllm.errors import JaxLLMError, UnauthorizedError
 
 _RETRY_S = 1.0
 
@@ -75,6 +75,8 @@ async def warm_up(
     ones as often as is asked. Nothing of it is measured."""
     deadline = time.perf_counter() + options.ready_check_timeout_sec
     while (tried := await client.send(requests[0], 0.0)).has_failed:
+        if tried.error.startswith("status 401:"):
+            raise UnauthorizedError(tried.error)
         if time.perf_counter() >= deadline:
             raise JaxLLMError(f"the first request, which is a trial, failed: {tried.error}")
         await asyncio.sleep(_RETRY_S)

@@ -8,6 +8,15 @@ from jaxllm.bench.figures import METRICS
 from jaxllm.config import option
 from jaxllm.errors import refused
 
+# Of random requests, where nobody says it and the model has the room (see `lengths`); vLLM's.
+DEFAULT_LENGTHS = {
+    "random_input_len": 1024,
+    "random_output_len": 128,
+    "prefix_repetition_prefix_len": 256,
+    "prefix_repetition_suffix_len": 256,
+    "prefix_repetition_output_len": 128,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
@@ -23,17 +32,28 @@ class DatasetOptions:
     seed: int = option(0, "Seed of what is random in prompts and arrivals.")
     input_len: int | None = option(None, "The same as --random-input-len.")
     output_len: int | None = option(None, "Output tokens of every request, whatever the dataset.")
-    random_input_len: int = option(1024, "Tokens of a random prompt.")
-    random_output_len: int = option(128, "Output tokens of a request with a random prompt.")
+    random_input_len: int | None = option(
+        None, "Tokens of a random prompt (default: 1024, or what the model has room for)."
+    )
+    random_output_len: int | None = option(
+        None,
+        "Output tokens of a request with a random prompt (default: 128, or what it has room for).",
+    )
     random_range_ratio: float = option(
         0.0, "Let both vary evenly by up to this part of them, up and down; less than 1."
     )
     random_prefix_len: int = option(0, "Tokens before every random prompt, the same for all.")
     custom_output_len: int = option(256, "Output tokens where a line of the file says nothing.")
-    prefix_repetition_prefix_len: int = option(256, "Tokens of each prefix.")
-    prefix_repetition_suffix_len: int = option(256, "Tokens of each suffix.")
+    prefix_repetition_prefix_len: int | None = option(
+        None, "Tokens of each prefix (default: 256, or what the model has room for)."
+    )
+    prefix_repetition_suffix_len: int | None = option(
+        None, "Tokens of each suffix (default: 256, or what it has room for)."
+    )
     prefix_repetition_num_prefixes: int = option(10, "Number of prefixes.")
-    prefix_repetition_output_len: int = option(128, "Output tokens of such a request.")
+    prefix_repetition_output_len: int | None = option(
+        None, "Output tokens of such a request (default: 128, or what it has room for)."
+    )
 
     def validate(self) -> None:
         for name, value in vars(self).items():
@@ -73,7 +93,11 @@ class LoadOptions:
     tokenizer: str | None = option(
         None, "Directory or hub name of the tokenizer that makes prompts (default: the model's)."
     )
-    api_key: str | None = option(None, "Key, sent as `Authorization: Bearer KEY`.")
+    api_key: str | None = option(
+        None,
+        "Key, sent as `Authorization: Bearer KEY` (default: what OPENAI_API_KEY says). Other users "
+        "of the machine can see flags, but no files or environment.",
+    )
     header: tuple[str, ...] = option((), "More headers, each as NAME=VALUE.")
     insecure: bool = option(False, "Accept any certificate of an https server.")
     request_rate: float = option(math.inf, "Requests per second; inf sends all at once.")

@@ -7,20 +7,24 @@ datasets ─► load (arrivals) ─► client ─► http ─► the server
 import asyncio
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from jaxllm.bench.client import OpenAIClient, first_model
+from jaxllm.bench.client import OpenAIClient, find_model
 from jaxllm.bench.datasets import BenchRequest, make_requests
 from jaxllm.bench.figures import figures
 from jaxllm.bench.http import HTTPClient
+from jaxllm.bench.lengths import decided, describe
 from jaxllm.bench.load import Run, run_load, send_times, warm_up
 from jaxllm.bench.options import DatasetOptions, LoadOptions, ReportOptions
 from jaxllm.config import ModelConfig
 from jaxllm.frontend.tokenizer import load_tokenizer
+from jaxllm.logging import init_logger
+
+logger = init_logger(__name__)
 
 T = TypeVar("T")
 
@@ -49,12 +53,15 @@ def on_fast_loop(work: Coroutine[Any, Any, T]) -> T:
 async def _bench_serve(data: DatasetOptions, load: LoadOptions, report: ReportOptions) -> Measured:
     base_url = load.base_url or f"http://{_in_url(load.host)}:{load.port}"
     http = HTTPClient(base_url, _headers(load), insecure=load.insecure)
-    model, source = load.model, load.model
-    if model is None:
-        model, source = await first_model(http)
-    tokenizer_name = load.tokenizer or source or model
+    served = await find_model(http, load.served_model_name or load.model)
+    model = load.model or served.name
+    tokenizer_name = load.tokenizer or load.model or served.source
+    data = decided(data, served.max_model_len)
+    if data.dataset_name in ("random", "prefix_repetition"):
+        logger.info("requests: %s", describe(data))
     # Prompts are made before the clock runs, and not on this loop's time.
     requests = await asyncio.to_thread(_make_requests, data, tokenizer_name)
+    _warn_of_long(requests, served.max_model_len)
     client = OpenAIClient.of(http, load, load.served_model_name or model)
     await warm_up(client, requests, load)
     times = send_times(load, len(requests), data.seed)
@@ -85,6 +92,22 @@ def detailed(run: Run) -> dict[str, list[Any]]:
 def _make_requests(data: DatasetOptions, tokenizer_name: str) -> list[BenchRequest]:
     tokenizer = load_tokenizer(ModelConfig(model=tokenizer_name), tokenizer_name)
     return make_requests(data, tokenizer)
+
+
+def _warn_of_long(requests: Sequence[BenchRequest], max_model_len: int | None) -> None:
+    """Files have lengths of their own."""
+    if max_model_len is None:
+        return
+    long = [r for r in requests if r.prompt_len + r.output_len > max_model_len]
+    if long:
+        logger.warning(
+            "%d of %d requests ask for more tokens than the model has room for (max_model_len=%d), "
+            "up to %d; --output-len sets what each answer may have",
+            len(long),
+            len(requests),
+            max_model_len,
+            max(r.prompt_len + r.output_len for r in long),
+        )
 
 
 def _described(

@@ -90,9 +90,12 @@ def _draw(chart: Chart) -> list[str]:
         parts.append(_text(px(mark.x) + 3, _TOP + 10, mark.label))
     for i, line in enumerate(chart.lines):
         colour = _COLOURS[i % len(_COLOURS)]
-        points = " ".join(f"{px(x)},{py(y)}" for x, y in zip(line.x, line.y, strict=True))
+        points = [(px(x), py(y)) for x, y in zip(line.x, line.y, strict=True)]
+        if len(set(points)) == 1:  # a line without length is not drawn
+            parts.append(f'<circle cx="{points[0][0]}" cy="{points[0][1]}" r="3" fill="{colour}"/>')
+        joined = " ".join(f"{x},{y}" for x, y in points)
         parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>'
         )
         if len(chart.lines) > 1:
             y = _TOP + 14 + 14 * i

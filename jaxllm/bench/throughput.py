@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.bench.datasets import BenchRequest, make_requests
+from jaxllm.bench.lengths import decided
 from jaxllm.bench.options import DatasetOptions
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ValidationError
@@ -13,6 +14,7 @@ from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.llm import LLM
 from jaxllm.messages import RequestOutput
+from jaxllm.plural import counted
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -24,6 +26,7 @@ def bench_throughput(
     if use_async_engine:
         return asyncio.run(_through_async_engine(config, data, n))
     llm = LLM.from_engine_args(config)
+    data = decided(data, llm.llm_engine.info.max_model_len)
     requests = make_requests(data, _tokenizer(llm.llm_engine.tokenizer))
     params = [_sampling(request, n) for request in requests]
     prompts = [request.prompt for request in requests]
@@ -38,6 +41,7 @@ async def _through_async_engine(
 ) -> dict[str, Any]:
     engine = AsyncLLMEngine(config)
     try:
+        data = decided(data, engine.info.max_model_len)
         requests = make_requests(data, _tokenizer(engine.tokenizer))
 
         async def answer(number: int, request: BenchRequest) -> RequestOutput:
@@ -76,7 +80,9 @@ def _result(outputs: Sequence[RequestOutput], seconds: float) -> dict[str, Any]:
     answers = [answer for output in outputs for answer in output.outputs]
     failed = [answer for answer in answers if answer.finish_reason in ("error", "abort")]
     if failed:
-        raise JaxLLMError(f"{len(failed)} answers ended in an error: {failed[0].stop_reason}")
+        raise JaxLLMError(
+            f"{counted(len(failed), 'answer')} ended in an error: {failed[0].stop_reason}"
+        )
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(answer.token_ids) for answer in answers)
     return {

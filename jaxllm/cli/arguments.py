@@ -8,7 +8,6 @@ in one place: by `EngineConfig.create`, or by the model's own sampling defaults.
 import argparse
 import dataclasses
 import difflib
-import json
 import re
 import types
 import typing
@@ -19,8 +18,10 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, shown
+from jaxllm.files import parse_json
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.vllm_options import option_of_flag, why_not
 
 SAMPLING_HELP = {
     "n": "Answers per prompt.",
@@ -80,11 +81,18 @@ class CommandParser(argparse.ArgumentParser):
         # Intermixed: plain parsing would give up on a positional that follows a flag.
         args, unknown = self.parse_known_intermixed_args(argv)
         if unknown:
-            known = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
-            raise ValidationError(f"unknown argument {unknown[0]!r}; {hint}")
+            raise ValidationError(self._of_unknown(unknown))
         return args
+
+    def _of_unknown(self, unknown: Sequence[str]) -> str:
+        # A word after a flag may be its value: the flag is what is not known.
+        word = next((word for word in unknown if word.startswith("-")), unknown[0])
+        if (reason := why_not(option_of_flag(word))) is not None:
+            return f"{word.partition('=')[0]} is {reason}"
+        known = [flag for action in self._actions for flag in action.option_strings]
+        near = difflib.get_close_matches(word.split("=")[0], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
+        return f"unknown argument {word!r}; {hint}"
 
     def error(self, message: str) -> NoReturn:
         raise ValidationError(f"{message}; see `{self.prog} --help`")
@@ -140,7 +148,13 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, url: str | None = N
     group.add_argument(
         "--model-name", metavar="TEXT", help="The server's model. Default: the first that it lists."
     )
-    group.add_argument("--api-key", metavar="TEXT", help="What the server wants as its key.")
+    group.add_argument(
+        "--api-key",
+        metavar="TEXT",
+        help="What the server wants as its key. Default: what OPENAI_API_KEY says. Other users of "
+        "the machine can see flags, but no files or environment.",
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="File with the key.")
 
 
 def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
@@ -198,11 +212,11 @@ def integer(text: str) -> int:
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+        value = parse_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"a": 1}}')
+        raise argparse.ArgumentTypeError(f'{shown(text)} is not a JSON object such as {{"a": 1}}')
     return value
 
 

@@ -1,7 +1,6 @@
 """`jaxllm chat`: a conversation in the terminal, with a model here or behind a server."""
 
 import argparse
-from pathlib import Path
 
 from jaxllm.cli.arguments import (
     TEXT_ONLY,
@@ -12,7 +11,8 @@ from jaxllm.cli.arguments import (
     sampling_params_from,
 )
 from jaxllm.cli.conversation import ChatModel, Conversation, answer, converse
-from jaxllm.errors import ValidationError, not_utf8
+from jaxllm.errors import ValidationError
+from jaxllm.files import read_given_text
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -43,11 +43,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _local_model(args: argparse.Namespace) -> ChatModel:
-    for name in ("model_name", "api_key"):
+    for name in ("model_name", "api_key", "api_key_file"):
         if getattr(args, name) is not None:
             raise ValidationError(f"{name} needs --url; give it, too")
     options = engine_options_from(args)
-    template = read_template(args.chat_template) if args.chat_template else None
+    template = read_given_text(args.chat_template) if args.chat_template else None
 
     from jaxllm.cli.local_model import LocalModel
     from jaxllm.llm import LLM
@@ -71,10 +71,3 @@ def _remote_model(args: argparse.Namespace) -> ChatModel:
     from jaxllm.cli.remote_model import RemoteModel
 
     return RemoteModel.from_args(args)
-
-
-def read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, error) from None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jaxllm
 from jaxllm.config import CompilationConfig
+from jaxllm.plural import counted
 
 PACKAGES = (
     "jax", "jaxlib", "flax", "transformers", "tokenizers", "safetensors", "numpy",
@@ -60,7 +61,7 @@ def compile_cache() -> str:
     assert path, "the default config names a directory"
     files = [entry for entry in Path(path).expanduser().rglob("*") if entry.is_file()]
     size = sum(entry.stat().st_size for entry in files)
-    return f"{path} ({len(files)} files, {size / 2**20:.1f} MiB)"
+    return f"{path} ({counted(len(files), 'file')}, {size / 2**20:.1f} MiB)"
 
 
 def devices() -> str:
@@ -68,6 +69,9 @@ def devices() -> str:
     try:
         import jax
 
+        from jaxllm.runner.jax_setup import leave_out_absent_tpu
+
+        leave_out_absent_tpu()
         found = jax.devices()
     except (ImportError, RuntimeError) as error:
         return f"none: {' '.join(str(error).split())}"

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Protocol
 
 from jaxllm.errors import JaxLLMError, not_utf8
+from jaxllm.plural import counted
 
 Message = dict[str, str]  # role and content, as chat templates and servers take it
 
@@ -120,7 +121,7 @@ def converse(replier: Replier) -> None:
                 raise
             note("\nCtrl-D or /exit leaves.")
     if num_failed and not is_person:
-        raise JaxLLMError(f"{num_failed} lines had no answer")
+        raise JaxLLMError(f"{counted(num_failed, 'line')} had no answer")
 
 
 def answer(replier: Replier, line: str) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,9 @@ from jaxllm.cli.arguments import (
     sampling_params_from,
 )
 from jaxllm.errors import JaxLLMError, ValidationError, not_utf8
+from jaxllm.files import parse_json
 from jaxllm.messages import PromptType, RequestOutput
+from jaxllm.plural import counted
 from jaxllm.sampling_params import SamplingParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -71,7 +72,9 @@ def run(args: argparse.Namespace) -> None:
         print("\n\n".join(as_text(output, dim=sys.stdout.isatty()) for output in outputs))
     failed = [a for output in outputs for a in output.outputs if a.finish_reason == "error"]
     if failed:
-        raise JaxLLMError(f"{len(failed)} answers ended in an error: {failed[0].stop_reason}")
+        raise JaxLLMError(
+            f"{counted(len(failed), 'answer')} ended in an error: {failed[0].stop_reason}"
+        )
 
 
 class Prompt(NamedTuple):
@@ -133,8 +136,8 @@ def _records(output: RequestOutput) -> Iterator[dict[str, Any]]:
 
 def _prompt_from_json(line: str, where: str) -> PromptType:
     try:
-        prompt = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        prompt = parse_json(line)
+    except ValueError as error:
         raise ValidationError(f"{where}: not JSON ({error})") from None
     is_prompt = isinstance(prompt, str) or (
         isinstance(prompt, dict) and not prompt.keys().isdisjoint(PROMPT_KEYS)

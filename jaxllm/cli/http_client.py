@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from jaxllm.errors import JaxLLMError, ValidationError, refused
+from jaxllm.errors import JaxLLMError, UnauthorizedError, ValidationError, refused
 
 # To connect, and for an answer that takes no model.
 _TIMEOUT_S = 30.0
@@ -97,6 +97,8 @@ class HTTPClient:
         response = connection.getresponse()
         if response.status != 200:
             said = _message(response.read(_MAX_ERROR_BYTES))
+            if response.status == 401:
+                raise UnauthorizedError(f"{self.url}: {said}")
             hint = "; does --url end with /v1?" if response.status == 404 else ""
             raise JaxLLMError(f"{self.url}/{path}: status {response.status}: {said}{hint}")
         return response
@@ -163,5 +165,5 @@ def _message(body: bytes) -> str:
     """What an error says of itself, in OpenAI's form or any other."""
     try:
         return msgspec.json.decode(body, type=_ErrorBody).error.message
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return body.decode(errors="replace")[:500].strip() or "no reason is given"

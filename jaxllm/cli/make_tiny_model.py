@@ -1,19 +1,19 @@
 """`jaxllm make-tiny-model`: a model to try the commands with, without a download."""
 
 import argparse
-import typing
 from pathlib import Path
 
 from jaxllm.cli.arguments import integer
 from jaxllm.errors import ValidationError
-from jaxllm.testing import Family, make_tiny_checkpoint
+from jaxllm.models.registry import family_names
+from jaxllm.testing import make_tiny_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="Where to write it; made if needed.")
     parser.add_argument(
         "--family",
-        choices=typing.get_args(Family),
+        choices=family_names(),
         default="llama",
         help="Architecture. Default: llama.",
     )

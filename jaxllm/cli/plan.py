@@ -7,7 +7,8 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from jaxllm.runner.report import PlanReport, ProgramReport
 
 logger = init_logger(__name__)
+
+WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")  # files that are no config, whoever gives them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,23 +70,11 @@ def run(args: argparse.Namespace) -> None:
     if args.context < 1:
         raise ValidationError(f"--context {args.context} must be at least 1")
     options = engine_options_from(args)
-    if "model" in options and (model := Path(options["model"])).is_file():
-        if model.name != "config.json":
-            raise ValidationError(f"{model} is not a config.json; give that, or its directory")
-        options["model"] = str(model.parent)
-
-    import jax
-
-    # Nothing runs here, and a compiler for TPUs that is installed must not look for one.
-    jax.config.update("jax_platforms", "cpu")
-    reports: dict[str, PlanReport | JaxLLMError] = {}
-    for name in names:
-        try:
-            reports[name] = make_report(name, options, args)
-        except JaxLLMError as error:
-            if len(names) == 1:
-                raise
-            reports[name] = error
+    given = options.get("model")
+    with contextlib.ExitStack() as stack:
+        if given is not None and Path(given).is_file() and not given.endswith(WEIGHTS):
+            options["model"] = stack.enter_context(directory_of_config(Path(given)))
+        reports = make_reports(names, options, args, given)
     if args.json:
         print(json.dumps({name: as_json(report) for name, report in reports.items()}, indent=1))
     elif len(names) == 1:
@@ -92,6 +83,38 @@ def run(args: argparse.Namespace) -> None:
         print(as_text(names[0], report, args.price_per_chip_hour))
     else:
         print(as_table(reports, args.price_per_chip_hour))
+
+
+@contextlib.contextmanager
+def directory_of_config(file: Path) -> Iterator[str]:
+    """A model directory of nothing but this config, which may have any name."""
+    from jaxllm.weights.checkpoint import read_json
+
+    config = read_json(file)
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield directory
+
+
+def make_reports(
+    names: list[str], options: dict[str, Any], args: argparse.Namespace, model: str | None
+) -> "dict[str, PlanReport | JaxLLMError]":
+    """A report for each slice or GPU, of the model under the name that was given; of several, also
+    why there is none."""
+    import jax
+
+    # Nothing runs here, and a compiler for TPUs that is installed must not look for one.
+    jax.config.update("jax_platforms", "cpu")
+    reports: dict[str, PlanReport | JaxLLMError] = {}
+    for name in names:
+        try:
+            report = make_report(name, options, args)
+            reports[name] = dataclasses.replace(report, model=model or report.model)
+        except JaxLLMError as error:
+            if len(names) == 1:
+                raise
+            reports[name] = error
+    return reports
 
 
 def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) -> "PlanReport":
@@ -116,10 +139,7 @@ def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) ->
     num_shards = max(1, len(devices) // options.get("pipeline_parallel_size", 1))
     config = EngineConfig.create(**{"tensor_parallel_size": num_shards, **options})
 
-    def show(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
+    logger.info("planning for %s", name)
     plan = plan_engine(config, devices)
     writer = BundleWriter(Path(args.out), plan) if args.out else None
     with without_compilation_cache() if writer else contextlib.nullcontext():
@@ -127,10 +147,8 @@ def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) ->
             plan,
             context=args.context,
             all_programs=args.all_programs or writer is not None,
-            on_program=lambda program: show(f"compiling {program} for {name} ..."),
             on_compiled=writer.add if writer else lambda key, compiled: None,
         )
-    show("")
     if writer:
         logger.info("bundle %s", writer.finish())
     return report

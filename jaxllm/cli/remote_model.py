@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from jaxllm.cli.api_key import with_api_key
 from jaxllm.cli.arguments import sampling_fields_from
 from jaxllm.cli.conversation import Message, note
 from jaxllm.cli.http_client import HTTPClient
-from jaxllm.errors import JaxLLMError
+from jaxllm.errors import JaxLLMError, UnauthorizedError
 
 Body = TypeVar("Body")
 
@@ -32,7 +33,23 @@ class RemoteModel:
         if "seed" in args:
             given["seed"] = args.seed
         fields = {_NAMES_IN_REQUESTS.get(name, name): value for name, value in given.items()}
-        return cls(HTTPClient(args.url, args.api_key), args.model_name, fields)
+
+        def connect(key: str | None) -> "RemoteModel":
+            model = cls(HTTPClient(args.url, key), args.model_name, fields)
+            if args.model_name is not None and key is None:
+                model.check_key()
+            return model
+
+        return with_api_key(args.api_key, args.api_key_file, connect)
+
+    def check_key(self) -> None:
+        """Raise now if the server wants a key, and not at the first line that is typed."""
+        try:
+            self._client.get("models")
+        except UnauthorizedError:
+            raise
+        except JaxLLMError:
+            pass  # of its models it need not tell
 
     def fits(self, messages: Sequence[Message]) -> bool:
         """Only the server knows, and refuses what does not."""
@@ -79,7 +96,7 @@ class RemoteModel:
     def _decode(self, data: bytes, kind: type[Body]) -> Body:
         try:
             return msgspec.json.decode(data, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise JaxLLMError(
                 f"{self._client.url}: this is not OpenAI's protocol: {error}"
             ) from error

@@ -9,7 +9,7 @@ from jaxllm.cli.arguments import (
     integer,
     options_from,
 )
-from jaxllm.cli.chat import read_template
+from jaxllm.files import read_given_text
 from jaxllm.parsers.options import ParserOptions
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -37,6 +37,7 @@ directory must survive what kills the run.
 
 exit status:
   0    every line has its result
+  1    the engine hangs, or one of its hosts is gone; the same command goes on
   2    an error, which is printed; what was finished is kept
   {EXIT_STOPPED}   stopped by a signal; the same command goes on"""
 
@@ -103,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     engine_options = engine_options_from(args)
-    template = read_template(args.chat_template) if args.chat_template else None
+    template = read_given_text(args.chat_template) if args.chat_template else None
 
     from jaxllm.batch.job import BatchOptions, run_batch
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxllm.errors import ValidationError, refused
+from jaxllm.plural import counted
 
 if TYPE_CHECKING:
     from jaxllm.simulation.deployment import Deployment
@@ -189,7 +190,7 @@ def _simulate(
 
     def show(num_finished: int) -> None:
         if sys.stderr.isatty() and num_finished % 100 == 0:
-            line = f"\r\033[K{num_replicas} replicas: {num_finished} of {len(trace)}"
+            line = f"\r\033[K{counted(num_replicas, 'replica')}: {num_finished} of {len(trace)}"
             print(line, end="", file=sys.stderr, flush=True)
 
     outcome = simulate(

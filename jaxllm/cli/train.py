@@ -27,11 +27,13 @@ def run(args: argparse.Namespace) -> None:
     options = TrainOptions.of_folder(args.output, given)
     options.validate()
     try:
+        from jaxllm.runner.jax_setup import leave_out_absent_tpu
         from jaxllm.training.trainer import Trainer
     except ModuleNotFoundError as error:
         raise ValidationError(
             f"training needs {error.name}; install it with pip install 'jaxllm[train]'"
         ) from None
+    leave_out_absent_tpu()
     trainer = Trainer(options)
     folder = trainer.export_latest() if args.export_only else trainer.run()
     print(f"{folder}: to try it, jaxllm generate {folder} --prompt TEXT")

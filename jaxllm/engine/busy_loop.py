@@ -36,11 +36,14 @@ from jaxllm.messages import (
     ToEngine,
     WakeUp,
 )
+from jaxllm.watch import Work
 
 logger = init_logger(__name__)
 
 # How often an engine without work is asked whether it lives.
 _CHECK_S = 1.0
+# What moves all weights, or writes much to a disk.
+_TAKE_LONG = (Sleep, WakeUp, StartProfile, StopProfile)
 
 
 class Letter(NamedTuple):
@@ -64,6 +67,20 @@ class BusyLoop:
         self._engine = engine
         self._inbox = inbox
         self._outbox = outbox
+        self._num_turns = 0
+        self._long_command: Command | None = None  # that is being obeyed
+
+    def at_work(self) -> list[Work]:
+        """What should get on: the loop itself, and the steps of each replica that has any, which
+        does not have to wait for the others. May be asked from any thread."""
+        if (command := self._long_command) is not None:
+            return [Work(type(command).__name__, self._num_turns, takes_long=True)]
+        steps = [
+            Work(f"the step of replica {replica}", count)
+            for replica, count in enumerate(self._engine.progress())
+            if count is not None
+        ]
+        return [*steps, Work("its loop", self._num_turns)]
 
     def run(self) -> None:
         """Returns when stopped; raises when there is no engine any more."""
@@ -85,12 +102,15 @@ class BusyLoop:
 
     def _next(self) -> Letter:
         """Raises queue.Empty when it is time for a step."""
+        self._num_turns += 1
         while not self._engine.has_work():
+            self._num_turns += 1
             # It may have died in its last step, or while it had nothing to do.
             self._engine.check()
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=_CHECK_S)
         while (spare_s := self._engine.spare_s) > 0:
+            self._num_turns += 1
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=min(spare_s, LOOK_S))
         return self._inbox.get_nowait()
@@ -116,6 +136,7 @@ class BusyLoop:
 
     def _call(self, call: Call) -> Returned:
         """What was asked for, or why not: a bad call is the caller's concern and nobody else's."""
+        self._long_command = call.command if isinstance(call.command, _TAKE_LONG) else None
         try:
             return Returned(call.number, self._obey(call.command))
         except EngineDeadError:
@@ -124,6 +145,8 @@ class BusyLoop:
             if not isinstance(error, JaxLLMError):
                 logger.exception("%s failed", type(call.command).__name__)
             return Returned(call.number, failure=failure_of(error))
+        finally:
+            self._long_command = None
 
     def _obey(self, command: Command) -> Any:
         engine = self._engine

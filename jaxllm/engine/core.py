@@ -6,6 +6,7 @@ has time (`spare_s`). A pipeline has as many steps under way as stages, and with
 Single-threaded; nothing here waits for a client.
 """
 
+import dataclasses
 import math
 import time
 from collections import deque
@@ -84,6 +85,7 @@ class EngineCore:
         self._late_outputs: list[EngineOutput] = []  # of what ended as it fell asleep
         self._is_on_one_host = config.parallel.nnodes == 1
         self._profiler = Profiler(config.profiler.profile_dir)
+        self._num_ended = 0  # steps that have come back or failed
         # Set when there is nothing to go on with.
         self._end: JaxLLMError | None = None
 
@@ -113,6 +115,11 @@ class EngineCore:
         if self._end is not None:
             raise self._end
         self._executor.check()
+
+    def progress(self) -> list[int | None]:
+        """How many steps have ended, or None if there is nothing to do; of each replica, and there
+        is one. May be asked from any thread."""
+        return [self._num_ended if self.has_work() else None]
 
     @property
     def spare_s(self) -> float:
@@ -204,11 +211,19 @@ class EngineCore:
         self._profiler.stop()
 
     def stats(self) -> EngineStats:
-        """The figures as of now."""
-        self._stats.num_token_rows = self._executor.num_token_rows
-        self._stats.pack_s = self._executor.pack_s
-        self._stats.num_compiles_after_warmup = self._executor.num_compiles_after_warmup
-        return self._stats
+        """The figures as of now; they do not change any more."""
+        return dataclasses.replace(
+            self._stats,
+            num_token_rows=self._executor.num_token_rows,
+            pack_s=self._executor.pack_s,
+            num_compiles_after_warmup=self._executor.num_compiles_after_warmup,
+            step_sizes=list(self._stats.step_sizes),
+        )
+
+    @property
+    def num_blocks_used(self) -> int:
+        """Blocks of the KV cache that requests hold now."""
+        return self._stats.num_blocks_used
 
     def replica_stats(self) -> list[EngineStats]:
         """The same, of each replica: there is one."""
@@ -292,6 +307,7 @@ class EngineCore:
             return self._recover(error)
         ready = self._clock()
         self._in_flight.popleft()
+        self._num_ended += 1
         self._nobody_can_go_on = False
         if self._pace is not None:
             self._pace.end(ready, was_seen)
@@ -315,6 +331,7 @@ class EngineCore:
         message = f"{type(error).__name__}: {error}"[:500]
         outputs = [out for schedule in lost for out in self._scheduler.fail(schedule, message)]
         self._in_flight.clear()
+        self._num_ended += len(lost)
         self._nobody_can_go_on = False
         if isinstance(error, EngineDeadError):
             self._end = error

@@ -9,7 +9,7 @@ import zmq
 
 from jaxllm.engine.busy_loop import EVERYBODY, Inbox, Letter, Outbox
 from jaxllm.logging import init_logger
-from jaxllm.messages import OWNER_MARK, EngineOutput, Outputs, ToEngine
+from jaxllm.messages import OWNER_MARK, Dead, EngineOutput, Outputs, ToEngine
 
 logger = init_logger(__name__)
 
@@ -62,8 +62,10 @@ class OutputThread(threading.Thread):
 
     def _send_letter(self, letter: Letter) -> None:
         if letter.client == EVERYBODY:
-            # Those who have connected a moment ago want to hear it, too.
-            while self._socket.poll(_FAREWELL_TIMEOUT_MS if not self._greeted else 0):
+            # Last words wait for somebody to hear them. And who has connected a moment ago wants to
+            # hear it, too.
+            is_last = isinstance(letter.message, Dead)
+            while self._socket.poll(_FAREWELL_TIMEOUT_MS if is_last and not self._greeted else 0):
                 self._greeted.add(self._socket.recv_multipart()[0])
             for client in self._greeted:
                 self._send(client, letter.message)

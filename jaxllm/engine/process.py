@@ -2,7 +2,8 @@
 
 Standard input brings the Assignment and then nothing more: its end means that the parent is gone,
 however that came about, and this process with it. Ends of the process are the parent's to decide,
-so signals that reach the whole group are ignored.
+so signals that reach the whole group are ignored. Beside the loop a watch tells frontends that the
+process lives, and ends it when the loop or a device of its hangs.
 """
 
 import gc
@@ -12,7 +13,7 @@ import shutil
 import signal
 import sys
 import threading
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 import zmq
@@ -20,13 +21,15 @@ import zmq
 from jaxllm.engine.busy_loop import EVERYBODY, BusyLoop, Inbox, Letter, Outbox, failure_of
 from jaxllm.engine.io_threads import InputThread, OutputThread
 from jaxllm.engine.launch import make_engine
-from jaxllm.errors import JaxLLMError
+from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.logging import init_logger
-from jaxllm.messages import Assignment, Dead
+from jaxllm.messages import Assignment, Beat, Dead, Failure
+from jaxllm.watch import Watch
 
 logger = init_logger(__name__)
 
 EXIT_DEAD = 1
+_LAST_WORDS_S = 10.0
 
 
 def main() -> None:
@@ -43,16 +46,24 @@ def main() -> None:
     threading.Thread(
         target=_end_with_parent, args=(assignment.directory,), name="parent", daemon=True
     ).start()
-    end_with(requests, output)
+    watch = Watch(
+        assignment.config,
+        on_hang=lambda reason: _end_hung(reason, outbox, output, context),
+        on_look=lambda: outbox.put(Letter(EVERYBODY, Beat())),
+    )
+    end_with(requests, output, watch)
     requests.start()
     output.start()
+    watch.start()
     status = 0
     try:
         engine = make_engine(assignment.config)
         # What is there now stays: no need to look through it for garbage again and again.
         gc.collect()
         gc.freeze()
-        BusyLoop(engine, inbox, outbox).run()
+        loop = BusyLoop(engine, inbox, outbox)
+        watch.at_work = loop.at_work
+        loop.run()
         engine.shutdown()
     except Exception as error:
         status = EXIT_DEAD
@@ -85,6 +96,18 @@ def end_with(*threads: threading.Thread) -> None:
             os._exit(EXIT_DEAD)
 
     threading.excepthook = hook
+
+
+def _end_hung(
+    reason: str, outbox: Outbox, output: OutputThread, context: "zmq.Context[zmq.Socket[bytes]]"
+) -> NoReturn:
+    """End the process beside a loop that never will."""
+    outbox.put(Letter(EVERYBODY, Dead(Failure(reason, EngineDeadError.__name__))))
+    outbox.put(None)
+    output.join(_LAST_WORDS_S)
+    if not output.is_alive():
+        context.term()  # waits until the last words have gone out
+    os._exit(EXIT_DEAD)
 
 
 def _end_with_parent(directory: str) -> None:

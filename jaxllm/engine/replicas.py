@@ -48,6 +48,9 @@ class Replicas:
         for core in self._cores:
             core.check()
 
+    def progress(self) -> list[int | None]:
+        return [count for core in self._cores for count in core.progress()]
+
     @property
     def spare_s(self) -> float:
         """How long nothing has to be done, as far as is known."""

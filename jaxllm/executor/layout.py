@@ -8,6 +8,7 @@ import jax
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.executor.wire import Hello
+from jaxllm.files import MAX_JSON_BYTES, read_bytes
 from jaxllm.runner.plan import EnginePlan, replica_devices
 from jaxllm.runner.sizing import plan_engine
 from jaxllm.weights.checkpoint import resolve_model_dir
@@ -63,7 +64,9 @@ def options_of(config: EngineConfig) -> dict[str, str]:
     }
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
-    options["config.json"] = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
+    options["config.json"] = hashlib.sha256(
+        read_bytes(model_dir / "config.json", most=MAX_JSON_BYTES)
+    ).hexdigest()
     options["jax"] = jax.__version__
     return options
 

@@ -18,6 +18,7 @@ import zmq.utils.monitor
 
 from jaxllm.errors import EngineDeadError
 from jaxllm.logging import init_logger
+from jaxllm.watch import AWAY_S
 
 logger = init_logger(__name__)
 
@@ -216,9 +217,15 @@ class _Pulse(threading.Thread):
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         next_beat = 0.0
+        looked = time.monotonic()
         broken_at: float | None = None
         while not self._stopping.is_set() and self.lost is None:
             now = time.monotonic()
+            if now - looked > AWAY_S:
+                # This process has not run in between, nor have others if they are on one machine
+                # that slept.
+                self._heard = dict.fromkeys(self._heard, now)
+            looked = now
             if now >= next_beat:
                 self._beat()
                 next_beat = now + _BEAT_S

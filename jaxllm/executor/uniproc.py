@@ -9,6 +9,7 @@ from jaxllm.metrics.startup import Phases
 from jaxllm.runner.model_runner import ModelRunner
 from jaxllm.runner.plan import replica_devices
 from jaxllm.runner.sizing import plan_engine
+from jaxllm.runner.summary import summary
 from jaxllm.scheduler.schedule import Schedule
 
 logger = init_logger(__name__)
@@ -21,7 +22,7 @@ class UniProcExecutor:
         self.startup = Phases()
         with self.startup.timed("Plan"):
             self.plan = plan_engine(config, replica_devices(config, replica))
-        logger.info("plan: %s", self.plan.summary())
+        logger.info("plan: %s", summary(self.plan))
         self.info: EngineInfo = self.plan.info()
         self._runner = ModelRunner(self.plan)
         self.startup += self._runner.startup

@@ -12,8 +12,10 @@ import zmq
 from jaxllm import errors
 from jaxllm.errors import EngineDeadError
 from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
+from jaxllm.logging import init_logger
 from jaxllm.messages import (
     OWNER_MARK,
+    Beat,
     Call,
     Command,
     Dead,
@@ -26,6 +28,9 @@ from jaxllm.messages import (
     Returned,
     ToEngine,
 )
+from jaxllm.watch import PATIENCE, Silence
+
+logger = init_logger(__name__)
 
 # How long the end of the engine's process may go unnoticed.
 _LOOK_MS = 200
@@ -47,12 +52,15 @@ class AsyncClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._receiver: threading.Thread | None = None
         self._closing = threading.Event()
+        limit_s = process.assignment.config.liveness.engine_heartbeat_timeout
+        self._silence = Silence(limit_s * PATIENCE)  # it has to load and to compile
         try:
             self._output.send(b"")
             self.send(Hello())
             ready = self._await_ready()
             self.info: EngineInfo = ready.info
             self.startup = ready.startup
+            self._silence = Silence(limit_s)
         except BaseException:
             self.close()
             raise
@@ -150,8 +158,12 @@ class AsyncClient:
         """What comes within a short while: a message, or the end of the engine."""
         has_ended = self._process.status is not None  # asked first: its last words may be here
         if self._output.poll(_LOOK_MS):
-            return self._decoder.decode(self._output.recv())
-        return self._death() if has_ended else None
+            self._silence.heard()
+            message = self._decoder.decode(self._output.recv())
+            return None if isinstance(message, Beat) else message
+        if has_ended:
+            return self._death()
+        return self._hang() if self._silence.is_too_long() else None
 
     def _await_ready(self) -> Ready:
         message = None
@@ -170,6 +182,16 @@ class AsyncClient:
             # A host that only follows has followed to the end.
             return SystemExit(0)
         return EngineDeadError(f"the engine process has ended with status {status}: see its log")
+
+    def _hang(self) -> EngineDeadError:
+        silence = self._silence
+        error = EngineDeadError(
+            f"the engine process hangs: it has given no sign of life for {silence.seconds:.0f} s "
+            f"(engine_heartbeat_timeout allows {silence.limit_s:g})"
+        )
+        logger.error("%s", error)
+        self._process.give_up()
+        return error
 
 
 def _error_of(failure: Failure, otherwise: type[errors.JaxLLMError]) -> errors.JaxLLMError:

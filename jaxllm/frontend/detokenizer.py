@@ -280,11 +280,11 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_level_alphabet()
+BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes(_BYTE_OF[char] for char in token)
+        return bytes(BYTE_LEVEL_ALPHABET[char] for char in token)
     except KeyError:  # an added token, which is written as it reads
         return token.encode()

@@ -55,6 +55,10 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             return False
 
+    def give_up(self) -> None:
+        """It is of no use any more. Does not wait for its end."""
+        self._process.kill()
+
     def stop(self, grace_s: float) -> None:
         """Be rid of it: when it has ended by itself, or after this time."""
         if not self.wait(grace_s):
@@ -73,6 +77,9 @@ class JoinedEngine:
     def __init__(self, assignment: Assignment):
         self.assignment = assignment
         self.status: int | None = None  # set when it has ended
+
+    def give_up(self) -> None:
+        """Who started it will notice, too."""
 
 
 def kill(process: subprocess.Popen) -> None:

@@ -17,8 +17,10 @@ import msgspec
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
+from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo, EngineRequest, PromptType
+from jaxllm.plural import counted
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
 from jaxllm.sampling_params import Limits, SamplingParams, check_is_text
 
@@ -75,8 +77,8 @@ class InputProcessor:
         elif not isinstance(arrival_time, numbers.Real) or not math.isfinite(arrival_time):
             raise refused("arrival_time", arrival_time, "it must be a number, as of time.time()")
         _check_trace_headers(trace_headers)
-        text, token_ids, cache_salt = self._read_prompt(prompt)
-        token_ids = self._fit_prompt(token_ids, truncate_prompt_tokens)
+        length = PromptLength.of(self._info.max_model_len, truncate_prompt_tokens)
+        text, token_ids, cache_salt = self._read_prompt(prompt, length)
         params = self._resolve_params(params)
         bad_word_ids = self._tokenize_bad_words(params.bad_words or [])
 
@@ -134,8 +136,10 @@ class InputProcessor:
 
     # ---- the prompt
 
-    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str | None]:
-        """Return text, token ids and cache salt of any kind of prompt."""
+    def _read_prompt(
+        self, prompt: PromptType, length: PromptLength
+    ) -> tuple[str | None, list[int], str | None]:
+        """Return text, token ids and cache salt of any kind of prompt, cut to its length."""
         salt: str | None = None
         given: Any = prompt
         text: Any = None
@@ -161,9 +165,9 @@ class InputProcessor:
                     "there is no tokenizer (skip_tokenizer_init=True); pass prompt_token_ids",
                 )
             check_is_text("prompt", given)
-            text, token_ids = given, self._tokenizer.encode(given)
+            text, token_ids = given, length.encode(self._tokenizer, given)
         elif isinstance(given, list | tuple):
-            token_ids = _integers("prompt_token_ids", given)
+            token_ids = length.fit(_integers("prompt_token_ids", given))
         else:
             raise refused(
                 "prompt",
@@ -178,34 +182,6 @@ class InputProcessor:
             raise refused("prompt", empty, "it is empty; give at least one token")
         self._check_in_vocabulary("prompt_token_ids", token_ids)
         return text, token_ids, salt
-
-    def _fit_prompt(self, token_ids: list[int], truncate: int | None) -> list[int]:
-        """Cut the prompt to its last `truncate` tokens, if asked to; refuse one that is too long.
-
-        -1 cuts to the longest prompt that leaves room for one token of output.
-        """
-        max_model_len = self._info.max_model_len
-        if truncate is not None:
-            if isinstance(truncate, bool) or not isinstance(truncate, numbers.Integral):
-                raise refused("truncate_prompt_tokens", truncate, "it must be an integer")
-            if truncate != -1 and not 1 <= truncate <= max_model_len:
-                raise refused(
-                    "truncate_prompt_tokens",
-                    truncate,
-                    f"it must be -1 (as many as fit) or between 1 and max_model_len="
-                    f"{max_model_len}",
-                )
-            token_ids = token_ids[-(max_model_len - 1 if truncate == -1 else int(truncate)) :]
-        if len(token_ids) >= max_model_len:
-            raise ValidationError(
-                f"the prompt has {len(token_ids)} tokens, but with max_model_len={max_model_len} "
-                f"it may have at most {max_model_len - 1}, so that one can be generated; shorten "
-                "it, have it cut by truncate_prompt_tokens=-1, or start with a greater "
-                "max_model_len",
-                parameter="prompt",
-                value=len(token_ids),
-            )
-        return token_ids
 
     # ---- sampling parameters
 
@@ -280,7 +256,7 @@ class InputProcessor:
                     raise refused(
                         "bad_words",
                         word,
-                        f"it is {len(ids)} tokens long; between 1 and "
+                        f"it is {counted(len(ids), 'token')} long; between 1 and "
                         f"{Limits.MAX_BAD_WORD_TOKENS} are allowed",
                     )
                 self._check_in_vocabulary("bad_words", ids)

@@ -191,7 +191,7 @@ class _Request:
 
     def note_stats(self, answer: "_Answer", stats: RequestStats) -> None:
         """Take in what is known now of an answer. Costs the same however many answers there are:
-        it happens twice in the life of each."""
+        it happens twice in the life of each, and once more for each preemption."""
         metrics, before = self.metrics, answer.stats or RequestStats()
         answer.stats = stats
         metrics.replica = stats.replica  # followers are where their leader is
@@ -200,6 +200,7 @@ class _Request:
         metrics.first_token_ts = _first(metrics.first_token_ts, stats.first_token_ts)
         metrics.last_token_ts = max(metrics.last_token_ts, stats.last_token_ts)
         metrics.num_preemptions += stats.num_preemptions - before.num_preemptions
+        metrics.is_corrupted |= stats.is_corrupted
 
     def finish(self) -> RequestOutput:
         """Say the last there is to say, to everybody who waits for it."""

@@ -12,13 +12,15 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm import bundled
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ValidationError, refused
+from jaxllm.errors import CheckpointError, ValidationError, refused
 from jaxllm.frontend.chat_template import Conversation, render
 from jaxllm.frontend.detokenizer import Detokenizer
+from jaxllm.frontend.long_text import Encode, Shape, encode_at_most, encode_end
+from jaxllm.frontend.tokenizer_files import SmallFiles, defect
 from jaxllm.messages import TokensPrompt
 
 if TYPE_CHECKING:
@@ -62,11 +64,38 @@ class Tokenizer:
         return token if isinstance(token, int) else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if len(text) > LONG_TEXT:
-            with self._long_lock:
-                return _encode(self._hf_for_long, text, add_special_tokens)
+        """All ids of a text of any length; what a request brings is for the other two."""
+        return self._encoder(text)(text, add_special_tokens)
+
+    def encode_at_most(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text; raises TooManyTokens or TooLongToTell if they are certainly more than
+        `most`, which is found out without tokenizing all of it. They may be more in any case."""
+        encode = self._encoder(text)
+        return encode_at_most(encode, self._shape, text, most, add_special_tokens)
+
+    def encode_end(
+        self, text: str, num: int, most: int, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The last `num` ids of a text, of which no more is tokenized than needed; raises
+        TooLongToTell if that is more than a text of `most` tokens has."""
+        encode = self._encoder(text)
+        return encode_end(encode, self._shape, text, num, most, add_special_tokens)
+
+    @functools.cached_property
+    def _shape(self) -> Shape:
         with self._lock:
-            return _encode(self.hf, text, add_special_tokens)
+            return Shape.of(self.hf)
+
+    def _encoder(self, text: str) -> Encode:
+        """What encodes this text, or pieces of it, one at a time."""
+        is_long = len(text) > LONG_TEXT
+        hf, lock = (self._hf_for_long, self._long_lock) if is_long else (self.hf, self._lock)
+
+        def encode(piece: str, add_special_tokens: bool) -> list[int]:
+            with lock:
+                return _encode(hf, piece, add_special_tokens)
+
+        return encode
 
     def decode(
         self,
@@ -95,7 +124,9 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
     # A revision of its own is another one than that of the directory.
     source = config.tokenizer or (config.model if config.tokenizer_revision else model_dir)
     source = str(bundled.path(source) or source)
-    loader = _loader(Path(source))
+    directory = Path(source)
+    is_local = directory.is_dir()
+    loader = _loader(SmallFiles(directory)) if is_local else _auto_loader()
     try:
         hf = loader.from_pretrained(
             source,
@@ -108,6 +139,8 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
         remedy = "pass tokenizer=..., or skip_tokenizer_init=True and prompts as prompt_token_ids"
         if "trust_remote_code" in str(error):
             remedy = "pass trust_remote_code=True if you trust it"
+        elif is_local and (found := defect(directory, reason)) is not None:
+            raise CheckpointError(f"{found}; correct it, or {remedy}") from error
         raise ValidationError(
             f"cannot load a tokenizer from {source!r}: {reason}; {remedy}",
             parameter="tokenizer",
@@ -116,26 +149,25 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
     return Tokenizer(hf)
 
 
-def _loader(directory: Path) -> Any:
+def _loader(files: SmallFiles) -> Any:
     """AutoTokenizer, or the general class where AutoTokenizer would take that.
 
     It is all in tokenizer.json then, but AutoTokenizer would load the configurations of all models
     before, and with them torch where it is installed: two seconds and hundreds of megabytes.
     """
-    try:
-        model = json.loads((directory / "config.json").read_bytes())
-        tokenizer = json.loads((directory / "tokenizer_config.json").read_bytes())
-        is_general = (
-            model["model_type"] in _TRUSTED_MODEL_TYPES
-            and tokenizer["tokenizer_class"] in _GENERAL_CLASSES
-            and "auto_map" not in tokenizer
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        is_general = False
-    if is_general:
+    model, tokenizer = files["config.json"], files["tokenizer_config.json"]
+    if (
+        model.get("model_type") in _TRUSTED_MODEL_TYPES
+        and tokenizer.get("tokenizer_class") in _GENERAL_CLASSES
+        and "auto_map" not in tokenizer
+    ):
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
+    return _auto_loader()
+
+
+def _auto_loader() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
@@ -143,6 +175,16 @@ def _loader(directory: Path) -> Any:
 
 def _is_not_about_torch(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("PyTorch was not found")
+
+
+class TextLength(Protocol):
+    """How long a text may be that is tokenized."""
+
+    def encode(
+        self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The ids of a text; raises ValidationError if they are too many."""
+        ...
 
 
 def render_chat(
@@ -155,8 +197,10 @@ def render_chat(
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     render: Callable[[Conversation], str] = render,
+    length: "TextLength | None" = None,
 ) -> TokensPrompt:
-    """Turn a conversation into a prompt by the model's chat template, or another one."""
+    """Turn a conversation into a prompt by the model's chat template, or another one. It may be of
+    any length, if none is given."""
     conversation = _conversation(
         tokenizer,
         messages,
@@ -168,9 +212,11 @@ def render_chat(
     )
     text = render(conversation)
     # The template has written the special tokens; the tokenizer must not add a second BOS.
-    return TokensPrompt(
-        prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)
-    )
+    if length is None:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        ids = length.encode(tokenizer, text, add_special_tokens=False)
+    return TokensPrompt(prompt=text, prompt_token_ids=ids)
 
 
 def _conversation(

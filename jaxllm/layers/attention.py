@@ -3,38 +3,61 @@
 The op owns the cache's layout; this layer only carries the array from call to call.
 """
 
-import dataclasses
 import functools
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxllm_kernels.ragged_paged_attention.api import (
-    AttentionBackend,
-    AttentionConfig,
-    RaggedBatch,
-)
+from jaxllm_kernels.ragged_paged_attention.api import AttentionBackend, AttentionConfig
 
+from jaxllm.errors import refused
+from jaxllm.layers.context import StepContext
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.norm import RMSNorm
-from jaxllm.layers.rope import Rotary, rotate
-from jaxllm.parallel.sharding import Axes, Part, partition_spec
+from jaxllm.layers.norm import NormSpec
+from jaxllm.layers.rope import RopeConfig, rotate
+from jaxllm.parallel.sharding import Axes, Part, num_pieces, partition_spec
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class AttentionContext:
-    """What all attention layers of a step share."""
+class AttentionSpec:
+    """What is static about a layer's attention, all heads together."""
 
-    batch: RaggedBatch
-    prepared: Any  # what backend.prepare made of the batch
-    backend: AttentionBackend = field(metadata={"static": True})
-    # The devices over which heads are cut; None: there is one.
-    mesh: Mesh | None = field(default=None, metadata={"static": True})
+    name: ClassVar[str] = "self_attn"
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    rope: RopeConfig | None  # None: positions do not matter
+    # How many tokens, itself included, a token sees; None: all before it.
+    window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    # Of every query and key head, before it is rotated.
+    qk_norm: NormSpec | None = None
+
+    def check(self, num_shards: int) -> None:
+        """Raise ValidationError unless every shard gets as much as every other."""
+        if self.num_heads % num_shards:
+            raise refused(
+                "tensor_parallel_size",
+                num_shards,
+                f"it does not divide the model's num_attention_heads={self.num_heads}",
+            )
+        few, many = sorted((self.num_kv_heads, num_shards))
+        if many % few:
+            raise refused(
+                "tensor_parallel_size",
+                num_shards,
+                "it is neither a divisor nor a multiple of the model's "
+                f"num_key_value_heads={self.num_kv_heads}",
+            )
+
+    def make(self, hidden_size: int, *, num_shards: int, dtype: DTypeLike) -> "Attention":
+        return Attention(self, hidden_size, num_shards=num_shards, dtype=dtype)
 
 
 class Attention(nnx.Module):
@@ -44,46 +67,36 @@ class Attention(nnx.Module):
     each, so that every shard has what its query heads attend to.
     """
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        *,
-        hidden_size: int,
-        num_shards: int,
-        qkv_bias: bool,
-        o_bias: bool,
-        qk_norm_eps: float | None,
-        dtype: DTypeLike,
-    ):
-        """Make the layer of a model with these heads in all; with qk_norm_eps every query and key
-        head is normalised."""
-        copies = max(1, num_shards // config.num_kv_heads)
-        # What one shard computes.
-        self.config = dataclasses.replace(
-            config,
-            num_heads=config.num_heads // num_shards,
-            num_kv_heads=config.num_kv_heads * copies // num_shards,
+    def __init__(self, spec: AttentionSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike):
+        copies = max(1, num_shards // spec.num_kv_heads)
+        # What one shard computes, and keeps.
+        self.config = AttentionConfig(
+            num_heads=spec.num_heads // num_shards,
+            num_kv_heads=spec.num_kv_heads * copies // num_shards,
+            head_size=spec.head_size,
+            scale=spec.scale,
+            sliding_window=spec.window,
         )
         self.num_shards = num_shards
-        q_size, kv_size = (
-            heads * config.head_size for heads in (config.num_heads, config.num_kv_heads)
-        )
+        self.is_rotated = spec.rope is not None
+        q_size, kv_size = (heads * spec.head_size for heads in (spec.num_heads, spec.num_kv_heads))
         self.qkv_proj = Linear(
             hidden_size,
             q_size + 2 * kv_size * copies,
-            bias=qkv_bias,
+            bias=spec.qkv_bias,
             axes=("heads", "hidden"),
             parts=(Part(q_size), Part(kv_size, copies), Part(kv_size, copies)),
             dtype=dtype,
         )
         self.o_proj = Linear(
-            q_size, hidden_size, bias=o_bias, axes=("hidden", "heads"), dtype=dtype
+            q_size, hidden_size, bias=spec.o_bias, axes=("hidden", "heads"), dtype=dtype
         )
-        self.q_norm = _head_norm(config, qk_norm_eps, dtype)
-        self.k_norm = _head_norm(config, qk_norm_eps, dtype)
+        self.q_norm, self.k_norm = (
+            spec.qk_norm and spec.qk_norm.make(spec.head_size, dtype=dtype) for _ in range(2)
+        )
 
     def __call__(
-        self, x: jax.Array, rotations: Rotary, cache: jax.Array, context: AttentionContext
+        self, x: jax.Array, cache: jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
         """Attend from x [T, D]; return [T, D] and the cache with this step's keys and values."""
         with jax.named_scope("attention"):
@@ -95,7 +108,10 @@ class Attention(nnx.Module):
             )
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
-            out, cache = self._attend(rotate(q, rotations), rotate(k, rotations), v, cache, context)
+            if self.is_rotated:
+                assert context.rotary is not None
+                q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+            out, cache = self._attend(q, k, v, cache, context)
             return self.o_proj(out.reshape(len(x), -1)), cache
 
     def _attend(
@@ -104,12 +120,12 @@ class Attention(nnx.Module):
         k: jax.Array,
         v: jax.Array,
         cache: jax.Array,
-        context: AttentionContext,
+        context: StepContext,
     ) -> tuple[jax.Array, jax.Array]:
         """The attention op: each shard for its own heads, with no word between them."""
         attend = functools.partial(context.backend.attend, config=self.config)
         operands = (q, k, v, cache, context.batch, context.prepared)
-        if context.mesh is None or context.mesh.size == 1:
+        if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:
             return attend(*operands)
         heads, whole = partition_spec((None, "heads")), partition_spec(())
         pages = partition_spec(cache_axes(context.backend))
@@ -125,7 +141,3 @@ class Attention(nnx.Module):
 def cache_axes(backend: AttentionBackend) -> Axes:
     """Names of the first axes of a layer's cache; the others have none."""
     return (*(None for _ in range(backend.cache_head_axis)), "heads")
-
-
-def _head_norm(config: AttentionConfig, eps: float | None, dtype: DTypeLike) -> RMSNorm | None:
-    return None if eps is None else RMSNorm(config.head_size, eps=eps, dtype=dtype)

@@ -1,9 +1,21 @@
 """Normalisation layers."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """What is static about a norm, but for its size."""
+
+    eps: float
+
+    def make(self, size: int, *, dtype: DTypeLike) -> "RMSNorm":
+        return RMSNorm(size, eps=self.eps, dtype=dtype)
 
 
 class RMSNorm(nnx.Module):

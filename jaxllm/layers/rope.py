@@ -59,18 +59,18 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """What is static about a model's rotary embedding."""
+    """What is static about a layer's rotary embedding."""
 
-    head_size: int
+    size: int  # of the part of a head that is rotated: its first elements, often all
     theta: float
     scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | None = None
 
 
 class Rotary(NamedTuple):
-    """Rotations of the tokens of a step, shared by all layers."""
+    """Rotations of the tokens of a step, shared by all layers with the same RopeConfig."""
 
-    cos: jax.Array  # f32 [T, H / 2]
-    sin: jax.Array  # f32 [T, H / 2]
+    cos: jax.Array  # f32 [T, size / 2]
+    sin: jax.Array  # f32 [T, size / 2]
 
 
 def rotary(rope: RopeConfig, positions: jax.Array) -> Rotary:
@@ -93,17 +93,21 @@ def rotary(rope: RopeConfig, positions: jax.Array) -> Rotary:
 
 
 def rotate(x: jax.Array, rotations: Rotary) -> jax.Array:
-    """Rotate heads x [T, heads, H]; the first half of H pairs with the second."""
+    """Rotate the first elements of heads x [T, heads, H], as many as there are rotations for; the
+    first half of them pairs with the second."""
     cos, sin = rotations.cos[:, None], rotations.sin[:, None]
+    size = 2 * cos.shape[-1]
+    if size < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :size], rotations), x[..., size:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
-    """Angle per position of every pair, float32 [H / 2]; of dynamic scaling, within the original
+    """Angle per position of every pair, float32 [size / 2]; of dynamic scaling, within the original
     length."""
-    plain = 1.0 / rope.theta ** _exponents(rope.head_size)
+    plain = 1.0 / rope.theta ** _exponents(rope.size)
     match rope.scaling:
         case LinearScaling(factor=factor):
             return plain / np.float32(factor)
@@ -122,12 +126,12 @@ def _frequencies(rope: RopeConfig, positions: jax.Array) -> jax.Array | np.ndarr
     factor, original = rope.scaling.factor, rope.scaling.original_max_len
     length = jnp.maximum(positions + 1, original).astype(jnp.float32)[:, None]
     stretch = factor * length / original - (factor - 1.0)
-    base = rope.theta * stretch ** (rope.head_size / (rope.head_size - 2))
-    return jnp.where(length > original, 1.0 / base ** _exponents(rope.head_size), frequencies)
+    base = rope.theta * stretch ** (rope.size / (rope.size - 2))
+    return jnp.where(length > original, 1.0 / base ** _exponents(rope.size), frequencies)
 
 
-def _exponents(head_size: int) -> np.ndarray:
-    return np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
+def _exponents(size: int) -> np.ndarray:
+    return np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
 
 
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
@@ -142,16 +146,16 @@ def _yarn(rope: RopeConfig, scaling: YarnScaling) -> np.ndarray:
     def pair_with(num_rotations: float) -> float:
         """The (fractional) pair that turns this often within the original length."""
         turns = scaling.original_max_len / (num_rotations * 2 * math.pi)
-        return rope.head_size * math.log(turns) / (2 * math.log(rope.theta))
+        return rope.size * math.log(turns) / (2 * math.log(rope.theta))
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.head_size - 1)
+    low, high = max(low, 0), min(high, rope.size - 1)
     if low == high:
         high += 0.001
-    pairs = np.arange(rope.head_size // 2, dtype=np.float32)
+    pairs = np.arange(rope.size // 2, dtype=np.float32)
     interpolated = np.clip((pairs - low) / (high - low), 0, 1)
-    wavelengths = rope.theta ** _exponents(rope.head_size)
+    wavelengths = rope.theta ** _exponents(rope.size)
     frequencies = interpolated / (scaling.factor * wavelengths) + (1 - interpolated) / wavelengths
     return frequencies.astype(np.float32)

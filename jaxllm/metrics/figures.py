@@ -56,6 +56,11 @@ FIGURES = (
     _counter("prompt_tokens_cached", "prefix_cache_hits", "Tokens of prompts found in the cache."),
     _counter("generation_tokens", "num_generation_tokens", "Tokens generated."),
     _counter("num_preemptions", "num_preemptions", "Answers put back for want of memory."),
+    _counter(
+        "corrupted_requests",
+        "num_requests_corrupted",
+        "Answers that ended since the model's logits were not finite numbers.",
+    ),
     _counter("prefix_cache_queries", "prefix_cache_queries", "Tokens looked up in the cache."),
     _counter("prefix_cache_hits", "prefix_cache_hits", "Tokens found there."),
     _counter(

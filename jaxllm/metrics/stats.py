@@ -25,6 +25,7 @@ class EngineStats:
     num_prompt_tokens: int = 0  # computed, not found in the cache; once each
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_requests_corrupted: int = 0  # ended since their logits were no numbers
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     num_scheduled_tokens: int = 0  # token rows that carried a token

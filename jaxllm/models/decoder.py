@@ -1,37 +1,34 @@
-"""The dense decoder that Llama and its relatives share, described by an `Architecture`.
+"""The decoder of every family: embedding, the layers that an `Architecture` lists, norm, head.
 
 Submodules bear vLLM's names (`model.layers[i].self_attn.qkv_proj`), which are those of checkpoints
 but for the fused projections. The runner merges the module with its weights inside the jitted
-step and calls it there; nothing here is jitted on its own account but the decoder layer.
+step and calls it there; nothing here is jitted on its own account but the layer.
 """
 
-from typing import Any, ClassVar, Self
+import dataclasses
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
-from jaxllm.layers.attention import Attention, AttentionConfig, AttentionContext
+from jaxllm.layers.context import StepContext
 from jaxllm.layers.embedding import Embedding
-from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNorm
-from jaxllm.layers.rope import Rotary, rotary
-from jaxllm.models.architecture import Architecture
-from jaxllm.models.checkpoint_names import DECODER_NAMES, CheckpointNames
+from jaxllm.layers.rope import rotary
+from jaxllm.models.blocks import Block, Caches
+from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
-from jaxllm.parallel.sharding import Part
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.specs import Architecture
 
 
 class DecoderForCausalLM(nnx.Module):
-    """A decoder with a language model head.
-
-    This is what the runner, the loader and the plan want of a model class, registered ones too.
-    """
-
-    checkpoint_names: ClassVar[CheckpointNames] = DECODER_NAMES
+    """A decoder with a language model head; it is a `jaxllm.models.base.Model`."""
 
     def __init__(self, architecture: Architecture, *, num_shards: int = 1, dtype: DTypeLike):
+        self.architecture = architecture
         self.model = Decoder(architecture, num_shards=num_shards, dtype=dtype)
         # Tied: the embedding serves as the head, so that there is one array and one leaf.
         self.lm_head = (
@@ -48,8 +45,6 @@ class DecoderForCausalLM(nnx.Module):
         num_shards: int = 1,
         part: ModelPart | None = None,
     ) -> Self:
-        """The model with shapes in place of weights, to be cut over so many devices; or a part of
-        it, whose parameters have the names that they have in the whole."""
         model = nnx.eval_shape(lambda: cls(architecture, num_shards=num_shards, dtype=dtype))
         if part is not None:
             model._keep(part)
@@ -57,32 +52,30 @@ class DecoderForCausalLM(nnx.Module):
 
     @property
     def attention_configs(self) -> tuple[AttentionConfig, ...]:
-        """What each layer's attention is on one shard, and so its cache."""
-        return tuple(layer.self_attn.config for layer in self.model.own_layers)
+        return tuple(
+            getattr(layer, mixer.name).config
+            for layer in self.model.own_layers
+            for mixer in layer.spec.mixers
+        )
+
+    @property
+    def checkpoint_map(self) -> CheckpointMap:
+        return ModelRegistry.family(self.architecture.name).checkpoint(self.architecture)
 
     def __call__(
         self,
         inputs: jax.Array,
         positions: jax.Array,
         caches: tuple[jax.Array, ...],
-        context: AttentionContext,
+        context: StepContext,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Run a step's tokens [T] at positions [T] (in their sequences). The ids of padding are
-        beyond every vocabulary.
-
-        Returns the hidden states [T, D] after the final norm, and the layers' caches, updated. A
-        part of a model takes the hidden states of the part before in place of token ids, and
-        leaves those for the part after.
-        """
         return self.model(inputs, positions, caches, context)
 
     @property
     def num_logits(self) -> int:
-        """The width of the logits: the vocabulary and, in a model that is cut, padding."""
         return self._head.weight.shape[0]
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [n, D] to float32 logits [n, V]."""
         return self._head.logits(hidden)
 
     @property
@@ -103,19 +96,17 @@ class Decoder(nnx.Module):
     """Embedding, layers, final norm; in a part of a model, None where other parts have them."""
 
     def __init__(self, architecture: Architecture, *, num_shards: int, dtype: DTypeLike):
-        self.rope = architecture.rope
+        size = architecture.hidden_size
         self.embeds = True
         self.embed_tokens: Embedding | None = _embedding(architecture, num_shards, dtype)
-        self.layers: nnx.List[DecoderLayer | None] = nnx.List(
-            DecoderLayer(architecture, window=window, num_shards=num_shards, dtype=dtype)
-            for window in architecture.layer_windows
+        self.layers: nnx.List[Block | None] = nnx.List(
+            spec.block(spec, size, num_shards=num_shards, dtype=dtype)
+            for spec in architecture.layers
         )
-        self.norm: RMSNorm | None = RMSNorm(
-            architecture.hidden_size, eps=architecture.rms_norm_eps, dtype=dtype
-        )
+        self.norm: RMSNorm | None = architecture.final_norm.make(size, dtype=dtype)
 
     @property
-    def own_layers(self) -> list["DecoderLayer"]:
+    def own_layers(self) -> list[Block]:
         """Those that this part of the model has; their indices in the whole stay theirs."""
         return [layer for layer in self.layers if layer is not None]
 
@@ -135,97 +126,24 @@ class Decoder(nnx.Module):
         inputs: jax.Array,
         positions: jax.Array,
         caches: tuple[jax.Array, ...],
-        context: AttentionContext,
+        context: StepContext,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         hidden = inputs
         if self.embeds:
             assert self.embed_tokens is not None
             hidden = self.embed_tokens(inputs)
-        rotations = rotary(self.rope, positions)
-        new_caches = []
-        for layer, cache in zip(self.own_layers, caches, strict=True):
+        # Layers mostly have one rope in common, whose angles are then computed once.
+        ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers)
+        rotations = {rope: rope and rotary(rope, positions) for rope in ropes}
+        left, updated = list(caches), []
+        for layer in self.own_layers:
+            own, left = tuple(left[: len(layer.spec.mixers)]), left[len(layer.spec.mixers) :]
+            context = dataclasses.replace(context, rotary=rotations[layer.spec.rope])
             graphdef, weights = nnx.split(layer)
-            hidden, cache = _run_layer(graphdef, weights, hidden, rotations, cache, context)
-            new_caches.append(cache)
-        return hidden if self.norm is None else self.norm(hidden), tuple(new_caches)
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and around a residual."""
-
-    def __init__(
-        self,
-        architecture: Architecture,
-        *,
-        window: int | None,
-        num_shards: int,
-        dtype: DTypeLike,
-    ):
-        hidden_size, eps = architecture.hidden_size, architecture.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden_size, eps=eps, dtype=dtype)
-        self.self_attn = Attention(
-            AttentionConfig(
-                num_heads=architecture.num_heads,
-                num_kv_heads=architecture.num_kv_heads,
-                head_size=architecture.head_size,
-                scale=architecture.head_size**-0.5,
-                sliding_window=window,
-            ),
-            hidden_size=hidden_size,
-            num_shards=num_shards,
-            qkv_bias=architecture.qkv_bias,
-            o_bias=architecture.o_bias,
-            qk_norm_eps=eps if architecture.qk_norm else None,
-            dtype=dtype,
-        )
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps, dtype=dtype)
-        self.mlp = GatedMLP(
-            hidden_size,
-            architecture.intermediate_size,
-            bias=architecture.mlp_bias,
-            num_shards=num_shards,
-            dtype=dtype,
-        )
-
-    def __call__(
-        self, hidden: jax.Array, rotations: Rotary, cache: jax.Array, context: AttentionContext
-    ) -> tuple[jax.Array, jax.Array]:
-        attended, cache = self.self_attn(self.input_layernorm(hidden), rotations, cache, context)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
-
-
-class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one matmul."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        bias: bool,
-        num_shards: int,
-        dtype: DTypeLike,
-    ):
-        self.num_shards = num_shards
-        self.gate_up_proj = Linear(
-            hidden_size,
-            2 * intermediate_size,
-            bias=bias,
-            axes=("mlp", "hidden"),
-            parts=(Part(intermediate_size), Part(intermediate_size)),
-            dtype=dtype,
-        )
-        self.down_proj = Linear(
-            intermediate_size, hidden_size, bias=bias, axes=("hidden", "mlp"), dtype=dtype
-        )
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        with jax.named_scope("mlp"):
-            shards = self.gate_up_proj(x).reshape(len(x), self.num_shards, -1)
-            gate, up = jnp.split(shards, 2, axis=-1)
-            product = (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(x.dtype)
-            return self.down_proj(product.reshape(len(x), -1))
+            hidden, own = _run_layer(graphdef, weights, hidden, own, context)
+            updated.extend(own)
+        assert not left, f"{len(caches)} caches for {len(updated)} mixers"
+        return hidden if self.norm is None else self.norm(hidden), tuple(updated)
 
 
 def _embedding(architecture: Architecture, num_shards: int, dtype: DTypeLike) -> Embedding:
@@ -235,15 +153,10 @@ def _embedding(architecture: Architecture, num_shards: int, dtype: DTypeLike) ->
 
 
 def _layer(
-    graphdef: Any,
-    weights: nnx.State,
-    hidden: jax.Array,
-    rotations: Rotary,
-    cache: jax.Array,
-    context: AttentionContext,
-) -> tuple[jax.Array, jax.Array]:
-    layer: DecoderLayer = nnx.merge(graphdef, weights)
-    return layer(hidden, rotations, cache, context)
+    graphdef: Any, weights: nnx.State, hidden: jax.Array, caches: Caches, context: StepContext
+) -> tuple[jax.Array, Caches]:
+    layer: Block = nnx.merge(graphdef, weights)
+    return layer(hidden, caches, context)
 
 
 # Jitted although the step around it is, too: layers of equal structure (graphdef) are then traced

@@ -1,35 +1,53 @@
-"""Which class runs which architecture of a config.json; open to classes from outside the package.
+"""Which family reads which architecture of a config.json, and which class runs it; open to both
+from outside the package.
 
-No jax here, neither directly nor through the models: they are imported when they are resolved.
+No jax here, neither directly nor through the families: they are imported when they are resolved.
 """
 
 import importlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import UnsupportedModelError
 
+if TYPE_CHECKING:
+    from jaxllm.models.base import Model
+    from jaxllm.models.family import Family
+
+# The architectures, as config.json names them, and the files in `jaxllm.models.families`.
+_FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_DECODER = "jaxllm.models.decoder:DecoderForCausalLM"
+_DEFAULT_FAMILY = "jaxllm.models.families.llama:FAMILY"
+
 
 class ModelRegistry:
-    """Architecture names, as config.json has them, and the classes that run them."""
+    """Architectures that can be run."""
 
-    _classes: dict[str, type | str] = {
-        "LlamaForCausalLM": "jaxllm.models.llama:LlamaForCausalLM",
-        "MistralForCausalLM": "jaxllm.models.mistral:MistralForCausalLM",
-        "Qwen2ForCausalLM": "jaxllm.models.qwen2:Qwen2ForCausalLM",
-        "Qwen3ForCausalLM": "jaxllm.models.qwen3:Qwen3ForCausalLM",
+    _families: dict[str, "Family | str"] = {
+        name: f"jaxllm.models.families.{file}:FAMILY" for name, file in _FAMILIES.items()
     }
+    _classes: dict[str, type | str] = dict.fromkeys(_FAMILIES, _DECODER)
 
     @classmethod
-    def register_model(cls, name: str, model: type | str) -> None:
+    def register_model(
+        cls, name: str, model: type | str = _DECODER, *, family: "Family | str | None" = None
+    ) -> None:
         """Run the architecture `name` with a class, or with "module:Class", imported when needed.
 
-        The class is a `jaxllm.models.decoder.DecoderForCausalLM` or offers what that one does. Its
-        config.json is read as Llama's; what a model wants to know beyond that it finds in
-        `Architecture.hf_config`. A name that exists is replaced.
+        The class is a `jaxllm.models.base.Model`. Its config.json is read by the family, an object
+        or "module:OBJECT"; without one as before, or as Llama's. What a model wants to know beyond
+        that it finds in `Architecture.hf_config`. A name that exists is replaced.
         """
-        if isinstance(model, str) and len(model.split(":")) != 2:
-            raise ValueError(f"model {model!r} must be a class or have the form 'module:Class'")
+        for given in (model, family):
+            if isinstance(given, str) and len(given.split(":")) != 2:
+                raise ValueError(f"model {given!r} must be a class or have the form 'module:Class'")
         cls._classes[name] = model
+        cls._families[name] = family or cls._families.get(name, _DEFAULT_FAMILY)
 
     @classmethod
     def names(cls) -> list[str]:
@@ -44,16 +62,33 @@ class ModelRegistry:
                 return name
         asked = ", ".join(architectures) or "(config.json names none)"
         raise UnsupportedModelError(
-            f"architecture {asked} is not supported; supported are {', '.join(cls.names())}; "
+            f"architecture {asked:.200} is not supported; supported are {', '.join(cls.names())}; "
             "others can be added with ModelRegistry.register_model"
         )
 
     @classmethod
-    def resolve(cls, architectures: Sequence[str]) -> type:
+    def resolve(cls, architectures: Sequence[str]) -> "type[Model]":
         """The class that runs the first supported one of a config's architectures."""
-        model = cls._classes[cls.select(architectures)]
-        if isinstance(model, str):
-            module, _, name = model.partition(":")
-            model = getattr(importlib.import_module(module), name)
-        assert isinstance(model, type), model
-        return model
+        return _resolve(cls._classes[cls.select(architectures)])
+
+    @classmethod
+    def family(cls, name: str) -> "Family":
+        """The family of an architecture that can be run."""
+        return _resolve(cls._families[name])
+
+
+def family_names() -> list[str]:
+    """The families of the package."""
+    return sorted(set(_FAMILIES.values()))
+
+
+def load_family(name: str) -> "Family":
+    """A family of the package."""
+    return _resolve(f"jaxllm.models.families.{name}:FAMILY")
+
+
+def _resolve(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    module, _, name = given.partition(":")
+    return getattr(importlib.import_module(module), name)

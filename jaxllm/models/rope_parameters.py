@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.rope import (
     DynamicScaling,
     LinearScaling,
@@ -12,6 +12,11 @@ from jaxllm.layers.rope import (
     RopeConfig,
     YarnScaling,
 )
+from jaxllm.models.hf_config import MAX_POSITIONS, HFConfig
+
+# What parameters are between; float32 holds what is computed of them.
+_LOWEST, _HIGHEST = 1e-6, 1e18
+_LOWEST_OF = {"rope_theta": 1.001, "original_max_position_embeddings": 1}  # logarithms are taken
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Besides what a type needs; a parameter that is not listed may change the formula.
@@ -22,42 +27,34 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def read_rope(
-    config: Mapping[str, Any], *, head_size: int, max_position_embeddings: int
-) -> tuple[RopeConfig, int]:
-    """The rotary embedding, and the longest sequence that it is made for."""
+def read_rope(config: HFConfig, *, head_size: int, may_be_partial: bool = False) -> RopeConfig:
+    """The rotary embedding of heads of this size; of a part of them, in families that have that."""
     parameters = _parameters(config)
     kind = parameters.get("rope_type") or "default"
     if kind not in _TYPES:
         raise UnsupportedModelError(
-            f"rope type {kind!r} is not supported; supported are {', '.join(_TYPES)}"
+            f"rope type {shown(kind)} is not supported; supported are {', '.join(_TYPES)}"
         )
     unknown = sorted(set(parameters) - _KNOWN)
     if unknown:
-        raise UnsupportedModelError(f"rope parameter {', '.join(unknown)} is not supported")
-    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0) or head_size % 2:
-        raise UnsupportedModelError(
-            f"rotating a part of the head is not supported: head_dim={head_size}, "
-            f"partial_rotary_factor={parameters.get('partial_rotary_factor')}; the whole of an "
-            "even head_dim must be rotated"
-        )
+        raise UnsupportedModelError(f"rope parameter {', '.join(unknown):.80} is not supported")
+    size = _rotated_size(parameters, head_size, may_be_partial)
+    max_len = config.integer("max_position_embeddings")
     theta = _number(parameters, "rope_theta", 10_000.0)
     original = _number(
         # Some configs have it outside, and then that one counts.
         {**parameters, **_given(config, "original_max_position_embeddings")},
         "original_max_position_embeddings",
-        max_position_embeddings,
+        max_len,
     )
-    max_len, scaling = max_position_embeddings, None
+    scaling = None
     match kind:
         case "linear":
             scaling = LinearScaling(factor=_number(parameters, "factor"))
-            max_len = int(max_position_embeddings * scaling.factor)
         case "dynamic":
-            scaling = DynamicScaling(
-                factor=_number(parameters, "factor"), original_max_len=max_position_embeddings
-            )
-            max_len = int(max_position_embeddings * scaling.factor)
+            if size == 2:
+                raise UnsupportedModelError("rope type 'dynamic' needs a head_dim above 2")
+            scaling = DynamicScaling(factor=_number(parameters, "factor"), original_max_len=max_len)
         case "llama3":
             scaling = Llama3Scaling(
                 factor=_number(parameters, "factor"),
@@ -71,7 +68,7 @@ def read_rope(
                     f"be above low_freq_factor={scaling.low_freq_factor}"
                 )
         case "yarn":
-            factor = _number(parameters, "factor", max_position_embeddings / original)
+            factor = _number(parameters, "factor", max_len / original)
             scaling = YarnScaling(
                 factor=factor,
                 original_max_len=int(original),
@@ -80,18 +77,50 @@ def read_rope(
                 truncate=parameters.get("truncate") is not False,
                 attention_factor=_yarn_attention_factor(parameters, factor),
             )
-            max_len = max(max_position_embeddings, int(original * factor))
-    return RopeConfig(head_size=head_size, theta=theta, scaling=scaling), max_len
+    rope = RopeConfig(size=size, theta=theta, scaling=scaling)
+    longest = stretched_length(rope, max_len)
+    if not 1 <= longest <= MAX_POSITIONS:
+        raise CheckpointError(
+            f"config.json: its rope parameters make sequences of {longest} tokens; 1 to "
+            f"{MAX_POSITIONS} are supported"
+        )
+    return rope
 
 
-def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+def stretched_length(rope: RopeConfig, max_position_embeddings: int) -> int:
+    """The longest sequence that a rotary embedding is made for."""
+    match rope.scaling:
+        case LinearScaling(factor=factor) | DynamicScaling(factor=factor):
+            return int(max_position_embeddings * factor)
+        case YarnScaling(factor=factor, original_max_len=original):
+            return max(max_position_embeddings, int(original * factor))
+        case _:
+            return max_position_embeddings
+
+
+def _rotated_size(parameters: Mapping[str, Any], head_size: int, may_be_partial: bool) -> int:
+    share = parameters.get("partial_rotary_factor")
+    share = 1.0 if share is None else _number(parameters, "partial_rotary_factor")
+    size = int(head_size * share)
+    if may_be_partial and share <= 1 and size > 0 and size % 2 == 0:
+        return size
+    if share == 1 and head_size % 2 == 0:
+        return head_size
+    raise UnsupportedModelError(
+        f"rotating a part of the head is not supported: head_dim={head_size}, "
+        f"partial_rotary_factor={shown(parameters.get('partial_rotary_factor'))}; the whole of an "
+        "even head_dim must be rotated"
+    )
+
+
+def _parameters(config: HFConfig) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`; before, there were `rope_scaling` and, beside it,
     `rope_theta`. With both, rope_scaling counts, as in transformers; it is what overrides set."""
     parameters: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         given = config.get(name)
         if not isinstance(given, Mapping | None):
-            raise CheckpointError(f"config.json: {name}={given!r} must be an object")
+            raise CheckpointError(f"config.json: {name}={shown(given)} must be an object")
         parameters |= _with_rope_type(name, given or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModelError(
@@ -101,10 +130,11 @@ def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         outside = config.get(name)
         if outside is None:
             continue
-        if parameters.setdefault(name, outside) != outside:
+        inside = parameters.setdefault(name, outside)
+        if inside is not outside and inside != outside:  # NaN is not even itself
             raise CheckpointError(
-                f"config.json: {name}={outside} contradicts rope_parameters, where it is "
-                f"{parameters[name]}; change both, or only the one in rope_parameters"
+                f"config.json: {name}={shown(outside)} contradicts rope_parameters, where it is "
+                f"{shown(inside)}; change both, or only the one in rope_parameters"
             )
     return parameters
 
@@ -118,7 +148,8 @@ def _with_rope_type(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     kind = parameters.get("rope_type") or older
     if kind != older:
         raise CheckpointError(
-            f"config.json: {name} has type={older!r}, which contradicts rope_type={kind!r}; "
+            f"config.json: {name} has type={shown(older)}, which contradicts "
+            f"rope_type={shown(kind)}; "
             "set rope_type"
         )
     return parameters | {"rope_type": kind}
@@ -131,9 +162,9 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        mscale, of_all = _number(parameters, "mscale"), _number(parameters, "mscale_all_dim")
+        return magnitude(mscale) / magnitude(of_all)
     return magnitude(1.0)
 
 
@@ -144,9 +175,18 @@ def _number(parameters: Mapping[str, Any], name: str, default: float | None = No
     if value is None:
         raise CheckpointError(f"config.json: rope parameter {name} is missing")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: rope parameter {name}={value!r} must be above zero")
+        raise CheckpointError(
+            f"config.json: rope parameter {name}={shown(value)} must be above zero"
+        )
+    lowest = _LOWEST_OF.get(name, _LOWEST)
+    if not lowest <= value <= _HIGHEST:
+        raise CheckpointError(
+            f"config.json: rope parameter {name}={shown(value)} must be at least {lowest} and at "
+            f"most {_HIGHEST}"
+        )
     return float(value)
 
 
-def _given(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {} if config.get(name) is None else {name: config[name]}
+def _given(config: HFConfig, name: str) -> dict[str, Any]:
+    value = config.get(name)
+    return {} if value is None else {name: value}

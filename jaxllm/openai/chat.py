@@ -4,8 +4,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from jaxllm.errors import ValidationError, refused
-from jaxllm.frontend.tokenizer import render_chat
-from jaxllm.messages import CompletionOutput, PromptType
+from jaxllm.frontend.tokenizer import TextLength, render_chat
+from jaxllm.messages import CompletionOutput, PromptType, TokensPrompt
 from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import ChatLogprobs, chat_logprobs
 from jaxllm.openai.message import MessageParser
@@ -45,6 +45,13 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
 
     def prompts(self, served: ServedModel) -> list[PromptType]:
         """The conversation, written out by the model's template."""
+        prompt = self.prompt(served, served.prompt_length(self.truncate_prompt_tokens))
+        if self.cache_salt is not None:
+            prompt["cache_salt"] = self.cache_salt
+        return [prompt]
+
+    def prompt(self, served: ServedModel, length: TextLength) -> TokensPrompt:
+        """The same, if it is no longer than some length."""
         if served.tokenizer is None:
             raise ValidationError(
                 "chat needs a tokenizer, but skip_tokenizer_init=True", parameter="messages"
@@ -62,7 +69,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         if len(self.chat_template or "") > MAX_TEMPLATE_CHARS:
             given = f"{len(self.chat_template or '')} characters"
             raise refused("chat_template", given, f"at most {MAX_TEMPLATE_CHARS} are allowed")
-        prompt = render_chat(
+        return render_chat(
             served.tokenizer,
             self.messages,
             chat_template=self.chat_template or served.chat_template,
@@ -74,10 +81,8 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
                 served.renderer.render,
                 is_foreign=is_foreign(self.chat_template, self.chat_template_kwargs),
             ),
+            length=length,
         )
-        if self.cache_salt is not None:
-            prompt["cache_salt"] = self.cache_salt
-        return [prompt]
 
     def sampling_params(self, served: ServedModel) -> SamplingParams:
         """By default an answer may be as long as the model recommends, or else the context has

@@ -91,7 +91,8 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         prompt: TextPrompt | TokensPrompt
         if isinstance(given, str):
             if self.add_special_tokens is False and served.tokenizer is not None:
-                ids = served.tokenizer.encode(given, add_special_tokens=False)
+                length = served.prompt_length(self.truncate_prompt_tokens)
+                ids = length.encode(served.tokenizer, given, add_special_tokens=False)
                 prompt = TokensPrompt(prompt=given, prompt_token_ids=ids)
             else:
                 prompt = TextPrompt(prompt=given)

@@ -9,6 +9,7 @@ import msgspec
 
 import jaxllm
 from jaxllm.frontend.chat_template import Renderer
+from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import NotFoundError
@@ -24,6 +25,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     default_params: SamplingParams  # of what a request does not say
     fingerprint: str  # of what answers depend on beside the request
+    max_model_len: int
     max_new_tokens: int | None = None  # no answer is longer, if the model recommends a bound
     chat_template: str | None = None  # in place of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
@@ -38,6 +40,7 @@ class ServedModel:
             tokenizer=engine.tokenizer,
             default_params=info.default_sampling_params,
             fingerprint=_fingerprint(info),
+            max_model_len=info.max_model_len,
             max_new_tokens=info.max_new_tokens,
             **options,
         )
@@ -56,6 +59,10 @@ class ServedModel:
         """The most tokens of an answer for which so many were asked; None is all that fit."""
         bounds = [n for n in (max_tokens, self.max_new_tokens) if n is not None]
         return min(bounds, default=None)
+
+    def prompt_length(self, truncate_prompt_tokens: int | None) -> PromptLength:
+        """How long the prompts of a request may be that says this."""
+        return PromptLength.of(self.max_model_len, truncate_prompt_tokens)
 
     def text_of(self, token_id: int) -> str:
         """The text of one token alone, as logprobs show it; without a tokenizer it has none."""

@@ -17,6 +17,8 @@ _HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 def renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError:
     """The same error with other names for fields."""
+    if type(error) is not ValidationError:
+        return error  # of another kind, which its status depends on
     message = str(error)
     for old, new in names.items():
         message = re.sub(rf"(?<![\w.]){old}(?==)", lambda _, new=new: new, message)

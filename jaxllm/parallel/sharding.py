@@ -5,6 +5,7 @@ derives the rest of a step, and puts the collectives where the cuts ask for them
 attention and one after the MLP of every layer.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,9 +49,9 @@ def partition_spec(axes: Axes) -> PartitionSpec:
     return PartitionSpec(*(_MESH_AXES[name] for name in axes))
 
 
-def is_cut(axes: Axes) -> bool:
-    """Whether each device has but a part of an array with these axes."""
-    return any(_MESH_AXES[name] for name in axes)
+def num_pieces(mesh: Mesh, axes: Axes) -> int:
+    """Into how many pieces an array with these axes is cut."""
+    return math.prod(mesh.shape[name] for name in partition_spec(axes) if name is not None)
 
 
 def place(shapes: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -17,7 +17,9 @@ from typing import Any
 import jax
 
 from jaxllm.errors import JaxLLMError, refused
+from jaxllm.files import parse_json
 from jaxllm.logging import init_logger
+from jaxllm.plural import counted
 from jaxllm.runner.identity import foreign_code, program_identity
 from jaxllm.runner.memory import format_bytes
 from jaxllm.runner.plan import EnginePlan
@@ -62,7 +64,7 @@ class BundleWriter:
         text = json.dumps(manifest, indent=1) + "\n"
         (self._directory / _MANIFEST).write_text(text, encoding="utf-8")
         size = sum(program["bytes"] for program in self._programs.values())
-        return f"{self._directory}: {len(self._programs)} programs, {format_bytes(size)}"
+        return f"{self._directory}: {counted(len(self._programs), 'program')}, {format_bytes(size)}"
 
 
 class Bundle:
@@ -71,7 +73,7 @@ class Bundle:
     def __init__(self, directory: Path):
         self._directory = directory
         try:
-            manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+            manifest = parse_json((directory / _MANIFEST).read_bytes())
             if manifest["format"] != _FORMAT:
                 raise BundleError(f"its format is {manifest['format']}, and {_FORMAT} is known")
             self._made_for: dict[str, str] = dict(manifest["made_for"])

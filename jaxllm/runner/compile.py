@@ -17,8 +17,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxllm_kernels.compat import without_source_locations
 
 from jaxllm.errors import OutOfMemoryError
+from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
+from jaxllm.plural import counted
 from jaxllm.runner.memory import format_bytes
+from jaxllm.runner.progress import CompileProgress
 
 logger = init_logger(__name__)
 
@@ -83,7 +86,8 @@ class CompileReport:
     def __str__(self) -> str:
         loaded = f", {self.num_loaded} from the bundle" if self.num_loaded else ""
         return (
-            f"{self.num_programs} programs in {self.seconds:.1f} s: {self.num_compiled} compiled, "
+            f"{counted(self.num_programs, 'program')} in {self.seconds:.1f} s: "
+            f"{self.num_compiled} compiled, "
             f"{self.cache_hits} from the compilation cache{loaded}; largest temporary "
             f"{format_bytes(self.largest_temp_bytes)}, code {format_bytes(self.code_bytes)}"
         )
@@ -114,8 +118,9 @@ class Programs:
     def __getitem__(self, key: Hashable) -> Any:
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._load(key) or self._compile(key, self._programs[key].lower())
+            compiled = self._load(key) or self._compile_now(key)
             self._compiled[key] = compiled
+            trim_heap()
         return compiled
 
     def compile_all(self) -> CompileReport:
@@ -126,13 +131,22 @@ class Programs:
         with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
             missing = [key for key in self._programs if key not in self._compiled]
             stored = dict(zip(missing, pool.map(self._load, missing), strict=True))
-            pending: dict[Hashable, Future] = {
-                key: pool.submit(self._compile, key, self._programs[key].lower())
-                for key in missing
-                if stored[key] is None
-            }
-            self._compiled |= stored | {key: future.result() for key, future in pending.items()}
+            num_there = len(self._programs) - sum(stored[key] is None for key in missing)
+            with CompileProgress(len(self._programs), num_there) as progress:
+
+                def compile(key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+                    with progress.compiling(key):
+                        return self._compile(key, lowered)
+
+                pending: dict[Hashable, Future] = {
+                    key: pool.submit(compile, key, self._programs[key].lower())
+                    for key in missing
+                    if stored[key] is None
+                }
+                fresh = {key: future.result() for key, future in pending.items()}
+            self._compiled |= stored | fresh
         num_stored = len(missing) - len(pending)
+        trim_heap()  # the compiler has needed much more than it leaves
         sizes = [compiled.memory_analysis() for compiled in self._compiled.values()]
         sizes = [size for size in sizes if size is not None]
         return CompileReport(
@@ -146,6 +160,16 @@ class Programs:
 
     def _load(self, key: Hashable) -> jax.stages.Compiled | None:
         return self._store.load(key) if self._store else None
+
+    def _compile_now(self, key: Hashable) -> jax.stages.Compiled:
+        """Somebody waits for it, who has not asked to compile at start."""
+        logger.info(
+            "compiling %s, now that it is needed; %d of %d programs are there",
+            key,
+            len(self._compiled),
+            len(self._programs),
+        )
+        return self._compile(key, self._programs[key].lower())
 
     def _compile(self, key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         before = compilation_counter.anew_here

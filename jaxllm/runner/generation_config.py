@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import ModelConfig
-from jaxllm.errors import CheckpointError, ValidationError
+from jaxllm.errors import CheckpointError, ValidationError, shown
+from jaxllm.files import read_json
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.weights.checkpoint import read_json
 
 # Field of generation_config.json -> field of SamplingParams.
 _FIELDS = {
@@ -38,7 +38,7 @@ def read_eos_token_ids(
             else:
                 continue
             raise CheckpointError(
-                f"{model_dir / file}: eos_token_id {token!r}: {problem}; correct the file"
+                f"{model_dir / file}: eos_token_id {shown(token)}: {problem}; correct the file"
             )
     return tuple(dict.fromkeys([*of_config, *added]))
 
@@ -84,4 +84,4 @@ def _source(config: ModelConfig, model_dir: Path) -> Path:
 
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if path.exists() else {}

@@ -1,5 +1,7 @@
 """What JAX has to be told by an engine, before any device is touched."""
 
+import importlib.metadata
+import importlib.util
 import os
 from pathlib import Path
 
@@ -16,13 +18,42 @@ _GPU_POOL_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # Without either.
 _GPU_POOL_DEFAULT = 0.75
 
+# Of the environment, on machines with TPUs.
+_TPU_NAMES = ("TPU_ACCELERATOR_TYPE", "TPU_NAME", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID")
+_GOOGLE = "0x1ae0"  # as a vendor of PCI devices
+
 
 def set_up_jax(config: EngineConfig) -> None:
     """First of all: planning for an accelerator compiles a step on it."""
+    leave_out_absent_tpu()
     if not any(os.environ.get(name) for name in _GPU_POOL_NAMES):
         # Weights, caches and what programs need all lie in the pool.
         os.environ[_GPU_POOL_NAMES[0]] = str(config.cache.gpu_memory_utilization)
     use_compilation_cache(config.compilation.compilation_cache_dir)
+
+
+def leave_out_absent_tpu() -> None:
+    """Keep JAX from trying a TPU that is not there: libtpu, which plans for TPUs need on any
+    machine, would raise several alarms.
+
+    Only where nobody has said which platforms to use, and no other accelerator can be tried.
+    """
+    is_decided = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if is_decided or importlib.util.find_spec("libtpu") is None or _may_have_tpu():
+        return
+    if not importlib.metadata.entry_points(group="jax_plugins"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _may_have_tpu() -> bool:
+    """Whether there is a sign of one: a device, or what machines with TPUs are told of them."""
+    if any(os.environ.get(name) for name in _TPU_NAMES):
+        return True
+    devices = Path("/dev")
+    if any(devices.glob("accel*")) or any(devices.glob("vfio/[0-9]*")):
+        return True
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    return any(vendor.read_text().strip() == _GOOGLE for vendor in vendors)
 
 
 def gpu_pool_share() -> float:

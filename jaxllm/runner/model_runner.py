@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
@@ -40,6 +41,7 @@ class PendingStep:
         self._outputs = outputs
         self._wants_logprobs = schedule.wants_logprobs
         self._wants_prompt_logprobs = schedule.prompt_targets is not None
+        self._wants_logits = schedule.wants_logits
         for array in jax.tree.leaves(self._wanted()):
             array.copy_to_host_async()
 
@@ -49,19 +51,22 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """Wait for the device and hand over numpy arrays."""
-        tokens, logprobs, prompt_logprobs = jax.tree.map(np.asarray, self._wanted())
+        tokens, logprobs, prompt_logprobs, logits = jax.tree.map(np.asarray, self._wanted())
         return StepResult(
             token_ids=tokens,
             logprobs=LogprobArrays(*logprobs) if logprobs else None,
             prompt_logprobs=LogprobArrays(*prompt_logprobs) if prompt_logprobs else None,
+            logits=logits,
         )
 
-    def _wanted(self) -> tuple[Any, Any, Any]:
+    def _wanted(self) -> tuple[Any, Any, Any, Any]:
+        """What is copied to the host; the rest stays on the device, and goes with the step."""
         outputs = self._outputs
         return (
             outputs.tokens,
-            _columns(outputs.logprobs) if self._wants_logprobs else None,
-            _columns(outputs.prompt_logprobs) if self._wants_prompt_logprobs else None,
+            outputs.logprobs if self._wants_logprobs else None,
+            outputs.prompt_logprobs if self._wants_prompt_logprobs else None,
+            outputs.logits if self._wants_logits else None,
         )
 
 
@@ -102,7 +107,7 @@ class ModelRunner:
         start = time.perf_counter()
         for admission in schedule.admissions:
             self._packer.admit(admission)
-            row = slot_row(admission, self._plan.num_logits)
+            row = slot_row(admission, self._plan.num_logits, self._plan.max_model_len)
             if row is not None:
                 self._model.write_slot(admission.slot, row)
         packed = self._packer.pack(schedule)
@@ -172,6 +177,7 @@ class ModelRunner:
             format_bytes(_local_bytes(states)),
             format_bytes(peak_host_bytes()),
         )
+        trim_heap()  # what was on its way from files to devices
         return self._placed(list(map(jax.tree.leaves, states)))
 
     def _placed(self, weights: list[list[jax.Array]]) -> list[list[jax.Array]]:
@@ -189,7 +195,3 @@ def _local_bytes(arrays: Any) -> int:
         * len(array.sharding.addressable_devices)
         for array in jax.tree.leaves(arrays)
     )
-
-
-def _columns(logprobs: Any) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    return logprobs and (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)

@@ -31,27 +31,34 @@ from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import ValidationError, refused
+from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
-from jaxllm.models.architecture import Architecture, read_architecture
-from jaxllm.models.decoder import DecoderForCausalLM
+from jaxllm.models.architecture import read_architecture
+from jaxllm.models.base import Model
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.parallel.sharding import sharding
+from jaxllm.models.specs import Architecture
+from jaxllm.parallel.sharding import TENSOR, num_pieces, sharding
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.generation_config import (
     read_default_sampling_params,
     read_eos_token_ids,
     read_max_new_tokens,
 )
-from jaxllm.runner.memory import format_bytes, size_kv_cache
-from jaxllm.runner.stage_plan import StagePlan, activation_bytes, check_num_stages, stage_meshes
+from jaxllm.runner.memory import size_kv_cache
+from jaxllm.runner.stage_plan import (
+    StagePlan,
+    activation_bytes,
+    check_num_stages,
+    sampling_bytes,
+    stage_meshes,
+)
 from jaxllm.sampling.logits_processor import load_logits_processors
-from jaxllm.sampling.slot_state import SlotState
-from jaxllm.sampling_params import SamplingParams
-from jaxllm.weights.checkpoint import read_json, resolve_model_dir
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
+from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
 
 logger = init_logger(__name__)
@@ -84,7 +91,7 @@ class EnginePlan:
     model_name: str
     model_dir: Path
     architecture: Architecture
-    model_class: type[DecoderForCausalLM]
+    model_class: type[Model]
     chip: Chip
     dtype: Any
     load_format: Literal["auto", "safetensors", "dummy"]
@@ -110,6 +117,16 @@ class EnginePlan:
     program_bundle: Path | None = None
 
     @property
+    def step_logprobs(self) -> int:
+        """How many logprobs a step computes for a position at most."""
+        return min(self.max_logprobs, MAX_STEP_LOGPROBS)
+
+    @property
+    def leaves_logits(self) -> bool:
+        """Whether steps leave their logits, for those who may ask for more logprobs."""
+        return self.max_logprobs > MAX_STEP_LOGPROBS
+
+    @property
     def blocks_per_seq(self) -> int:
         return cdiv(self.max_model_len, self.block_size)
 
@@ -127,12 +144,12 @@ class EnginePlan:
         """Of the device that has most."""
         return max(stage.kv_cache_bytes for stage in self.stages)
 
-    def abstract_model(self, stage: StagePlan) -> DecoderForCausalLM:
+    def abstract_model(self, stage: StagePlan) -> Model:
         """What a stage has of the model, with shapes in place of weights."""
         model = self.model_class.abstract(
-            self.architecture, self.dtype, stage.mesh.size, stage.part
+            self.architecture, self.dtype, stage.mesh.shape[TENSOR], stage.part
         )
-        for _, module in nnx.iter_modules(model):
+        for _, module in nnx.iter_graph(model):
             if isinstance(module, Product):
                 # CPUs are slow at products of 16-bit results.
                 rounds = isinstance(module, Linear) and module.bias is None
@@ -155,22 +172,6 @@ class EnginePlan:
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-        )
-
-    def summary(self) -> str:
-        """The decisions in a few lines, logged at start."""
-        arch = self.architecture
-        tokens = self.num_blocks * self.block_size
-        stages = f" in {len(self.stages)} stages" if len(self.stages) > 1 else ""
-        return (
-            f"{arch.name}, {arch.num_layers} layers{stages}, {jnp.dtype(self.dtype).name} on "
-            f"{self.chip.name}; weights {format_bytes(self.weights_bytes)}; attention "
-            f"{self.attention.name!r}{', native products' if self.matmul is not XLA else ''}\n"
-            f"KV cache {format_bytes(self.kv_cache_bytes)}: {self.num_blocks} blocks of "
-            f"{self.block_size} = {tokens} tokens, room for {tokens // self.max_model_len} "
-            f"requests of max_model_len={self.max_model_len} "
-            f"(max_num_seqs={self.max_num_seqs})\n"
-            f"{len(self.buckets)} programs: {', '.join(map(str, self.buckets))}"
         )
 
 
@@ -204,7 +205,7 @@ def make_plan(
     """
     devices = jax.devices() if devices is None else devices
     meshes = stage_meshes(devices, config.parallel)
-    num_shards = meshes[0].size
+    num_shards = meshes[0].shape[TENSOR]
     # One of those that this process can ask about itself, if any is.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     model = config.model
@@ -223,7 +224,7 @@ def make_plan(
     )
     block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
 
-    _check_divisible(architecture, num_shards)
+    architecture.check(num_shards)
     check_num_stages(len(meshes), architecture.num_layers)
     parts = split_model(architecture.num_layers, len(meshes))
     in_parts = [model_class.abstract(architecture, dtype, num_shards, part) for part in parts]
@@ -253,7 +254,8 @@ def make_plan(
                     _cache_shape(attention, c, num_blocks, block_size, dtype, mesh)
                     for c in abstract.attention_configs
                 ),
-                weights_bytes=weights_bytes(abstract, mesh.size),
+                attention_configs=abstract.attention_configs,
+                weights_bytes=weights_bytes(abstract, mesh),
             )
             for index, (part, mesh, abstract) in enumerate(
                 zip(parts, meshes, in_parts, strict=True)
@@ -263,10 +265,15 @@ def make_plan(
     vocab_size = architecture.vocab_size
     max_logprobs = model.max_logprobs
     max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
-    slots = SlotState.abstract(max_num_seqs, num_logits // num_shards)
-    # Sampler state; and logprobs, an id and a value each, of the steps running and the next.
-    sampler_bytes = sum(map(_nbytes, jax.tree.leaves(slots)))
-    sampler_bytes += (1 + len(meshes)) * max_num_batched_tokens * (1 + max_logprobs) * 8
+    sampler_bytes = sampling_bytes(
+        meshes[-1],
+        len(meshes),
+        num_tokens=max_num_batched_tokens,
+        num_rows=max_num_seqs,
+        num_logits=num_logits,
+        max_logprobs=max_logprobs,
+        max_model_len=max_model_len,
+    )
     num_blocks = min(
         size_kv_cache(
             config.cache,
@@ -283,7 +290,7 @@ def make_plan(
             blocks_per_seq=cdiv(max_model_len, block_size),
             max_num_seqs=max_num_seqs,
             device=stage.mesh.devices.flat[0],
-            num_devices=num_shards * len(meshes) * config.parallel.data_parallel_size,
+            num_devices=sum(mesh.size for mesh in meshes) * config.parallel.data_parallel_size,
             program_bytes=program_bytes[stage.index] if program_bytes is not None else None,
         )
         for stage in plan_stages(num_blocks=1)
@@ -324,28 +331,6 @@ def make_plan(
         max_new_tokens=read_max_new_tokens(model, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
     )
-
-
-def _check_divisible(architecture: Architecture, num_shards: int) -> None:
-    """Every shard must have as much as every other."""
-    for name, size in (
-        ("num_attention_heads", architecture.num_heads),
-        ("intermediate_size", architecture.intermediate_size),
-    ):
-        if size % num_shards:
-            raise ValidationError(
-                f"tensor_parallel_size={num_shards} does not divide the model's {name}={size}",
-                parameter="tensor_parallel_size",
-                value=num_shards,
-            )
-    few, many = sorted((architecture.num_kv_heads, num_shards))
-    if many % few:
-        raise ValidationError(
-            f"tensor_parallel_size={num_shards} is neither a divisor nor a multiple of the model's "
-            f"num_key_value_heads={architecture.num_kv_heads}",
-            parameter="tensor_parallel_size",
-            value=num_shards,
-        )
 
 
 def _load_native_kernels(config: EngineConfig, chip: Chip, dtype: Any) -> Library | NoLibrary:
@@ -480,13 +465,10 @@ def _cache_shape(
     shard = attention.cache_shape(
         config, num_blocks=num_blocks, block_size=block_size, dtype=jnp.dtype(dtype)
     )
-    axis = attention.cache_head_axis
+    axis, axes = attention.cache_head_axis, cache_axes(attention)
+    heads = shard.shape[axis] * num_pieces(mesh, axes)
     return jax.ShapeDtypeStruct(
-        (*shard.shape[:axis], shard.shape[axis] * mesh.size, *shard.shape[axis + 1 :]),
+        (*shard.shape[:axis], heads, *shard.shape[axis + 1 :]),
         shard.dtype,
-        sharding=sharding(mesh, cache_axes(attention)),
+        sharding=sharding(mesh, axes),
     )
-
-
-def _nbytes(shape: jax.ShapeDtypeStruct) -> int:
-    return shape.size * shape.dtype.itemsize

@@ -17,9 +17,9 @@ from jaxllm.runner.compile import Program
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.stage_plan import StagePlan
+from jaxllm.runner.stage_plan import StagePlan, logits_sharding
 from jaxllm.runner.state import DeviceState, abstract_tokens
-from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
+from jaxllm.runner.step import ModelSpec, StepOutputs, make_step, update_block_tables
 from jaxllm.sampling.slot_state import SlotRow, write_slot
 from jaxllm.weights.loader import abstract_weights
 
@@ -56,6 +56,11 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
     return plan.stages[key.stage if isinstance(key, StageKey) else 0]
 
 
+def num_programs(plan: EnginePlan) -> int:
+    """How many are declared: steps of every shape, and those beside them, of each stage."""
+    return sum(len(plan.buckets) + 2 + stage.part.has_head for stage in plan.stages)
+
+
 def declare_programs(
     plan: EnginePlan, layouts: Mapping[Bucket, InputLayout]
 ) -> dict[Hashable, Program]:
@@ -76,6 +81,7 @@ def declare_stage_programs(
     weights, state = abstract_weights(model, stage.mesh), DeviceState.abstract(plan, stage)
     everywhere = sharding(stage.mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
+    left = _outputs_shardings(plan, stage) if stage.part.has_head else everywhere
 
     def program(name: str, function: Callable[..., Any], *arguments: Any, **how: Any) -> Program:
         return Program(
@@ -100,7 +106,7 @@ def declare_stage_programs(
             place(layout.abstract(), everywhere),
             *_arriving(plan, stage, bucket),
             donate=(1,),
-            out_shardings=(kept, everywhere),
+            out_shardings=(kept, left),
         )
         for bucket, layout in reversed(list(layouts.items()))
     }
@@ -120,11 +126,19 @@ def declare_stage_programs(
             _write_slot,
             state,
             place(jax.ShapeDtypeStruct((), np.int32), everywhere),
-            place(SlotRow.abstract(plan.num_logits), everywhere),
+            place(SlotRow.abstract(plan.num_logits, plan.max_model_len), everywhere),
             donate=(0,),
             out_shardings=kept,
         )
     return programs
+
+
+def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
+    everywhere: Any = sharding(stage.mesh)
+    logits: Any = logits_sharding(stage.mesh) if plan.leaves_logits else None
+    return StepOutputs(
+        tokens=everywhere, logprobs=everywhere, prompt_logprobs=everywhere, logits=logits
+    )
 
 
 def _arriving(

@@ -1,7 +1,6 @@
 """What a plan comes to on a device, found by compiling it: memory, programs, and bounds on time
 (see `roofline`)."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -9,12 +8,19 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxllm.parallel.sharding import TENSOR
 from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.hlo import collectives, whole_array_copies
 from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.programs import declare_stage_programs, make_packer, program_key
+from jaxllm.runner.programs import (
+    declare_stage_programs,
+    make_packer,
+    num_programs,
+    program_key,
+)
+from jaxllm.runner.progress import CompileProgress
 from jaxllm.runner.roofline import Bound, Roofline
-from jaxllm.runner.stage_plan import StagePlan, activation_bytes
+from jaxllm.runner.stage_plan import StagePlan, activation_bytes, device_bytes
 from jaxllm.runner.state import DeviceState
 
 
@@ -109,32 +115,32 @@ def report_plan(
     *,
     context: int,
     all_programs: bool = True,
-    on_program: Callable[[str], None] = lambda name: None,
     on_compiled: Callable[[Hashable, jax.stages.Compiled], None] = lambda key, compiled: None,
 ) -> PlanReport:
     """Compile the programs of a plan, or the largest of each kind, for every stage, and let the
     caller see each. Rows have `context` tokens in the bounds."""
     layouts = make_packer(plan).layouts
+    wanted = None if all_programs else _largest_buckets(plan)
+    total = num_programs(plan) if wanted is None else len(wanted) * len(plan.stages)
     stages, programs = [], []
-    for stage in plan.stages:
-        declared = declare_stage_programs(plan, stage, layouts)
-        num_programs = len(declared)
-        if not all_programs:
-            decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
-            mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
-            declared = {bucket: declared[bucket] for bucket in (decodes[-1], mixed[-1])}
-        compiled = []
-        for key, program in declared.items():
-            name = program_key(stage, key)
-            on_program(str(name))
-            start = time.perf_counter()
-            executable = program.compile(program.lower())
-            seconds = time.perf_counter() - start
-            on_compiled(name, executable)
-            arrays = [a for a in jax.tree.leaves(program.arguments[:2]) if a.dtype == plan.dtype]
-            compiled.append(_report_program(plan, stage, key, executable, seconds, arrays, context))
-        programs += compiled
-        stages.append(_report_stage(plan, stage, compiled, num_programs))
+    with CompileProgress(total) as progress:
+        for stage in plan.stages:
+            declared = declare_stage_programs(plan, stage, layouts)
+            compiled = []
+            for key in declared if wanted is None else wanted:
+                program, name = declared[key], program_key(stage, key)
+                with progress.compiling(name):
+                    start = time.perf_counter()
+                    executable = program.compile(program.lower())
+                    seconds = time.perf_counter() - start
+                on_compiled(name, executable)
+                arguments = jax.tree.leaves(program.arguments[:2])
+                arrays = [array for array in arguments if array.dtype == plan.dtype]
+                compiled.append(
+                    _report_program(plan, stage, key, executable, seconds, arrays, context)
+                )
+            programs += compiled
+            stages.append(_report_stage(plan, stage, compiled, len(declared)))
     fullest = max(stages, key=lambda stage: stage.used_bytes)
     num_rows = min(plan.max_num_seqs, plan.num_blocks * plan.block_size // context)
     rows_of_step = num_rows / min(len(plan.stages), max(num_rows, 1))
@@ -164,6 +170,13 @@ def report_plan(
         pace=pace,
         programs=programs,
     )
+
+
+def _largest_buckets(plan: EnginePlan) -> tuple[Bucket, Bucket]:
+    """Of decodes alone, and of steps with prompts in them."""
+    decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
+    mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
+    return decodes[-1], mixed[-1]
 
 
 def _report_program(
@@ -211,7 +224,7 @@ def _report_stage(
         num_devices=stage.mesh.size,
         weights_bytes=stage.weights_bytes,
         kv_cache_bytes=stage.kv_cache_bytes,
-        state_bytes=sum(map(_shard_bytes, beside_caches))
+        state_bytes=sum(map(device_bytes, beside_caches))
         + activation_bytes(
             stage,
             len(plan.stages),
@@ -230,7 +243,8 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
     chip, arch = plan.chip, plan.architecture
     if not chip.hbm_bytes_per_second:
         return None
-    part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.size
+    part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.shape[TENSOR]
+    attentions = stage.attention_configs
     # The embedding is a table in which rows are looked up; as a head it is a matrix, for rows only.
     embedding = plan.num_logits * arch.hidden_size / num_shards
     # Sums over the devices: of the looked-up rows, and after the attention and MLP of each layer.
@@ -249,11 +263,9 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         flops_per_row=2 * head,
         kv_bytes_per_token=stage.kv_cache_bytes
         / (plan.num_blocks * plan.block_size)
-        / len(part.layers),
-        flops_per_attended=4 * arch.num_heads / num_shards * arch.head_size,
-        layers_by_window=tuple(
-            sorted(Counter(arch.layer_windows[layer] or 0 for layer in part.layers).items())
-        ),
+        / len(attentions),
+        flops_per_attended=sum(4 * c.num_heads * c.head_size for c in attentions) / len(attentions),
+        layers_by_window=tuple(sorted(Counter(c.sliding_window or 0 for c in attentions).items())),
         sent_bytes_per_token=num_sums * arch.hidden_size * itemsize * sent_per_byte,
         link_bytes_per_second=chip.link_bytes_per_second,
     )
@@ -269,8 +281,3 @@ def step_bound(
         return None
     num_bytes, num_flops = line.attention(num_tokens / max(num_rows, 1), context)
     return line.bound(num_tokens, num_rows, (num_rows * num_bytes, num_rows * num_flops))
-
-
-def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    assert leaf.sharding is not None, leaf
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

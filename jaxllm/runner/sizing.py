@@ -17,6 +17,7 @@ from jaxllm.runner.bundle import open_bundle, warn
 from jaxllm.runner.memory import format_bytes
 from jaxllm.runner.plan import EnginePlan, make_plan
 from jaxllm.runner.programs import declare_stage_programs, make_packer
+from jaxllm.runner.progress import CompileProgress
 from jaxllm.runner.stage_plan import StagePlan
 
 logger = init_logger(__name__)
@@ -33,7 +34,11 @@ def plan_engine(config: EngineConfig, devices: Sequence[Device] | None = None) -
     plan = make_plan(config, devices)
     if plan.chip.platform == "cpu" or _says_how_large(config.cache):
         return plan
-    program_bytes = [_program_bytes(plan, stage) for stage in plan.stages]
+    program_bytes = []
+    with CompileProgress(len(plan.stages)) as progress:
+        for stage in plan.stages:
+            with progress.compiling("the largest, to see what memory it leaves"):
+                program_bytes.append(_program_bytes(plan, stage))
     logger.info("programs need up to %s beside weights and cache", format_bytes(max(program_bytes)))
     return make_plan(config, devices, program_bytes=program_bytes)
 

@@ -4,17 +4,22 @@ Without pipeline parallelism there is one stage, which is the whole model. With 
 through the stages one after the other, and each has another step to run while this one is away.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxllm_kernels.platform import Device
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.models.part import ModelPart
-from jaxllm.parallel.sharding import make_mesh
+from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
+from jaxllm.plural import counted
+from jaxllm.sampling.slot_state import SlotState
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +29,27 @@ class StagePlan:
     index: int
     part: ModelPart
     mesh: Mesh
-    cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # of its layers
+    cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # of its attentions, over all devices
+    attention_configs: tuple[AttentionConfig, ...]  # of one device
     weights_bytes: int  # of one device
 
     @property
     def kv_cache_bytes(self) -> int:
         """Of one device."""
-        num_bytes = sum(shape.size * shape.dtype.itemsize for shape in self.cache_shapes)
-        return num_bytes // self.mesh.size
+        return sum(map(device_bytes, self.cache_shapes))
+
+
+def device_bytes(array: jax.ShapeDtypeStruct) -> int:
+    """What an array takes on each device that it lies on."""
+    assert array.sharding is not None, array
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def stage_meshes(devices: Sequence[Device], parallel: ParallelConfig) -> list[Mesh]:
     """A mesh for each stage: neighbours, in the order of the devices."""
     size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    what = f"there are {len(devices)} devices ({devices[0].device_kind})"
+    is_there = "there is" if len(devices) == 1 else "there are"
+    what = f"{is_there} {counted(len(devices), 'device')} ({devices[0].device_kind})"
     if size > len(devices):
         raise ValidationError(
             f"tensor_parallel_size={size}, but {what}; lower it",
@@ -71,3 +83,32 @@ def activation_bytes(
     way has those that come in and those that go out."""
     num_sides = (not stage.part.embeds) + (not stage.part.has_head)
     return num_sides * (num_stages + 1) * num_tokens * hidden_size * itemsize
+
+
+def logits_sharding(mesh: Mesh) -> NamedSharding:
+    """Where a step leaves its logits, f32 [R, V]: as they are computed, each device with its part
+    of the vocabulary. Where devices belong to several processes, on all: each has to read them."""
+    return sharding(mesh, () if mesh.is_multi_process else (None, "vocab"))
+
+
+def sampling_bytes(
+    mesh: Mesh,
+    num_stages: int,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    num_logits: int,
+    max_logprobs: int,
+    max_model_len: int,
+) -> int:
+    """What sampling keeps on each device: the state of the slots; and what the steps under way, and
+    the next one, leave for the host."""
+    of_device = num_logits // num_pieces(mesh, ("vocab",))
+    tables = jax.tree.leaves(SlotState.abstract(num_rows, of_device, max_model_len))
+    in_slots = sum(table.size * table.dtype.itemsize for table in tables)
+    # An id and a value of each logprob, a rank and a normaliser of each position.
+    of_position = 8 * (1 + min(max_logprobs, MAX_STEP_LOGPROBS)) + 8
+    of_step = (num_tokens + num_rows) * of_position
+    if max_logprobs > MAX_STEP_LOGPROBS:
+        of_step += 4 * math.prod(logits_sharding(mesh).shard_shape((num_rows, num_logits)))
+    return in_slots + (1 + num_stages) * of_step

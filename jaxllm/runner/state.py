@@ -14,15 +14,14 @@ from jaxllm.runner.stage_plan import StagePlan
 from jaxllm.sampling.slot_state import SlotState
 
 
-def abstract_slots(mesh: Mesh, num_slots: int, num_logits: int) -> SlotState:
+def abstract_slots(plan: EnginePlan, mesh: Mesh) -> SlotState:
     """Shapes and places of the sampler's tables."""
-    tables = SlotState.abstract(num_slots, num_logits)
+    tables = SlotState.abstract(plan.max_num_seqs, plan.num_logits, plan.max_model_len)
     return dataclasses.replace(
         tables,
         **{
             field.name: place(
-                getattr(tables, field.name),
-                sharding(mesh, SlotState.AXES.get(field.name, ())),
+                getattr(tables, field.name), sharding(mesh, SlotState.AXES.get(field.name, ()))
             )
             for field in dataclasses.fields(SlotState)
         },
@@ -51,7 +50,7 @@ class DeviceState:
             "caches": stage.cache_shapes,
             "tokens": abstract_tokens(plan, stage) if samples else None,
             "block_tables": place(tables, sharding(stage.mesh)),
-            "slots": abstract_slots(stage.mesh, slots, plan.num_logits) if samples else None,
+            "slots": abstract_slots(plan, stage.mesh) if samples else None,
         }
         return cls(**shapes)
 

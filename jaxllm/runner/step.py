@@ -21,14 +21,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
-from jaxllm.layers.attention import AttentionContext
+from jaxllm.layers.context import StepContext
+from jaxllm.models.base import Model
 from jaxllm.runner.inputs import InputLayout, StepInputs
 from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.stage_plan import StagePlan
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling import row_params
-from jaxllm.sampling.sampler import LogprobOutput, sample, token_logprobs
-from jaxllm.scheduler.schedule import CARRIED_TOKEN
+from jaxllm.sampling.choose import most_likely
+from jaxllm.sampling.logprobs import LogprobOutput, token_logprobs
+from jaxllm.sampling.sampler import sample
+from jaxllm.scheduler.schedule import CARRIED_TOKEN, NO_TOKEN
 
 # Prompt logprobs are computed for this many positions at a time: their logits are large.
 _PROMPT_LOGPROB_CHUNK = 64
@@ -39,9 +42,12 @@ _PROMPT_LOGPROB_CHUNK = 64
 class StepOutputs:
     """What a step leaves for the host, by row (padding rows included)."""
 
-    tokens: jax.Array  # i32 [R]
+    tokens: jax.Array  # i32 [R]; NO_TOKEN where the logits were no numbers
     logprobs: LogprobOutput  # [R, 1 + k]; zeros when no row asked
     prompt_logprobs: LogprobOutput | None  # [T, 1 + k]; mixed steps only
+    # f32 [R, V], after each row's last token; only if requests may ask for more than k logprobs.
+    # It costs nothing to leave it, and it stays on the device unless a row did ask.
+    logits: jax.Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class ModelSpec:
     treedef: Any
 
     @classmethod
-    def of(cls, model: nnx.Module) -> "ModelSpec":
+    def of(cls, model: Model) -> "ModelSpec":
         """Take the weights out of a model, concrete or abstract."""
         graphdef, state = nnx.split(model)
         return cls(graphdef, jax.tree.structure(state))
@@ -86,7 +92,7 @@ def make_step(
             block_size=plan.block_size,
             decode_only=layout.bucket.decode_only,
         )
-        context = AttentionContext(
+        context = StepContext(
             batch=batch,
             prepared=plan.attention.prepare(
                 batch, model.attention_configs, num_tokens=layout.bucket.num_tokens
@@ -115,16 +121,18 @@ def _sample(
     assert state.tokens is not None and state.slots is not None
     with jax.named_scope("sample"):
         last = jnp.where(inputs.context_lens > 0, inputs.query_starts[1:] - 1, len(hidden))
+        # Padding rows are zeros here, too.
+        logits = model.compute_logits(hidden.at[last].get(mode="fill", fill_value=0))
+        params = row_params.decode(inputs.row_params, plan.logits_processors)
         sampled = sample(
-            # Padding rows are zeros here, too.
-            model.compute_logits(hidden.at[last].get(mode="fill", fill_value=0)),
-            row_params.decode(inputs.row_params, plan.logits_processors),
+            logits,
+            params,
             slots=inputs.slots,
             samples=inputs.samples,
             output_index=inputs.output_index,
             positions=inputs.context_lens,
             state=state.slots,
-            max_logprobs=plan.max_logprobs,
+            num_logprobs=plan.step_logprobs,
             processors=plan.logits_processors,
             vocab_size=plan.architecture.vocab_size,
         )
@@ -134,9 +142,15 @@ def _sample(
     )
     prompt_logprobs = None
     if inputs.prompt_targets is not None:
-        prompt_logprobs = _prompt_logprobs(model, hidden, inputs.prompt_targets, plan.max_logprobs)
+        wants_more = jnp.any((params.flags & row_params.MORE_PROMPT_LOGPROBS) != 0)
+        prompt_logprobs = _prompt_logprobs(
+            model, hidden, inputs.prompt_targets, k=plan.step_logprobs, wants_more=wants_more
+        )
     return new_state, StepOutputs(
-        tokens=sampled.tokens, logprobs=sampled.logprobs, prompt_logprobs=prompt_logprobs
+        tokens=jnp.where(sampled.is_valid, sampled.tokens, NO_TOKEN),
+        logprobs=sampled.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logits=logits if plan.leaves_logits else None,
     )
 
 
@@ -160,7 +174,7 @@ def _positions(inputs: StepInputs) -> jax.Array:
 
 
 def _prompt_logprobs(
-    model: Any, hidden: jax.Array, targets: jax.Array, max_logprobs: int
+    model: Any, hidden: jax.Array, targets: jax.Array, *, k: int, wants_more: jax.Array
 ) -> LogprobOutput:
     """Logprobs of the prompt token that follows each position, if any row asked for them."""
     tokens = len(targets)
@@ -170,7 +184,8 @@ def _prompt_logprobs(
         # A gather and no slice: XLA:GPU keeps loops that slice out of its command buffers.
         places = jnp.minimum(first + jnp.arange(chunk, dtype=jnp.int32), tokens - 1)
         chosen = jnp.maximum(targets[places], 0)
-        return token_logprobs(model.compute_logits(hidden[places]), chosen, max_logprobs)
+        logits = model.compute_logits(hidden[places])
+        return token_logprobs(logits, chosen, most_likely(logits), k=k, wants_more=wants_more)
 
     def compute() -> LogprobOutput:
         out = jax.lax.map(one_chunk, jnp.arange(0, tokens, chunk, dtype=jnp.int32))

@@ -12,6 +12,7 @@ import jax
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.logging import init_logger
+from jaxllm.plural import counted
 from jaxllm.runner.compile import CompileReport, Programs
 from jaxllm.runner.jax_setup import set_up_jax
 from jaxllm.runner.memory import format_bytes
@@ -19,6 +20,7 @@ from jaxllm.runner.plan import replica_devices
 from jaxllm.runner.program_store import ProgramStore
 from jaxllm.runner.programs import declare_programs, make_packer
 from jaxllm.runner.sizing import plan_engine
+from jaxllm.runner.summary import summary
 
 logger = init_logger(__name__)
 
@@ -36,7 +38,7 @@ class WarmupReport:
         return "\n".join(
             [
                 *map(str, self.replicas),
-                f"compilation cache {self.cache_dir}: {self.num_files} files, "
+                f"compilation cache {self.cache_dir}: {counted(self.num_files, 'file')}, "
                 f"{format_bytes(self.num_bytes)}",
             ]
         )
@@ -66,7 +68,7 @@ def warm_up(config: EngineConfig) -> WarmupReport:
     replicas = []
     for replica in range(config.parallel.data_parallel_size):
         plan = plan_engine(config, replica_devices(config, replica))
-        logger.info("plan: %s", plan.summary())
+        logger.info("plan: %s", summary(plan))
         declared = declare_programs(plan, make_packer(plan).layouts)
         programs = Programs(declared, store=ProgramStore.of(plan))
         replicas.append(programs.compile_all())

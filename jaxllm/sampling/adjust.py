@@ -14,7 +14,7 @@ from jaxllm.errors import ValidationError
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.sampling.row_params import RowParams
-from jaxllm.sampling.slot_state import NO_TOKEN, PROMPT_BIT, SlotState
+from jaxllm.sampling.slot_state import MAX_COUNT, NO_TOKEN, WORD_BITS, SlotState
 
 
 def adjust_logits(
@@ -38,7 +38,8 @@ def adjust_logits(
         return (flags & flag) != 0
 
     too_early = has(row_params.MIN_TOKENS) & (output_index < params.min_tokens)
-    biased = _in_rows(has(row_params.LOGIT_BIAS), _add_bias, logits, state, slots)
+    logits = _in_rows(has(row_params.LOGIT_BIAS), _add_bias, logits, state, slots)
+    biased = _in_rows(has(row_params.ALLOWED_IDS), _mask_others, logits, state, slots)
     logits = _in_rows(has(row_params.BAD_WORDS), _ban_words, biased, state, slots)
     logits = _in_rows(too_early, _hold_back_stop_ids, logits, state, slots)
     for index, processor in enumerate(processors):
@@ -47,7 +48,8 @@ def adjust_logits(
         apply = functools.partial(_apply, processor, vocab_size)
         logits = _in_rows(uses, apply, logits, values, output_index)
     logits = _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params)
-    some_left = jnp.any(logits > -jnp.inf, axis=1, keepdims=True)
+    # NaN is no token less: a row that has any is not valid, and must not look as if it were.
+    some_left = jnp.any(logits != -jnp.inf, axis=1, keepdims=True)
     return jnp.where(some_left, logits, biased)
 
 
@@ -68,7 +70,17 @@ def _of_rows(table: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def _add_bias(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
-    return logits + _of_rows(state.logit_bias, slots)
+    rows = jnp.arange(len(logits))[:, None]
+    token_ids = _skipped(_of_rows(state.biased_ids, slots), logits)
+    return logits.at[rows, token_ids].add(_of_rows(state.biases, slots), mode="drop")
+
+
+def _mask_others(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
+    """Set all tokens but the allowed ones to -inf."""
+    words = _of_rows(state.allowed_bits, slots)
+    bits = (words[:, :, None] >> jnp.arange(WORD_BITS, dtype=words.dtype)) & 1
+    allowed = bits.reshape(len(logits), -1)[:, : logits.shape[1]] != 0
+    return jnp.where(allowed, logits, -jnp.inf)
 
 
 def _ban_words(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
@@ -86,10 +98,13 @@ def _hold_back_stop_ids(logits: jax.Array, state: SlotState, slots: jax.Array) -
 
 def _mask_tokens(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Set the tokens of each row, i32 [R, n] with NO_TOKEN to skip, to -inf."""
-    rows, vocab_size = logits.shape
-    # An index of -1 would mean the last token.
-    token_ids = jnp.where(token_ids == NO_TOKEN, vocab_size, token_ids)
-    return logits.at[jnp.arange(rows)[:, None], token_ids].set(-jnp.inf, mode="drop")
+    rows = jnp.arange(len(logits))[:, None]
+    return logits.at[rows, _skipped(token_ids, logits)].set(-jnp.inf, mode="drop")
+
+
+def _skipped(token_ids: jax.Array, logits: jax.Array) -> jax.Array:
+    """Token ids with NO_TOKEN out of range: -1 would mean the last token."""
+    return jnp.where(token_ids == NO_TOKEN, logits.shape[1], token_ids)
 
 
 def _apply(
@@ -117,10 +132,19 @@ def _apply(
 def _penalize(
     logits: jax.Array, state: SlotState, slots: jax.Array, params: RowParams
 ) -> jax.Array:
-    counts = _of_rows(state.token_counts, slots)
-    num_output = counts & (PROMPT_BIT - 1)
+    counts = _of_rows(state.token_counts, slots).astype(jnp.int32)
+    num_output = _add_rounds(counts & MAX_COUNT, state, slots)
     repetition = params.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(counts != 0, repeated, logits)
+    logits = jnp.where((counts < 0) | (num_output > 0), repeated, logits)
     logits -= params.frequency[:, None] * num_output
     return logits - params.presence[:, None] * (num_output > 0)
+
+
+def _add_rounds(num_output: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
+    """Counts [R, V] with those that no longer fit in a slot's table of counts."""
+    if state.full_rounds is None:
+        return num_output
+    rounds = _skipped(_of_rows(state.full_rounds, slots), num_output)
+    rows = jnp.arange(len(num_output))[:, None]
+    return num_output.at[rows, rounds].add(MAX_COUNT + 1, mode="drop")

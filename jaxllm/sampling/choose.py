@@ -5,6 +5,8 @@ three times as fast on CPU as XLA's own; a draw needs sums of blocks and two ran
 where the usual Gumbel noise needs a random number for every token.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxllm_kernels.common import round_up
@@ -16,11 +18,22 @@ _BLOCK = 128
 _LARGEST = jnp.finfo(jnp.float32).max
 
 
-def most_likely(logits: jax.Array) -> jax.Array:
-    """The arg-max of each row of f32 [R, V]; the first of equals."""
+class MostLikely(NamedTuple):
+    """The most likely token of each row."""
+
+    tokens: jax.Array  # i32 [R]; the first of equals
+    # f32 [R]: theirs, which are the largest; infinite where any logit of the row is that or NaN.
+    logits: jax.Array
+
+
+def most_likely(logits: jax.Array) -> MostLikely:
+    """The arg-max of each row of f32 [R, V], and the maximum."""
     blocks = _blocks(logits, fill=-jnp.inf)
-    block = jnp.argmax(jnp.max(blocks, axis=2), axis=1)
-    return _token(block, jnp.argmax(_block_of(blocks, block), axis=1))
+    # Not NaN itself, which a maximum drops or keeps as the compiler likes.
+    largest = jnp.max(jnp.where(blocks < jnp.inf, blocks, jnp.inf), axis=2)
+    block = jnp.argmax(largest, axis=1)
+    tokens = _token(block, jnp.argmax(_block_of(blocks, block), axis=1))
+    return MostLikely(tokens, jnp.max(largest, axis=1))
 
 
 def draw(

@@ -1,31 +1,64 @@
-"""Log probabilities of tokens, for those who ask: of sampled tokens and of prompt tokens."""
+"""Log probabilities of tokens, for those who ask: of sampled tokens and of prompt tokens.
+
+A step computes up to MAX_STEP_LOGPROBS of them for a position, and only as many as some row of it
+wants. Each value is a logit less the row's normaliser, and neither depends on how many are wanted:
+what a row gets is the same to the last bit whatever its neighbours ask for.
+"""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxllm.sampling.choose import MostLikely
 from jaxllm.sampling.top_k import top_k
 
 
 class LogprobOutput(NamedTuple):
     """Logprobs at n positions: column 0 is the token that is there, then the k most likely ones,
-    best first."""
+    best first; zeros stand where nobody asked."""
 
     token_ids: jax.Array  # i32 [n, 1 + k]
     logprobs: jax.Array  # f32 [n, 1 + k]
     ranks: jax.Array  # i32 [n]: 1 + the number of tokens more likely than the one in column 0
+    normalisers: jax.Array  # f32 [n]: what logits exceed their logprobs by
 
 
-def token_logprobs(logits: jax.Array, targets: jax.Array, k: int) -> LogprobOutput:
-    """Logprobs of the targets, i32 [n], and of the k best tokens under logits, f32 [n, V]."""
+def token_logprobs(
+    logits: jax.Array,
+    targets: jax.Array,
+    best: MostLikely,
+    *,
+    k: int,
+    wants_more: jax.Array,
+) -> LogprobOutput:
+    """Logprobs of the targets, i32 [n], under logits, f32 [n, V]; of the best tokens, which are
+    given; and of the k best ones if `wants_more`, bool [], says so."""
+    n = len(targets)
+
+    def count_better() -> jax.Array:
+        return jnp.sum(logits > target_logits, axis=1, dtype=jnp.int32)
+
+    def the_best() -> tuple[jax.Array, jax.Array]:
+        others = ((0, 0), (0, k - 1))
+        return jnp.pad(best.logits[:, None], others), jnp.pad(best.tokens[:, None], others)
+
     target_logits = jnp.take_along_axis(logits, targets[:, None], axis=1)
-    best_logits, best_ids = top_k(logits, k)
-    normaliser = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    largest = best.logits[:, None]
+    normaliser = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
+    # Greedy rows, and many others, have nothing to count.
+    better = jax.lax.cond(
+        jnp.all(targets == best.tokens), lambda: jnp.zeros(n, jnp.int32), count_better
+    )
+    if k > 1:
+        top = jax.lax.cond(wants_more, lambda: top_k(logits, k), the_best)
+    else:
+        top = best.logits[:, None][:, :k], best.tokens[:, None][:, :k]
     return LogprobOutput(
-        token_ids=jnp.concatenate([targets[:, None], best_ids], axis=1),
-        logprobs=jnp.concatenate([target_logits, best_logits], axis=1) - normaliser,
-        ranks=1 + jnp.sum(logits > target_logits, axis=1, dtype=jnp.int32),
+        token_ids=jnp.concatenate([targets[:, None], top[1]], axis=1),
+        logprobs=jnp.concatenate([target_logits, top[0]], axis=1) - normaliser,
+        ranks=1 + better,
+        normalisers=normaliser[:, 0],
     )
 
 
@@ -35,4 +68,5 @@ def no_logprobs(n: int, k: int) -> LogprobOutput:
         token_ids=jnp.zeros((n, 1 + k), jnp.int32),
         logprobs=jnp.zeros((n, 1 + k), jnp.float32),
         ranks=jnp.zeros(n, jnp.int32),
+        normalisers=jnp.zeros(n, jnp.float32),
     )

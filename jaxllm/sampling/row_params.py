@@ -17,20 +17,23 @@ from jaxllm.sampling.logits_processor import (
     LogitsProcessor,
     encode_request,
 )
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 
 # Flags: what a row needs of the sampler. The step skips whatever no row of it needs.
 RANDOM = 1 << 0  # temperature above zero
-LOGIT_BIAS = 1 << 1  # logit_bias or allowed_token_ids
+LOGIT_BIAS = 1 << 1
 BAD_WORDS = 1 << 2
 MIN_TOKENS = 1 << 3
 PENALTIES = 1 << 4
 LOGPROBS = 1 << 5
+MORE_LOGPROBS = 1 << 6  # of the step's own, more than the best token's
+MORE_PROMPT_LOGPROBS = 1 << 7
+ALLOWED_IDS = 1 << 8
 _FIRST_PROCESSOR = 1 << 16
 _PROCESSORS = ((1 << MAX_LOGITS_PROCESSORS) - 1) * _FIRST_PROCESSOR
 
 # Unions: what changes the logits, and what of that lives in the slot's state.
-USES_SLOT = LOGIT_BIAS | BAD_WORDS | MIN_TOKENS | PENALTIES
+USES_SLOT = LOGIT_BIAS | ALLOWED_IDS | BAD_WORDS | MIN_TOKENS | PENALTIES
 ADJUSTS = USES_SLOT | _PROCESSORS
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -76,7 +79,8 @@ def request_flags(params: SamplingParams) -> int:
     """What a request needs of the sampler, logits processors aside."""
     return (
         RANDOM * (not params.is_greedy)
-        | LOGIT_BIAS * (bool(params.logit_bias) or params.allowed_token_ids is not None)
+        | LOGIT_BIAS * bool(params.logit_bias)
+        | ALLOWED_IDS * (params.allowed_token_ids is not None)
         | BAD_WORDS * bool(params.bad_words)
         | MIN_TOKENS * (params.min_tokens > 0)
         | PENALTIES
@@ -86,7 +90,13 @@ def request_flags(params: SamplingParams) -> int:
             or params.repetition_penalty != 1
         )
         | LOGPROBS * (params.logprobs is not None)
+        | MORE_LOGPROBS * _wants_more(params.logprobs)
+        | MORE_PROMPT_LOGPROBS * _wants_more(params.prompt_logprobs)
     )
+
+
+def _wants_more(num_logprobs: int | None) -> bool:
+    return 1 < (num_logprobs or 0) <= MAX_STEP_LOGPROBS
 
 
 def encode(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxllm.sampling import row_params
 from jaxllm.sampling.adjust import adjust_logits
-from jaxllm.sampling.choose import draw, most_likely
+from jaxllm.sampling.choose import MostLikely, draw, most_likely
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.sampling.logprobs import LogprobOutput, no_logprobs, token_logprobs
 from jaxllm.sampling.row_params import RowParams
@@ -24,8 +24,11 @@ class SampleOutput(NamedTuple):
     """What the sampler makes of a step's rows."""
 
     tokens: jax.Array  # i32 [R]; meaningful where the row samples
+    # bool [R]: whether there was something to choose from. The largest of a model's logits is a
+    # finite number; and what biases, processors and penalties make of them is one.
+    is_valid: jax.Array
     state: SlotState
-    logprobs: LogprobOutput  # [R, 1 + max_logprobs]; zeros when no row asked
+    logprobs: LogprobOutput  # [R, 1 + num_logprobs]; zeros when no row asked
 
 
 def sample(
@@ -37,7 +40,7 @@ def sample(
     output_index: jax.Array,
     positions: jax.Array,
     state: SlotState,
-    max_logprobs: int,
+    num_logprobs: int,
     processors: Sequence[LogitsProcessor] = (),
     vocab_size: int | None = None,
 ) -> SampleOutput:
@@ -59,16 +62,20 @@ def sample(
     `slots` i32 [R] is out of range for padding; `samples` bool [R] says whose token counts;
     `output_index` i32 [R] is the number of output tokens before this one; `positions` i32 [R] is
     the token's place in its sequence: with the row's seed it decides the draw, so a request's
-    tokens do not depend on its neighbours. A row in which 2 to 5 leave no token (the door refuses
+    tokens do not depend on its neighbours; `num_logprobs` is how many of the best ones a row may
+    ask for. A row in which 2 to 5 leave no token (the door refuses
     what always would) goes on with its logits as 1 left them, so that it never gets a token that
-    is not allowed.
+    is not allowed. Logits that are NaN stay so, and the row is not valid; it gets some token, and
+    touches no other.
     """
     flags = jnp.where(samples, params.flags, 0)
     needed = jnp.bitwise_or.reduce(flags)
     random = (flags & row_params.RANDOM) != 0
 
-    def adjust() -> jax.Array:
-        return adjust_logits(
+    best = most_likely(logits)
+
+    def adjust() -> tuple[jax.Array, MostLikely, jax.Array]:
+        adjusted = adjust_logits(
             logits,
             params,
             flags=flags,
@@ -78,26 +85,38 @@ def sample(
             processors=processors,
             vocab_size=logits.shape[1] if vocab_size is None else vocab_size,
         )
+        return adjusted, most_likely(adjusted), jnp.any(jnp.isnan(adjusted), axis=1)
 
-    def choose() -> jax.Array:
-        adjusted = jax.lax.cond((needed & row_params.ADJUSTS) != 0, adjust, lambda: logits)
-        greedy = most_likely(adjusted)
-        return jax.lax.cond(
+    def choose() -> tuple[jax.Array, jax.Array]:
+        adjusted, greedy, has_nan = jax.lax.cond(
+            (needed & row_params.ADJUSTS) != 0, adjust, lambda: (logits, best, none_has)
+        )
+        tokens = jax.lax.cond(
             (needed & row_params.RANDOM) != 0,
             lambda: jnp.where(
-                random, draw(adjusted, params, random=random, positions=positions), greedy
+                random, draw(adjusted, params, random=random, positions=positions), greedy.tokens
             ),
-            lambda: greedy,
+            lambda: greedy.tokens,
         )
+        return tokens, has_nan
 
-    tokens = jax.lax.cond(
+    none_has = jnp.zeros(len(logits), bool)
+    tokens, has_nan = jax.lax.cond(
         (needed & (row_params.ADJUSTS | row_params.RANDOM)) != 0,
         choose,
-        lambda: most_likely(logits),
+        lambda: (best.tokens, none_has),
     )
+    is_valid = jnp.isfinite(best.logits) & ~has_nan
     logprobs = jax.lax.cond(
         (needed & row_params.LOGPROBS) != 0,
-        lambda: token_logprobs(logits, tokens, max_logprobs),
-        lambda: no_logprobs(len(tokens), max_logprobs),
+        lambda: token_logprobs(
+            logits,
+            tokens,
+            best,
+            k=num_logprobs,
+            wants_more=(needed & row_params.MORE_LOGPROBS) != 0,
+        ),
+        lambda: no_logprobs(len(tokens), num_logprobs),
     )
-    return SampleOutput(tokens, record_tokens(state, tokens, slots, flags), logprobs)
+    new_state = record_tokens(state, tokens, slots, flags)
+    return SampleOutput(tokens, is_valid, new_state, logprobs)

@@ -16,12 +16,16 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxllm_kernels.common import cdiv
 
 from jaxllm.sampling import row_params
 from jaxllm.sampling_params import Limits, SamplingParams
 
-# Set in the count of every token that is in the prompt.
-PROMPT_BIT = 1 << 30
+# A count has 15 bits, and the sign says that the token is in the prompt. A count that goes beyond
+# starts again from zero, and the token is entered among the slot's full rounds.
+PROMPT_BIT = np.int16(-(1 << 15))
+MAX_COUNT = (1 << 15) - 1
+WORD_BITS = 32  # of allowed_bits
 NO_TOKEN = -1
 _MAX_BIAS = 1e30
 # Output tokens that may precede the last token of a bad word.
@@ -33,10 +37,17 @@ _MAX_RECENT = Limits.MAX_BAD_WORD_TOKENS - 1
 class SlotState:
     """Tables with one entry per slot; S slots, V vocabulary."""
 
-    # How often each token is in the output, plus PROMPT_BIT if it is in the prompt.
-    token_counts: jax.Array  # i32 [S, V]
-    # Added to the logits; -inf for all but the allowed ids.
-    logit_bias: jax.Array  # f32 [S, V]
+    # How often each token is in the output, MAX_COUNT at most, with PROMPT_BIT if it is in the
+    # prompt.
+    token_counts: jax.Array  # i16 [S, V]
+    # The token of each MAX_COUNT + 1 that are missing in its count, then NO_TOKEN; room for as many
+    # as the longest output may need. None where it needs none.
+    full_rounds: jax.Array | None  # i32 [S, max_model_len / (MAX_COUNT + 1)]
+    # A bit for each token, the lowest first: whether it is allowed.
+    allowed_bits: jax.Array  # u32 [S, V / WORD_BITS]
+    # Tokens, then NO_TOKEN, and what is added to their logits.
+    biased_ids: jax.Array  # i32 [S, MAX_LOGIT_BIAS]
+    biases: jax.Array  # f32 [S, MAX_LOGIT_BIAS]
     # Token sequences, aligned to the right, NO_TOKEN before them and in unused entries.
     bad_words: jax.Array  # i32 [S, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS]
     # Last output tokens, aligned to the right, NO_TOKEN before the first one.
@@ -47,22 +58,17 @@ class SlotState:
     # Names of the axes of tables that are cut over devices as the logits are.
     AXES: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "token_counts": (None, "vocab"),
-        "logit_bias": (None, "vocab"),
+        "allowed_bits": (None, "vocab"),
     }
 
     @classmethod
-    def abstract(cls, num_slots: int, vocab_size: int) -> "SlotState":
+    def abstract(cls, num_slots: int, vocab_size: int, max_model_len: int) -> "SlotState":
         """Shapes, for compiling and planning."""
         tables: dict[str, Any] = {
             name: jax.ShapeDtypeStruct((num_slots, *shape), dtype)
-            for name, (shape, dtype) in _tables(vocab_size).items()
+            for name, (shape, dtype) in _tables(vocab_size, max_model_len).items()
         }
-        return cls(**tables)
-
-    @classmethod
-    def zeros(cls, num_slots: int, vocab_size: int) -> "SlotState":
-        abstract = cls.abstract(num_slots, vocab_size)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+        return cls(**{"full_rounds": None, **tables})
 
 
 @jax.tree_util.register_dataclass
@@ -70,19 +76,32 @@ class SlotState:
 class SlotRow:
     """The entry of one slot, built on the host; fields as in SlotState."""
 
-    token_counts: np.ndarray  # i32 [V]
-    logit_bias: np.ndarray  # f32 [V]
+    token_counts: np.ndarray  # i16 [V]
+    full_rounds: np.ndarray | None  # i32 [max_model_len / (MAX_COUNT + 1)]
+    allowed_bits: np.ndarray  # u32 [V / WORD_BITS]
+    biased_ids: np.ndarray  # i32 [MAX_LOGIT_BIAS]
+    biases: np.ndarray  # f32 [MAX_LOGIT_BIAS]
     bad_words: np.ndarray  # i32 [MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS]
     recent_tokens: np.ndarray  # i32 [MAX_BAD_WORD_TOKENS - 1]
     stop_ids: np.ndarray  # i32 [MAX_STOP_TOKEN_IDS]
 
     @classmethod
-    def abstract(cls, vocab_size: int) -> "SlotRow":
+    def abstract(cls, vocab_size: int, max_model_len: int) -> "SlotRow":
         """Shapes, for compiling."""
         entries: dict[str, Any] = {
-            name: jax.ShapeDtypeStruct(*table) for name, table in _tables(vocab_size).items()
+            name: jax.ShapeDtypeStruct(*table)
+            for name, table in _tables(vocab_size, max_model_len).items()
         }
-        return cls(**entries)
+        return cls(**{"full_rounds": None, **entries})
+
+    @classmethod
+    def empty(cls, vocab_size: int, max_model_len: int) -> "SlotRow":
+        """The entry of a request that uses nothing."""
+        entries: dict[str, Any] = {
+            name: np.full(shape, NO_TOKEN if dtype is np.int32 else 0, dtype)
+            for name, (shape, dtype) in _tables(vocab_size, max_model_len).items()
+        }
+        return cls(**{"full_rounds": None, **entries})
 
 
 class AdmittedRequest(Protocol):
@@ -100,7 +119,7 @@ class AdmittedRequest(Protocol):
     def output_token_ids(self) -> list[int]: ...
 
 
-def slot_row(request: AdmittedRequest, vocab_size: int) -> SlotRow | None:
+def slot_row(request: AdmittedRequest, vocab_size: int, max_model_len: int) -> SlotRow | None:
     """What a request's slot must hold when it is admitted; None if it uses none of the tables.
 
     A request that was preempted brings the output it has: its counts go on from there.
@@ -109,26 +128,25 @@ def slot_row(request: AdmittedRequest, vocab_size: int) -> SlotRow | None:
     flags = row_params.request_flags(params)
     if not flags & row_params.USES_SLOT:
         return None
-    row = SlotRow(
-        token_counts=np.zeros(vocab_size, np.int32),
-        logit_bias=np.zeros(vocab_size, np.float32),
-        bad_words=np.full((Limits.MAX_BAD_WORDS, Limits.MAX_BAD_WORD_TOKENS), NO_TOKEN, np.int32),
-        recent_tokens=np.full(_MAX_RECENT, NO_TOKEN, np.int32),
-        stop_ids=np.full(Limits.MAX_STOP_TOKEN_IDS, NO_TOKEN, np.int32),
-    )
+    row = SlotRow.empty(vocab_size, max_model_len)
     if flags & row_params.PENALTIES:
-        row.token_counts[:] = np.bincount(_ids(request.output_token_ids), minlength=vocab_size)
-        row.token_counts[_ids(request.prompt_token_ids)] += PROMPT_BIT
+        counts = np.bincount(_ids(request.output_token_ids), minlength=vocab_size)
+        row.token_counts[:] = counts & MAX_COUNT
+        row.token_counts[_ids(request.prompt_token_ids)] |= PROMPT_BIT
+        if row.full_rounds is not None:
+            rounds = np.repeat(np.arange(vocab_size), counts // (MAX_COUNT + 1))
+            row.full_rounds[: len(rounds)] = rounds
     if flags & row_params.LOGIT_BIAS:
         bias = params.logit_bias or {}
+        row.biased_ids[: len(bias)] = _ids(bias)
         # Bounded, so that it cannot overflow when it is added: only a token that is not allowed
         # has a logit of -inf.
         values = np.array([float(value) for value in bias.values()])
-        row.logit_bias[_ids(bias)] = np.clip(values, -_MAX_BIAS, _MAX_BIAS)
-        if params.allowed_token_ids is not None:
-            forbidden = np.ones(vocab_size, bool)
-            forbidden[_ids(params.allowed_token_ids)] = False
-            row.logit_bias[forbidden] = -np.inf
+        row.biases[: len(bias)] = np.clip(values, -_MAX_BIAS, _MAX_BIAS)
+    if flags & row_params.ALLOWED_IDS:
+        allowed = np.zeros(len(row.allowed_bits) * WORD_BITS, bool)
+        allowed[_ids(params.allowed_token_ids or ())] = True
+        row.allowed_bits[:] = np.packbits(allowed, bitorder="little").view("<u4")
     if flags & row_params.BAD_WORDS:
         for entry, word in zip(row.bad_words, request.bad_word_ids, strict=False):
             assert 0 < len(word) <= Limits.MAX_BAD_WORD_TOKENS, word
@@ -142,14 +160,14 @@ def slot_row(request: AdmittedRequest, vocab_size: int) -> SlotRow | None:
 
 def write_slot(state: SlotState, slot: jax.Array, row: SlotRow) -> SlotState:
     """Replace the entry of one slot; traced, with the state donated."""
-    return SlotState(
-        **{
-            table.name: jax.lax.dynamic_update_index_in_dim(
-                getattr(state, table.name), getattr(row, table.name), slot, axis=0
-            )
-            for table in dataclasses.fields(SlotState)
-        }
-    )
+    changed = {
+        field.name: jax.lax.dynamic_update_index_in_dim(
+            table, getattr(row, field.name), slot, axis=0
+        )
+        for field in dataclasses.fields(SlotState)
+        if (table := getattr(state, field.name)) is not None
+    }
+    return dataclasses.replace(state, **changed)
 
 
 def record_tokens(
@@ -158,22 +176,45 @@ def record_tokens(
     """Add each row's new token to its slot, where the row's flags say that it is looked at."""
     num_slots = len(state.recent_tokens)
     counted = jnp.where((flags & row_params.PENALTIES) != 0, slots, num_slots)
+    token_counts, full_rounds = _count(state, tokens, counted)
     watched = jnp.where((flags & row_params.BAD_WORDS) != 0, slots, num_slots)
     recent = state.recent_tokens.at[slots].get(mode="clip")
     return dataclasses.replace(
         state,
-        token_counts=state.token_counts.at[counted, tokens].add(1, mode="drop"),
+        token_counts=token_counts,
+        full_rounds=full_rounds,
         recent_tokens=state.recent_tokens.at[watched].set(
             jnp.concatenate([recent[:, 1:], tokens[:, None]], axis=1), mode="drop"
         ),
     )
 
 
-def _tables(vocab_size: int) -> dict[str, tuple[tuple[int, ...], type]]:
+def _count(
+    state: SlotState, tokens: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """The tables of counts after one more token in each of these slots."""
+    rounds = state.full_rounds
+    one = jnp.ones(len(tokens), state.token_counts.dtype)
+    if rounds is None:
+        return state.token_counts.at[slots, tokens].add(one, mode="drop"), rounds
+    old = state.token_counts.at[slots, tokens].get(mode="fill", fill_value=0)
+    is_full = (old & MAX_COUNT) == MAX_COUNT
+    place = jnp.sum(rounds.at[slots].get(mode="clip") != NO_TOKEN, axis=1)
+    return (
+        state.token_counts.at[slots, tokens].add(jnp.where(is_full, -MAX_COUNT, one), mode="drop"),
+        rounds.at[jnp.where(is_full, slots, len(rounds)), place].set(tokens, mode="drop"),
+    )
+
+
+def _tables(vocab_size: int, max_model_len: int) -> dict[str, tuple[tuple[int, ...], type]]:
     """Shape and type of one slot's entry in each table."""
-    return {
-        "token_counts": ((vocab_size,), np.int32),
-        "logit_bias": ((vocab_size,), np.float32),
+    num_rounds = max_model_len // (MAX_COUNT + 1)
+    rounds = {"full_rounds": ((num_rounds,), np.int32)} if num_rounds else {}
+    return rounds | {
+        "token_counts": ((vocab_size,), np.int16),
+        "allowed_bits": ((cdiv(vocab_size, WORD_BITS),), np.uint32),
+        "biased_ids": ((Limits.MAX_LOGIT_BIAS,), np.int32),
+        "biases": ((Limits.MAX_LOGIT_BIAS,), np.float32),
         "bad_words": ((Limits.MAX_BAD_WORDS, Limits.MAX_BAD_WORD_TOKENS), np.int32),
         "recent_tokens": ((_MAX_RECENT,), np.int32),
         "stop_ids": ((Limits.MAX_STOP_TOKEN_IDS,), np.int32),

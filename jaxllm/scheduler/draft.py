@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, Admission, Schedule
 
@@ -76,6 +77,12 @@ class StepDraft:
         samples = context_lens == lengths
         updates = [self._update_slots, self._update_indices, self._update_blocks]
         prompt_targets, spans = self._prompt_targets(rows, num_tokens)
+        counts = [
+            r.sampling_params.logprobs
+            for r in rows
+            if r.sampling_params.logprobs is not None and r.num_computed_tokens == r.num_tokens
+        ]
+        prompt_counts = [rows[span.row].sampling_params.prompt_logprobs or 0 for span in spans]
         schedule = Schedule(
             step=step,
             num_decodes=num_decodes,
@@ -87,10 +94,8 @@ class StepDraft:
             token_ids=self._token_ids(),
             block_updates=np.ascontiguousarray(np.array(updates, np.int32).T),
             admissions=self._admissions,
-            wants_logprobs=any(
-                r.sampling_params.logprobs is not None and r.num_computed_tokens == r.num_tokens
-                for r in rows
-            ),
+            wants_logprobs=bool(counts),
+            wants_logits=max(counts + prompt_counts, default=0) > MAX_STEP_LOGPROBS,
             prompt_targets=prompt_targets,
             carried_from=self.carried_from,
         )

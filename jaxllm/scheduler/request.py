@@ -6,6 +6,7 @@ what the request still wants. A step that computes the newest token also samples
 which is *in flight* (counted in `num_tokens`, absent from `output_token_ids`) until its id arrives.
 """
 
+import copy
 import enum
 import sys
 
@@ -35,6 +36,7 @@ class Request:
         "block_ids",
         "eos_token_ids",
         "followers",
+        "has_new_stats",
         "hash_root",
         "lane",
         "max_num_tokens",
@@ -94,6 +96,7 @@ class Request:
         self.followers: list[Request] = []  # parked until this request's prompt is dispatched
         self.num_cached_tokens = 0  # found in the prefix cache when first admitted
         self.stats = RequestStats(replica=message.replica)
+        self.has_new_stats = True  # the next output carries them
 
         # Owned by KVCacheManager. Hashes outlive a preemption; blocks do not.
         self.block_ids: list[int] = []
@@ -141,6 +144,11 @@ class Request:
         if num_outputs >= self.max_tokens:
             return FinishReason.LENGTH, None
         return None
+
+    def report_stats(self) -> RequestStats:
+        """Return a copy: the frontend, which may be in this process, compares it with the next."""
+        self.has_new_stats = False
+        return copy.copy(self.stats)
 
     def __repr__(self) -> str:
         return (

@@ -13,6 +13,8 @@ from jaxllm.sampling_params import SamplingParams
 
 # In Schedule.token_ids: the token that this row's slot sampled last, which is only on the device.
 CARRIED_TOKEN = -1
+# In StepResult.token_ids: the model's logits were no numbers, so there is nothing to choose from.
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class Schedule:
     block_updates: np.ndarray  # int32 [changes, 3]
     admissions: list[Admission] = field(default_factory=list)
     wants_logprobs: bool = False  # some sampling row does
+    # Some row wants more of them than a step computes (MAX_STEP_LOGPROBS), for its last token.
+    wants_logits: bool = False
     # By flat token position: the prompt token that follows, where its logprob is wanted; else -1.
     # None when no row wants prompt logprobs.
     prompt_targets: np.ndarray | None = None  # int32 [sum(num_tokens)]
@@ -71,6 +75,7 @@ class LogprobArrays(NamedTuple):
     token_ids: np.ndarray  # int32 [positions, 1 + k]
     logprobs: np.ndarray  # float32 [positions, 1 + k]
     ranks: np.ndarray  # int32 [positions], of column 0, 1-based
+    normalisers: np.ndarray  # float32 [positions]: a logit less this is a logprob
 
 
 class StepResult(NamedTuple):
@@ -80,3 +85,5 @@ class StepResult(NamedTuple):
     logprobs: LogprobArrays | None  # by row, if wants_logprobs
     # By flat token position t of the step: the logprobs of prompt_targets[t].
     prompt_logprobs: LogprobArrays | None
+    # By row: all logits after its last token, if wants_logits.
+    logits: np.ndarray | None = None  # float32 [>= rows, >= vocabulary]; padding is -inf

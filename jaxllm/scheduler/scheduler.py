@@ -16,13 +16,16 @@ finished.
 
 import bisect
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxllm.errors import ValidationError
+from jaxllm.logging import init_logger
 from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
 from jaxllm.metrics.stats import EngineStats
+from jaxllm.scheduler import invariants
+from jaxllm.scheduler.corruption import CORRUPTED, corrupted_rows
 from jaxllm.scheduler.draft import PromptSpan, StepDraft
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
@@ -32,6 +35,8 @@ from jaxllm.scheduler.policy import SchedulingPolicy, checked_key, fcfs
 from jaxllm.scheduler.request import NO_LANE, Request, RequestStatus
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.waiting_queue import WaitingQueue
+
+logger = init_logger(__name__)
 
 
 class _Dispatched(NamedTuple):
@@ -230,6 +235,7 @@ class Scheduler:
         self._give_back(request)
         request.num_computed_tokens = 0
         request.stats.num_preemptions += 1
+        request.has_new_stats = True
         self.stats.num_preemptions += 1
         if request.num_in_flight:
             request.status = RequestStatus.PARKED  # until `update` brings the token
@@ -304,6 +310,7 @@ class Scheduler:
         )
         now = time.monotonic()
         prompt_parts = prompt_logprobs(result, step.rows, step.prompt_spans)
+        corrupted = corrupted_rows(schedule, result, step.prompt_spans)
         num_new_tokens = 0
         any_finished = False
         wants_logprobs = schedule.wants_logprobs
@@ -315,6 +322,10 @@ class Scheduler:
         ):
             if request.status is finished:
                 continue  # it ended after this row had been dispatched
+            if row in corrupted:
+                outputs.append(self._end_corrupted(request))
+                any_finished = True
+                continue
             if not samples:
                 if row in prompt_parts:
                     outputs.append(
@@ -333,20 +344,21 @@ class Scheduler:
                 num_cached_tokens=request.num_cached_tokens,
             )
             outputs.append(output)
-            if not stats.first_token_ts:
-                stats.first_token_ts = now
-                output.stats = stats
+            if request.has_new_stats:
+                stats.first_token_ts = stats.first_token_ts or now
+                output.stats = request.report_stats()
             if wants_logprobs and request.sampling_params.logprobs is not None:
                 assert result.logprobs is not None, f"step {schedule.step} brought no logprobs"
+                logits = None if result.logits is None else result.logits[row]
                 output.new_logprobs = [
-                    row_logprobs(result.logprobs, row, request.sampling_params.logprobs)
+                    row_logprobs(result.logprobs, row, request.sampling_params.logprobs, logits)
                 ]
             if prompt_parts:
                 output.new_prompt_logprobs = prompt_parts.get(row)
             finish = request.finish_after(token)
             if finish is not None:
                 output.finish_reason, output.stop_reason = finish
-                output.stats = stats
+                output.stats = request.report_stats()
                 self._finish(request)
                 any_finished = True
             elif request.status is parked and not request.num_in_flight:
@@ -410,9 +422,20 @@ class Scheduler:
             request_id=request.request_id,
             finish_reason=reason,
             num_cached_tokens=request.num_cached_tokens,
-            stats=request.stats,
+            stats=request.report_stats(),
             error=error,
         )
+
+    def _end_corrupted(self, request: Request) -> EngineOutput:
+        """Finish a request whose logits are no numbers. Its keys and values may be none either, so
+        nobody finds them; those that it shares with others are computed anew by the next."""
+        if not self.stats.num_requests_corrupted:
+            logger.error("%s ended: %s. More are only counted.", request.request_id, CORRUPTED)
+        self.stats.num_requests_corrupted += 1
+        request.stats.is_corrupted = True
+        output = self._end(request, FinishReason.ERROR, CORRUPTED)
+        self._kv.forget(request)
+        return output
 
     def _finish(self, request: Request) -> None:
         """Let go of a request; `_drop_finished` must follow."""
@@ -458,41 +481,16 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that nothing is lost, doubled or over its limit. Looks at everything."""
-        running = self._running
-        self._kv.pool.check([request.block_ids for request in running])
-        slots = [request.slot for request in running]
-        assert sorted(slots + self._free_slots) == list(range(self._max_num_seqs)), "slots"
-        assert [r.order for r in running] == sorted(r.order for r in running), "policy order"
-
-        waiting = self._waiting.requests()
-        followers = [f for r in self._requests.values() for f in r.followers if not f.is_finished]
-        late = [
-            r
-            for r in self._requests.values()
-            if r.status is RequestStatus.PARKED and r.num_in_flight
-        ]
-        places = Counter(map(id, running + waiting + followers + late))
-        assert places == Counter(map(id, self._requests.values())), "a request is not in one place"
-        for status, requests in (
-            (RequestStatus.RUNNING, running),
-            (RequestStatus.WAITING, waiting),
-            (RequestStatus.PARKED, followers + late),
-        ):
-            assert all(request.status is status for request in requests), status
-        assert len(self._waiting) == len(waiting), "waiting count"
-
-        in_flight: Counter[int] = Counter()
-        for step in self._dispatched:
-            assert 0 < step.schedule.total_tokens <= self._max_num_batched_tokens, "budget"
-            assert step.schedule.num_rows <= self._max_num_seqs, "rows"
-            for request, samples in zip(step.rows, step.schedule.samples, strict=True):
-                in_flight[id(request)] += bool(samples)
-        size = self._kv.block_size
-        for r in self._requests.values():
-            assert r.num_in_flight == in_flight[id(r)], f"{r}: {in_flight[id(r)]} in flight"
-            assert r.num_known_tokens <= r.num_tokens <= r.max_num_tokens, r
-            assert r.num_computed_tokens <= len(r.block_ids) * size, r
-            assert r.status is RequestStatus.RUNNING or not r.block_ids and r.slot < 0, r
+        invariants.check(
+            requests=self._requests,
+            running=self._running,
+            waiting=self._waiting,
+            dispatched=self._dispatched,
+            free_slots=self._free_slots,
+            kv=self._kv,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+        )
 
 
 def _order(request: Request) -> tuple:

@@ -75,7 +75,7 @@ class AnswerEndpoint:
         try:
             await self._service.check_takes_requests()
             with self._service.admission.body() as admit:
-                body = await read_body(scope, receive, self._service.options, admit)
+                body = await read_body(scope, receive, self._service.body_limits, admit)
                 answer = self._answer(body, arrival, events)
                 response = await while_connected(receive, answer)
         except Disconnected:

@@ -4,11 +4,11 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.errors import ValidationError
+from jaxllm.files import read_given_text
 from jaxllm.server.endpoint import Access, Endpoint
 from jaxllm.server.errors import HTTPError, error_response
 from jaxllm.server.options import ServerOptions, check_key
@@ -81,7 +81,7 @@ def read_keys(options: ServerOptions) -> Keys:
 def _all_keys(name: str, of_flags: Sequence[str], path: str | None) -> tuple[str, ...]:
     if path is None:
         return tuple(of_flags)
-    of_file = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    of_file = [line.strip() for line in read_given_text(path).splitlines() if line.strip()]
     if not of_file:
         # A server without a key would be open to everybody.
         raise ValidationError(f"{name}={path!r}: it has no keys")

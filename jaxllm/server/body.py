@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from jaxllm.errors import ValidationError
+from jaxllm.files import is_nested_deeper
 from jaxllm.openai.wording import why_not_json
 from jaxllm.server.errors import Disconnected, HTTPError
 from jaxllm.server.options import ServerOptions
@@ -17,8 +18,23 @@ from jaxllm.server.options import ServerOptions
 _CLOSE = {"Connection": "close"}
 
 
+class BodyLimits(NamedTuple):
+    """What a client may send, and how long it may take."""
+
+    max_bytes: int
+    timeout_s: float
+
+    @classmethod
+    def of(cls, options: ServerOptions, max_model_len: int) -> "BodyLimits":
+        """What the options say, or else room for the longest prompt however it is written: a token
+        stands for few bytes of text, each of which may take six in JSON. The rest is for what is
+        beside it, and for several prompts at once."""
+        default = (4 << 20) + 64 * max_model_len
+        return cls(options.max_body_bytes or default, options.client_timeout)
+
+
 async def read_body(
-    scope: Scope, receive: Receive, options: ServerOptions, admit: Callable[[int], None]
+    scope: Scope, receive: Receive, limits: BodyLimits, admit: Callable[[int], None]
 ) -> bytes:
     """The bytes of a JSON body; `admit` is asked before a part of it is kept."""
     headers = Headers(scope=scope)
@@ -30,16 +46,16 @@ async def read_body(
     if encoding != "identity":
         raise _unsupported("Content-Encoding", encoding, "send the body as it is")
     length = headers.get("content-length", "0")
-    if length.isdigit() and len(length) < 20 and int(length) > options.max_body_bytes:
-        raise _too_long(options)
+    if length.isdigit() and len(length) < 20 and int(length) > limits.max_bytes:
+        raise _too_long(limits)
     try:
-        async with asyncio.timeout(options.client_timeout):
-            return await _read(receive, options, admit)
+        async with asyncio.timeout(limits.timeout_s):
+            return await _read(receive, limits, admit)
     except TimeoutError:
         raise HTTPError(
             408,
             "RequestTimeoutError",
-            f"the body did not come within {options.client_timeout} s",
+            f"the body did not come within {limits.timeout_s} s",
             _CLOSE,
         ) from None
 
@@ -49,7 +65,7 @@ def _unsupported(name: str, value: str, remedy: str) -> HTTPError:
     return HTTPError(415, "UnsupportedMediaTypeError", message, _CLOSE)
 
 
-async def _read(receive: Receive, options: ServerOptions, admit: Callable[[int], None]) -> bytes:
+async def _read(receive: Receive, limits: BodyLimits, admit: Callable[[int], None]) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
@@ -58,17 +74,17 @@ async def _read(receive: Receive, options: ServerOptions, admit: Callable[[int],
         part = message.get("body", b"")
         admit(len(part))
         body += part
-        if len(body) > options.max_body_bytes:
-            raise _too_long(options)
+        if len(body) > limits.max_bytes:
+            raise _too_long(limits)
         if not message.get("more_body", False):
             return bytes(body)
 
 
-def _too_long(options: ServerOptions) -> HTTPError:
+def _too_long(limits: BodyLimits) -> HTTPError:
     return HTTPError(
         413,
         "RequestTooLargeError",
-        f"the body is longer than {options.max_body_bytes} bytes (--max-body-bytes)",
+        f"the body is longer than {limits.max_bytes} bytes (--max-body-bytes)",
         _CLOSE,
     )
 
@@ -82,18 +98,9 @@ def decode_json(body: bytes, max_depth: int) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         why = why_not_json(body, error)
         raise ValidationError(f"the body is not JSON: {why}", parameter="body") from None
-    level = [value]
-    for _ in range(max_depth):
-        level = [one for outer in level for one in _inside(outer) if isinstance(one, dict | list)]
-        if not level:
-            return value
-    raise _too_deep(max_depth)
-
-
-def _inside(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+    if is_nested_deeper(value, max_depth):
+        raise _too_deep(max_depth)
+    return value
 
 
 def _too_deep(max_depth: int) -> ValidationError:

@@ -22,7 +22,7 @@ class JSONEndpoint:
         try:
             await service.check_takes_requests()
             with service.admission.body() as admit:
-                body = await read_body(scope, receive, service.options, admit)
+                body = await read_body(scope, receive, service.body_limits, admit)
                 decode = partial(decode_json, body, service.options.max_json_depth)
                 value = await service.engine.in_tokenizer_thread(decode, len(body))
                 answer = partial(self._answer_to, service, value)

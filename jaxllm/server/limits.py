@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxllm.errors import refused
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import UnavailableError
+from jaxllm.plural import counted
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.peers import Peers
 
@@ -66,7 +67,7 @@ class Admission:
         if self.max_answers is not None and num > self.max_answers:
             raise refused(
                 "n",
-                f"{num} answers",
+                counted(num, "answer"),
                 f"one request may have at most {self.max_answers}; split it, or start the "
                 "server with a greater --max-queued-requests",
             )
@@ -82,7 +83,7 @@ class Admission:
         if self._max_tokens is not None and num > self._max_tokens:
             raise refused(
                 "prompt",
-                f"{num} tokens",
+                counted(num, "token"),
                 f"one request may have at most {self._max_tokens}; split it, or start the "
                 "server with a greater --max-queued-tokens",
             )

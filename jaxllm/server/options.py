@@ -66,7 +66,16 @@ class ServerOptions(ParserOptions):
         10.0, "Seconds that a chat template may take for one request."
     )
     # Limits.
-    max_body_bytes: int = option(16 << 20, "Longest body of a request.")
+    max_body_bytes: int | None = option(
+        None,
+        "Longest body of a request. Default: 4 MiB, and 64 bytes for each token of max_model_len, "
+        "so that the longest prompt fits with every character escaped.",
+    )
+    max_tokenize_tokens: int | None = option(
+        None,
+        "Most tokens that /tokenize and /detokenize take in one request. Default: four times "
+        "max_model_len, and at least 65536.",
+    )
     max_header_bytes: int = option(64 << 10, "Longest head of a request, with its URL.")
     max_json_depth: int = option(64, "Deepest nesting of a body.")
     max_queued_requests: int | None = option(
@@ -138,6 +147,7 @@ class ServerOptions(ParserOptions):
 _LOWEST = {
     "api_server_count": 1,
     "max_body_bytes": 1,
+    "max_tokenize_tokens": 1,
     "max_header_bytes": 1024,
     "max_json_depth": 1,
     "max_queued_requests": 0,

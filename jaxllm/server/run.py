@@ -12,13 +12,13 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import not_utf8, refused
+from jaxllm.errors import refused
+from jaxllm.files import read_given_text
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.frontend.engine_process import EngineProcess
 from jaxllm.logging import init_logger
@@ -50,7 +50,7 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
     """Serve until a signal, or the end of the engine; returns the exit status."""
     options.validate()
     keys = read_keys(options)
-    template = options.chat_template and _read_template(options.chat_template)
+    template = options.chat_template and read_given_text(options.chat_template)
     with contextlib.ExitStack() as stack:
         signal.signal(signal.SIGTERM, functools.partial(_end_at_once, stack))
         listener = None
@@ -238,13 +238,6 @@ def bind(options: ServerOptions) -> socket.socket:
             f"cannot listen at {options.host}: {error.strerror}; give another --host or --port",
         ) from error
     return listener
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, error) from None
 
 
 def _end_at_once(stack: contextlib.ExitStack, signum: int, frame: object) -> None:

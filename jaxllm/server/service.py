@@ -9,6 +9,7 @@ from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.server.body import BodyLimits
 from jaxllm.server.engine_metrics import EngineMetrics
 from jaxllm.server.limits import Admission
 from jaxllm.server.metrics import ServerMetrics
@@ -33,6 +34,7 @@ class Service:
         self.templates = Templates(options.chat_template_timeout)
         self.served = dataclasses.replace(served, renderer=self.templates)
         self.options = options
+        self.body_limits = BodyLimits.of(options, engine.info.max_model_len)
         self.peers = peers or Peers.none()
         self.started = int(time.time())
         self.request_ids: set[str] = set()  # of what is under way in the engine

@@ -9,6 +9,7 @@ import time
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.logging import init_logger
 from jaxllm.metrics.stats import EngineStats
+from jaxllm.plural import counted
 
 logger = init_logger(__name__)
 
@@ -49,5 +50,5 @@ def state_line(before: EngineStats, stats: EngineStats, seconds: float) -> str:
     if more("num_preemptions"):
         parts.append(f"Preemptions: {more('num_preemptions')}")
     if more("num_compiles_after_warmup"):
-        parts.append(f"Compiled late: {more('num_compiles_after_warmup')} programs")
+        parts.append(f"Compiled late: {counted(more('num_compiles_after_warmup'), 'program')}")
     return ", ".join(parts)

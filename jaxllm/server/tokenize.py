@@ -1,10 +1,12 @@
 """/tokenize and /detokenize: what the model sees of a text or a conversation, and back."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from jaxllm.errors import ValidationError, refused
+from jaxllm.frontend.long_text import TooLongToTell, TooManyTokens
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.fields import read_fields
@@ -54,18 +56,55 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
+@dataclass(frozen=True, slots=True)
+class _MostTokens:
+    """The longest text that is tokenized, which may be longer than a prompt."""
+
+    num: int
+
+    @classmethod
+    def of(cls, service: Service) -> "_MostTokens":
+        default = max(1 << 16, 4 * service.engine.info.max_model_len)
+        return cls(service.options.max_tokenize_tokens or default)
+
+    def encode(
+        self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        try:
+            ids = tokenizer.encode_at_most(text, self.num, add_special_tokens=add_special_tokens)
+        except TooManyTokens as error:
+            raise self._refused("prompt", f"at least {error.at_least} tokens") from None
+        except TooLongToTell as error:
+            raise self._refused("prompt", f"more than {error.most_chars} characters") from None
+        if len(ids) > self.num:
+            raise self._refused("prompt", f"{len(ids)} tokens")
+        return ids
+
+    def check(self, ids: list[int]) -> None:
+        if len(ids) > self.num:
+            raise self._refused("tokens", f"{len(ids)} tokens")
+
+    def _refused(self, name: str, given: str) -> ValidationError:
+        return ValidationError(
+            f"{name}={given!r}: at most {self.num} tokens in one request; split it, or start the "
+            "server with a greater --max-tokenize-tokens",
+            parameter=name,
+        )
+
+
 def tokenize(service: Service, body: object) -> Tokenized:
     """The token ids of a text or a conversation."""
-    tokenizer = _tokenizer(service)
+    tokenizer, most = _tokenizer(service), _MostTokens.of(service)
     if isinstance(body, dict) and "messages" in body:
         request = read_fields(body, TokenizeChat)
         service.served.check_name(request.model)
-        ids = _chat_ids(request, service.served)
+        ids = _chat_ids(request, service.served, most)
     else:
         request = read_fields(body, TokenizeText)
         service.served.check_name(request.model)
         check_is_text("prompt", request.prompt)
-        ids = tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        special = request.add_special_tokens
+        ids = most.encode(tokenizer, request.prompt, add_special_tokens=special)
     strings: Any = None
     if request.return_token_strs:
         strings = tokenizer.hf.convert_ids_to_tokens(ids)
@@ -77,7 +116,7 @@ def tokenize(service: Service, body: object) -> Tokenized:
     )
 
 
-def _chat_ids(request: TokenizeChat, served: ServedModel) -> list[int]:
+def _chat_ids(request: TokenizeChat, served: ServedModel, most: _MostTokens) -> list[int]:
     chat = ChatRequest(
         messages=request.messages,
         add_generation_prompt=request.add_generation_prompt,
@@ -87,9 +126,7 @@ def _chat_ids(request: TokenizeChat, served: ServedModel) -> list[int]:
         tools=request.tools,
         tool_choice=request.tool_choice,
     )
-    (prompt,) = chat.prompts(served)
-    assert isinstance(prompt, dict) and "prompt_token_ids" in prompt
-    return prompt["prompt_token_ids"]
+    return chat.prompt(served, most)["prompt_token_ids"]
 
 
 def detokenize(service: Service, body: object) -> Detokenized:
@@ -97,6 +134,7 @@ def detokenize(service: Service, body: object) -> Detokenized:
     request = read_fields(body, DetokenizeRequest)
     service.served.check_name(request.model)
     tokenizer, size = _tokenizer(service), service.engine.info.vocab_size
+    _MostTokens.of(service).check(request.tokens)
     wrong = [token for token in request.tokens if not 0 <= token < size]
     if wrong:
         raise refused("tokens", wrong[0], f"ids of this model are 0 to {size - 1}")

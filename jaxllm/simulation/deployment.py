@@ -1,7 +1,6 @@
 """What is simulated: a replica as planned by `jaxllm plan --json`, or as timed by
 `jaxllm measure-steps`."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from jaxllm.errors import ValidationError, refused
+from jaxllm.files import parse_json
 from jaxllm.messages import EngineInfo
 from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.roofline import Roofline
@@ -128,8 +128,8 @@ def read_measurement(path: Path) -> Deployment:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+        return parse_json(path.read_text())
+    except ValueError as error:
         raise ValidationError(f"{path} is no JSON: {error}") from error
 
 

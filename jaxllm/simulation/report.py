@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxllm.plural import counted
 from jaxllm.simulation.simulator import Outcome
 from jaxllm.simulation.trace import Trace
 
@@ -99,8 +100,10 @@ def as_text(name: str, summary: Summary) -> str:
     """A page about one run."""
     header = "".join(f"{f'p{p}':>12}" for p in PERCENTILES)
     lines = [
-        f"{name}: {summary.num_replicas} replicas on {summary.num_chips} chips (simulated)",
-        f"{summary.completed} requests in {summary.duration:,.1f} s, {summary.refused} refused",
+        f"{name}: {counted(summary.num_replicas, 'replica')} on "
+        f"{counted(summary.num_chips, 'chip')} (simulated)",
+        f"{counted(summary.completed, 'request')} in {summary.duration:,.1f} s, "
+        f"{summary.refused} refused",
         f"{summary.request_throughput:,.2f} requests/s, {summary.output_throughput:,.0f} output "
         f"tokens/s, {summary.total_token_throughput:,.0f} tokens/s with prompts",
         "",

@@ -125,7 +125,6 @@ class _Replica:
         self.finished: list[str] = []  # by the last step; the router hears of them when it is over
         self.block_seconds = 0.0
         self.most_blocks = 0
-        self._stats = self._core.stats()
 
     @property
     def now(self) -> float:
@@ -162,13 +161,13 @@ class _Replica:
         self._executor.handle_tokens()
         for output in outputs:
             if output.stats is None:
-                continue  # neither the first nor the last token
+                continue  # nothing has begun or ended
             if output.finish_reason is not None:
                 finished.append(output.request_id)
             if output.stats.first_token_ts == output.stats.last_token_ts:
                 begun.append(output.request_id)
         self.plans_at = self._find_time_to_plan()
-        used = self._stats.num_blocks_used
+        used = self._core.num_blocks_used
         self.block_seconds += used * (self.now - before)
         self.most_blocks = max(self.most_blocks, used)
         return begun, finished

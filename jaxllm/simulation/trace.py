@@ -5,7 +5,6 @@ A trace is arrays, so that a million requests are no burden; prompts are made wh
 
 import csv
 import datetime
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ValidationError, refused
+from jaxllm.files import parse_json
 from jaxllm.messages import EngineRequest
 from jaxllm.sampling_params import SamplingParams
 
@@ -98,7 +98,7 @@ def read_trace(path: Path) -> Trace:
             )
         except ValidationError:
             raise
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValidationError(f"{path}: {type(error).__name__} {error}") from error
     if not np.isfinite(trace.arrivals).all():
         raise ValidationError(f"{path}: times are finite numbers")
@@ -164,7 +164,7 @@ def _tokens_of(piece: int) -> range:
 def _json_rows(lines: Iterable[str]) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
     for line in lines:
         if line.strip():
-            row = json.loads(line)
+            row = parse_json(line)
             yield (
                 float(row["timestamp"]) / 1e3,
                 int(row["input_length"]),

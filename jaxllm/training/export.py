@@ -76,12 +76,12 @@ def export(
 def checkpoint_tensors(model: RowModel, weights: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     """Weights under the names that checkpoints have, fused ones taken apart."""
     tensors: dict[str, np.ndarray] = {}
-    for name, parameter in model.parameters.items():
-        values = np.asarray(weights[name])
-        sources = model.checkpoint_names.sources(name)
-        ends = np.cumsum([part.rows for part in parameter.parts])[:-1]
-        for source, piece in zip(sources, np.split(values, ends), strict=True):
-            tensors[source] = np.ascontiguousarray(piece)
+    for name, source in model.sources.items():
+        pieces = list(source.rows())
+        ends = np.cumsum([piece.shape[0] for piece in pieces])[:-1]
+        for piece, values in zip(pieces, np.split(np.asarray(weights[name]), ends), strict=True):
+            assert values.shape == piece.tensor.shape, (name, source)
+            tensors[piece.tensor.name] = np.ascontiguousarray(values)
     return tensors
 
 

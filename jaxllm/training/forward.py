@@ -15,10 +15,10 @@ import numpy as np
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch
 
-from jaxllm.layers.attention import AttentionContext
-from jaxllm.models.architecture import Architecture
+from jaxllm.layers.context import StepContext
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.weights.loader import load_weights, parameters_of
+from jaxllm.models.specs import Architecture
+from jaxllm.weights.loader import load_weights, parameters_of, sources_of
 
 _QUERY_BLOCK = 256  # tokens
 _WRITES = ("o_proj", "down_proj")  # modules that write to the residual stream
@@ -64,6 +64,8 @@ class CausalRows:
                 k[:, :, :end],
                 preferred_element_type=jnp.float32,
             )
+            if config.soft_cap is not None:
+                scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
             scores = jnp.where(visible[first:end, :end], scores, -jnp.inf)
             weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
             blocks.append(
@@ -94,7 +96,7 @@ class RowModel:
         self.architecture = architecture
         self._abstract = model_class.abstract(architecture, jnp.float32)
         self.parameters = parameters_of(self._abstract)
-        self.checkpoint_names = self._abstract.checkpoint_names
+        self.sources = sources_of(self.parameters, self._abstract.checkpoint_map)
         self._graphdef, state = nnx.split(self._abstract)
         self._treedef = jax.tree.structure(state)
 
@@ -134,7 +136,7 @@ class RowModel:
             decode_only=False,
         )
         backend: Any = CausalRows(row_length=length)
-        context = AttentionContext(batch=batch, prepared=None, backend=backend)
+        context = StepContext(batch=batch, prepared=None, backend=backend)
         positions = jnp.tile(jnp.arange(length), num_rows)
         caches = (nothing,) * len(model.attention_configs)
         hidden, _ = model(token_ids.reshape(-1), positions, caches, context)

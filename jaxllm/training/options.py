@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from jaxllm.config import option
 from jaxllm.errors import ValidationError, refused
+from jaxllm.files import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,10 @@ class RunOptions:
     """Run"""
 
     steps: int | None = option(None, "End after this many steps.")
-    minutes: float | None = option(None, "End after this many minutes of training.")
+    minutes: float | None = option(
+        None,
+        "End after this many minutes, with all that a run does: also to prepare and to export.",
+    )
     batch_size: int = option(2, "Rows of a step.")
     context: int = option(1024, "Tokens of a row.")
     learning_rate: float = option(1.5e-3, "Highest learning rate.")
@@ -160,7 +164,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Options by part and name, as they were kept; none if there is no run."""
     if not path.exists():
         return {}
-    parts = json.loads(path.read_text(encoding="utf-8"))
+    parts = read_json(path)
     return {
         part: {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
         for part, options in parts.items()

@@ -1,20 +1,22 @@
 """The start of a run: its tokenizer and its token ids, made once and then kept."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxllm.errors import ValidationError, refused
+from jaxllm.files import read_json
 from jaxllm.logging import init_logger
-from jaxllm.models.architecture import Architecture, read_architecture
+from jaxllm.models.architecture import read_architecture
 from jaxllm.training.corpus import read_corpus
 from jaxllm.training.forward import RowModel
 from jaxllm.training.options import DataOptions
 from jaxllm.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from jaxllm.training.tokens import TokenData, has_tokens, read_tokens, write_tokens
-from jaxllm.weights.checkpoint import read_json, resolve_model_dir
+from jaxllm.weights.checkpoint import resolve_model_dir
 
 logger = init_logger(__name__)
 
@@ -70,22 +72,39 @@ def load_initial_weights(
     _check_tokens("initial_model", name, tokenizer_folder, model_dir)
     ours = model.architecture
     theirs = read_architecture(read_json(model_dir / "config.json"))
-    others = [
-        f"{field.name}={getattr(theirs, field.name)!r}, not {getattr(ours, field.name)!r}"
-        for field in dataclasses.fields(Architecture)
-        if field.compare
-        and field.name not in _MAY_DIFFER
-        and getattr(theirs, field.name) != getattr(ours, field.name)
-    ]
-    if others:
-        raise refused(
-            "initial_model", name, f"it is another model than is trained: it has {others[0]}"
-        )
+    other = next((d for d in _differences(ours, theirs) if d.field not in _MAY_DIFFER), None)
+    if other is not None:
+        why = f"it is another model than is trained: it has {other.field}={other.theirs!r}"
+        raise refused("initial_model", name, f"{why}, not {other.ours!r}")
     return model.load(model_dir)
 
 
 # What of an architecture has no part in the computation.
 _MAY_DIFFER = ("dtype", "eos_token_ids", "max_model_len")
+
+
+class _Difference(NamedTuple):
+    field: str
+    ours: object
+    theirs: object
+
+
+def _differences(ours: Any, theirs: Any, field: str = "") -> Iterator[_Difference]:
+    """The innermost fields in which two records differ, by their paths."""
+    if ours == theirs:
+        return
+    if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
+        for inner in dataclasses.fields(ours):
+            if inner.compare:
+                path = f"{field}.{inner.name}" if field else inner.name
+                yield from _differences(
+                    getattr(ours, inner.name), getattr(theirs, inner.name), path
+                )
+    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(*pair, f"{field}[{index}]")
+    else:
+        yield _Difference(field, ours, theirs)
 
 
 def _check_tokens(parameter: str, name: str, tokenizer_folder: Path, model_dir: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxllm.errors import refused
+from jaxllm.files import check_is_regular
 
 EOS, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [EOS, START, END]
@@ -49,9 +50,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model directory."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise refused("tokenizer", str(folder), "there is no tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(path))
+    check_is_regular(path)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises nothing more special
+        raise refused("tokenizer", str(path), f"it describes no tokenizer: {error}") from error
     missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
     if missing:
         raise refused("tokenizer", str(folder), f"it lacks {', '.join(missing)}")

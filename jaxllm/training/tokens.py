@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxllm.errors import refused
+from jaxllm.files import read_json
 from jaxllm.training.chat_examples import examples
 from jaxllm.training.corpus import Document
 from jaxllm.training.tokenizer import EOS
@@ -68,7 +69,7 @@ def read_tokens(folder: Path) -> TokenData:
     train, heldout = (
         np.fromfile(folder / f"{name}.bin", np.uint16) for name in ("train", "heldout")
     )
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    facts = read_json(folder / "facts.json")
     return TokenData(train=train, heldout=heldout, heldout_bytes=facts["heldout_bytes"])
 
 

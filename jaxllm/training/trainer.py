@@ -9,6 +9,7 @@ Killed at any moment, it goes on from its last checkpoint and, but for an end by
 very weights that it would have come to.
 """
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -37,6 +38,10 @@ logger = init_logger(__name__)
 
 Weights = dict[str, jax.Array]
 
+# How long the end of a run takes at most, as a guess: on a slow disk, with two copies of the state.
+_WRITE_S = 3.0
+_WRITE_BYTES_PER_S = 50e6
+
 
 class TrainState(NamedTuple):
     weights: Weights  # float32
@@ -47,6 +52,7 @@ class Trainer:
     """A run in its output folder."""
 
     def __init__(self, options: TrainOptions):
+        self._began = time.monotonic()
         options.validate()
         self.options = options
         self.folder = Path(options.output)
@@ -85,16 +91,26 @@ class Trainer:
         if restored is not None:
             logger.info("going on after step %d", restored.step)
         step, seconds, state = restored or (0, 0.0, self._initial_state())
-        log = Log(self.folder / "log.jsonl", first_step=step)
         taught_by = {} if self.teacher is None else self.teacher.weights
-        started = time.monotonic() - seconds
-        while self.schedule.progress(step, seconds) < 1:
-            rate = self.schedule.rate(step, seconds)
+        # Of this process all counts, from its begin on.
+        started = self._began - seconds
+        seconds = time.monotonic() - started
+        schedule = self._with_time_to_end(state)
+        if step == 0 and schedule.progress(step, seconds) == 1:
+            raise refused(
+                "minutes",
+                run.minutes,
+                f"they would be over before the first step: it took {seconds:.0f} s to prepare, "
+                "which is kept; give more",
+            )
+        log = Log(self.folder / "log.jsonl", first_step=step)
+        while schedule.progress(step, seconds) < 1:
+            rate = schedule.rate(step, seconds)
             state, losses = self._step(state, taught_by, batches.at(step), rate)
             step += 1
             record = {"step": step} | {name: float(loss) for name, loss in losses.items()}
             seconds = time.monotonic() - started
-            done = self.schedule.progress(step, seconds) == 1
+            done = schedule.progress(step, seconds) == 1
             if not math.isfinite(record["loss"]):
                 raise refused(
                     "learning_rate",
@@ -106,7 +122,7 @@ class Trainer:
                 logger.info(
                     "step %d, %.0f%% done, epoch %.2f: loss %.3f, held out %.3f bits per byte",
                     step,
-                    100 * self.schedule.progress(step, seconds),
+                    100 * schedule.progress(step, seconds),
                     batches.epoch(step),
                     record["loss"],
                     record["heldout_bits_per_byte"],
@@ -117,6 +133,22 @@ class Trainer:
         checkpoints.close()
         log.close()
         return self._export(state.weights)
+
+    def _with_time_to_end(self, state: TrainState) -> Schedule:
+        """The schedule that ends so early that what comes after the last step, a measurement, a
+        checkpoint and the model, is within the time that was given."""
+        if self.schedule.seconds is None:
+            return self.schedule
+        run = self.options.run
+        self.bits_per_byte(state.weights, run.batch_size)  # compiles
+        start = time.monotonic()
+        self.bits_per_byte(state.weights, run.batch_size)
+        num_rows = len(heldout_rows(self.data.heldout, run.context))
+        num_batches = math.ceil(min(num_rows, run.eval_rows) / run.batch_size)
+        measuring = (time.monotonic() - start) * num_batches
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        kept = measuring + _WRITE_S + num_bytes / _WRITE_BYTES_PER_S
+        return dataclasses.replace(self.schedule, seconds=max(1e-3, self.schedule.seconds - kept))
 
     def export_latest(self) -> Path:
         """Write the model of the latest checkpoint."""

@@ -4,18 +4,22 @@ Opening a checkpoint reads the headers only and checks that every file is whole;
 tensor is read when it is asked for, and its memory given back when it is released.
 """
 
-import json
 import math
 import mmap
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jaxllm import bundled
 from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.files import open_regular, read_json
+from jaxllm.plural import counted
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -27,8 +31,11 @@ _BITS = {
     "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8,
     "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
 }  # fmt: skip
+_ELEMENTS_AT_ONCE = 1 << 22  # that are read or compared
 _MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 100_000_000
+_MAX_NAME_BYTES = 255
 # Config and tokenizer; the code of a tokenizer is only run with trust_remote_code.
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
@@ -41,7 +48,10 @@ def resolve_model_dir(
         return shipped
     local = Path(model).expanduser()
     if local.is_dir():
+        _refuse_gguf(local)
         return local
+    if local.is_file():
+        raise CheckpointError(f"model {model!r} is {_of_file(local)}")
     if local.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise CheckpointError(
             f"model {model!r}: there is no such directory, and it is not the name of a model on "
@@ -70,17 +80,24 @@ def resolve_model_dir(
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, such as config.json."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; is {path.parent} a model directory?") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
+_NO_GGUF = (
+    "GGUF is not supported yet; give the directory, or the name on the hub, of the checkpoint in "
+    "safetensors that it was made of"
+)
+
+
+def _refuse_gguf(directory: Path) -> None:
+    """One that has nothing else has no tokenizer of ours either, of which the error would be."""
+    names = [file.name for file in directory.iterdir()]
+    gguf = sorted(name for name in names if name.endswith(".gguf"))
+    if gguf and not any(name.endswith(".safetensors") for name in names):
+        raise CheckpointError(f"{directory} has its weights in {some_of(gguf)}: {_NO_GGUF}")
+
+
+def _of_file(path: Path) -> str:
+    if path.suffix == ".gguf":
+        return f"a file: {_NO_GGUF}"
+    return f"a file; give its directory, {str(path.parent)!r}, if that has a config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,17 +144,33 @@ class Checkpoint:
             return np.empty(info.shape, _DTYPES[info.dtype])
         mapping = self._maps.get(info.file)
         if mapping is None:
-            with open(info.file, "rb") as opened:
+            with open_regular(info.file) as opened:
                 mapping = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             self._maps[info.file] = mapping
         flat = np.frombuffer(mapping, _DTYPES[info.dtype], math.prod(info.shape), info.offset)
         return flat.reshape(info.shape)
+
+    def copy(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
+        """Fill the target with a box of a tensor, piece by piece: what is copied is released."""
+        values = self.read(name)[box]
+        if not values.ndim:
+            target[...] = values
+            return
+        for rows in row_slices(values):
+            target[rows] = values[rows]
+            self.release(name)
 
     def release(self, name: str) -> None:
         """Give back the memory that reading a tensor took."""
         mapping = self._maps.get(self.tensors[name].file)
         if mapping is not None:
             mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def row_slices(array: np.ndarray) -> Iterator[slice]:
+    """The rows of an array in pieces of bearable size."""
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, math.prod(array.shape[1:])))
+    return (slice(start, start + step) for start in range(0, len(array), step))
 
 
 def some_of(names: list[str]) -> str:
@@ -174,13 +207,22 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, most=_MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
-    outside = [n for n in weight_map.values() if Path(str(n)).name != n or n == ".."]
+    nameless = [tensor for tensor, file in weight_map.items() if not _is_file_name(file)]
+    if nameless:
+        raise CheckpointError(f"{index} names no file that has tensor {some_of(nameless)}")
+    outside = [n for n in weight_map.values() if Path(n).name != n or n == ".."]
     if outside:
         raise CheckpointError(f"{index} refers to files outside its directory: {some_of(outside)}")
     return weight_map
+
+
+def _is_file_name(value: object) -> bool:
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    return 0 < len(value.encode("utf-8", "surrogatepass")) <= _MAX_NAME_BYTES
 
 
 def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
@@ -193,14 +235,14 @@ def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{index} lists {len(wrong)} tensors that are not where it says: {some_of(wrong)}"
+            f"{index} lists {counted(len(wrong), 'tensor')} not where it says: {some_of(wrong)}"
         )
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
     """Read and check the header: 8 bytes with its length, JSON, then the data without gaps."""
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
+    with open_regular(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(
@@ -209,13 +251,17 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             )
         raw = opened.read(length)
     try:
-        header = json.loads(raw)
+        # Entry by entry: what is none takes no more memory than its text.
+        header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         tensors = {
-            name: _tensor_info(file, entry, data_start=8 + length) for name, entry in header.items()
+            name: _tensor_info(file, name, entry, data_start=8 + length)
+            for name, entry in header.items()
         }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{file} has a damaged header: {error!r}") from error
+    except RecursionError:
+        raise CheckpointError(f"{file} has a damaged header: it is nested too deeply") from None
+    except ValueError as error:  # msgspec's are such
+        raise CheckpointError(f"{file} has a damaged header: {error}") from error
     wanted = max((info.offset + info.num_bytes for info in tensors.values()), default=8 + length)
     if size != wanted:
         problem = "is truncated" if size < wanted else "has bytes that belong to no tensor"
@@ -234,18 +280,30 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _tensor_info(file: Path, entry: dict[str, Any], *, data_start: int) -> TensorInfo:
-    shape = tuple(entry["shape"])
-    start, end = entry["data_offsets"]
-    if not all(type(number) is int for number in (*shape, start, end)):
-        raise TypeError(f"{entry} has sizes that are no integers")
-    bits = _BITS[entry["dtype"]] * math.prod(shape)
-    if not (0 <= start <= end and (end - start) * 8 == bits and all(n >= 0 for n in shape)):
-        raise ValueError(f"{entry} contradicts itself")
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=32)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _tensor_info(file: Path, name: str, raw: msgspec.Raw, *, data_start: int) -> TensorInfo:
+    try:
+        entry = msgspec.json.decode(raw, type=_Entry)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"tensor {name:.80}: {error}") from error
+    start, end = entry.data_offsets
+    bits = _BITS.get(entry.dtype, 0) * math.prod(entry.shape)
+    if entry.dtype not in _BITS or start > end or (end - start) * 8 != bits:
+        raise ValueError(f"tensor {name:.80} contradicts itself: {repr(entry):.200}")
     return TensorInfo(
         file=file,
-        dtype=entry["dtype"],
-        shape=shape,
+        dtype=entry.dtype,
+        shape=entry.shape,
         offset=data_start + start,
         num_bytes=end - start,
     )

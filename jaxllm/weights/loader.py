@@ -8,7 +8,7 @@ import functools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,18 +19,18 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.checkpoint_names import CheckpointNames
-from jaxllm.models.decoder import DecoderForCausalLM
-from jaxllm.parallel.sharding import Axes, Part, is_cut, make_mesh, sharding
-from jaxllm.weights.checkpoint import Checkpoint, some_of
+from jaxllm.models.base import Model
+from jaxllm.models.checkpoint_map import CheckpointMap, Rows, Source
+from jaxllm.parallel.sharding import Axes, Part, make_mesh, num_pieces, sharding
+from jaxllm.plural import counted
+from jaxllm.weights.checkpoint import Checkpoint, row_slices, some_of
 
-_ELEMENTS_AT_ONCE = 1 << 22  # that are read or compared
 _DUMMY_PERIOD = 1_000_003  # a prime: no two rows of a matrix are equal
 
 
 def load_weights(
     model_dir: Path,
-    abstract_model: DecoderForCausalLM,
+    abstract_model: Model,
     *,
     mesh: Mesh | None = None,
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
@@ -48,7 +48,7 @@ def load_weights(
 
 def load_parts(
     model_dir: Path,
-    parts: Sequence[tuple[DecoderForCausalLM, Mesh]],
+    parts: Sequence[tuple[Model, Mesh]],
     *,
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
     seed: int = 0,
@@ -62,17 +62,14 @@ def load_parts(
             for of_part, (_, mesh) in zip(parameters, parts, strict=True)
         ]
     else:
-        names = parts[0][0].checkpoint_names
+        names = parts[0][0].checkpoint_map
+        sources = [sources_of(of_part, names) for of_part in parameters]
         with Checkpoint(model_dir) as checkpoint:
-            _check_names(checkpoint, parameters, names)
-            for of_part in parameters:
-                _check_shapes(checkpoint, of_part, names)
+            _check_names(checkpoint, sources, names)
+            _check_shapes(checkpoint, sources)
             arrays = [
-                {
-                    name: _load(checkpoint, names.sources(name), p, mesh)
-                    for name, p in of_part.items()
-                }
-                for of_part, (_, mesh) in zip(parameters, parts, strict=True)
+                {name: _load(checkpoint, its_sources[name], p, mesh) for name, p in of_part.items()}
+                for of_part, its_sources, (_, mesh) in zip(parameters, sources, parts, strict=True)
             ]
     return [
         _as_state(abstract_model, of_part)
@@ -80,10 +77,10 @@ def load_parts(
     ]
 
 
-def weights_bytes(abstract_model: nnx.Module, num_shards: int = 1) -> int:
-    """What the parameters of a model take on each of so many devices."""
+def weights_bytes(abstract_model: Model | nnx.Module, mesh: Mesh) -> int:
+    """What the parameters of a model take on each device of a mesh."""
     return sum(
-        p.size * p.dtype.itemsize // (num_shards if is_cut(p.axes) else 1)
+        p.size * p.dtype.itemsize // num_pieces(mesh, p.axes)
         for p in parameters_of(abstract_model).values()
     )
 
@@ -102,8 +99,14 @@ class Parameter:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what it is fused of; if it is not, its own, without padding."""
+        rows = [part.rows for part in self.parts] or [self.rows]
+        return tuple((count, *self.shape[1:]) for count in rows)
 
-def abstract_weights(abstract_model: nnx.Module, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+
+def abstract_weights(abstract_model: Model | nnx.Module, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
     """Shapes and places of the arrays, in the order of the state's leaves."""
     return [
         jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding(mesh, p.axes))
@@ -111,7 +114,7 @@ def abstract_weights(abstract_model: nnx.Module, mesh: Mesh) -> list[jax.ShapeDt
     ]
 
 
-def parameters_of(abstract_model: nnx.Module) -> dict[str, Parameter]:
+def parameters_of(abstract_model: Model | nnx.Module) -> dict[str, Parameter]:
     """Dotted name -> parameter, in the order of the state's leaves."""
     leaves = jax.tree.leaves_with_path(
         nnx.state(abstract_model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
@@ -128,35 +131,45 @@ def parameters_of(abstract_model: nnx.Module) -> dict[str, Parameter]:
     }
 
 
-def _as_state(abstract_model: nnx.Module, arrays: dict[str, jax.Array]) -> nnx.State:
+def sources_of(parameters: Mapping[str, Parameter], names: CheckpointMap) -> dict[str, Source]:
+    """Where each parameter is in a checkpoint."""
+    return {name: names.source(name, p.pieces) for name, p in parameters.items()}
+
+
+def _as_state(abstract_model: Model | nnx.Module, arrays: dict[str, jax.Array]) -> nnx.State:
     leaves, treedef = jax.tree.flatten(nnx.state(abstract_model))
     assert len(leaves) == len(arrays), (len(leaves), len(arrays))
     return jax.tree.unflatten(treedef, list(arrays.values()))
 
 
 def _check_names(
-    checkpoint: Checkpoint, parts: Sequence[dict[str, Parameter]], names: CheckpointNames
+    checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]], names: CheckpointMap
 ) -> None:
     """Every tensor and every parameter is used exactly once, or we say which is not. Two parts may
     share what serves twice: a tied embedding."""
-    of_parts = Counter(name for parameters in parts for name in parameters)
-    shared = {name for name, count in of_parts.items() if count > 1}
+    of_parts = {name: source for part in sources for name, source in part.items()}
+    counts = Counter(name for part in sources for name in part)
+    shared = {name for name, count in counts.items() if count > 1}
     assert shared <= set(names.copies.values()), f"two parts have {shared}"
-    wanted = [source for name in of_parts for source in names.sources(name)]
-    missing = [name for name in wanted if name not in checkpoint.tensors]
+    used: dict[str, list[Rows]] = {}
+    for source in of_parts.values():
+        for rows in source.rows():
+            used.setdefault(rows.tensor.name, []).append(rows)
+    missing = [name for name in used if name not in checkpoint.tensors]
     if missing:
         raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} of the {len(wanted)} tensors that config.json "
+            f"the checkpoint lacks {len(missing)} of the {len(used)} tensors that config.json "
             f"asks for: {some_of(missing)}"
         )
-    extra = [name for name in checkpoint.tensors.keys() - set(wanted) if not names.is_ignored(name)]
+    extra = [name for name in checkpoint.tensors.keys() - used if not names.is_ignored(name)]
     unknown = sorted(name for name in extra if name not in names.copies)
     if unknown:
         raise CheckpointError(
-            f"the checkpoint has {len(unknown)} tensors that config.json has no place for: "
-            f"{some_of(unknown)}; config and weights disagree"
+            f"the checkpoint has {counted(len(unknown), 'tensor')} that config.json has no place "
+            f"for: {some_of(unknown)}; config and weights disagree"
         )
-    assert len(wanted) == len(set(wanted)), "a tensor is named twice"
+    for rows in used.values():
+        _check_rows(rows)
     for name in extra:
         if not _equal(checkpoint, name, names.copies[name]):
             raise CheckpointError(
@@ -166,97 +179,90 @@ def _check_names(
             )
 
 
-def _check_shapes(
-    checkpoint: Checkpoint,
-    parameters: dict[str, Parameter],
-    names: CheckpointNames,
-) -> None:
+def _check_rows(used: list[Rows]) -> None:
+    """The map of a family uses each row of a tensor exactly once."""
+    end, tensor = 0, used[0].tensor
+    for rows in sorted(used, key=lambda rows: rows.first):
+        assert rows.tensor == tensor and rows.first == end, f"{tensor.name}: {used}"
+        end = rows.end
+    assert end == (tensor.shape[0] if tensor.shape else 1), f"{tensor.name}: {used}"
+
+
+def _check_shapes(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]]) -> None:
     """Before any data is read: is every tensor what config.json says?"""
-    wrong = []
-    for name, parameter in parameters.items():
-        rows = [part.rows for part in parameter.parts] or [parameter.rows]
-        assert len(rows) == len(names.sources(name)), f"{name} does not say what it is fused of"
-        for source, count in zip(names.sources(name), rows, strict=True):
-            shape, wanted = checkpoint.tensors[source].shape, (count, *parameter.shape[1:])
-            if shape != wanted:
-                wrong.append(f"{source} {wanted}, where the checkpoint has {shape}")
+    asked = {
+        rows.tensor: checkpoint.tensors[rows.tensor.name].shape
+        for of_part in sources
+        for source in of_part.values()
+        for rows in source.rows()
+    }
+    wrong = [
+        f"{tensor.name} {tensor.shape}, where the checkpoint has {shape}"
+        for tensor, shape in asked.items()
+        if shape != tensor.shape
+    ]
     if wrong:
         raise CheckpointError(
-            f"config and weights disagree in {len(wrong)} shapes; config.json asks for {wrong[0]}"
+            f"config and weights disagree in {counted(len(wrong), 'shape')}; config.json asks for "
+            f"{wrong[0]}"
         )
 
 
-def _load(
-    checkpoint: Checkpoint, sources: tuple[str, ...], parameter: Parameter, mesh: Mesh
-) -> jax.Array:
-    tensors = tuple(_Source(checkpoint, source) for source in sources)
+def _load(checkpoint: Checkpoint, source: Source, parameter: Parameter, mesh: Mesh) -> jax.Array:
     array = jax.make_array_from_callback(
         parameter.shape,
         sharding(mesh, parameter.axes),
-        functools.partial(_read, parameter, tensors, mesh.size),
+        functools.partial(
+            _read, checkpoint, source, parameter, num_pieces(mesh, parameter.axes[:1])
+        ),
     )
     # Else copies would be on their way to the devices, and in memory, as many as there is time for.
     return array.block_until_ready()
 
 
-class _Source:
-    """A tensor of a checkpoint, copied piece by piece."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str):
-        self._checkpoint, self._name = checkpoint, name
-        self._tensor = checkpoint.read(name)
-
-    def copy(self, target: np.ndarray, rows: slice, columns: tuple[slice, ...]) -> None:
-        """Fill the target's head with what there is of these rows and columns."""
-        found = self._tensor[rows, *columns]
-        target = target[: len(found)]
-        for some in _row_slices(found):
-            target[some] = found[some]
-            self._checkpoint.release(self._name)
-
-
 def _read(
+    checkpoint: Checkpoint,
+    source: Source,
     parameter: Parameter,
-    sources: tuple[_Source, ...],
     num_shards: int,
     index: tuple[slice, ...] | None,
 ) -> np.ndarray:
-    """A piece of a parameter: of one that is cut by rows, whole shards."""
-    index = index or ()
-    first, last = index[0].indices(parameter.shape[0])[:2] if index else (0, 0)
-    columns = index[1:]
-    widths = [
-        len(range(*cut.indices(size)))
-        for cut, size in zip(columns, parameter.shape[1:], strict=True)
-    ]
-    values = np.zeros((last - first, *widths), parameter.dtype)
-    if not parameter.parts:
-        (source,) = sources
-        source.copy(values, slice(first, last), columns)  # the rest is padding
-        return values
-    shard_rows = parameter.shape[0] // num_shards
-    assert first % shard_rows == last % shard_rows == 0, (index, parameter)
-    filled = 0
-    for shard in range(first // shard_rows, last // shard_rows):
-        for part, source in zip(parameter.parts, sources, strict=True):
-            rows = part.rows * part.copies // num_shards
-            start = shard // part.copies * rows
-            source.copy(values[filled:], slice(start, start + rows), columns)
-            filled += rows
-    assert filled == len(values), (filled, index, parameter)
+    """A box of a parameter: of a fused one that is cut by rows, whole shards."""
+    whole = (slice(None),) * len(parameter.shape)
+    edges = zip(index or whole, parameter.shape, strict=True)
+    box = tuple(slice(*cut.indices(size)[:2]) for cut, size in edges)
+    values = np.zeros([cut.stop - cut.start for cut in box], parameter.dtype)
+    for target, rows in _places(parameter, num_shards, box[0]):
+        source.copy(checkpoint, (rows, *box[1:]), values[target])
     return values
+
+
+def _places(parameter: Parameter, num_shards: int, box: slice) -> Iterator[tuple[slice, slice]]:
+    """Which rows of the source go to which rows of a box. The rest of the box is padding."""
+    if not parameter.parts:
+        end = min(box.stop, parameter.rows)
+        if box.start < end:
+            yield slice(0, end - box.start), slice(box.start, end)
+        return
+    shard_rows = parameter.shape[0] // num_shards
+    assert box.start % shard_rows == box.stop % shard_rows == 0, (box, parameter)
+    filled = 0
+    for shard in range(box.start // shard_rows, box.stop // shard_rows):
+        first = 0  # of the part, in the source
+        for part in parameter.parts:
+            rows = part.rows * part.copies // num_shards
+            start = first + shard // part.copies * rows
+            yield slice(filled, filled + rows), slice(start, start + rows)
+            filled += rows
+            first += part.rows
+    assert filled == box.stop - box.start, (filled, box, parameter)
 
 
 def _equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
     if checkpoint.tensors[first].shape != checkpoint.tensors[second].shape:
         return False
     a, b = checkpoint.read(first), checkpoint.read(second)
-    return all(np.array_equal(a[rows], b[rows]) for rows in _row_slices(a))
-
-
-def _row_slices(array: np.ndarray) -> Iterator[slice]:
-    step = max(1, _ELEMENTS_AT_ONCE // max(1, math.prod(array.shape[1:])))
-    return (slice(start, start + step) for start in range(0, len(array), step))
+    return all(np.array_equal(a[rows], b[rows]) for rows in row_slices(a))
 
 
 def _dummy(name: str, parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:

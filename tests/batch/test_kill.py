@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +118,26 @@ def test_terminated_while_the_model_loads_a_batch_can_be_begun_again(bench):
     assert "Traceback" not in err
     assert bench.run() == 0
     assert len(bench.answers()) == 9
+
+
+def test_a_batch_whose_device_never_answers_ends_and_goes_on(bench, tmp_path, monkeypatch):
+    bench.argv.remove("--enforce-eager")  # of its steps none compiles
+    bench.argv += ["--logits-processors=hanging_device:HangingDevice", "--max-num-seqs=1"]
+    hangs = tmp_path / "hangs"
+    monkeypatch.setenv("HANGS_WHILE_EXISTS", str(hangs))
+    engine_tests = str(Path(__file__).parents[1] / "engine")
+    monkeypatch.setenv("PYTHONPATH", engine_tests, prepend=os.pathsep)
+    good, bad = write_lines(bench, 400)
+    process = start(bench, "--engine-iteration-timeout=4")
+    wait_for_results(bench, process)
+    hangs.touch()
+    _, err = process.communicate()
+    assert process.returncode == 1, err
+    assert "the engine hangs: the step has not got on" in err and "hanging_device.py" in err
+    assert 0 < len(bench.answers()) < len(good)
+    hangs.unlink()
+    process = start(bench)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert sorted(int(one["custom_id"]) for one in bench.errors()) == bad
+    assert sorted(int(one["custom_id"]) for one in bench.answers()) == good

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from jaxllm.bench.client import OpenAIClient, first_model
+from jaxllm.bench.client import OpenAIClient, find_model
 from jaxllm.bench.datasets import BenchRequest
 from jaxllm.bench.http import HTTPClient
 from jaxllm.bench.load import run_load, warm_up
 from jaxllm.bench.options import LoadOptions
-from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.errors import JaxLLMError, UnauthorizedError, ValidationError
 
 OK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":5}}\n\n'
@@ -142,7 +142,7 @@ def test_nobody_there():
     assert outcome.has_failed
     assert outcome.error
     with pytest.raises(JaxLLMError, match="no server at http://127.0.0.1:1: "):
-        asyncio.run(first_model(HTTPClient("http://127.0.0.1:1", {})))
+        asyncio.run(find_model(HTTPClient("http://127.0.0.1:1", {})))
 
 
 def test_a_server_that_hangs_up_before_tls_begins_has_not_answered():
@@ -164,8 +164,8 @@ def test_a_server_that_hangs_up_before_tls_begins_has_not_answered():
 @pytest.mark.parametrize(
     ("body", "found"),
     [
-        (b'{"data":[{"id":"a","root":"/models/a"}]}', ("a", "/models/a")),
-        (b'{"data":[{"id":"a"},{"id":"b"}]}', ("a", "a")),
+        (b'{"data":[{"id":"a","root":"/models/a"}]}', ("a", "/models/a", None)),
+        (b'{"data":[{"id":"a","max_model_len":9},{"id":"b"}]}', ("a", "a", 9)),
         (b'{"data":[]}', None),
         (b"hello", None),
     ],
@@ -175,9 +175,23 @@ def test_the_model_is_the_first_that_the_server_has(scripted_server, body, found
     http = HTTPClient(f"http://127.0.0.1:{scripted_server(lambda number: [head, body])}", {})
     if found is None:
         with pytest.raises(JaxLLMError, match="/v1/models names no model; give --model"):
-            asyncio.run(first_model(http))
+            asyncio.run(find_model(http))
     else:
-        assert asyncio.run(first_model(http)) == found
+        assert asyncio.run(find_model(http)) == found
+
+
+def test_of_a_named_model_the_server_need_not_know_anything(scripted_server):
+    def find(name, status, body):
+        head = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(body))
+        http = HTTPClient(f"http://127.0.0.1:{scripted_server(lambda number: [head, body])}", {})
+        return asyncio.run(find_model(http, name))
+
+    listed = b'{"data":[{"id":"a"},{"id":"b","max_model_len":7}]}'
+    assert find("b", 200, listed) == ("b", "b", 7)
+    assert find("c", 200, listed) == ("c", "c", None)
+    assert find("c", 404, b"") == ("c", "c", None)
+    with pytest.raises(UnauthorizedError, match="a key is needed"):
+        find("b", 401, b'{"error":{"message":"a key is needed"}}')
 
 
 def test_a_server_that_says_nothing_is_given_up(scripted_server):
@@ -238,4 +252,4 @@ def test_a_header_is_one_line():
 @pytest.mark.parametrize("url, header", [("http://127.0.0.1:1", "\u2603"), ("http://a/\u2603", "")])
 def test_what_http_has_no_letters_for_is_refused(url, header):
     with pytest.raises(ValidationError, match="Latin-1"):
-        asyncio.run(first_model(HTTPClient(url, {"X": header})))
+        asyncio.run(find_model(HTTPClient(url, {"X": header})))

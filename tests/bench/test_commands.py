@@ -60,7 +60,17 @@ def test_serve_says_what_the_server_refuses(server_port, tiny_model):
         "serve", "--port", server_port, "--tokenizer", tiny_model, "--num-prompts", 2,
         "--input-len", 9000, status=2,
     )  # fmt: skip
+    assert "--random-input-len 9000: requests of 9001 tokens or more" in done.stderr
+    done = bench(
+        "serve", "--port", server_port, "--tokenizer", tiny_model, "--num-prompts", 2,
+        "--extra-body", '{"n": 0}', status=2,
+    )  # fmt: skip
     assert "which is a trial, failed: status 400: " in done.stderr
+
+
+def test_serve_asks_for_no_more_than_the_model_has_room_for(server_port, tiny_model):
+    done = bench("serve", "--port", server_port, "--tokenizer", tiny_model, "--num-prompts", 2)
+    assert "--random-input-len 213, --random-output-len 26" in done.stderr
 
 
 @pytest.mark.parametrize("flags", [[], ["--async-engine", "--n", 2]])

@@ -48,3 +48,11 @@ def test_a_line_goes_where_its_points_are():
 def test_a_run_is_drawn_whatever_came_of_it(outcomes, tmp_path):
     plot(str(tmp_path / "run.svg"), outcomes)
     assert len(list(ET.parse(tmp_path / "run.svg").iter(f"{NS}polyline"))) == 4
+
+
+def test_one_point_alone_is_seen():
+    def drawn(x, y):
+        return draw([Chart("t", "x", "y", [Line("a", x, y)])])
+
+    assert "<circle" in drawn([1.0], [2.0])
+    assert "<circle" not in drawn([1.0, 2.0], [2.0, 2.0])

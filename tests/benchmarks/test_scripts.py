@@ -14,6 +14,7 @@ SCRIPTS = [
     "frontend",
     "h200",
     "latency",
+    "logprobs",
     "offline",
     "plots",
     "replicas",

@@ -11,11 +11,12 @@ import pytest
 
 from jaxllm import LLM, EngineArgs, SamplingParams, bundled
 from jaxllm.cli.main import main
+from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
 from jaxllm.training.forward import RowModel
 from jaxllm.training.objective import surprise
 from jaxllm.training.tokenizer import load_tokenizer
-from jaxllm.weights.checkpoint import read_json, resolve_model_dir
+from jaxllm.weights.checkpoint import resolve_model_dir
 
 NAMES = [bundled.MODEL, bundled.DRAFT]
 MAX_BYTES = 20_000_000

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import typing
 
 import msgspec
@@ -14,6 +15,7 @@ from jaxllm.cli.arguments import (
     SHORT_FLAGS,
     CommandParser,
     add_engine_arguments,
+    add_option_arguments,
     add_sampling_arguments,
     engine_options_from,
     integer,
@@ -22,6 +24,8 @@ from jaxllm.cli.arguments import (
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.server.options import ServerOptions
+from jaxllm.vllm_options import INSTEAD, NEUTRAL, SHORT_NAMES, option_of_flag
 
 ENGINE_FIELDS = [
     f for part in typing.get_type_hints(EngineConfig).values() for f in dataclasses.fields(part)
@@ -114,8 +118,17 @@ def test_model_is_accepted_with_and_without_its_flag_at_any_place():
         (["m", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
         (["m", "--hf-overrides", "{"], "--hf-overrides: '{' is not JSON"),
         (["m", "--hf-overrides", "[1]"], "'[1]' is not a JSON object"),
+        (["m", "--hf-overrides", "[" * 100_000], "is not JSON: it is nested deeper than 64 levels"),
         (["m", "--blok-size", "16"], "unknown argument '--blok-size'; did you mean --block-size"),
         (["m", "--max-model", "16"], "unknown argument '--max-model'"),
+        (["m", "--enable-lora"], "--enable-lora is not supported yet: merge the"),
+        (["m", "--no-enable-lora"], "--no-enable-lora is not supported yet"),
+        (["--quantization", "awq"], "--quantization is not supported yet: weights are served as"),
+        (["m", "-q=awq"], "-q is not supported yet: weights are served as float32"),
+        (["m", "--kv-cache-dtype=fp8"], "--kv-cache-dtype is not supported yet"),
+        (["m", "--speculative-config.method", "ngram"], "there is no speculative decoding"),
+        (["m", "--disable-uvicorn-access-log"], "--no-access-log leaves"),
+        (["m", "--fingerprint-mode", "full"], "--fingerprint-mode is not supported yet"),
         (["m", "n"], "unknown argument 'n'; see `jaxllm test --help`"),
     ],
 )
@@ -123,6 +136,18 @@ def test_bad_flags_are_refused_with_a_remedy(argv, message):
     with pytest.raises(ValidationError) as error:
         config_from(parse(*argv))
     assert message in str(error.value)
+
+
+def test_what_is_said_to_be_missing_is_not_there_and_what_stands_in_is():
+    parser = make_parser()
+    add_option_arguments(parser, ServerOptions)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    ours = {option_of_flag(flag) for flag in flags if flag.startswith("--")}
+    assert not ours & INSTEAD.keys() - {"disable_log_stats"}  # the server's
+    assert not {f"-{short}" for short in SHORT_NAMES} & flags
+    assert set(re.findall(r"--[a-z-]+", " ".join(INSTEAD.values()))) <= flags
+    assert NEUTRAL.keys() <= INSTEAD.keys()
+    assert set(SHORT_NAMES.values()) <= INSTEAD.keys()
 
 
 def test_sampling_flags_override_the_defaults_and_only_them():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import pytest
 from jax.profiler import ProfileData
@@ -131,6 +132,14 @@ def prompts_of(path):
     return [one.prompt for one in read_prompts(str(path))]
 
 
+def test_prompts_may_come_through_a_pipe():
+    read_end, write_end = os.pipe()  # what a shell makes of <(...)
+    with os.fdopen(write_end, "w") as writer:
+        writer.write("one\ntwo\n")
+    assert prompts_of(f"/dev/fd/{read_end}") == ["one", "two"]
+    os.close(read_end)
+
+
 def test_only_line_feeds_end_a_prompt(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("a\fb\x85c\u2028d\re\r\n\r\ntwo".encode())
@@ -183,18 +192,18 @@ def test_answers_that_end_in_an_error_are_shown_and_not_a_success(model, broken,
     captured = capsys.readouterr()
     assert json.loads(captured.out)["finish_reason"] == "error"
     [line] = [line for line in captured.err.splitlines() if line.startswith("jaxllm: error: ")]
-    assert "1 answers ended in an error" in line and "Broken.apply must return" in line
+    assert "1 answer ended in an error" in line and "Broken.apply must return" in line
 
 
 def test_a_chat_through_a_pipe_tells_of_lines_without_an_answer(model, broken, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     assert main(["chat", model, *broken, *ENGINE]) == 2
     err = capsys.readouterr().err
-    assert "the answer ended in an error" in err and "jaxllm: error: 1 lines had no answer" in err
+    assert "the answer ended in an error" in err and "jaxllm: error: 1 line had no answer" in err
     monkeypatch.setattr("sys.stdin", io.StringIO("word " * 300 + "\nHello\n"))
     assert main(["chat", model, "--max-tokens", "2", *ENGINE]) == 2
     captured = capsys.readouterr()
-    assert "jaxllm: error: 1 lines had no answer" in captured.err and captured.out.strip()
+    assert "jaxllm: error: 1 line had no answer" in captured.err and captured.out.strip()
 
 
 def test_dash_is_standard_input(monkeypatch):

@@ -113,3 +113,12 @@ def test_sleep_is_not(core_at_work, level):
     core.wake_up()
     drain(core)
     assert core.stats().device_idle_s == 0
+
+
+def test_figures_that_were_handed_out_do_not_change(core_at_work):
+    core, _ = core_at_work
+    before = core.stats()
+    num_steps, sizes = before.num_steps, list(before.step_sizes)
+    drain(core)
+    assert core.stats().num_steps > num_steps == before.num_steps
+    assert before.step_sizes == sizes

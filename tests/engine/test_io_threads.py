@@ -11,7 +11,7 @@ import zmq
 from jaxllm.engine.busy_loop import EVERYBODY, Letter
 from jaxllm.engine.io_threads import OutputThread
 from jaxllm.engine.process import EXIT_DEAD
-from jaxllm.messages import Dead, Failure, FromEngine
+from jaxllm.messages import Beat, Dead, Failure, FromEngine
 
 
 def test_last_words_reach_a_frontend_that_is_slower_to_start_than_the_engine_is_to_fail(tmp_path):
@@ -31,6 +31,28 @@ def test_last_words_reach_a_frontend_that_is_slower_to_start_than_the_engine_is_
     frontend.send(b"")
     assert frontend.poll(30_000)
     assert msgspec.msgpack.decode(frontend.recv(), type=FromEngine) == last_words
+    thread.join(30)
+    assert not thread.is_alive()
+    frontend.close(linger=0)
+    context.term()
+
+
+def test_a_beat_waits_for_nobody_and_reaches_who_is_there(tmp_path):
+    context = zmq.Context()
+    listening = context.socket(zmq.ROUTER)
+    listening.bind(f"ipc://{tmp_path}/output")
+    outbox = queue.SimpleQueue()
+    thread = OutputThread(listening, outbox)
+    outbox.put(Letter(EVERYBODY, Beat()))
+    thread.start()
+    frontend = context.socket(zmq.DEALER)
+    frontend.setsockopt(zmq.IDENTITY, b"frontend")
+    frontend.connect(f"ipc://{tmp_path}/output")
+    frontend.send(b"")
+    while not frontend.poll(10):
+        outbox.put(Letter(EVERYBODY, Beat()))
+    assert msgspec.msgpack.decode(frontend.recv(), type=FromEngine) == Beat()
+    outbox.put(None)
     thread.join(30)
     assert not thread.is_alive()
     frontend.close(linger=0)

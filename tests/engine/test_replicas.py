@@ -1,5 +1,6 @@
 """Replicas on devices that are done with a step when the test says so."""
 
+import queue
 import threading
 from typing import ClassVar
 
@@ -8,10 +9,12 @@ import pytest
 
 from jaxllm import SamplingParams
 from jaxllm.config import EngineConfig
+from jaxllm.engine.busy_loop import BusyLoop
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.replicas import Replicas
 from jaxllm.messages import EngineInfo, EngineRequest
 from jaxllm.scheduler.schedule import StepResult
+from jaxllm.watch import Work
 
 INFO = EngineInfo(
     model="model",
@@ -182,3 +185,20 @@ def test_what_came_before_an_interrupt_is_not_lost(replicas, monkeypatch):
     assert replicas.has_work() and replicas.spare_s == 0
     tokens = run_until(replicas, lambda tokens: len(tokens) == 2)
     assert tokens == {"a": [11], "b": [11]}
+
+
+def test_a_device_that_never_answers_shows_beside_one_that_does(replicas, devices):
+    loop = BusyLoop(replicas, queue.SimpleQueue(), queue.SimpleQueue())
+    assert loop.at_work() == [Work("its loop", 0)]
+    first, second = add(replicas, "a", 4), add(replicas, "b", 200)
+    devices[first].is_busy = True
+    seen = []
+    for _ in range(20):
+        replicas.step()
+        seen.append([work.number for work in loop.at_work()[:-1]])
+    assert [work.name for work in loop.at_work()[:-1]] == [
+        "the step of replica 0",
+        "the step of replica 1",
+    ]
+    assert {numbers[first] for numbers in seen} == {0}
+    assert len({numbers[second] for numbers in seen}) > 10

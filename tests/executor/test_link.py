@@ -1,20 +1,22 @@
 """The wires between ranks let in who was invited, keep the order, and notice who is gone."""
 
 import threading
+import time
 
 import msgspec
 import pytest
 import zmq
 
 from jaxllm.errors import EngineDeadError
+from jaxllm.executor import link
 from jaxllm.executor.link import LeaderLink, PeerLink
 
 
 @pytest.fixture
 def leader():
-    link = LeaderLink("127.0.0.1", 2)
-    yield link
-    link.close(b"end")
+    leader = LeaderLink("127.0.0.1", 2)
+    yield leader
+    leader.close(b"end")
 
 
 def test_messages_arrive_in_order_at_those_they_are_for(leader):
@@ -55,6 +57,32 @@ def test_who_hangs_up_is_missed(leader):
             leader.receive(1)
     assert leader.reason == "rank 2 is gone: its connection broke"
     peers[0].close()
+
+
+class ClockOfAMachine:
+    """Goes on while the machine sleeps."""
+
+    slept_s = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.slept_s
+
+
+def test_nobody_is_missed_when_the_machine_has_slept(leader, monkeypatch):
+    clock, beats = ClockOfAMachine(), threading.Semaphore(0)
+    monkeypatch.setattr(link, "time", clock)
+    beat = link._Pulse._beat
+    monkeypatch.setattr(link._Pulse, "_beat", lambda self: (beat(self), beats.release()))
+    peers = [PeerLink(leader.invitation, rank, pytest.fail) for rank in (1, 2)]
+    leader.await_peers()
+    for slept_s in (0.0, 3600.0):
+        clock.slept_s = slept_s
+        for _ in range(12):  # by three links
+            assert beats.acquire(timeout=60)
+    assert leader.receive() is None
+    assert leader.reason is None
+    for peer in peers:
+        peer.close()
 
 
 def test_a_leader_that_hangs_up_is_missed():

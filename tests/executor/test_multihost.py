@@ -59,10 +59,11 @@ OPTIONS = {
     "kv_cache_memory_bytes": 1 << 20,
     "skip_tokenizer_init": True,
     "enforce_eager": True,
+    "max_logprobs": -1,
 }
 HEAD = list(range(20, 60))  # shared, and longer than a chunk
 REQUESTS = [
-    ([5, 6, 7], {"temperature": 0, "max_tokens": 12, "logprobs": 1}),
+    ([5, 6, 7], {"temperature": 0, "max_tokens": 12, "logprobs": 25}),
     (HEAD + [3], {"seed": 1, "top_k": 30, "top_p": 0.9, "max_tokens": 10, "logprobs": 1}),
     (HEAD + [4, 5], {"temperature": 0, "repetition_penalty": 1.3, "max_tokens": 20, "logprobs": 1}),
     ([9] * 30, {"seed": 2, "n": 2, "min_p": 0.02, "max_tokens": 8, "logprobs": 1}),

@@ -56,9 +56,13 @@ def test_a_schedule_travels_whole():
 
 def test_a_result_travels_whole():
     logprobs = LogprobArrays(
-        np.ones((2, 3), np.int32), np.full((2, 3), -0.5, np.float32), np.ones(2, np.int32)
+        np.ones((2, 3), np.int32),
+        np.full((2, 3), -0.5, np.float32),
+        np.ones(2, np.int32),
+        np.full(2, 1.5, np.float32),
     )
-    result = StepResult(np.arange(2, dtype=np.int32), logprobs, None)
+    logits = np.arange(6, dtype=np.float32).reshape(2, 3)
+    result = StepResult(np.arange(2, dtype=np.int32), logprobs, None, logits)
     message = decode_to_leader(encode(StepDone(1, result, Figures(num_token_rows=5))))
     assert isinstance(message, StepDone) and message.figures == Figures(num_token_rows=5)
     assert_same(result, message.result)

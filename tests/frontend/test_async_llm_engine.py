@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -225,6 +226,57 @@ def test_a_killed_engine_is_told_to_everybody_who_waits(options):
             await last(engine, "b", endless, "b")
 
     with_engine(options, use)
+
+
+@pytest.mark.slow
+def test_a_stopped_engine_is_given_up_and_its_process_ended(options):
+    async def use(engine):
+        endless = SamplingParams(max_tokens=200, ignore_eos=True)
+        stream = engine.generate("a", endless, "a")
+        await anext(stream)
+        await engine.abort("a")
+        await asyncio.sleep(4.5)  # an engine that is idle says so
+        stream = engine.generate("b", endless, "b")
+        await anext(stream)
+        os.kill(engine._process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="hangs: it has given no sign of life"):
+            await anext_until_end(stream)
+        assert engine.errored
+        assert engine._process.wait(30)
+
+    with_engine(options | {"engine_heartbeat_timeout": 4}, use)
+
+
+@pytest.mark.slow
+def test_a_device_that_never_answers_ends_the_engine(options, tmp_path, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "engine")
+    monkeypatch.setenv("HANGS_WHILE_EXISTS", str(tmp_path / "hangs"))
+    changed = {
+        "logits_processors": ["hanging_device:HangingDevice"],
+        "engine_iteration_timeout": 4,
+        "enforce_eager": False,  # of its steps none compiles
+        "max_num_seqs": 1,
+    }
+
+    async def use(engine):
+        endless = SamplingParams(max_tokens=200, ignore_eos=True)
+        stream = engine.generate("a", endless, "a")
+        waiting = asyncio.create_task(last(engine, "b", endless, "b"))
+        await anext(stream)
+        (tmp_path / "hangs").touch()
+        for request in (anext_until_end(stream), waiting, engine.sleep()):
+            with pytest.raises(EngineDeadError, match="the engine hangs: .* has not got on for"):
+                await request
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+
+    with_engine(options | changed, use)
+    assert "hanging_device.py" in capfd.readouterr().err  # where each thread was
+
+
+async def anext_until_end(stream):
+    async for _ in stream:
+        pass
 
 
 def test_what_keeps_an_engine_from_starting_is_told_as_llm_tells_it(options):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,31 @@ def test_a_process_that_was_killed_is_replaced(process, byte_level):
     process._process.kill()
     process._process.wait()
     assert ask(process, byte_level).startswith("<s>[user]hello")
+
+
+def resident_bytes(process):
+    pages = Path(f"/proc/{process._process.pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_a_template_needed_is_given_back(process, byte_level):
+    ask(process, byte_level)
+    before, pid = resident_bytes(process), process._process.pid
+    doubling = "{% set ns.x = ns.x ~ ns.x %}" * 40
+    with pytest.raises(ValidationError, match="MemoryError"):
+        ask(process, byte_level, "{% set ns = namespace(x='12345678') %}" + doubling)
+    assert process._process.pid == pid
+    assert resident_bytes(process) < before + (160 << 20)
+
+
+def test_a_process_that_keeps_what_it_needed_is_replaced(byte_level):
+    process = TemplateProcess(timeout_s=60.0, max_growth_bytes=-(1 << 40))
+    pids = []
+    for _ in range(2):
+        assert ask(process, byte_level).startswith("<s>[user]hello")
+        pids.append(process._process.pid)
+    assert pids[0] != pids[1]
+    process.close()
 
 
 def test_closing_ends_what_is_being_rendered(byte_level):

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from jaxllm import bundled
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.frontend import tokenizer
 from jaxllm.frontend.tokenizer import LONG_TEXT, load_tokenizer, render_chat
 from jaxllm.testing import make_tiny_checkpoint
@@ -92,7 +92,7 @@ def test_torch_is_not_loaded_for_a_tokenizer_that_is_all_in_its_file():
 def test_missing_tokenizer_is_refused_with_a_remedy(broken, tmp_path):
     if broken == "damaged file":
         (tmp_path / "tokenizer.json").write_text('{"version": ')
-    with pytest.raises(ValidationError, match="skip_tokenizer_init=True"):
+    with pytest.raises(JaxLLMError, match="skip_tokenizer_init=True"):
         load_tokenizer(ModelConfig(model="m"), str(tmp_path))
 
 

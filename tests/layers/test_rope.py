@@ -28,7 +28,15 @@ YARN = YarnScaling(
 
 
 def rope(scaling=None, *, head_size=64, theta=10_000.0):
-    return RopeConfig(head_size=head_size, theta=theta, scaling=scaling)
+    return RopeConfig(size=head_size, theta=theta, scaling=scaling)
+
+
+def test_the_rest_of_a_head_is_left_as_it_is():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 16)), jnp.float32)
+    rotations = rotary(RopeConfig(size=8, theta=100.0), jnp.array([0, 5, 9]))
+    rotated = rotate(x, rotations)
+    np.testing.assert_array_equal(rotated[..., 8:], x[..., 8:])
+    np.testing.assert_array_equal(rotated[..., :8], rotate(x[..., :8], rotations))
 
 
 def scores(config, q, k, q_position, k_position):

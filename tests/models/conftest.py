@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, get_backend
 
-from jaxllm.layers.attention import AttentionContext
+from jaxllm.files import read_json
+from jaxllm.layers.context import StepContext
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.weights.checkpoint import read_json
 from jaxllm.weights.loader import load_weights
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
@@ -63,7 +63,7 @@ class SingleRow:
             block_size=BLOCK_SIZE,
             decode_only=False,
         )
-        context = AttentionContext(
+        context = StepContext(
             batch=batch,
             prepared=self._backend.prepare(batch, model.attention_configs, num_tokens=num_tokens),
             backend=self._backend,

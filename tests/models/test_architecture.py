@@ -2,9 +2,17 @@
 
 import pytest
 
-from jaxllm.errors import CheckpointError, UnsupportedModelError
-from jaxllm.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
-from jaxllm.models.architecture import merge_overrides, read_architecture
+from jaxllm.errors import CheckpointError, UnsupportedModelError, ValidationError
+from jaxllm.layers.norm import NormSpec
+from jaxllm.layers.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    YarnScaling,
+)
+from jaxllm.models.architecture import read_architecture
+from jaxllm.models.hf_config import merge_overrides
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -21,11 +29,24 @@ def read(name="Llama", **fields):
     return read_architecture(LLAMA | {"architectures": [f"{name}ForCausalLM"]} | fields)
 
 
+def attentions(arch):
+    """That of each layer."""
+    return [attention for layer in arch.layers for attention in layer.mixers]
+
+
+def rope_of(arch):
+    (rope,) = {attention.rope for attention in attentions(arch)}
+    return rope
+
+
 def test_defaults_of_old_llama_configs():
     arch = read()
-    assert (arch.num_kv_heads, arch.head_size, arch.rope.theta) == (4, 16, 10_000.0)
-    assert not (arch.qkv_bias or arch.o_bias or arch.mlp_bias or arch.tie_word_embeddings)
-    assert arch.layer_windows == (None, None, None)
+    assert len(arch.layers) == 3 and len(set(arch.layers)) == 1
+    (attention,), (mlp,) = arch.layers[0].mixers, arch.layers[0].ffns
+    assert (attention.num_kv_heads, attention.head_size, attention.scale) == (4, 16, 0.25)
+    assert attention.rope == RopeConfig(size=16, theta=10_000.0)
+    assert attention.window is None and attention.qk_norm is None
+    assert not (attention.qkv_bias or attention.o_bias or mlp.bias or arch.tie_word_embeddings)
     assert (arch.dtype, arch.max_model_len, arch.eos_token_ids) == ("float32", 512, ())
 
 
@@ -73,12 +94,12 @@ def test_eos_token_ids_may_be_one_or_many():
     ],
 )
 def test_windows_of_the_families(name, fields, windows):
-    assert read(name, **fields).layer_windows == windows
+    assert tuple(attention.window for attention in attentions(read(name, **fields))) == windows
 
 
 def test_qwen3_has_qk_norm_and_its_own_head_size():
-    arch = read("Qwen3")
-    assert arch.qk_norm and arch.head_size == 128
+    attention = attentions(read("Qwen3", rms_norm_eps=1e-5))[0]
+    assert attention.qk_norm == NormSpec(eps=1e-5) and attention.head_size == 128
 
 
 @pytest.mark.parametrize(
@@ -122,8 +143,8 @@ def test_qwen3_has_qk_norm_and_its_own_head_size():
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
 def test_rope_scaling_in_the_old_and_new_notation(field, rope, scaling, max_model_len):
     arch = read(**{field: rope, "rope_theta": 500.0})
-    assert arch.rope.scaling == scaling
-    assert arch.rope.theta == 500.0
+    assert rope_of(arch).scaling == scaling
+    assert rope_of(arch).theta == 500.0
     assert arch.max_model_len == max_model_len
 
 
@@ -132,7 +153,7 @@ def test_rope_scaling_may_call_its_kind_type_beside_rope_parameters():
         rope_parameters={"rope_type": "default", "rope_theta": 77.0},
         rope_scaling={"type": "linear", "factor": 2.0},
     )
-    assert (arch.rope.theta, arch.rope.scaling) == (77.0, LinearScaling(factor=2.0))
+    assert (rope_of(arch).theta, rope_of(arch).scaling) == (77.0, LinearScaling(factor=2.0))
 
 
 def test_an_object_that_names_two_kinds_of_rope_is_refused():
@@ -144,7 +165,8 @@ def test_an_object_that_names_two_kinds_of_rope_is_refused():
 
 
 def test_theta_inside_rope_parameters():
-    assert read(rope_parameters={"rope_type": "default", "rope_theta": 77.0}).rope.theta == 77.0
+    arch = read(rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    assert rope_of(arch).theta == 77.0
 
 
 def test_contradicting_thetas_are_refused():
@@ -154,7 +176,8 @@ def test_contradicting_thetas_are_refused():
 
 def test_yarn_without_factor_takes_the_ratio_of_lengths():
     arch = read(rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 128})
-    assert isinstance(arch.rope.scaling, YarnScaling) and arch.rope.scaling.factor == 4.0
+    scaling = rope_of(arch).scaling
+    assert isinstance(scaling, YarnScaling) and scaling.factor == 4.0
 
 
 @pytest.mark.parametrize(
@@ -203,6 +226,22 @@ def test_broken_configs_say_which_field(fields, message):
         read(**fields)
 
 
+@pytest.mark.parametrize(
+    ("num_shards", "message"),
+    [
+        (3, "tensor_parallel_size=3: .* not divide the model's num_attention_heads=8"),
+        (8, "tensor_parallel_size=8: .* not divide the model's intermediate_size=12"),
+        (4, "tensor_parallel_size=4: .* nor a multiple of the model's num_key_value_heads=6"),
+    ],
+)
+def test_sizes_that_cannot_be_cut_are_refused(num_shards, message):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 12}
+    if num_shards == 4:
+        heads |= {"num_attention_heads": 12, "num_key_value_heads": 6}
+    with pytest.raises(ValidationError, match=message):
+        read(head_dim=4, **heads).check(num_shards)
+
+
 def test_qwen_layer_types_must_fit_the_rest():
     kinds = ["sliding_attention", "full_attention"]
     with pytest.raises(CheckpointError, match="layer_types=5 must be a list"):
@@ -225,5 +264,60 @@ def test_overrides_reach_the_architecture():
     overrides = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     config = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0}}
     arch = read_architecture(config, overrides=overrides)
-    assert arch.rope.scaling == LinearScaling(factor=2.0)
-    assert arch.rope.theta == 99.0
+    assert rope_of(arch) == RopeConfig(size=16, theta=99.0, scaling=LinearScaling(factor=2.0))
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "vocab_size", "head_dim"])
+@pytest.mark.parametrize("value", [10**9, 10**12, 10**4000])
+def test_sizes_are_bounded_before_anything_is_made_of_them(field, value):
+    with pytest.raises(CheckpointError, match=f"{field}=1000.*too large; at most [0-9]+ is"):
+        read(**{field: value})
+    with pytest.raises(CheckpointError, match=f"{field}=1000.*too large; at most [0-9]+ is"):
+        read_architecture(LLAMA, overrides={field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 4096, "head_dim": 4096}, "num_attention_heads times head_dim is"),
+        ({"vocab_size": 1 << 24, "hidden_size": 1 << 18}, "vocab_size times hidden_size is"),
+        ({"intermediate_size": 1 << 22, "hidden_size": 1 << 18}, "intermediate_size times hidden"),
+        ({"max_position_embeddings": 1 << 31}, "max_position_embeddings=2147483648 is too large"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.* is too large"),
+        ({"rope_theta": 10**400}, "rope_theta=1000.*must be at least"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be above zero"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e9}}, "sequences of 512000000000"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-5}}, "sequences of 0 tokens"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e300}}, "factor=1e[+]300 must be"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1e-9}},
+            "original_max_position_embeddings=1e-09 must be at least 1",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 2,
+                    "mscale": "a",
+                    "mscale_all_dim": 1,
+                }
+            },
+            "mscale='a' must be above zero",
+        ),
+        ({"eos_token_id": list(range(10**5))}, "eos_token_id has 100000 token ids; at most"),
+        ({"eos_token_id": ["x" * 10**6]}, "eos_token_id=.{0,90} must be a token id"),
+        ({"dtype": "x" * 10**6}, "dtype x{80} of"),
+        ({"architectures": "x" * 10**6}, "architectures=.{0,90} must be"),
+    ],
+)
+def test_what_would_explode_is_refused_in_one_short_line(fields, message):
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
+        read(**fields)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kinds", [["full_attention"] * 10**5, 7, [7], "full_attention"])
+def test_layer_types_are_one_for_each_layer(family, kinds):
+    with pytest.raises(CheckpointError, match="layer_types"):
+        read(family, layer_types=kinds, sliding_window=None)

@@ -86,8 +86,8 @@ def test_tied_embeddings_are_one_leaf(tmp_path, single_row):
 
 
 def test_abstract_model_has_no_arrays(tmp_path):
+    from jaxllm.files import read_json
     from jaxllm.models.architecture import read_architecture
-    from jaxllm.weights.checkpoint import read_json
 
     config = read_json(make_tiny_checkpoint(tmp_path) / "config.json")
     # A model of this size exists nowhere; its shapes do.

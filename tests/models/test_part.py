@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.testing import make_tiny_checkpoint
-from jaxllm.weights.checkpoint import read_json
 
 
 def parameter_names(model):

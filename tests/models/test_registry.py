@@ -21,11 +21,12 @@ class HalfLogits(DecoderForCausalLM):
 @pytest.fixture
 def registry(monkeypatch):
     monkeypatch.setattr(ModelRegistry, "_classes", dict(ModelRegistry._classes))
+    monkeypatch.setattr(ModelRegistry, "_families", dict(ModelRegistry._families))
     return ModelRegistry
 
 
 def test_first_supported_architecture_wins():
-    assert ModelRegistry.resolve(["Unknown", "Qwen3ForCausalLM"]).__name__ == "Qwen3ForCausalLM"
+    assert ModelRegistry.select(["Unknown", "Qwen3ForCausalLM"]) == "Qwen3ForCausalLM"
 
 
 def test_unknown_architectures_are_listed_with_the_known_ones():
@@ -45,6 +46,14 @@ def test_registering_imports_neither_jax_nor_the_model():
 def test_malformed_class_path_is_refused(registry):
     with pytest.raises(ValueError, match="module:Class"):
         registry.register_model("Own", "module.Class")
+
+
+def test_family_from_outside_reads_its_configs(registry, tmp_path, single_row):
+    registry.register_model("Own", family="jaxllm.models.families.qwen3:FAMILY")
+    fields = {"architectures": ["Own"], "head_dim": 32, "tie_word_embeddings": True}
+    own = single_row(make_tiny_checkpoint(tmp_path / "own", **fields))
+    qwen3 = single_row(make_tiny_checkpoint(tmp_path / "qwen3", "qwen3"))
+    assert (own.logits([5, 6, 7]) == qwen3.logits([5, 6, 7])).all()
 
 
 def test_class_from_outside_runs_its_architecture(registry, monkeypatch, tmp_path, single_row):

@@ -19,6 +19,7 @@ SERVED = ServedModel(
     tokenizer=None,
     default_params=SamplingParams(temperature=0.6, top_k=20),
     fingerprint="fp",
+    max_model_len=100,
 )
 
 # For the fields that both endpoints hand to the sampler as they are.

@@ -27,6 +27,7 @@ def served(reasoning="qwen3", tools="hermes"):
         tokenizer=None,
         default_params=SamplingParams(),
         fingerprint="fp",
+        max_model_len=100,
         answer_format=AnswerFormat.of(reasoning, tools),
     )
 

@@ -29,7 +29,7 @@ VOCAB = json.load(open(model + "/config.json"))["vocab_size"]
 rng = __import__("random").Random(0)
 prompts = [[rng.randrange(300) for _ in range(length)] for length in (1, 7, 33, 70, 40, 12, 9)]
 params = [
-    SamplingParams(temperature=0, max_tokens=24, logprobs=3),
+    SamplingParams(temperature=0, max_tokens=24, logprobs=25, prompt_logprobs=21),
     SamplingParams(temperature=1, top_p=0.9, top_k=40, seed=3, max_tokens=20, logprobs=3),
     SamplingParams(seed=1, max_tokens=8, prompt_logprobs=2, logprobs=0),
     SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.3, logprobs=1),
@@ -40,7 +40,7 @@ params = [
 base = dict(
     dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32, block_size=8,
     kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True, enforce_eager=True,
-    logits_processors=(Favour,),
+    logits_processors=(Favour,), max_logprobs=-1,
 )
 
 def run(options):

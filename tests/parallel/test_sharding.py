@@ -16,7 +16,7 @@ def model_dir(tmp_path_factory):
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        (4, "tensor_parallel_size=4 does not divide the model's num_attention_heads=6"),
+        (4, "tensor_parallel_size=4: it does not divide the model's num_attention_heads=6"),
         (3, "neither a divisor nor a multiple of the model's num_key_value_heads=2"),
         (64, "tensor_parallel_size=64, but there are 8 devices"),
     ],

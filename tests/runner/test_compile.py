@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.runner import compile
 from jaxllm.runner.compile import Program, Programs, compilation_counter
 from jaxllm.runner.jax_setup import use_compilation_cache
 
@@ -44,6 +45,14 @@ def test_second_start_finds_all_programs_in_the_cache(cache):
     assert programs(offset=0.5).compile_all().cache_hits == 2
 
 
+def test_it_is_told_how_many_programs_are_compiled_and_of_which_one_somebody_waits(cache, caplog):
+    report = programs(offset=0.625).compile_all()
+    assert f"compiling 0 of {report.num_programs} programs, 0 s" in caplog.messages
+    caplog.clear()
+    programs(offset=0.6875)["double"]
+    assert caplog.messages == ["compiling double, now that it is needed; 0 of 2 programs are there"]
+
+
 def test_program_is_compiled_when_first_needed_if_not_at_start(cache):
     compiled = programs(offset=0.75)
     before = compilation_counter.compiles
@@ -51,6 +60,19 @@ def test_program_is_compiled_when_first_needed_if_not_at_start(cache):
     assert compilation_counter.compiles == before + 1
     compiled["double"](np.ones(4, np.float32))
     assert compilation_counter.compiles == before + 1
+
+
+def test_what_the_compiler_has_freed_is_given_back_whenever_it_has_run(cache, monkeypatch):
+    trimmed = []
+    monkeypatch.setattr(compile, "trim_heap", lambda: trimmed.append(compilation_counter.compiles))
+    before = compilation_counter.compiles
+    at_start, when_needed = programs(offset=2.0), programs(offset=3.0)
+    at_start.compile_all()
+    for name in ("double", "triple"):
+        at_start[name](np.ones(4, np.float32))
+        when_needed[name](np.ones(4, np.float32))
+        when_needed[name](np.ones(4, np.float32))
+    assert trimmed == [before + 2, before + 3, before + 4]
 
 
 def test_wrong_shape_is_an_error_and_no_compilation(cache):

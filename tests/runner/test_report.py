@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -11,7 +12,9 @@ from jaxllm.cli.main import main
 from jaxllm.cli.plan import as_text
 from jaxllm.config import EngineArgs
 from jaxllm.runner.plan import make_plan
+from jaxllm.runner.programs import declare_programs, make_packer, num_programs
 from jaxllm.runner.report import report_plan, step_bound
+from jaxllm.runner.summary import summary
 from jaxllm.testing import make_tiny_checkpoint
 
 OPTIONS = {
@@ -109,6 +112,31 @@ def test_a_pipeline_is_reported_by_stages_and_its_slowest_one_sets_the_pace(mode
 def test_what_cannot_be_planned_is_refused(arguments, message, model_dir, capsys):
     assert main(["plan", model_dir, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_as_many_programs_are_said_as_there_are(model_dir):
+    for num_stages in (1, 2):
+        config = EngineArgs(model_dir, max_num_seqs=4, pipeline_parallel_size=num_stages)
+        plan = make_plan(config, jax.devices()[:1] * num_stages)
+        declared = declare_programs(plan, make_packer(plan).layouts)
+        assert num_programs(plan) == len(declared)
+        assert f"{len(declared)} programs, with steps of " in summary(plan)
+
+
+def test_a_config_may_have_any_name(model_dir, tmp_path, capsys):
+    file = tmp_path / "q8.json"
+    file.write_bytes((Path(model_dir) / "config.json").read_bytes())
+    flags = ["--cpu", "--max-num-seqs", "1", "--max-num-batched-tokens", "8", "--json"]
+    assert main(["plan", "--model", str(file), *flags]) == 0
+    report = json.loads(capsys.readouterr().out)["cpu"]
+    assert report["model"] == str(file) and report["weights_bytes"]
+    file.write_text("{")
+    assert main(["plan", "--model", str(file), *flags]) == 2
+    assert f"{file} cannot be read as JSON" in capsys.readouterr().err
+    weights = tmp_path / "m.gguf"
+    weights.write_bytes(b"GGUF")
+    assert main(["plan", str(weights), *flags]) == 2
+    assert "GGUF is not supported yet" in capsys.readouterr().err
 
 
 @pytest.mark.tpu_compile

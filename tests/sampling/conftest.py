@@ -14,7 +14,8 @@ from jaxllm.sampling.slot_state import SlotState, slot_row, write_slot
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.schedule import Admission
 
-MAX_LOGPROBS = 4
+NUM_LOGPROBS = 4
+MAX_MODEL_LEN = 100_000
 
 
 @functools.cache
@@ -28,7 +29,7 @@ def _program(processors):
             output_index=output_index,
             positions=positions,
             state=state,
-            max_logprobs=MAX_LOGPROBS,
+            num_logprobs=NUM_LOGPROBS,
             processors=processors,
         )
 
@@ -46,7 +47,7 @@ class SamplerDriver:
         rng = np.random.default_rng(99)
         self.state = jax.tree.map(
             lambda leaf: jnp.asarray(rng.integers(0, 9, leaf.shape).astype(leaf.dtype)),
-            SlotState.abstract(num_slots, vocab_size),
+            SlotState.abstract(num_slots, vocab_size, MAX_MODEL_LEN),
         )
         columns = row_params.num_columns(processors)
         self.columns = np.zeros((num_slots, columns), np.int32)
@@ -76,7 +77,7 @@ class SamplerDriver:
         self.columns[slot] = row_params.encode(params, seed, self.processors)
         self.num_outputs[slot] = len(output)
         self.lengths[slot] = len(prompt) + len(output)
-        row = slot_row(admission, self.vocab_size)
+        row = slot_row(admission, self.vocab_size, MAX_MODEL_LEN)
         if row is not None:
             self.state = _write_slot(self.state, np.int32(slot), row)
 
@@ -105,10 +106,10 @@ class SamplerDriver:
         self.state = output.state
         self.num_outputs[slots] += samples
         self.lengths[slots] += samples
-        tokens, logprobs = jax.tree.map(
-            lambda x: np.asarray(x)[:n], (output.tokens, output.logprobs)
+        tokens, is_valid, logprobs = jax.tree.map(
+            lambda x: np.asarray(x)[:n], (output.tokens, output.is_valid, output.logprobs)
         )
-        return SampleOutput(tokens, self.state, logprobs)
+        return SampleOutput(tokens, is_valid, self.state, logprobs)
 
 
 @pytest.fixture

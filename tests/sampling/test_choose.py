@@ -128,6 +128,7 @@ def test_overflow_by_temperature_leaves_the_largest(rng):
 def test_most_likely_is_the_first_arg_max(rng, vocab_size):
     logits = rng.integers(-5, 6, (16, vocab_size)).astype(np.float32)
     logits[0] = -np.inf
-    tokens = jax.jit(choose.most_likely)(logits)
+    tokens, largest = jax.jit(choose.most_likely)(logits)
+    np.testing.assert_array_equal(largest, logits.max(axis=1))
     assert tokens.dtype == jnp.int32
     np.testing.assert_array_equal(tokens, logits.argmax(axis=1))

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.sampling.logits_processor import LogitsProcessor
+from jaxllm.sampling.slot_state import MAX_COUNT
 from jaxllm.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -20,6 +21,14 @@ class MasksAll(LogitsProcessor):
 
     def apply(self, logits, params, output_index):
         return logits - np.inf
+
+
+class MakesNaN(LogitsProcessor):
+    def encode(self, params):
+        return () if params.extra_args else None
+
+    def apply(self, logits, params, output_index):
+        return logits.at[:, 5].set(np.nan)
 
 
 @dataclass
@@ -116,6 +125,26 @@ def test_greedy_rows_take_the_best_of_the_adjusted_logits(driver, rng):
         assert tokens.tolist() == wanted
         for request, token in zip(batch, tokens, strict=True):
             request.output.append(int(token))
+
+
+def test_penalties_are_exact_where_counts_outgrow_their_table(driver):
+    params = SamplingParams(temperature=0, frequency_penalty=0.001, repetition_penalty=1.5)
+    # One short of the largest count, and one short of the largest after a whole round.
+    long = Request(params, output=[3] * MAX_COUNT + [4] * (2 * MAX_COUNT + 1))
+    sampler = driver(VOCAB, SLOTS)
+    long.admit(sampler, 2)
+    other = Request(params, output=[3])
+    other.admit(sampler, 0)
+    for token, rival in [(3, 5), (4, 6), (3, 7), (4, 8)]:
+        logits = np.linspace(0, 1, VOCAB)
+        logits[token] = 150.0
+        penalised = long.adjusted(logits)[token]
+        logits[rival] = penalised - 0.0005
+        assert sampler.step([logits, logits], [2, 0]).tokens.tolist() == [token, token]
+        long.output.append(token)
+        # Now it has come once more, which makes the rival the better one.
+        assert sampler.step([logits, logits], [2, 0]).tokens.tolist() == [rival, token]
+        long.output.append(rival)
 
 
 def test_random_rows_follow_the_distribution_of_the_model(driver, rng):
@@ -284,7 +313,7 @@ def test_logprobs_are_those_of_the_logits_as_they_came(driver, rng):
             ),
         )
     logits = rng.normal(0, 3, (SLOTS, VOCAB)).astype(np.float32)
-    tokens, _, logprobs = sampler.step(logits, range(SLOTS))
+    tokens, _, _, logprobs = sampler.step(logits, range(SLOTS))
     assert tokens.tolist() == list(range(SLOTS))
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_array_equal(logprobs.token_ids[:, 0], tokens)
@@ -304,3 +333,67 @@ def test_logprobs_are_zeros_when_no_sampling_row_wants_them(driver, rng):
     logits = rng.normal(0, 3, (2, VOCAB))
     logprobs = sampler.step(logits, [0, 1], num_rows=SLOTS, samples=[False, True]).logprobs
     assert not any(np.any(part) for part in logprobs)
+
+
+NO_NUMBERS = {
+    "all are NaN": np.s_[:, np.nan],
+    "one is NaN": np.s_[17, np.nan],
+    "the last is NaN": np.s_[-1, np.nan],
+    "one is infinite": np.s_[3, np.inf],
+    "none is possible": np.s_[:, -np.inf],
+}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1, seed=1),
+        SamplingParams(temperature=1, top_k=5, top_p=0.9, min_p=0.01),
+        SamplingParams(temperature=0, repetition_penalty=1.2, logit_bias={2: 1.0}, logprobs=2),
+        SamplingParams(temperature=1, allowed_token_ids=[3, 17, 49]),
+    ],
+)
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+def test_logits_that_are_no_numbers_are_found_and_disturb_nobody(driver, rng, kind, params):
+    logits = rng.normal(0, 3, (SLOTS, VOCAB)).astype(np.float32)
+    damaged = logits.copy()
+    place, value = NO_NUMBERS[kind]
+    damaged[[1, 4], place] = value
+
+    def step(logits):
+        sampler = driver(VOCAB, SLOTS)
+        for slot in range(SLOTS):
+            # Beside rows that want the same, two that are greedy.
+            sampler.admit(slot, params if slot < 6 else SamplingParams(temperature=0), seed=slot)
+        return sampler.step(logits, range(SLOTS))
+
+    expected, found = step(logits), step(damaged)
+    healthy = np.delete(np.arange(SLOTS), [1, 4])
+    assert expected.is_valid.all()
+    assert np.flatnonzero(~found.is_valid).tolist() == [1, 4]
+    np.testing.assert_array_equal(found.tokens[healthy], expected.tokens[healthy])
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_array_equal(one[healthy], other[healthy])
+
+
+# XLA's own maximum drops some of these, and not others.
+@pytest.mark.parametrize("width", [50, 128, 1000, 4099])
+def test_nan_is_found_wherever_it_is(driver, rng, width):
+    sampler = driver(width, SLOTS)
+    sampler.admit(0, SamplingParams(temperature=0))
+    for place in {0, 1, 49, 63, 127, 128, 130, 513, 998, 4095, 4098} & set(range(width)):
+        logits = rng.normal(0, 3, (1, width))
+        logits[0, place] = np.nan
+        assert not sampler.step(logits, [0], num_rows=SLOTS).is_valid[0], place
+
+
+@pytest.mark.parametrize(
+    ("processor", "is_valid"), [(MakesNaN, [False, True]), (MasksAll, [True, True])]
+)
+def test_nan_of_a_processor_is_found_and_a_mask_of_all_is_none(driver, rng, processor, is_valid):
+    sampler = driver(VOCAB, SLOTS, (processor(EngineConfig.create("tiny")),))
+    sampler.admit(0, SamplingParams(extra_args={"a": 1}, seed=1))
+    sampler.admit(1, SamplingParams(seed=1))
+    found = sampler.step(rng.normal(0, 3, (2, VOCAB)), [0, 1], num_rows=SLOTS)
+    assert found.is_valid.tolist() == is_valid

@@ -13,12 +13,24 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from jaxllm.messages import EngineOutput, EngineRequest, FinishReason, PositionLogprobs
+from jaxllm.messages import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PositionLogprobs,
+    RequestStats,
+)
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.policy import fcfs
-from jaxllm.scheduler.schedule import CARRIED_TOKEN, LogprobArrays, Schedule, StepResult
+from jaxllm.scheduler.schedule import (
+    CARRIED_TOKEN,
+    NO_TOKEN,
+    LogprobArrays,
+    Schedule,
+    StepResult,
+)
 from jaxllm.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 50
@@ -75,6 +87,9 @@ class FakeDevice:
         self.last_token = [-1] * max_num_seqs
         self.sampled_in = [-1] * max_num_seqs
         self.is_broken = False
+        # Computes no numbers for requests that have this token, nor leaves any in their blocks.
+        self.glitch_token: int | None = None
+        self.is_corrupted = [False] * max_num_seqs
 
     def run(self, schedule: Schedule) -> StepResult:
         for admission in schedule.admissions:
@@ -82,6 +97,7 @@ class FakeDevice:
             self.histories[admission.slot] = histories(known)
             self.num_prompt_tokens[admission.slot] = len(admission.prompt_token_ids)
             self.tables[admission.slot] = -1
+            self.is_corrupted[admission.slot] = self.glitch_token in known
         slots, indices, blocks = schedule.block_updates.T
         self.tables[slots, indices] = blocks
         assert len(set(schedule.slots.tolist())) == schedule.num_rows
@@ -104,7 +120,9 @@ class FakeDevice:
         # Every row reads before any row writes: a kernel promises no order within a step.
         for slot, start, _, _ in rows:
             attended = self.kv[self.address(slot, 0, start)]
-            np.testing.assert_array_equal(attended, self.histories[slot][:start], f"slot {slot}")
+            if not self.is_corrupted[slot]:
+                due = self.histories[slot][:start]
+                np.testing.assert_array_equal(attended, due, f"slot {slot}")
         flat_histories: list[int] = []
         carried = [slot for slot, _, _, tokens in rows if CARRIED_TOKEN in tokens]
         if schedule.carried_from is not None:
@@ -121,7 +139,9 @@ class FakeDevice:
                 history = extend_history(history, token)
                 row_histories.append(history)
             assert row_histories == self.histories[slot][start:end], f"slot {slot}: wrong tokens"
-            self.kv[self.address(slot, start, end)] = row_histories
+            self.kv[self.address(slot, start, end)] = (
+                POISON if self.is_corrupted[slot] else row_histories
+            )
             flat_histories += row_histories
         return self.outputs(schedule, rows, flat_histories)
 
@@ -139,7 +159,7 @@ class FakeDevice:
                 history.append(extend_history(history[-1], token))
                 self.last_token[slot] = token
                 self.sampled_in[slot] = schedule.step
-            sampled.append(token)
+            sampled.append(NO_TOKEN if self.is_corrupted[slot] else token)
         prompt_logprobs = None
         if schedule.prompt_targets is not None:
             prompt_logprobs = self.no_logprobs(schedule.total_tokens)
@@ -148,6 +168,10 @@ class FakeDevice:
                     prompt_logprobs.token_ids[position, 0] = target
                     value = logprob(flat_histories[position], target)
                     prompt_logprobs.logprobs[position] = value
+            for row, (slot, start, end, _) in enumerate(rows):
+                if self.is_corrupted[slot]:
+                    last = int(schedule.num_tokens[: row + 1].sum())
+                    prompt_logprobs.logprobs[last - (end - start) : last] = np.nan
         return StepResult(
             np.array(sampled + [7], np.int32),  # padding rows come back too
             row_logprobs if schedule.wants_logprobs else None,
@@ -164,7 +188,10 @@ class FakeDevice:
     def no_logprobs(positions: int) -> LogprobArrays:
         shape = (positions, 1 + NUM_LOGPROBS)
         return LogprobArrays(
-            np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.ones(positions, np.int32)
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
+            np.ones(positions, np.int32),
+            np.zeros(positions, np.float32),
         )
 
 
@@ -176,6 +203,7 @@ class Received:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    stats: list[RequestStats] = field(default_factory=list)
     last: EngineOutput | None = None
 
     @property
@@ -187,6 +215,8 @@ class Received:
         self.token_ids += output.new_token_ids
         self.logprobs += output.new_logprobs or []
         self.prompt_logprobs += output.new_prompt_logprobs or []
+        if output.stats is not None:
+            self.stats.append(output.stats)
         self.last = output
 
     def verify(self) -> None:

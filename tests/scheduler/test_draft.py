@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from jaxllm.scheduler.draft import PromptSpan, StepDraft
 from jaxllm.scheduler.request import Request
@@ -63,6 +64,17 @@ def test_logprobs_are_wanted_only_by_rows_that_sample(make_request):
     message = make_request("a", 6, logprobs=1)
     assert not build((placed(message, slot=0, computed=4), 4))[0].wants_logprobs
     assert build((placed(message, slot=0, computed=6), 6))[0].wants_logprobs
+
+
+@pytest.mark.parametrize(("count", "wants_logits"), [(20, False), (21, True)])
+def test_logits_are_wanted_for_more_logprobs_than_a_step_computes(
+    make_request, count, wants_logits
+):
+    of_outputs = make_request("a", 6, logprobs=count)
+    assert not build((placed(of_outputs, slot=0, computed=4), 4))[0].wants_logits
+    assert build((placed(of_outputs, slot=0, computed=6), 6))[0].wants_logits == wants_logits
+    of_prompts = make_request("a", 6, prompt_logprobs=count)
+    assert build((placed(of_prompts, slot=0, computed=1), 1))[0].wants_logits == wants_logits
 
 
 def test_prompt_targets_are_the_tokens_that_follow(make_request):

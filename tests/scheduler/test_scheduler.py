@@ -193,6 +193,21 @@ def test_preempted_request_finds_its_blocks_again(make_engine, make_request):
     assert engine.stats.num_scheduled_tokens < 2 * (20 + 23) + 20
 
 
+@BOTH_LOOPS
+def test_stats_that_were_handed_out_stay_as_they_were(make_engine, make_request, depth):
+    engine = make_engine(depth=depth, num_blocks=16)
+    engine.add(make_request("a", 20, max_tokens=30))
+    received = engine.add(make_request("b", 20, max_tokens=30))
+    engine.drain()
+    assert engine.stats.num_preemptions > 0
+    first, *later, last = received.stats
+    assert (first.num_preemptions, first.last_token_ts) == (0, first.first_token_ts)
+    assert last.num_preemptions == engine.stats.num_preemptions
+    # A preemption is reported with the next token: an answer that ends in the frontend, by a stop
+    # string, has no last word of the engine.
+    assert [stats.num_preemptions for stats in later] == list(range(1, last.num_preemptions + 1))
+
+
 def test_victim_is_the_last_in_policy_order(make_engine, make_request):
     engine = make_engine(policy=priority, num_blocks=16)
     low = engine.add(make_request("low", 20, max_tokens=30, priority=5))

@@ -6,16 +6,20 @@ import time
 
 import pytest
 
+from jaxllm.frontend import tokenizer
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import error_body
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.server.body import BodyLimits
 from jaxllm.server.limits import check_logprobs
+from jaxllm.server.options import ServerOptions
 
 pytestmark = pytest.mark.slow  # the first one starts an engine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 LONG = "x" * 100_000
+JSON = {"Content-Type": "application/json"}
 
 
 def tool(**more):
@@ -42,7 +46,7 @@ def tool(**more):
             COMPLETIONS,
             "logit_bias",
             {str(token): 1 for token in range(65537)},
-            "logit_bias='65537 entries': at most 65536",
+            "logit_bias='1025 entries': at most 1024",
         ),
         (COMPLETIONS, "allowed_token_ids", list(range(500)), "ids of this model are below"),
         (COMPLETIONS, "logprobs", 21, "logprobs=21: the engine gives at most max_logprobs=20"),
@@ -170,3 +174,74 @@ def test_a_stream_without_news_is_kept_alive(host):
         assert last == "data: [DONE]" and "".join(texts) == whole["choices"][0]["text"]
     with host.serve() as client:
         assert "keep-alive" not in client.post(COMPLETIONS, json=body).text
+
+
+@pytest.fixture
+def num_chars(monkeypatch):
+    """Of each text that is tokenized."""
+    found, encode = [], tokenizer._encode
+
+    def counted(hf, text, add_special_tokens):
+        found.append(len(text))
+        return encode(hf, text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "_encode", counted)
+    return found
+
+
+TOO_LONG = "word " * 600_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": TOO_LONG}),
+        (COMPLETIONS, {"prompt": ["a", TOO_LONG], "add_special_tokens": False}),
+        (COMPLETIONS, {"prompt": [5] * 100_000}),
+        (CHAT, {"messages": [{"role": "user", "content": TOO_LONG}]}),
+        ("/tokenize", {"prompt": TOO_LONG}),
+        ("/tokenize", {"messages": [{"role": "user", "content": TOO_LONG}]}),
+        ("/detokenize", {"tokens": [5] * 100_000}),
+    ],
+)
+def test_what_cannot_fit_is_refused_and_hardly_tokenized(path, body, client, num_chars):
+    response = client.post(path, json=body)
+    assert response.status_code == 400, response.text
+    told = "maximum context length" if path in (CHAT, COMPLETIONS) else "at most 65536 tokens"
+    assert told in response.json()["error"]["message"]
+    assert sum(num_chars) < 400_000
+
+
+def test_what_does_not_fit_is_cut_if_a_request_asks_for_it(client, num_chars):
+    for path, field, value in (
+        (COMPLETIONS, "prompt", TOO_LONG),
+        (CHAT, "messages", [{"role": "user", "content": TOO_LONG}]),
+    ):
+        body = {field: value, "truncate_prompt_tokens": 5, "max_tokens": 1}
+        response = client.post(path, json=body)
+        assert response.json()["usage"]["prompt_tokens"] == 5, response.text
+    assert sum(num_chars) < 400_000
+
+
+def test_what_tokenize_takes_is_an_option(host):
+    with host.serve(max_tokenize_tokens=10) as client:
+        assert client.post("/tokenize", json={"prompt": "a" * 10}).json()["count"] == 10
+        for path, body in (
+            ("/tokenize", {"prompt": "a" * 11}),
+            ("/detokenize", {"tokens": [5] * 11}),
+        ):
+            response = client.post(path, json=body)
+            assert response.status_code == 400 and "'11 tokens'" in response.text
+            assert "--max-tokenize-tokens" in response.text
+
+
+def test_the_longest_body_follows_the_longest_prompt(host):
+    limits = BodyLimits.of(ServerOptions(), 1 << 20)
+    assert limits.max_bytes == (4 << 20) + (64 << 20)
+    assert BodyLimits.of(ServerOptions(max_body_bytes=7), 1 << 20).max_bytes == 7
+    with host.serve() as client:  # of a model whose prompts have 2047 tokens
+        longest = (4 << 20) + 64 * 2048
+        response = client.post(COMPLETIONS, content=b" " * (longest + 1), headers=JSON)
+        assert response.status_code == 413 and f"{longest} bytes" in response.text
+        escaped = b'{"prompt": "%b", "max_tokens": 1}' % (b"\\u00e9" * 1000)
+        assert client.post(COMPLETIONS, content=escaped, headers=JSON).status_code == 200

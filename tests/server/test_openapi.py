@@ -20,7 +20,11 @@ NEEDED = {
     "/v1/completions": {"prompt": "Hi"},
 }
 SERVED = ServedModel(
-    names=("m",), tokenizer=None, default_params=SamplingParams(), fingerprint="fp"
+    names=("m",),
+    tokenizer=None,
+    default_params=SamplingParams(),
+    fingerprint="fp",
+    max_model_len=100,
 )
 
 

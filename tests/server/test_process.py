@@ -64,10 +64,14 @@ def test_sigterm_while_it_starts_ends_all_processes(serving, said):
         assert "Traceback" not in server.said()
 
 
-@pytest.mark.parametrize("num_frontends", [1, 2])
-def test_a_server_without_engine_tells_every_client_and_ends(serving, ask, num_frontends):
+@pytest.mark.parametrize(
+    ("num_frontends", "end"),
+    [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGSTOP)],
+    ids=["killed, 1 frontend", "killed, 2 frontends", "hangs, 2 frontends"],
+)
+def test_a_server_without_engine_tells_every_client_and_ends(serving, ask, num_frontends, end):
     flags = (f"--api-server-count={num_frontends}", "--shutdown-timeout=30", "--no-access-log")
-    with serving(*flags) as server:
+    with serving(*flags, "--engine-heartbeat-timeout=4") as server:
         server.wait_until_ready()
 
         async def one():
@@ -80,8 +84,8 @@ def test_a_server_without_engine_tells_every_client_and_ends(serving, ask, num_f
                 server.metric("num_requests_running") + server.metric("num_requests_waiting") < 12
             ):
                 await asyncio.sleep(0.05)
-            os.kill(server.engine_pid, signal.SIGKILL)
-            async with asyncio.timeout(5):
+            os.kill(server.engine_pid, end)
+            async with asyncio.timeout(5 if end == signal.SIGKILL else 60):
                 while server.client.get("/health").status_code == 200:
                     await asyncio.sleep(0.05)
                 assert server.client.get("/ready").status_code == 503
@@ -91,6 +95,7 @@ def test_a_server_without_engine_tells_every_client_and_ends(serving, ask, num_f
         for answer in asyncio.run(all_of_them()):
             assert '"code":503' in answer and "the engine has ended" in answer
         assert server.process.wait(30) == 1
+        assert ("has given no sign of life" in server.said()) == (end == signal.SIGSTOP)
 
 
 def test_a_rank_that_follows_opens_no_port_and_ends_quietly(serving):

@@ -62,6 +62,18 @@ def test_one_quick_question_to_a_named_model_with_a_key(host, capsys):
 
 
 @slow
+def test_a_key_may_be_in_the_environment_and_its_want_is_told(host, capsys, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with host.serve(keys=("secret",), access_log=False) as client:
+        for flags in ([], ["--model-name=alias"]):
+            asked = ["complete", "--url", url_of(client), "-q", "Hello", *flags, *FLAGS]
+            assert main(asked) == 2
+            assert "give --api-key-file FILE or --api-key KEY" in capsys.readouterr().err
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        assert main(asked) == 0
+
+
+@slow
 def test_prompts_are_completed(client, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Once upon\nThe house\n"))
     assert main(["complete", "--url", url_of(client), *FLAGS]) == 0
@@ -119,7 +131,7 @@ def test_interrupt_stops_the_answer_and_not_the_program(host, client, monkeypatc
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--api-key=wrong"], "status 401: an API key is needed"),
+        (["--api-key=wrong"], "an API key is needed"),
         (["--api-key=right", "--model-name=other"], "status 404: "),
         (["--api-key=right", "--logit-bias", '{"99999": 1}'], "status 400: logit_bias"),
     ],

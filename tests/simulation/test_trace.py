@@ -56,7 +56,7 @@ def test_csv_with_dates_is_read(tmp_path):
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nnan,1,5", "finite"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n1,5000000000,5", "5000000000"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 1e999, "output_length": 3}', "infinity"),
-        ("a.jsonl", "[" * 100_000, "recursion"),
+        ("a.jsonl", "[" * 100_000, "nested deeper"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, name, text, message):

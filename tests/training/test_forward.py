@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
 from jaxllm.testing import make_tiny_checkpoint
 from jaxllm.training.forward import RowModel
 from jaxllm.training.objective import distance, surprise
-from jaxllm.weights.checkpoint import read_json
 
 # Longer than a block of queries, and than the window of the tiny Mistral.
 ROWS = np.random.default_rng(0).integers(3, 384, (2, 301))

@@ -104,6 +104,36 @@ def test_a_run_learns_and_its_model_serves(first, first_model):
     assert output.outputs[0].text
 
 
+class Clock:
+    """Each look at it takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1
+        return self.now
+
+
+@pytest.mark.slow
+def test_a_limit_of_time_is_that_of_the_whole_run(small_run, monkeypatch):
+    monkeypatch.setattr("jaxllm.training.trainer.time", clock := Clock())
+    options = small_run("timed", minutes=0.5, eval_steps=1000)
+    trainer = Trainer(options)
+    clock.now += 10  # to prepare
+    trainer.run()
+    steps = log_of(options)
+    # What is left of 30 s, but for those that a measurement and writing are thought to take.
+    assert 5 < len(steps) < 17 and steps[0]["seconds"] > 10
+    assert clock.now < 27
+    assert steps[-1]["learning_rate"] < 0.5 * steps[0]["learning_rate"]
+
+    late = Trainer(small_run("late", minutes=0.5))
+    clock.now += 60
+    with pytest.raises(ValidationError, match="minutes=0.5: they would be over before the first"):
+        late.run()
+
+
 @pytest.mark.slow
 def test_a_draft_comes_nearer_to_its_teacher(small_run, first_model):
     options = small_run(

@@ -1,6 +1,7 @@
 """Finding and reading safetensors, whole or damaged."""
 
 import json
+import os
 import struct
 
 import ml_dtypes
@@ -9,7 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError
-from jaxllm.weights.checkpoint import Checkpoint, read_json, resolve_model_dir
+from jaxllm.files import read_json
+from jaxllm.weights.checkpoint import Checkpoint, resolve_model_dir
 
 
 @pytest.fixture
@@ -158,6 +160,20 @@ def test_unsupported_type_is_refused_by_name(tmp_path):
             checkpoint.read("a")
 
 
+def test_gguf_is_refused_by_its_name(tmp_path):
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="is a file: GGUF is not supported yet; give the dir"):
+        resolve_model_dir(str(file))
+    with pytest.raises(CheckpointError, match="weights in model-Q4_K_M.gguf: GGUF is not supp"):
+        resolve_model_dir(str(tmp_path))
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(b"")
+    assert resolve_model_dir(str(tmp_path)) == tmp_path
+    with pytest.raises(CheckpointError, match=f"is a file; give its directory, '{tmp_path}'"):
+        resolve_model_dir(str(other))
+
+
 def test_pickled_weights_are_refused_with_a_remedy(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="pytorch_model.bin.*convert it to safetensors"):
@@ -188,3 +204,40 @@ def test_broken_json_is_refused(text, message, tmp_path):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * 100_000,
+        b'{"a": ' + b"[" * 100_000,
+        b'{"a": {"dtype": "F32", "more": ' + b"[" * 100_000,
+        b'{"__metadata__": ' + b'{"a":' * 100_000,
+        b'{"a": 1',
+        b'{"a\xff": {}}',
+        b'{"a": {"dtype": "F32", "shape": [' + b"9" * 4000 + b'], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [' + b"9," * 99 + b'9], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": NaN, "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": 5, "shape": [1], "data_offsets": [0, 4]}}',
+    ],
+)
+def test_header_that_is_no_header_is_refused_in_one_line(raw, tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw)
+    with pytest.raises(CheckpointError, match=f"{file} has a damaged header: ") as caught:
+        Checkpoint(tmp_path)
+    assert len(str(caught.value)) < 500 + len(str(file))
+
+
+@pytest.mark.parametrize("name", [5, None, ["a"], "", "a\0b", "a" * 1000])
+def test_index_that_names_no_files_is_refused(name, tmp_path):
+    write_shards(tmp_path, {}, {"tensor": name})
+    with pytest.raises(CheckpointError, match="names no file that has tensor tensor"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_pipe_in_the_place_of_weights_is_not_waited_for(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is a pipe, not a regular file"):
+        Checkpoint(tmp_path)

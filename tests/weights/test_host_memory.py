@@ -32,7 +32,7 @@ from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.runner.memory import peak_host_bytes
-from jaxllm.weights.checkpoint import read_json
+from jaxllm.files import read_json
 from jaxllm.weights.loader import load_weights
 architecture = read_architecture(read_json(Path(model) / "config.json"))
 model_class = ModelRegistry.resolve([architecture.name])

@@ -10,13 +10,15 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.errors import CheckpointError
+from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.testing import make_tiny_checkpoint
-from jaxllm.weights.checkpoint import read_json
 from jaxllm.weights.loader import load_parts, load_weights, weights_bytes
+
+ONE = make_mesh(jax.devices()[:1])
 
 
 def abstract_model(model_dir, dtype=jnp.float32, part=None):
@@ -41,7 +43,7 @@ def test_parameters_hold_all_of_the_checkpoint(family, tmp_path):
     model_dir = make_tiny_checkpoint(tmp_path, family)
     tensors = load_file(model_dir / "model.safetensors")
     model = load(model_dir)
-    assert weights_bytes(model) == sum(tensor.nbytes for tensor in tensors.values())
+    assert weights_bytes(model, ONE) == sum(tensor.nbytes for tensor in tensors.values())
     layer, prefix = model.model.layers[1], "model.layers.1"
     np.testing.assert_array_equal(
         layer.self_attn.qkv_proj.weight[...],
@@ -159,8 +161,7 @@ def test_dummy_weights_need_no_files_and_repeat(tmp_path):
 def load_in_parts(model_dir, **options):
     """The parameters of all parts, by name."""
     models = [abstract_model(model_dir, part=part) for part in split_model(5, 3)]
-    mesh = make_mesh(jax.devices()[:1])
-    states = load_parts(model_dir, [(model, mesh) for model in models], **options)
+    states = load_parts(model_dir, [(model, ONE) for model in models], **options)
     return [dict(nnx.to_flat_state(state)) for state in states]
 
 
@@ -190,5 +191,5 @@ def test_parts_together_miss_and_leave_nothing(tmp_path):
 
 def test_weights_bytes_follow_the_dtype(tmp_path):
     model_dir = make_tiny_checkpoint(tmp_path)
-    in_float32 = weights_bytes(abstract_model(model_dir))
-    assert in_float32 == 2 * weights_bytes(abstract_model(model_dir, jnp.bfloat16))
+    in_float32 = weights_bytes(abstract_model(model_dir), ONE)
+    assert in_float32 == 2 * weights_bytes(abstract_model(model_dir, jnp.bfloat16), ONE)

@@ -1,9 +1,11 @@
 """`jaxllm bench serve`: a load for a server that speaks OpenAI's protocol."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from jaxllm.bench.options import DatasetOptions, LoadOptions, ReportOptions
+from jaxllm.cli.api_key import with_api_key
 from jaxllm.cli.arguments import add_option_arguments, options_from
 from jaxllm.errors import JaxLLMError, ValidationError
 
@@ -22,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = DETAILS
     for options in (LoadOptions, DatasetOptions, ReportOptions):
         add_option_arguments(parser, options)
+    parser.add_argument("--api-key-file", metavar="FILE", help="File with the server's key.")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -30,12 +33,16 @@ def run(args: argparse.Namespace) -> None:
     report = ReportOptions(**options_from(args, ReportOptions))
     try:
         from jaxllm.bench.report import as_text, default_name, write_json
-        from jaxllm.bench.serve import bench_serve, detailed
+        from jaxllm.bench.serve import Measured, bench_serve, detailed
     except ModuleNotFoundError as error:
         raise ValidationError(
             f"the client needs {error.name}; install it with pip install 'jaxllm[server]'"
         ) from error
-    measured, result = bench_serve(data, load, report)
+
+    def measure(key: str | None) -> Measured:
+        return bench_serve(data, replace(load, api_key=key), report)
+
+    measured, result = with_api_key(load.api_key, args.api_key_file, measure)
     print(as_text(result, report.shown_metrics(), report.percentiles()))
     if report.save_result or report.save_detailed:
         name = report.result_filename or default_name(result)
@@ -46,4 +53,6 @@ def run(args: argparse.Namespace) -> None:
 
         plot(report.plot, measured.outcomes)
     if not result["completed"]:
-        raise JaxLLMError(f"all {result['failed']} requests failed: {measured.outcomes[0].error}")
+        raise JaxLLMError(
+            f"no request was answered, of {result['failed']}: {measured.outcomes[0].error}"
+        )

@@ -3,17 +3,15 @@
 const WIDTH = 120;
 const HEIGHT = 40;
 const PADDING = 2;
+const FEWEST = 20; // values in a picture: the first ones are no speck at its edge
 const SVG = "http://www.w3.org/2000/svg";
 
 export class Chart {
   #svg;
-  #length;
   #paths = [];
 
-  // `length` is how many values the picture has room for.
-  constructor(svg, length, numLines) {
+  constructor(svg, numLines) {
     this.#svg = svg;
-    this.#length = length;
     const area = this.#path("area");
     for (let i = 0; i < numLines; i++) this.#paths.push(this.#path(`line line-${i}`));
     this.#paths.unshift(area);
@@ -27,15 +25,18 @@ export class Chart {
   }
 
   #outline(values, top, isArea) {
-    const step = (WIDTH - PADDING) / (this.#length - 1);
-    const start = this.#length - values.length;
+    const length = Math.max(values.length, FEWEST);
+    const step = (WIDTH - PADDING) / (length - 1);
+    const start = length - values.length;
     return runs(values).map((run) => {
       const points = run.map(([i, value]) => {
         const height = (HEIGHT - 2 * PADDING) * Math.min(value / top, 1);
         return [(start + i) * step, HEIGHT - PADDING - height];
       });
+      // One value alone is level for as long as it took to come.
+      if (points.length === 1) points.unshift([Math.max(points[0][0] - step, 0), points[0][1]]);
       const line = points.map(([x, y]) => `${x.toFixed(2)} ${y.toFixed(2)}`).join("L");
-      if (!isArea) return `M${line}h0`; // a single point is a dot
+      if (!isArea) return `M${line}`;
       return `M${points[0][0].toFixed(2)} ${HEIGHT}L${line}L${points.at(-1)[0].toFixed(2)} ${HEIGHT}Z`;
     }).join("");
   }

@@ -5,7 +5,7 @@ import { byId, copyOf, number, tell } from "./dom.js";
 import { figures, parse } from "./metrics.js";
 
 const EVERY_MS = 1000;
-const LENGTH = 120; // values in a picture: two minutes
+const LENGTH = 120; // most values in a picture: two minutes
 
 // Each figure: its lines with what follows their values, and the upper edge: `top`, or a round number
 // above all values that is `least` or more.
@@ -100,7 +100,7 @@ function addFigure(figure) {
   });
   element.querySelector("output").append(...values);
   byId("figures").append(element);
-  const chart = new Chart(element.querySelector("svg"), LENGTH, names.length);
+  const chart = new Chart(element.querySelector("svg"), names.length);
   return { element, values, chart };
 }
 
@@ -116,5 +116,5 @@ function show(figure, { element, values, chart }, history) {
   });
   values.forEach((value, i) => (value.textContent = said[i]));
   element.querySelector("svg").ariaLabel =
-    `${figure.name}, the last two minutes; now ${said.join(", ")}`;
+    `${figure.name}, up to two minutes back; now ${said.join(", ")}`;
 }

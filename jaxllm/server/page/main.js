@@ -34,8 +34,11 @@ keyForm.addEventListener("submit", (event) => {
   listModels();
 });
 
-// A narrow screen is for the conversation; the pictures are one tap away.
-byId("engine").open = matchMedia("(min-width: 60rem)").matches;
+// A narrow screen is for the conversation; the pictures are one tap away, also when it is turned.
+const wide = matchMedia("(min-width: 60rem)");
+const fold = () => (byId("engine").open = wide.matches);
+wide.addEventListener("change", fold);
+fold();
 
 new Chat(api);
 new EngineView(api);

@@ -358,3 +358,28 @@ def test_nothing_is_wider_than_the_screen(client, open_page, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.locator("#engine summary").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_narrow_screen_has_the_conversation_first(client, open_page):
+    page = open_page(client, viewport={"width": 1280, "height": 800})
+    expect(page, "#figures").to_be_visible()
+    page.set_viewport_size({"width": 360, "height": 800})
+    expect(page, "#figures").to_be_hidden()
+    page.locator("#engine summary").click()
+    expect(page, "#figures").to_be_visible()
+    # They leave more than half of the screen to the conversation.
+    assert page.locator("main").bounding_box()["height"] > 400
+    page.set_viewport_size({"width": 1280, "height": 800})
+    expect(page, "#figures").to_be_visible()
+
+
+def test_one_value_alone_is_a_line(client, open_page):
+    page = open_page(client)
+    drawn = page.evaluate("""async () => {
+      const { Chart } = await import("./page/chart.js");
+      const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+      new Chart(svg, 1).draw([[5]], 10);
+      return svg.querySelector(".line").getAttribute("d");
+    }""")
+    places = [float(point.split()[0]) for point in drawn.removeprefix("M").split("L")]
+    assert len(places) == 2 and places[1] - places[0] > 5

@@ -1,0 +1,54 @@
+"""The key for a server: given by a flag, a file or the environment, or asked for on a terminal."""
+
+import getpass
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from jaxllm.errors import UnauthorizedError, ValidationError, not_utf8
+from jaxllm.plural import counted
+
+Result = TypeVar("Result")
+
+# What OpenAI's own clients read, and so all that are told to speak to another server.
+_VARIABLE = "OPENAI_API_KEY"
+_FLAGS = f"give --api-key-file FILE or --api-key KEY, or set {_VARIABLE}"
+
+
+def with_api_key(key: str | None, file: str | None, work: Callable[[str | None], Result]) -> Result:
+    """What `work` does with the key that was given. If the server wants another one, a person who
+    sits there is asked for it; anybody else is told where keys come from."""
+    key = _given(key, file)
+    try:
+        return work(key)
+    except UnauthorizedError as error:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise _with_remedy(error) from None
+        print(f"{error}", file=sys.stderr)
+        asked = getpass.getpass("API key: ", stream=sys.stderr).strip()
+    try:
+        return work(asked)
+    except UnauthorizedError as error:
+        raise _with_remedy(error) from None
+
+
+def _given(key: str | None, file: str | None) -> str | None:
+    if key is not None and file is not None:
+        raise ValidationError("--api-key and --api-key-file: give one of them")
+    if file is None:
+        return key if key is not None else os.environ.get(_VARIABLE) or None
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split()
+    except UnicodeDecodeError as error:
+        raise not_utf8(file, error) from None
+    if len(lines) != 1:
+        raise ValidationError(
+            f"{file}: it has {counted(len(lines), 'key')}; one is wanted, on a line alone"
+        )
+    return lines[0]
+
+
+def _with_remedy(error: UnauthorizedError) -> UnauthorizedError:
+    return UnauthorizedError(f"{error}; {_FLAGS}")

@@ -1,0 +1,91 @@
+"""How long a prompt may be: longer ones are cut, if that was asked for, or refused.
+
+What is refused, or cut away, is not tokenized: any client could keep a processor busy with it.
+"""
+
+import numbers
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxllm.errors import ValidationError, refused
+from jaxllm.frontend.long_text import TooLongToTell, TooManyTokens
+
+
+class Encoder(Protocol):
+    """Of a tokenizer, what makes ids of texts of any length."""
+
+    def encode_at_most(self, text: str, most: int, *, add_special_tokens: bool) -> list[int]: ...
+
+    def encode_end(
+        self, text: str, num: int, most: int, *, add_special_tokens: bool
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLength:
+    """The rule for one prompt, which has to leave room for one token."""
+
+    max_model_len: int
+    truncate: int | None = None  # to its last so many tokens; -1 is as many as fit
+
+    @classmethod
+    def of(cls, max_model_len: int, truncate: object) -> "PromptLength":
+        """The rule that a request asks for with truncate_prompt_tokens."""
+        if truncate is None:
+            return cls(max_model_len)
+        if isinstance(truncate, bool) or not isinstance(truncate, numbers.Integral):
+            raise refused("truncate_prompt_tokens", truncate, "it must be an integer")
+        if truncate != -1 and not 1 <= int(truncate) <= max_model_len:
+            raise refused(
+                "truncate_prompt_tokens",
+                truncate,
+                f"it must be -1 (as many as fit) or between 1 and max_model_len={max_model_len}",
+            )
+        return cls(max_model_len, int(truncate))
+
+    def encode(
+        self, tokenizer: Encoder, text: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The ids of a prompt, cut if it is to be; raises ValidationError if it is too long."""
+        most = self.max_model_len - 1
+        try:
+            if self._num_kept is None:
+                ids = tokenizer.encode_at_most(text, most, add_special_tokens=add_special_tokens)
+            else:
+                ids = tokenizer.encode_end(
+                    text, self._num_kept, most, add_special_tokens=add_special_tokens
+                )
+        except TooManyTokens as error:
+            raise self._too_long("at least ", error.at_least) from None
+        except TooLongToTell as error:
+            raise ValidationError(
+                f"the prompt has {len(text)} characters, of which no more than {error.most_chars} "
+                f"are read to find its tokens, with max_model_len={self.max_model_len}, the "
+                "maximum context length; shorten it",
+                parameter="prompt",
+                value=len(text),
+            ) from None
+        return self.fit(ids)
+
+    def fit(self, token_ids: list[int]) -> list[int]:
+        """A prompt that is given as ids, cut if it is to be; raises ValidationError if it is too
+        long."""
+        if self._num_kept is not None:
+            token_ids = token_ids[-self._num_kept :]
+        if len(token_ids) >= self.max_model_len:
+            raise self._too_long("", len(token_ids))
+        return token_ids
+
+    @property
+    def _num_kept(self) -> int | None:
+        return self.max_model_len - 1 if self.truncate == -1 else self.truncate
+
+    def _too_long(self, about: str, num: int) -> ValidationError:
+        return ValidationError(
+            f"the prompt has {about}{num} tokens, but with max_model_len={self.max_model_len}, the "
+            f"maximum context length, it may have at most {self.max_model_len - 1}, so that one "
+            "can be generated; shorten it, have it cut by truncate_prompt_tokens=-1, or start "
+            "with a greater max_model_len",
+            parameter="prompt",
+            value=num,
+        )

@@ -1,0 +1,115 @@
+"""The files of a tokenizer, looked at before and after the library reads them.
+
+Before: what it would wait for, or read without end, is refused. After it has failed, which is when
+reading them once more costs nothing: in which file the defect is, and what it is. Its own words are
+often those of the line of Python that has stumbled over it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import CheckpointError, shown
+from jaxllm.files import check_is_regular, read_bytes, read_json
+
+# The tokenizers with the largest vocabularies have 33 MB.
+_MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
+
+_SMALL_OBJECTS = (
+    "config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+)
+_OTHERS = (
+    "tokenizer*.json", "tokenizer.model", "*.tiktoken", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "processor_config.json",
+    "preprocessor_config.json",
+)  # fmt: skip
+_TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
+
+
+class SmallFiles:
+    """What the small files of a directory say, of those that there are."""
+
+    def __init__(self, directory: Path):
+        """Read them, and look at what else the library may open; raises CheckpointError."""
+        for name in _OTHERS:
+            for path in directory.glob(name):
+                check_is_regular(path)
+                if path.stat().st_size > _MAX_TOKENIZER_BYTES:
+                    raise CheckpointError(
+                        f"{path} is longer than {_MAX_TOKENIZER_BYTES} bytes, the most that it "
+                        "may have"
+                    )
+        for name in _TEMPLATES:
+            for path in directory.glob(name):
+                _check_is_text(path)
+        found = [directory / name for name in _SMALL_OBJECTS]
+        self._objects = {path.name: read_json(path) for path in found if _is_there(path)}
+        self._directory = directory
+        self._check_types()
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        """The object of a file; empty if there is no such file."""
+        return self._objects.get(name, {})
+
+    def _check_types(self) -> None:
+        """Of what the library takes as it comes, and stumbles over when a request is there."""
+        for field, kinds, words in (
+            ("chat_template", str | list | dict | None, "a string, or templates by name"),
+            ("model_max_length", int | float | None, "a number"),
+            ("tokenizer_class", str | None, "a name"),
+            ("auto_map", dict | list | None, "an object"),
+        ):
+            value = self["tokenizer_config.json"].get(field)
+            if not isinstance(value, kinds):
+                path = self._directory / "tokenizer_config.json"
+                raise CheckpointError(f"{path}: {field}={shown(value)} must be {words}")
+
+
+def defect(directory: Path, reason: str) -> CheckpointError | None:
+    """What is wrong with a directory whose tokenizer could not be loaded for this reason; None if
+    its files do not tell."""
+    path = directory / "tokenizer.json"
+    if not _is_there(path):
+        return None
+    try:
+        _check_tokenizer_json(path)
+    except CheckpointError as error:
+        return error
+    others = [n for n in _SMALL_OBJECTS[1:4] if _is_there(directory / n)]
+    if not others:
+        return None
+    files = " or ".join(str(directory / name) for name in others)
+    return CheckpointError(f"{files} does not fit its tokenizer.json: {reason}")
+
+
+def _check_tokenizer_json(path: Path) -> None:
+    value = read_json(path, most=_MAX_TOKENIZER_BYTES)
+    if not isinstance(value.get("model"), dict):
+        raise CheckpointError(f"{path} describes no tokenizer: it has no object 'model'")
+    added = value.get("added_tokens")
+    if not isinstance(added, list):
+        raise CheckpointError(f"{path} describes no tokenizer: it has no list 'added_tokens'")
+    for token in added:
+        if not isinstance(token, dict):
+            raise CheckpointError(f"{path}: {shown(token)} in added_tokens must be an object")
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises nothing more special
+        raise CheckpointError(f"{path} describes no tokenizer: {error}") from error
+
+
+def _check_is_text(path: Path) -> None:
+    try:
+        read_bytes(path, most=_MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8: {error}") from error
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()

@@ -1,0 +1,61 @@
+"""The gated feed-forward network."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxllm.errors import refused
+from jaxllm.layers.context import StepContext
+from jaxllm.layers.linear import Linear
+from jaxllm.parallel.sharding import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """What is static about a layer's MLP."""
+
+    name: ClassVar[str] = "mlp"
+
+    intermediate_size: int
+    bias: bool = False
+
+    def check(self, num_shards: int) -> None:
+        if self.intermediate_size % num_shards:
+            raise refused(
+                "tensor_parallel_size",
+                num_shards,
+                f"it does not divide the model's intermediate_size={self.intermediate_size}",
+            )
+
+    def make(self, hidden_size: int, *, num_shards: int, dtype: DTypeLike) -> "GatedMLP":
+        return GatedMLP(self, hidden_size, num_shards=num_shards, dtype=dtype)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one matmul."""
+
+    def __init__(self, spec: MLPSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike):
+        self.num_shards = num_shards
+        size = spec.intermediate_size
+        self.gate_up_proj = Linear(
+            hidden_size,
+            2 * size,
+            bias=spec.bias,
+            axes=("mlp", "hidden"),
+            parts=(Part(size), Part(size)),
+            dtype=dtype,
+        )
+        self.down_proj = Linear(
+            size, hidden_size, bias=spec.bias, axes=("hidden", "mlp"), dtype=dtype
+        )
+
+    def __call__(self, x: jax.Array, context: StepContext) -> jax.Array:
+        with jax.named_scope("mlp"):
+            shards = self.gate_up_proj(x).reshape(len(x), self.num_shards, -1)
+            gate, up = jnp.split(shards, 2, axis=-1)
+            product = (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(x.dtype)
+            return self.down_proj(product.reshape(len(x), -1))

@@ -1,0 +1,122 @@
+"""How a layer's mixers and ffns are wired to the residual stream: a class for each way.
+
+The norms of a block bear the names that checkpoints have for them, in the order of their use.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxllm.layers.context import StepContext
+from jaxllm.models.specs import LayerSpec
+
+Caches = tuple[jax.Array, ...]  # of a layer: one for each of its mixers
+
+
+class Block(nnx.Module):
+    """A layer. Its modules are named by its spec; how they are wired, a subclass says."""
+
+    norms: ClassVar[tuple[str, ...]]
+
+    def __init__(self, spec: LayerSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike):
+        self.spec = spec
+        for name in self.norms:
+            setattr(self, name, spec.norm.make(hidden_size, dtype=dtype))
+        for part in (*spec.mixers, *spec.ffns):
+            module = part.make(hidden_size, num_shards=num_shards, dtype=dtype)
+            setattr(self, part.name, module)
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        """From the residual stream [T, D] to the next, and the layer's caches, updated."""
+        raise NotImplementedError
+
+    def mix(self, x: jax.Array, caches: Caches, context: StepContext) -> tuple[jax.Array, Caches]:
+        """The sum of what the mixers make of x."""
+        outputs, updated = [], []
+        for spec, cache in zip(self.spec.mixers, caches, strict=True):
+            output, cache = getattr(self, spec.name)(x, cache, context)
+            outputs.append(output)
+            updated.append(cache)
+        return functools.reduce(jnp.add, outputs), tuple(updated)
+
+    def feed(self, x: jax.Array, context: StepContext) -> jax.Array:
+        """The sum of what the ffns make of x."""
+        outputs = [getattr(self, spec.name)(x, context) for spec in self.spec.ffns]
+        return functools.reduce(jnp.add, outputs)
+
+    def add(self, hidden: jax.Array, *outputs: jax.Array) -> jax.Array:
+        """The residual stream after these outputs."""
+        scale = self.spec.residual_scale
+        for output in outputs:
+            hidden = hidden + (output if scale == 1.0 else output * scale)
+        return hidden
+
+    def norm(self, name: str) -> Callable[[jax.Array], jax.Array]:
+        return getattr(self, name)
+
+
+class PreNormBlock(Block):
+    """A norm before the mixers, and another before the ffns."""
+
+    norms = ("input_layernorm", "post_attention_layernorm")
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        before_mixers, before_ffns = map(self.norm, self.norms)
+        mixed, caches = self.mix(before_mixers(hidden), caches, context)
+        hidden = self.add(hidden, mixed)
+        return self.add(hidden, self.feed(before_ffns(hidden), context)), caches
+
+
+class PostNormBlock(Block):
+    """Norms behind the mixers and behind the ffns, and none before them."""
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        behind_mixers, behind_ffns = map(self.norm, self.norms)
+        mixed, caches = self.mix(hidden, caches, context)
+        hidden = self.add(hidden, behind_mixers(mixed))
+        return self.add(hidden, behind_ffns(self.feed(hidden, context))), caches
+
+
+class SandwichBlock(Block):
+    """Norms before and behind the mixers, and before and behind the ffns."""
+
+    norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        before_mixers, behind_mixers, before_ffns, behind_ffns = map(self.norm, self.norms)
+        mixed, caches = self.mix(before_mixers(hidden), caches, context)
+        hidden = self.add(hidden, behind_mixers(mixed))
+        return self.add(hidden, behind_ffns(self.feed(before_ffns(hidden), context))), caches
+
+
+class ParallelBlock(Block):
+    """One norm before the mixers and the ffns, which do not see each other's outputs."""
+
+    norms = ("input_layernorm",)
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        x = self.norm(self.norms[0])(hidden)
+        mixed, caches = self.mix(x, caches, context)
+        return self.add(hidden, mixed, self.feed(x, context)), caches

@@ -1,0 +1,258 @@
+"""Where the parameters of a model are in its checkpoint: sources, and the map that names them.
+
+A source is an expression over the tensors of a checkpoint that stands for a parameter as a whole,
+before it is cut over devices. Its shape is known before any data is read, since it says what shapes
+its tensors must have; and any box of it is read without reading the rest.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+Shape = tuple[int, ...]
+# A box of an array: one slice for each axis, with a start and an end.
+Box = tuple[slice, ...]
+
+
+class Tensors(Protocol):
+    """What holds the data: an open checkpoint."""
+
+    def copy(self, name: str, box: Box, target: np.ndarray) -> None:
+        """Fill the target with a box of a tensor, converted to the target's type."""
+        ...
+
+
+class Source(Protocol):
+    """Where an array comes from."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    def rows(self) -> Iterator["Rows"]:
+        """The rows of tensors that it is made of, all of them."""
+        ...
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        """Fill the target with a box of the array."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the checkpoint, which must have this shape."""
+
+    name: str
+    shape: Shape
+
+    def rows(self) -> Iterator["Rows"]:
+        yield Rows(self, 0, self.shape[0] if self.shape else 1)
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        tensors.copy(self.name, box, target)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `first` up to `end` of a tensor."""
+
+    tensor: Tensor
+    first: int
+    end: int
+
+    @property
+    def shape(self) -> Shape:
+        return (self.end - self.first, *self.tensor.shape[1:])
+
+    def rows(self) -> Iterator["Rows"]:
+        yield self
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        rows = slice(box[0].start + self.first, box[0].stop + self.first)
+        self.tensor.copy(tensors, (rows, *box[1:]), target)
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Sources one after the other along the first axis."""
+
+    sources: tuple[Source, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+
+    def rows(self) -> Iterator[Rows]:
+        for source in self.sources:
+            yield from source.rows()
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        start = 0
+        for source in self.sources:
+            end = start + source.shape[0]
+            first, last = max(box[0].start, start), min(box[0].stop, end)
+            if first < last:
+                part = target[first - box[0].start : last - box[0].start]
+                source.copy(tensors, (slice(first - start, last - start), *box[1:]), part)
+            start = end
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Sources of one shape along a new first axis: the experts of a layer."""
+
+    sources: tuple[Source, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return (len(self.sources), *self.sources[0].shape)
+
+    def rows(self) -> Iterator[Rows]:
+        return Concat(self.sources).rows()
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        for place, index in enumerate(range(box[0].start, box[0].stop)):
+            self.sources[index].copy(tensors, box[1:], target[place])
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A source with its last two axes exchanged: weights stored [in, out]."""
+
+    source: Source
+
+    @property
+    def shape(self) -> Shape:
+        *others, rows, columns = self.source.shape
+        return (*others, columns, rows)
+
+    def rows(self) -> Iterator[Rows]:
+        return self.source.rows()
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        *others, rows, columns = box
+        self.source.copy(tensors, (*others, columns, rows), target.swapaxes(-1, -2))
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Sources of one shape whose rows take turns: gate and up of some experts."""
+
+    sources: tuple[Source, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return Concat(self.sources).shape
+
+    def rows(self) -> Iterator[Rows]:
+        return Concat(self.sources).rows()
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        count = len(self.sources)
+        for turn, source in enumerate(self.sources):
+            # The rows of this source in the box: turn, turn + count, turn + 2 * count, ...
+            first, end = (-(-(edge - turn) // count) for edge in (box[0].start, box[0].stop))
+            if first < end:
+                place = first * count + turn - box[0].start
+                source.copy(tensors, (slice(first, end), *box[1:]), target[place::count])
+
+
+@dataclass(frozen=True)
+class ViewedAs:
+    """A source with another shape, its elements in the same order."""
+
+    source: Source
+    shape: Shape
+
+    def rows(self) -> Iterator[Rows]:
+        return self.source.rows()
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        # The whole rows of the source that hold the rows of the box.
+        row, source_row = (math.prod(shape[1:]) for shape in (self.shape, self.source.shape))
+        first, end = box[0].start * row, box[0].stop * row
+        rows = slice(first // source_row, -(-end // source_row))
+        whole = (rows, *(slice(0, size) for size in self.source.shape[1:]))
+        held = np.empty((rows.stop - rows.start, *self.source.shape[1:]), target.dtype)
+        self.source.copy(tensors, whole, held)
+        offset = rows.start * source_row
+        flat = held.reshape(-1)[first - offset : end - offset]
+        target[...] = flat.reshape(-1, *self.shape[1:])[(slice(None), *box[1:])]
+
+
+class Place(NamedTuple):
+    """A parameter: `{parent}.{module}.{leaf}`, fused of pieces of these shapes."""
+
+    parent: str
+    module: str
+    leaf: str
+    pieces: tuple[Shape, ...]
+
+    def tensor(self, module: str, shape: Shape) -> Tensor:
+        """The leaf of another module beside this one."""
+        return Tensor(".".join(filter(None, (self.parent, module, self.leaf))), shape)
+
+
+Rule = Callable[[Place], Source]
+
+
+def as_named(place: Place) -> Source:
+    """The tensor that bears the parameter's name."""
+    rows = sum(piece[0] for piece in place.pieces)
+    return place.tensor(place.module, (rows, *place.pieces[0][1:]))
+
+
+def concatenated(*modules: str) -> Rule:
+    """One tensor for each piece, under these modules' names."""
+
+    def rule(place: Place) -> Source:
+        assert len(modules) == len(place.pieces), f"{place} does not say what it is fused of"
+        return Concat(tuple(map(place.tensor, modules, place.pieces)))
+
+    return rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMap:
+    """An exact map from parameters to the tensors of a checkpoint.
+
+    Our modules are named as in most checkpoints, so that a parameter is the tensor of the same
+    name, unless there is a rule for its module.
+    """
+
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    # Patterns of whole names that checkpoints carry and nobody needs.
+    ignored: tuple[str, ...] = ()
+    # Tensors that repeat a parameter: name in the checkpoint -> parameter. They must be equal to
+    # it, and are used where the model has a parameter of that name.
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    def source(self, parameter: str, pieces: tuple[Shape, ...]) -> Source:
+        """Where a parameter comes from that is fused of pieces of these shapes (or is one)."""
+        module_path, _, leaf = parameter.rpartition(".")
+        parent, _, module = module_path.rpartition(".")
+        return self.rules.get(module, as_named)(Place(parent, module, leaf, pieces))
+
+    def is_ignored(self, tensor: str) -> bool:
+        return any(re.fullmatch(pattern, tensor) for pattern in self.ignored)
+
+    def with_rules(self, **rules: Rule) -> "CheckpointMap":
+        """The same map with more rules, or others."""
+        return dataclasses.replace(self, rules={**self.rules, **rules})
+
+
+# Llama's names, which most decoders took over.
+LLAMA_NAMES = CheckpointMap(
+    rules={
+        "qkv_proj": concatenated("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": concatenated("gate_proj", "up_proj"),
+    },
+    # Computed from the config; written by transformers before 4.32.
+    ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+    # Some checkpoints with tied embeddings have the head as well.
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+)

@@ -1,0 +1,27 @@
+"""Llama 2, 3, 3.1 and all that keep its architecture: the plain dense decoder.
+
+A norm before the attention and one before the gated MLP. Biases on all projections of one of them
+or on none; any rope scaling.
+"""
+
+from jaxllm.models.checkpoint_map import LLAMA_NAMES
+from jaxllm.models.family import Family, pre_norm_layer, read_attention, read_decoder, read_mlp
+from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.specs import Architecture
+
+
+def read(name: str, config: HFConfig) -> Architecture:
+    bias = config.flag("attention_bias")
+    layer = pre_norm_layer(
+        config,
+        read_attention(config, qkv_bias=bias, o_bias=bias),
+        read_mlp(config, bias=config.flag("mlp_bias")),
+    )
+    return read_decoder(name, config, [layer] * config.integer("num_hidden_layers"))
+
+
+FAMILY = Family(
+    read=read,
+    checkpoint=lambda architecture: LLAMA_NAMES,
+    tiny={"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+)

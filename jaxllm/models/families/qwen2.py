@@ -1,0 +1,55 @@
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window in some layers."""
+
+import dataclasses
+
+from jaxllm.errors import CheckpointError
+from jaxllm.layers.attention import AttentionSpec
+from jaxllm.models.checkpoint_map import LLAMA_NAMES
+from jaxllm.models.family import Family, pre_norm_layer, read_attention, read_decoder, read_mlp
+from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.specs import Architecture
+
+
+def read(name: str, config: HFConfig) -> Architecture:
+    attention = read_attention(config, qkv_bias=True)
+    return read_qwen(name, config, attention)
+
+
+def read_qwen(name: str, config: HFConfig, attention: AttentionSpec) -> Architecture:
+    """A Qwen of which this is the attention in layers that see everything."""
+    mlp = read_mlp(config)
+    layers = [
+        pre_norm_layer(config, dataclasses.replace(attention, window=window), mlp)
+        for window in read_windows(config)
+    ]
+    return read_decoder(name, config, layers)
+
+
+def read_windows(config: HFConfig) -> list[int | None]:
+    """The window of every layer."""
+    num_layers = config.integer("num_hidden_layers")
+    window = None
+    if config.flag("use_sliding_window") and config.get("sliding_window", 4096) is not None:
+        window = config.integer("sliding_window", 4096)
+    kinds = config.layer_types(num_layers, supported=("full_attention", "sliding_attention"))
+    if kinds is None:
+        # The first layers see everything, the rest only the window.
+        first = config.integer("max_window_layers", 28, lowest=0)
+        return [None if layer < first else window for layer in range(num_layers)]
+    if window is None and "sliding_attention" in kinds:
+        raise CheckpointError(
+            "config.json: layer_types asks for sliding_attention, but use_sliding_window or "
+            "sliding_window is not set"
+        )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+FAMILY = Family(
+    read=read,
+    checkpoint=lambda architecture: LLAMA_NAMES,
+    tiny={
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+    },
+)

@@ -1,0 +1,27 @@
+"""Qwen3: Qwen2 with a norm on every query and key head, and head_dim apart from hidden_size."""
+
+from jaxllm.models.checkpoint_map import LLAMA_NAMES
+from jaxllm.models.families.qwen2 import read_qwen
+from jaxllm.models.family import Family, read_attention
+from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.specs import Architecture
+
+
+def read(name: str, config: HFConfig) -> Architecture:
+    bias = config.flag("attention_bias")
+    attention = read_attention(
+        config, default_head_size=128, qkv_bias=bias, o_bias=bias, has_qk_norm=True
+    )
+    return read_qwen(name, config, attention)
+
+
+FAMILY = Family(
+    read=read,
+    checkpoint=lambda architecture: LLAMA_NAMES,
+    tiny={
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+        "head_dim": 32,
+    },
+)

@@ -1,0 +1,112 @@
+"""What a family of models is, and the parts of a config that most families share."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.errors import CheckpointError
+from jaxllm.layers.attention import AttentionSpec
+from jaxllm.layers.mlp import MLPSpec
+from jaxllm.layers.norm import NormSpec
+from jaxllm.models.blocks import PreNormBlock
+from jaxllm.models.checkpoint_map import CheckpointMap
+from jaxllm.models.hf_config import HFConfig, check_size
+from jaxllm.models.rope_parameters import read_rope, stretched_length
+from jaxllm.models.specs import Architecture, LayerSpec
+
+_MAX_HEADS_SIZE = 1 << 20  # of all heads of a layer together
+_MAX_MATRIX_SIZE = 1 << 36  # elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models that one file of `jaxllm.models.families` describes."""
+
+    # The name of the architecture and its config.json -> what it computes.
+    read: Callable[[str, HFConfig], Architecture]
+    # What it computes -> where its parameters are in a checkpoint.
+    checkpoint: Callable[[Architecture], CheckpointMap]
+    # Of its tiny checkpoint in tests: what config.json has other than Llama's.
+    tiny: Mapping[str, Any]
+
+
+def read_attention(
+    config: HFConfig,
+    *,
+    default_head_size: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    has_qk_norm: bool = False,
+    may_rotate_a_part: bool = False,
+) -> AttentionSpec:
+    """Grouped-query attention that sees everything, by the names that most configs have for it."""
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={num_heads} is not a multiple of "
+            f"num_key_value_heads={num_kv_heads}"
+        )
+    head_size = _read_head_size(config, num_heads, default_head_size)
+    check_size("num_attention_heads times head_dim", num_heads * head_size, _MAX_HEADS_SIZE)
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        scale=head_size**-0.5,
+        rope=read_rope(config, head_size=head_size, may_be_partial=may_rotate_a_part),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm=read_norm(config) if has_qk_norm else None,
+    )
+
+
+def read_mlp(config: HFConfig, *, bias: bool = False) -> MLPSpec:
+    size = config.integer("intermediate_size")
+    of_matrix = size * config.integer("hidden_size")
+    check_size("intermediate_size times hidden_size", of_matrix, _MAX_MATRIX_SIZE)
+    return MLPSpec(intermediate_size=size, bias=bias)
+
+
+def read_norm(config: HFConfig) -> NormSpec:
+    return NormSpec(eps=config.positive("rms_norm_eps", 1e-6))
+
+
+def pre_norm_layer(config: HFConfig, attention: AttentionSpec, mlp: MLPSpec) -> LayerSpec:
+    """Llama's layer."""
+    return LayerSpec(mixers=(attention,), ffns=(mlp,), norm=read_norm(config), block=PreNormBlock)
+
+
+def read_decoder(name: str, config: HFConfig, layers: Iterable[LayerSpec]) -> Architecture:
+    """A decoder of these layers, with what stands around them in most configs."""
+    layers = tuple(layers)
+    max_position = config.integer("max_position_embeddings")
+    vocab_size, hidden_size = config.integer("vocab_size"), config.integer("hidden_size")
+    check_size("vocab_size times hidden_size", vocab_size * hidden_size, _MAX_MATRIX_SIZE)
+    lengths = {stretched_length(layer.rope, max_position) for layer in layers if layer.rope}
+    return Architecture(
+        name=name,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=layers,
+        final_norm=read_norm(config),
+        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        max_model_len=max(lengths, default=max_position),
+        dtype=config.dtype,
+        eos_token_ids=config.token_ids("eos_token_id"),
+        hf_config=config.fields,
+    )
+
+
+def _read_head_size(config: HFConfig, num_heads: int, default: int | None) -> int:
+    if config.get("head_dim") is not None:
+        return config.integer("head_dim")
+    if default is not None:
+        return default
+    hidden_size = config.integer("hidden_size")
+    if hidden_size % num_heads:
+        raise CheckpointError(
+            f"config.json: hidden_size={hidden_size} is not a multiple of "
+            f"num_attention_heads={num_heads}, and head_dim is not given"
+        )
+    return hidden_size // num_heads

@@ -1,0 +1,71 @@
+"""Asserts that the scheduler's bookkeeping adds up: nothing is lost, doubled or over its limit.
+
+It looks at everything, so it runs only where that was asked for (`check_invariants`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.request import Request, RequestStatus
+from jaxllm.scheduler.schedule import Schedule
+from jaxllm.scheduler.waiting_queue import WaitingQueue
+
+
+class DispatchedStep(Protocol):
+    """A step on its way, and the requests of its rows."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def rows(self) -> list[Request]: ...
+
+
+def check(
+    *,
+    requests: Mapping[str, Request],
+    running: Sequence[Request],
+    waiting: WaitingQueue,
+    dispatched: Iterable[DispatchedStep],
+    free_slots: list[int],
+    kv: KVCacheManager,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> None:
+    """Assert what holds between any two calls of a scheduler."""
+    kv.pool.check([request.block_ids for request in running])
+    slots = [request.slot for request in running]
+    assert sorted(slots + free_slots) == list(range(max_num_seqs)), "slots"
+    assert [r.order for r in running] == sorted(r.order for r in running), "policy order"
+    _check_places(requests, running, waiting)
+
+    in_flight: Counter[int] = Counter()
+    for step in dispatched:
+        assert 0 < step.schedule.total_tokens <= max_num_batched_tokens, "budget"
+        assert step.schedule.num_rows <= max_num_seqs, "rows"
+        for request, samples in zip(step.rows, step.schedule.samples, strict=True):
+            in_flight[id(request)] += bool(samples)
+    for r in requests.values():
+        assert r.num_in_flight == in_flight[id(r)], f"{r}: {in_flight[id(r)]} in flight"
+        assert r.num_known_tokens <= r.num_tokens <= r.max_num_tokens, r
+        assert r.num_computed_tokens <= len(r.block_ids) * kv.block_size, r
+        assert r.status is RequestStatus.RUNNING or not r.block_ids and r.slot < 0, r
+
+
+def _check_places(
+    requests: Mapping[str, Request], running: Sequence[Request], waiting: WaitingQueue
+) -> None:
+    """Assert that every request is in one place, and that its status says in which."""
+    queued = waiting.requests()
+    followers = [f for r in requests.values() for f in r.followers if not f.is_finished]
+    late = [r for r in requests.values() if r.status is RequestStatus.PARKED and r.num_in_flight]
+    places = Counter(map(id, [*running, *queued, *followers, *late]))
+    assert places == Counter(map(id, requests.values())), "a request is not in one place"
+    for status, there in (
+        (RequestStatus.RUNNING, running),
+        (RequestStatus.WAITING, queued),
+        (RequestStatus.PARKED, followers + late),
+    ):
+        assert all(request.status is status for request in there), status
+    assert len(waiting) == len(queued), "waiting count"

@@ -1,0 +1,157 @@
+"""vLLM's options that we do not have, and what there is in their place: users bring its commands.
+
+A name is that of a keyword argument, and of a flag with dashes. What is in here is refused as not
+supported, and never taken for a misspelt option of ours.
+"""
+
+from typing import Any
+
+# At these values an option asks for nothing. Statistics are always kept and never logged, whatever
+# disable_log_stats says.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_local_media_path": ("", None),
+    "convert": ("auto", "none"),
+    "cpu_offload_gb": (0,),
+    "disable_log_stats": (True, False),
+    "enable_expert_parallel": (False,),
+    "enable_lora": (False,),
+    "enable_sleep_mode": (False, True),  # every engine can sleep
+    "kv_cache_dtype": ("auto",),
+    "limit_mm_per_prompt": (None, {}),
+    "logprobs_mode": ("raw_logprobs",),
+    "mm_processor_kwargs": (None,),
+    "quantization": (None,),
+    "runner": ("auto", "generate"),
+    "speculative_config": (None,),
+    "tokenizer_mode": ("auto",),
+}
+
+# By what is not there, the options that ask for it.
+_ABSENT: dict[str, tuple[str, ...]] = {
+    "merge the adapter into the checkpoint": (
+        "enable_lora", "fully_sharded_loras", "lora_dtype", "lora_modules", "max_cpu_loras",
+        "max_lora_rank", "max_loras",
+    ),
+    "weights are served as float32, bfloat16 or float16: give an unquantized checkpoint": (
+        "quantization",
+    ),
+    "the KV cache has the dtype of the model; --dtype sets both": ("kv_cache_dtype",),
+    "there is no speculative decoding": (
+        "spec_method", "spec_model", "spec_tokens", "speculative_config",
+    ),
+    "there are no images, sounds or videos in prompts": (
+        "allowed_local_media_path", "allowed_media_domains", "disable_chunked_mm_input",
+        "enable_mm_embeds", "language_model_only", "limit_mm_per_prompt", "media_io_kwargs",
+        "mm_encoder_tp_mode", "mm_processor_cache_gb", "mm_processor_kwargs",
+        "trust_request_mm_kwargs",
+    ),
+    "models generate text: there are no embeddings, scores or classes": (
+        "convert", "pooler_config", "runner",
+    ),
+    "prompts are text or token ids": ("enable_prompt_embeds",),
+    "answers cannot be held to a grammar": ("structured_outputs_config",),
+    "weights and KV cache are on the devices; --tensor-parallel-size takes more of them": (
+        "cpu_offload_gb", "kv_offloading_backend", "kv_offloading_size",
+    ),
+    "the KV cache is not handed to other engines": (
+        "ec_transfer_config", "kv_events_config", "kv_transfer_config",
+    ),
+    "there are no mixtures of experts": ("enable_expert_parallel",),
+    "a sequence is not cut over devices; --tensor-parallel-size cuts the model": (
+        "decode_context_parallel_size", "prefill_context_parallel_size",
+    ),
+    "every replica is in this command; --data-parallel-size says how many": (
+        "data_parallel_address", "data_parallel_backend", "data_parallel_hybrid_lb",
+        "data_parallel_rank", "data_parallel_rpc_port", "data_parallel_size_local",
+        "data_parallel_start_rank", "headless",
+    ),
+    "--max-num-seqs and --max-queued-requests are the limits": (
+        "max_num_active_seqs", "max_num_queued_reqs",
+    ),
+    "--max-queued-tokens is the limit": ("max_num_queued_tokens",),
+    "--sse-keep-alive-interval and every token as it comes are what streams have": (
+        "stream_interval",
+    ),
+    "--scheduling-policy chooses among ours": (
+        "prefill_schedule_interval", "scheduler_cls", "scheduler_reserve_full_isl", "watermark",
+    ),
+    "XLA compiles every step; --enforce-eager compiles when a program is first needed": (
+        "compilation_config", "disable_cascade_attn", "performance_mode",
+    ),
+    "--attention-backend chooses among ours": ("model_impl", "worker_cls", "worker_extension_cls"),
+    "--generation-config PATH names a file of defaults": ("override_generation_config",),
+    "--hf-overrides replaces fields of config.json": ("hf_config_path",),
+    "log in once with `hf auth login`": ("hf_token",),
+    "the code of a tokenizer comes with its --tokenizer-revision": ("code_revision",),
+    "the tokenizer is Hugging Face's": ("enable_tokenizer_info_endpoint", "tokenizer_mode"),
+    "logprobs are those of the model, before sampling changes them": ("logprobs_mode",),
+    "prefixes are found by SHA-256": ("prefix_caching_hash_algo",),
+    "blocks of all layers are of one kind": (
+        "disable_hybrid_kv_cache_manager", "disable_sliding_window",
+    ),
+    "every engine can sleep; --admin-api-key-file opens /sleep": ("enable_sleep_mode",),
+    "--profile-dir is where profiles go": ("profiler_config",),
+    "--access-log logs every request": ("enable_log_requests", "max_log_len"),
+    "--otlp-traces-endpoint gets a span for every request": ("collect_detailed_traces",),
+    "/metrics has what there is": (
+        "custom_histogram_buckets", "enable_mfu_metrics", "kv_cache_metrics",
+        "kv_cache_metrics_sample",
+    ),
+    "--no-access-log leaves the lines of requests out": (
+        "disable_uvicorn_access_log", "log_error_stack", "uvicorn_log_level",
+    ),
+    "/load always counts": ("enable_server_load_tracking",),
+    "X-Request-Id is always in the answer": ("enable_request_id_headers",),
+    "usage always tells cached tokens; requests ask for the rest in stream_options": (
+        "enable_force_include_usage", "enable_prompt_tokens_details", "enable_per_request_metrics",
+    ),
+    "requests ask for it by a field of this name": ("return_tokens_as_token_ids",),
+    "there is no page of documentation; /openapi.json describes the server": (
+        "disable_fastapi_docs",
+    ),
+    "--max-header-bytes is the limit": ("h11_max_header_count", "h11_max_incomplete_event_size"),
+    "the server listens at --host and --port, and speaks HTTP at /": ("grpc", "root_path", "uds"),
+    "--ssl-certfile and --ssl-keyfile turn TLS on": ("ssl_cert_reqs", "ssl_ciphers"),
+    "requests give chat_template_kwargs": ("default_chat_template_kwargs",),
+    "the template gets the text of a message": ("chat_template_content_format",),
+    "the answer is the assistant's": ("response_role",),
+    "--tool-call-parser chooses among ours": ("tool_parser_plugin", "tool_server"),
+    "the server runs no other code": ("middleware",),
+    "flags are given on the command line": ("config",),
+    "": ("additional_config", "disable_log_stats", "fingerprint_mode"),
+}  # fmt: skip
+
+INSTEAD = {name: instead for instead, names in _ABSENT.items() for name in names}
+
+# Flags that vLLM shortens.
+SHORT_NAMES = {
+    "q": "quantization",
+    "cc": "compilation_config",
+    "dcp": "decode_context_parallel_size",
+    "dpa": "data_parallel_address",
+    "dpb": "data_parallel_backend",
+    "dpe": "data_parallel_hybrid_lb",
+    "dph": "data_parallel_hybrid_lb",
+    "dpl": "data_parallel_size_local",
+    "dpp": "data_parallel_rpc_port",
+    "dpr": "data_parallel_rank",
+    "ep": "enable_expert_parallel",
+    "pcp": "prefill_context_parallel_size",
+    "sc": "speculative_config",
+}
+
+
+def why_not(name: str) -> str | None:
+    """What to say of an option that vLLM has and we do not; None if it has none of this name."""
+    if name not in INSTEAD:
+        return None
+    return "not supported yet" + (f": {INSTEAD[name]}" if INSTEAD[name] else "")
+
+
+def option_of_flag(flag: str) -> str:
+    """The option that a flag sets: --no-enable-lora, --enable-lora=x, --foo.bar."""
+    flag = flag.partition("=")[0].partition(".")[0]
+    if not flag.startswith("--"):
+        flag = "-cc" if flag.startswith("-O") else flag  # a level of it
+        return SHORT_NAMES.get(flag.removeprefix("-"), "")
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
