@@ -130,8 +130,10 @@ def test_usage_is_told_in_a_last_chunk_and_on_the_way(client, path, asked):
 def test_a_request_is_processed_in_one_go_and_each_prompt_once(host, client, monkeypatch):
     engine, counts = host.engine, collections.Counter()
     for owner, name in (
-        (engine, "in_tokenizer_thread"), (engine, "process_input"), (engine.tokenizer, "encode")
-    ):  # fmt: skip
+        (engine, "in_tokenizer_thread"),
+        (engine, "process_input"),
+        (engine.tokenizer, "encode_at_most"),
+    ):
         original = getattr(owner, name)
 
         def counted(*args, _name=name, _original=original, **more):
@@ -140,7 +142,7 @@ def test_a_request_is_processed_in_one_go_and_each_prompt_once(host, client, mon
 
         monkeypatch.setattr(owner, name, counted)
     post(client, COMPLETIONS, prompt=["a", "b", "c"], max_tokens=1)
-    assert counts == {"in_tokenizer_thread": 1, "process_input": 3, "encode": 3}
+    assert counts == {"in_tokenizer_thread": 1, "process_input": 3, "encode_at_most": 3}
 
 
 def test_an_echo_alone_is_the_prompt(client):
