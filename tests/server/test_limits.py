@@ -45,7 +45,7 @@ def tool(**more):
         (
             COMPLETIONS,
             "logit_bias",
-            {str(token): 1 for token in range(65537)},
+            {str(token): 1 for token in range(1025)},
             "logit_bias='1025 entries': at most 1024",
         ),
         (COMPLETIONS, "allowed_token_ids", list(range(500)), "ids of this model are below"),
