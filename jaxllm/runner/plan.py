@@ -4,33 +4,26 @@ Every choice that depends on the model, the platform or the memory is made here,
 and printed; nothing downstream chooses again. The runner takes the plan as it is.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxllm_kernels.common import cdiv
-from jaxllm_kernels.dense.api import ROUNDED_XLA, XLA, Matmul
-from jaxllm_kernels.dense.native import NativeMatmul
-from jaxllm_kernels.native import library as native
-from jaxllm_kernels.native.library import Library, NoLibrary
+from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, Device, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
     AttentionConfig,
     BatchLimits,
-    default_backends,
-    get_backend,
 )
-from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 
-from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
-from jaxllm.errors import ValidationError, refused
+from jaxllm.config import EngineConfig
+from jaxllm.errors import refused
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.linear import Linear, Product
@@ -43,6 +36,18 @@ from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR, num_pieces, sharding
 from jaxllm.runner.buckets import Bucket, make_ladder
+from jaxllm.runner.choose import (
+    DEFAULTS,
+    choose_dtype,
+    choose_max_model_len,
+    choose_max_num_batched_tokens,
+)
+from jaxllm.runner.choose_kernels import (
+    choose_attention,
+    choose_matmul,
+    free_padding,
+    load_native_kernels,
+)
 from jaxllm.runner.generation_config import (
     read_default_sampling_params,
     read_eos_token_ids,
@@ -62,26 +67,6 @@ from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
 
 logger = init_logger(__name__)
-
-
-# Up to so many tokens, what lies between products costs little.
-_FREE_PADDING = 128
-
-
-class _Defaults(NamedTuple):
-    """What is chosen for a platform when the user does not say."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-_DEFAULTS = {
-    # More tokens at a time multiply no faster there, and what lies between two products no longer
-    # stays in a cache.
-    "cpu": _Defaults(max_num_seqs=64, max_num_batched_tokens=512),
-    "gpu": _Defaults(max_num_seqs=256, max_num_batched_tokens=8192),
-    "tpu": _Defaults(max_num_seqs=256, max_num_batched_tokens=2048),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,12 +200,11 @@ def make_plan(
     model_class = ModelRegistry.resolve([architecture.name])
     chip = chip_of(device)
     platform = chip.platform
-    defaults = _DEFAULTS[platform]
-    dtype = _choose_dtype(model.dtype, architecture, platform)
-    max_model_len = _choose_max_model_len(model.max_model_len, architecture)
-    max_num_seqs = config.scheduler.max_num_seqs or defaults.max_num_seqs
-    max_num_batched_tokens = _choose_max_num_batched_tokens(
-        config, defaults.max_num_batched_tokens, max_num_seqs, max_model_len
+    dtype = choose_dtype(model.dtype, architecture, platform)
+    max_model_len = choose_max_model_len(model.max_model_len, architecture)
+    max_num_seqs = config.scheduler.max_num_seqs or DEFAULTS[platform].max_num_seqs
+    max_num_batched_tokens = choose_max_num_batched_tokens(
+        config, platform, max_num_seqs, max_model_len
     )
     block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
 
@@ -236,13 +220,10 @@ def make_plan(
         max_blocks=cdiv(max_model_len, block_size),
         block_size=block_size,
     )
-    library = _load_native_kernels(config, chip, dtype)
-    attention = _choose_attention(
-        config.compilation.attention_backend,
-        chip,
-        library,
-        functools.partial(_check_all, attention_configs, limits, dtype, chip),
-    ).tuned_for(chip)
+    library = load_native_kernels(config, chip, dtype)
+    attention = choose_attention(
+        config.compilation.attention_backend, chip, library, attention_configs, limits, dtype
+    )
 
     def plan_stages(num_blocks: int) -> tuple[StagePlan, ...]:
         return tuple(
@@ -295,7 +276,7 @@ def make_plan(
         )
         for stage in plan_stages(num_blocks=1)
     )
-    matmul = _choose_matmul(library, num_shards)
+    matmul = choose_matmul(library, num_shards)
     return EnginePlan(
         model_name=model.model,
         model_dir=model_dir,
@@ -320,7 +301,7 @@ def make_plan(
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
             min_rows=MIN_DOT_ROWS[platform],
-            free_padding=_free_padding(attention, matmul, dtype),
+            free_padding=free_padding(attention, matmul, dtype),
         ),
         max_logprobs=max_logprobs,
         logits_processors=load_logits_processors(model.logits_processors, config),
@@ -331,126 +312,6 @@ def make_plan(
         max_new_tokens=read_max_new_tokens(model, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
     )
-
-
-def _load_native_kernels(config: EngineConfig, chip: Chip, dtype: Any) -> Library | NoLibrary:
-    """Our own kernels for CPUs, if they can be built."""
-    if chip.platform != "cpu":
-        return NoLibrary(f"they are for CPUs, and this is {chip.name}")
-    if not config.compilation.native_kernels:
-        return NoLibrary("native_kernels is off")
-    directory = config.compilation.compilation_cache_dir or DEFAULT_COMPILATION_CACHE_DIR
-    library = native.load(Path(directory).expanduser() / "native", (dtype.name,))
-    if isinstance(library, NoLibrary):
-        logger.info("XLA's slower kernels run in place of our own: %s", library.reason)
-    return library
-
-
-def _choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
-    """Our own, if there is one; XLA cannot cut that over devices."""
-    if isinstance(library, NoLibrary) or num_shards > 1:
-        return XLA
-    return NativeMatmul(library)
-
-
-def _free_padding(attention: AttentionBackend, matmul: Matmul, dtype: Any) -> int:
-    """Up to how many tokens of a step padding costs next to nothing."""
-    if not (isinstance(attention, NativeBackend) and isinstance(matmul, NativeMatmul)):
-        return 0
-    return min(matmul.max_rows(dtype), _FREE_PADDING)
-
-
-def _choose_dtype(asked: str, architecture: Architecture, platform: str) -> Any:
-    name = architecture.dtype if asked == "auto" else asked
-    if name == "float16" and platform != "gpu":
-        if asked == "float16":
-            raise ValidationError(
-                f"dtype='float16' is not supported on {platform}; use dtype='bfloat16'",
-                parameter="dtype",
-                value=asked,
-            )
-        logger.info("dtype: the checkpoint has float16; %s runs it in bfloat16", platform)
-        name = "bfloat16"
-    return jnp.dtype(name)
-
-
-def _choose_max_model_len(asked: int | None, architecture: Architecture) -> int:
-    longest = architecture.max_model_len
-    if asked is None:
-        return longest
-    if asked > longest:
-        raise ValidationError(
-            f"max_model_len={asked} is above the {longest} positions of the model's config; lower "
-            "it, or extend the model with hf_overrides (rope_parameters, max_position_embeddings)",
-            parameter="max_model_len",
-            value=asked,
-        )
-    return asked
-
-
-def _choose_max_num_batched_tokens(
-    config: EngineConfig, default: int, max_num_seqs: int, max_model_len: int
-) -> int:
-    chunked = config.scheduler.enable_chunked_prefill
-    asked = config.scheduler.max_num_batched_tokens
-    if asked is None:
-        tokens = max(default, max_num_seqs)
-        return tokens if chunked else max(tokens, max_model_len)
-    if asked < max_num_seqs:
-        raise ValidationError(
-            f"max_num_batched_tokens={asked} is below max_num_seqs={max_num_seqs}; a step must "
-            "have room for one token of every request",
-            parameter="max_num_batched_tokens",
-            value=asked,
-        )
-    if not chunked and asked < max_model_len:
-        raise ValidationError(
-            f"max_num_batched_tokens={asked} is below max_model_len={max_model_len}, and with "
-            "enable_chunked_prefill=False a prompt must fit in one step; raise it or chunk",
-            parameter="max_num_batched_tokens",
-            value=asked,
-        )
-    return asked
-
-
-def _choose_attention(
-    asked: str,
-    chip: Chip,
-    library: Library | NoLibrary,
-    check: Callable[[AttentionBackend], None],
-) -> AttentionBackend:
-    """The backend asked for, or the first of the chip's that can run the model; what the others say
-    is logged."""
-    names = (asked,) if asked != "auto" else default_backends(chip)
-    if asked == "auto" and isinstance(library, NoLibrary):
-        names = tuple(name for name in names if name != "native")  # why is said already
-    for name in names:
-        try:
-            backend = get_backend(name)
-            if isinstance(backend, NativeBackend):
-                backend = replace(backend, library=library)  # a subclass of a user's stays one
-            check(backend)
-            return backend
-        except ValueError as error:
-            if name == names[-1]:
-                raise ValidationError(
-                    f"attention_backend={name!r}: {error}",
-                    parameter="attention_backend",
-                    value=name,
-                ) from error
-            logger.warning("attention: not %r, since %s", name, error)
-    raise AssertionError("no backend to choose from")
-
-
-def _check_all(
-    configs: tuple[AttentionConfig, ...],
-    limits: BatchLimits,
-    dtype: Any,
-    chip: Chip,
-    backend: AttentionBackend,
-) -> None:
-    for config in set(configs):
-        backend.check(config, limits, dtype=dtype, chip=chip)
 
 
 def _cache_shape(

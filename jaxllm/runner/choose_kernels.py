@@ -1,0 +1,88 @@
+"""Which kernels run on a chip: chosen once, and printed; nothing falls back without a word."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxllm_kernels.dense.api import XLA, Matmul
+from jaxllm_kernels.dense.native import NativeMatmul
+from jaxllm_kernels.native import library as native
+from jaxllm_kernels.native.library import Library, NoLibrary
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionBackend,
+    AttentionConfig,
+    BatchLimits,
+    default_backends,
+    get_backend,
+)
+from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
+
+from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
+from jaxllm.errors import ValidationError
+from jaxllm.logging import init_logger
+
+logger = init_logger(__name__)
+
+# Up to so many tokens, what lies between products costs little.
+_FREE_PADDING = 128
+
+
+def load_native_kernels(config: EngineConfig, chip: Chip, dtype: Any) -> Library | NoLibrary:
+    """Our own kernels for CPUs, if they can be built."""
+    if chip.platform != "cpu":
+        return NoLibrary(f"they are for CPUs, and this is {chip.name}")
+    if not config.compilation.native_kernels:
+        return NoLibrary("native_kernels is off")
+    directory = config.compilation.compilation_cache_dir or DEFAULT_COMPILATION_CACHE_DIR
+    library = native.load(Path(directory).expanduser() / "native", (dtype.name,))
+    if isinstance(library, NoLibrary):
+        logger.info("XLA's slower kernels run in place of our own: %s", library.reason)
+    return library
+
+
+def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
+    """Our own, if there is one; XLA cannot cut that over devices."""
+    if isinstance(library, NoLibrary) or num_shards > 1:
+        return XLA
+    return NativeMatmul(library)
+
+
+def free_padding(attention: AttentionBackend, matmul: Matmul, dtype: Any) -> int:
+    """Up to how many tokens of a step padding costs next to nothing."""
+    if not (isinstance(attention, NativeBackend) and isinstance(matmul, NativeMatmul)):
+        return 0
+    return min(matmul.max_rows(dtype), _FREE_PADDING)
+
+
+def choose_attention(
+    asked: str,
+    chip: Chip,
+    library: Library | NoLibrary,
+    configs: Collection[AttentionConfig],
+    limits: BatchLimits,
+    dtype: Any,
+) -> AttentionBackend:
+    """The backend asked for, or the first of the chip's that can run a model with these attentions;
+    what the others say is logged."""
+    names = (asked,) if asked != "auto" else default_backends(chip)
+    if asked == "auto" and isinstance(library, NoLibrary):
+        names = tuple(name for name in names if name != "native")  # why is said already
+    for name in names:
+        try:
+            backend = get_backend(name)
+            if isinstance(backend, NativeBackend):
+                backend = replace(backend, library=library)  # a subclass of a user's stays one
+            for config in set(configs):
+                backend.check(config, limits, dtype=dtype, chip=chip)
+            return backend.tuned_for(chip)
+        except ValueError as error:
+            if name == names[-1]:
+                raise ValidationError(
+                    f"attention_backend={name!r}: {error}",
+                    parameter="attention_backend",
+                    value=name,
+                ) from error
+            logger.warning("attention: not %r, since %s", name, error)
+    raise AssertionError("no backend to choose from")
