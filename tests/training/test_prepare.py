@@ -42,8 +42,11 @@ def test_initial_weights_are_those_of_the_model(exported):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_theta": 500_000.0}, "another model than is trained: it has rope=.*500000"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05, not 1e-06"),
+        (
+            {"rope_theta": 500_000.0},
+            r"another model than is trained: it has layers\[0\]\.mixers\[0\]\.rope\.theta=500000",
+        ),
+        ({"rms_norm_eps": 1e-5}, r"it has layers\[0\]\.norm\.eps=1e-05, not 1e-06"),
     ],
 )
 def test_initial_weights_of_a_model_that_computes_otherwise_are_refused(exported, fields, message):

@@ -101,7 +101,7 @@ def test_missing_tensor_is_named(tmp_path):
 def test_extra_tensor_is_named(tmp_path):
     model_dir = make_tiny_checkpoint(tmp_path)
     edit(model_dir, lambda tensors: tensors.update({"model.layers.2.extra": np.zeros(3, "f4")}))
-    with pytest.raises(CheckpointError, match=r"1 tensors .*model\.layers\.2\.extra"):
+    with pytest.raises(CheckpointError, match=r"1 tensor .*model\.layers\.2\.extra"):
         load(model_dir)
 
 
