@@ -4,10 +4,10 @@ import getpass
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
-from jaxllm.errors import UnauthorizedError, ValidationError, not_utf8
+from jaxllm.errors import UnauthorizedError, ValidationError
+from jaxllm.files import read_given_text
 from jaxllm.plural import counted
 
 Result = TypeVar("Result")
@@ -39,10 +39,7 @@ def _given(key: str | None, file: str | None) -> str | None:
         raise ValidationError("--api-key and --api-key-file: give one of them")
     if file is None:
         return key if key is not None else os.environ.get(_VARIABLE) or None
-    try:
-        lines = Path(file).read_text(encoding="utf-8").split()
-    except UnicodeDecodeError as error:
-        raise not_utf8(file, error) from None
+    lines = read_given_text(file).split()
     if len(lines) != 1:
         raise ValidationError(
             f"{file}: it has {counted(len(lines), 'key')}; one is wanted, on a line alone"
