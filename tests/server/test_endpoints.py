@@ -10,7 +10,7 @@ from jaxllm.server.endpoint import Access
 from jaxllm.server.endpoints import ENDPOINTS
 from jaxllm.server.options import ServerOptions
 
-README = Path(jaxllm.__file__).parents[1] / "README.md"
+README = Path(jaxllm.__file__).parent / "server" / "README.md"
 OPEN = (Access.ANYBODY, Access.WITHOUT_KEY)
 
 
