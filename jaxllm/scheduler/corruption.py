@@ -3,9 +3,10 @@
 Damaged weights do that, and activations that overflow. There is no answer to give then, and nothing
 that the row has left in the KV cache may be shared with others.
 
-That is known when the step comes back. A request that has taken over blocks of a corrupted one
-until then, because their prompts begin alike, is corrupted with it: attention computes some tokens
-together, so NaN may reach keys and values of earlier ones. Later requests compute them anew.
+That is known when the step comes back. Until then others may take over its blocks, because their
+prompts begin alike, and are corrupted with it: attention computes some tokens together, so NaN may
+reach keys and values of earlier ones. So a corrupted request that has taken over blocks starts over
+with blocks of its own, once.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ class DispatchedStep(Protocol):
     @property
     def schedule(self) -> Schedule: ...
     @property
-    def rows(self) -> list[Request]: ...
+    def rows(self) -> list[Request | None]: ...
 
 
 def check(
@@ -45,7 +45,7 @@ def check(
         assert 0 < step.schedule.total_tokens <= max_num_batched_tokens, "budget"
         assert step.schedule.num_rows <= max_num_seqs, "rows"
         for request, samples in zip(step.rows, step.schedule.samples, strict=True):
-            in_flight[id(request)] += bool(samples)
+            in_flight[id(request)] += bool(samples)  # of None, too, which is no request
     for r in requests.values():
         assert r.num_in_flight == in_flight[id(r)], f"{r}: {in_flight[id(r)]} in flight"
         assert r.num_known_tokens <= r.num_tokens <= r.max_num_tokens, r

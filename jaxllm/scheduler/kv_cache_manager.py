@@ -78,6 +78,7 @@ class KVCacheManager:
         self.pool.share(prefix)
         request.block_ids = prefix + self.pool.take(num_new)
         request.num_registered_blocks = len(prefix)
+        request.has_taken_over_blocks = bool(prefix)
         self._expect_next_block(request)
         return True
 

@@ -4,6 +4,8 @@ A step computes MAX_STEP_LOGPROBS for a position at most. Whoever wants more get
 the position's logits: the cost is the request's own, and the step is no slower for the others.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxllm.messages import PositionLogprobs
@@ -30,7 +32,7 @@ def row_logprobs(
 
 
 def prompt_logprobs(
-    result: StepResult, rows: list[Request], spans: list[PromptSpan]
+    result: StepResult, rows: Sequence[Request | None], spans: list[PromptSpan]
 ) -> dict[int, list[PositionLogprobs]]:
     """Return, by row, the logprobs of the prompt tokens in its span."""
     if not spans:
@@ -39,7 +41,9 @@ def prompt_logprobs(
     assert arrays is not None, f"no prompt logprobs came back for {len(spans)} rows"
     parts = {}
     for span in spans:
-        count = rows[span.row].sampling_params.prompt_logprobs
+        request = rows[span.row]
+        assert request is not None, span
+        count = request.sampling_params.prompt_logprobs
         assert count is not None, rows[span.row]
         # A span of whom needs logits has one position, which is the row's last (see `limits`).
         logits = None if result.logits is None else result.logits[span.row]

@@ -37,6 +37,7 @@ class Request:
         "eos_token_ids",
         "followers",
         "has_new_stats",
+        "has_taken_over_blocks",
         "hash_root",
         "lane",
         "max_num_tokens",
@@ -103,6 +104,7 @@ class Request:
         self.hash_root = hash_root  # None: this request shares no blocks
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
+        self.has_taken_over_blocks = False  # that others have filled, when it was admitted last
         self.next_full_at = sys.maxsize  # computed tokens that fill the next block to register
 
     @property
@@ -131,6 +133,14 @@ class Request:
             return self.prompt_token_ids[start:end]
         outputs = self.output_token_ids[max(start - num_prompt, 0) : end - num_prompt]
         return self.prompt_token_ids[start:] + outputs if start < num_prompt else outputs
+
+    def count_prompt_tokens(self, n: int) -> int:
+        """Return how many of the last n computed tokens are of the prompt and new: they count once,
+        and not when they are computed again after a preemption."""
+        end = min(self.num_computed_tokens, self.num_prompt_tokens)
+        start = max(self.num_computed_tokens - n, self.num_counted_prompt_tokens)
+        self.num_counted_prompt_tokens = max(end, self.num_counted_prompt_tokens)
+        return max(end - start, 0)
 
     def finish_after(self, token: int) -> tuple[FinishReason, int | None] | None:
         """Return why the output token that has just arrived ends the request, and the stop token

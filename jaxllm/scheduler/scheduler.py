@@ -18,6 +18,7 @@ import bisect
 import time
 from collections import deque
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 from jaxllm.errors import ValidationError
@@ -44,7 +45,7 @@ class _Dispatched(NamedTuple):
     step comes back."""
 
     schedule: Schedule
-    rows: list[Request]
+    rows: list[Request | None]  # None: what comes back is of no use
     prompt_spans: list[PromptSpan]
 
 
@@ -65,14 +66,8 @@ class Scheduler:
         stats: EngineStats | None = None,
         check_invariants: bool = False,
     ) -> None:
-        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
-            raise ValidationError(
-                f"max_num_batched_tokens={max_num_batched_tokens} is below "
-                f"max_model_len={max_model_len}, so without chunked prefill the longest prompts "
-                "would never run; raise it or set enable_chunked_prefill=True",
-                parameter="max_num_batched_tokens",
-                value=max_num_batched_tokens,
-            )
+        # Or else the longest prompts would never run; the plan refuses that.
+        assert enable_chunked_prefill or max_num_batched_tokens >= max_model_len
         # A request that has the pool to itself always fits. This is why nothing can deadlock.
         assert kv.pool.num_blocks * kv.block_size >= max_model_len, (
             f"{kv.pool.num_blocks} blocks of {kv.block_size} tokens do not hold one request of "
@@ -173,7 +168,7 @@ class Scheduler:
             draft.carried_from = self._lanes.carried_from(rows)
         schedule, spans = draft.build(self._num_steps, rows)
         self._num_steps += 1
-        self._dispatched.append(_Dispatched(schedule, rows, spans))
+        self._dispatched.append(_Dispatched(schedule, [*rows], spans))
         self._advance(rows)
         if self._lanes is not None:
             self._lanes.dispatch(schedule.step, rows)
@@ -209,7 +204,7 @@ class Scheduler:
             else:
                 draft.add_row(request, n)
             if num_computed < request.num_prompt_tokens:
-                self._count_prompt_tokens(request, n)
+                self.stats.num_prompt_tokens += request.count_prompt_tokens(n)
         return budget, len(self._running) < num_running
 
     def _make_room(self, request: Request, served: list[Request]) -> bool:
@@ -262,7 +257,7 @@ class Scheduler:
             self._waiting.pop()
             request.status = RequestStatus.RUNNING
             request.slot = self._free_slots.pop()
-            bisect.insort(self._running, request, key=_order)
+            bisect.insort(self._running, request, key=attrgetter("order"))
             if not request.stats.scheduled_ts:
                 request.stats.scheduled_ts = time.monotonic()
                 request.num_cached_tokens = num_cached
@@ -273,21 +268,13 @@ class Scheduler:
             budget -= n
             draft.admit(request)
             draft.add_row(request, n)
-            self._count_prompt_tokens(request, n)
+            self.stats.num_prompt_tokens += request.count_prompt_tokens(n)
         return budget
 
     def _limit(self, request: Request, n: int, budget: int) -> int:
         for limit in self._limits:
             n = limit(request, n, budget)
         return n
-
-    def _count_prompt_tokens(self, request: Request, n: int) -> None:
-        """Once each: not when they are computed again after a preemption."""
-        end = min(request.num_computed_tokens, request.num_prompt_tokens)
-        start = max(request.num_computed_tokens - n, request.num_counted_prompt_tokens)
-        if end > start:
-            self.stats.num_prompt_tokens += end - start
-            request.num_counted_prompt_tokens = end
 
     def _advance(self, rows: list[Request]) -> None:
         """Count what the step samples, and let others share what it computes."""
@@ -304,10 +291,7 @@ class Scheduler:
 
     def update(self, schedule: Schedule, result: StepResult) -> list[EngineOutput]:
         """Take in what the oldest dispatched step brought; return what is new for whom."""
-        step = self._dispatched.popleft()
-        assert step.schedule is schedule, (
-            f"step {schedule.step} came back, step {step.schedule.step} is the oldest"
-        )
+        step = self._take_oldest(schedule)
         now = time.monotonic()
         prompt_parts = prompt_logprobs(result, step.rows, step.prompt_spans)
         corrupted = corrupted_rows(schedule, result, step.prompt_spans)
@@ -320,10 +304,10 @@ class Scheduler:
         for row, (request, samples, token) in enumerate(
             zip(step.rows, schedule.samples.tolist(), token_ids, strict=True)
         ):
-            if request.status is finished:
-                continue  # it ended after this row had been dispatched
+            if request is None or request.status is finished:
+                continue  # it ended, or started over, after this row had been dispatched
             if row in corrupted:
-                outputs.append(self._end_corrupted(request))
+                outputs += self._end_corrupted(request)
                 any_finished = True
                 continue
             if not samples:
@@ -377,18 +361,22 @@ class Scheduler:
         Steps dispatched after it read the KV and the tokens that it should have written, so their
         requests end too. Nothing that any of them may have filled can be found again.
         """
-        step = self._dispatched.popleft()
-        assert step.schedule is schedule, (
-            f"step {schedule.step} failed, step {step.schedule.step} is the oldest"
-        )
+        step = self._take_oldest(schedule)
         outputs = []
         touched = [request for later in (step, *self._dispatched) for request in later.rows]
-        for request in touched:
+        for request in filter(None, touched):
             if not request.is_finished:
                 outputs.append(self._end(request, FinishReason.ERROR, error=message))
             self._kv.forget(request)
         self._drop_finished()
         return outputs
+
+    def _take_oldest(self, schedule: Schedule) -> _Dispatched:
+        step = self._dispatched.popleft()
+        assert step.schedule is schedule, (
+            f"step {schedule.step} came back, step {step.schedule.step} is the oldest"
+        )
+        return step
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
         """End every request that there is."""
@@ -426,16 +414,33 @@ class Scheduler:
             error=error,
         )
 
-    def _end_corrupted(self, request: Request) -> EngineOutput:
-        """Finish a request whose logits are no numbers. Its keys and values may be none either, so
-        nobody finds them; those that it shares with others are computed anew by the next."""
+    def _end_corrupted(self, request: Request) -> list[EngineOutput]:
+        """Finish a request whose logits are no numbers, or let it start over, if those that it has
+        taken over may be the cause. Its keys and values may be none either: nobody finds them."""
+        self._kv.forget(request)
+        if request.has_taken_over_blocks and request.hash_root is not None:
+            self._start_over(request)
+            return []
         if not self.stats.num_requests_corrupted:
             logger.error("%s ended: %s. More are only counted.", request.request_id, CORRUPTED)
         self.stats.num_requests_corrupted += 1
         request.stats.is_corrupted = True
         output = self._end(request, FinishReason.ERROR, CORRUPTED)
-        self._kv.forget(request)
-        return output
+        self._kv.forget(request)  # what its end has registered
+        return [output]
+
+    def _start_over(self, request: Request) -> None:
+        """Compute a request anew, in blocks of its own; `_drop_finished` must follow. Its rows that
+        are under way bring nothing."""
+        for step in self._dispatched:
+            step.rows[:] = [None if row is request else row for row in step.rows]
+        request.hash_root = None
+        request.num_tokens = request.num_known_tokens
+        if request.status is RequestStatus.RUNNING:
+            self._preempt(request)
+        else:  # preempted before, it waited for this token
+            request.status = RequestStatus.WAITING
+            self._waiting.push(request)
 
     def _finish(self, request: Request) -> None:
         """Let go of a request; `_drop_finished` must follow."""
@@ -491,7 +496,3 @@ class Scheduler:
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
         )
-
-
-def _order(request: Request) -> tuple:
-    return request.order

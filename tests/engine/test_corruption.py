@@ -60,3 +60,18 @@ def test_it_ends_alone_and_disturbs_nobody(make_llm):
     assert llm.llm_engine.stats().num_requests_corrupted == 6
     counted = {m.name: m.value for m in llm.get_metrics() if m.name.endswith("corrupted_requests")}
     assert list(counted.values()) == [6]
+
+
+def test_who_begins_alike_and_takes_over_its_blocks_is_not_harmed(make_llm):
+    llm = make_llm()
+    healthy, params = HEALTHY[1], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    expected = llm.generate([healthy], params, use_tqdm=False)[0].outputs[0].token_ids
+    llm.reset_prefix_cache()
+    # It takes the whole first step, so that the others find its blocks in the next one, when it is
+    # not known yet what is in them.
+    damaged = [*healthy[:31], GLITCH]
+    outputs = llm.generate([damaged, healthy, healthy], params, use_tqdm=False)
+    assert [one.outputs[0].finish_reason for one in outputs] == ["error", "length", "length"]
+    assert [one.outputs[0].token_ids for one in outputs[1:]] == [expected] * 2
+    assert llm.llm_engine.stats().num_requests_corrupted == 1
+    assert outputs[1].num_cached_tokens == 24 and outputs[1].metrics.num_preemptions == 1

@@ -54,6 +54,28 @@ def test_nobody_finds_what_it_left_in_the_cache(make_glitching, make_request):
     engine.drain()
 
 
+def test_who_has_taken_over_its_blocks_starts_over_once(make_glitching, make_request, undisturbed):
+    engine = make_glitching()
+    engine.add(make_request("first", [*HEAD, 9], max_tokens=20))
+    engine.step()
+    requests = [
+        make_request(name, [*HEAD, token], max_tokens=9) for name, token in (("a", 10), ("b", 11))
+    ]
+    healthy, corrupted = map(engine.add, requests)
+    while not (healthy.token_ids and corrupted.token_ids):
+        engine.step()
+    assert {one.last.num_cached_tokens for one in (healthy, corrupted)} == {len(HEAD)}
+    # What both have taken over turns out to be no numbers; and so does all that one computes.
+    for request in engine.scheduler._running:
+        engine.device.is_corrupted[request.slot] = request.request_id in "ab"
+    engine.device.glitch_token = 11
+    engine.drain()
+    assert (healthy.finish_reason, healthy.last.stats.num_preemptions) == (FinishReason.LENGTH, 1)
+    assert healthy.token_ids == undisturbed(requests[0])[0]
+    assert (corrupted.finish_reason, corrupted.last.error) == (FinishReason.ERROR, CORRUPTED)
+    assert corrupted.last.stats.num_preemptions == 1
+
+
 def test_it_ends_when_its_prompt_has_logprobs_that_are_none(make_glitching, make_request):
     engine = make_glitching(max_num_batched_tokens=4)
     prompt = [GLITCH, *HEAD]
