@@ -106,7 +106,7 @@ BAD_REQUESTS = [
     (GOOD, assigned("top_p", 0.0), ["top_p=0.0", "above 0"]),
     (GOOD, assigned("stop", [""]), ["stop", "non-empty"]),
     (GOOD, assigned("logprobs", 6), ["logprobs=6", "max_logprobs=5", "max_logprobs=6"]),
-    (GOOD, assigned("prompt_logprobs", -1), ["prompt_logprobs=384", "max_logprobs=-1"]),
+    (GOOD, assigned("prompt_logprobs", -1), ["prompt_logprobs=-1", "max_logprobs=-1"]),
     (GOOD, assigned("allowed_token_ids", [400]), ["allowed_token_ids=400", "below 384"]),
     (GOOD, assigned("logit_bias", {400: 1.0}), ["logit_bias=400", "below 384"]),
     (GOOD, assigned("extra_args", {"a": 1}), ["extra_args={'a': 1}", "logits_processors"]),
