@@ -91,7 +91,7 @@ def test_abstract_model_has_no_arrays(tmp_path):
 
     config = read_json(make_tiny_checkpoint(tmp_path) / "config.json")
     # A model of this size exists nowhere; its shapes do.
-    huge = read_architecture(config, overrides={"hidden_size": 1 << 20, "head_dim": 1 << 18})
+    huge = read_architecture(config, overrides={"hidden_size": 1 << 18, "vocab_size": 1 << 18})
     model = ModelRegistry.resolve(["LlamaForCausalLM"]).abstract(huge, jnp.bfloat16)
     leaves = jax.tree.leaves(nnx.state(model))
     assert {type(leaf) for leaf in leaves} == {jax.ShapeDtypeStruct}
