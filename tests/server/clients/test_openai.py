@@ -212,7 +212,7 @@ def test_a_request_has_a_name(client):
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
         ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
         ({"tools": []}, openai.BadRequestError, "tools"),
-        ({"tool_choice": "auto"}, openai.BadRequestError, "tool_choice"),
+        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice"),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "stream_options"),
         ({"extra_body": {"no_such": 1}}, openai.BadRequestError, "no_such"),
