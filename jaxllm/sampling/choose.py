@@ -33,7 +33,8 @@ def most_likely(logits: jax.Array) -> MostLikely:
     largest = jnp.max(jnp.where(blocks < jnp.inf, blocks, jnp.inf), axis=2)
     block = jnp.argmax(largest, axis=1)
     tokens = _token(block, jnp.argmax(_block_of(blocks, block), axis=1))
-    return MostLikely(tokens, jnp.max(largest, axis=1))
+    # Looked up: a maximum of maxima XLA would make one of all logits, and so read them again.
+    return MostLikely(tokens, jnp.take_along_axis(largest, block[:, None], axis=1)[:, 0])
 
 
 def draw(
