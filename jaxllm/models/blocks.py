@@ -17,7 +17,8 @@ from jaxllm.models.specs import Caches, LayerSpec
 
 
 class Block(nnx.Module):
-    """A `Layer`. Its modules are named by its spec; how they are wired, a subclass says."""
+    """What layers have in common. Their modules are named by their spec; how these are wired, which
+    makes a `Layer` of it, a subclass says."""
 
     norms: ClassVar[tuple[str, ...]]
 
@@ -28,11 +29,6 @@ class Block(nnx.Module):
         for part in (*spec.mixers, *spec.ffns):
             module = part.make(hidden_size, num_shards=num_shards, dtype=dtype)
             setattr(self, part.name, module)
-
-    def __call__(
-        self, hidden: jax.Array, caches: Caches, context: StepContext
-    ) -> tuple[jax.Array, Caches]:
-        raise NotImplementedError
 
     def mix(self, x: jax.Array, caches: Caches, context: StepContext) -> tuple[jax.Array, Caches]:
         """The sum of what the mixers make of x."""

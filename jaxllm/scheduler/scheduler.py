@@ -67,7 +67,9 @@ class Scheduler:
         check_invariants: bool = False,
     ) -> None:
         # Or else the longest prompts would never run; the plan refuses that.
-        assert enable_chunked_prefill or max_num_batched_tokens >= max_model_len
+        assert enable_chunked_prefill or max_num_batched_tokens >= max_model_len, (
+            f"{max_num_batched_tokens=} is below {max_model_len=}"
+        )
         # A request that has the pool to itself always fits. This is why nothing can deadlock.
         assert kv.pool.num_blocks * kv.block_size >= max_model_len, (
             f"{kv.pool.num_blocks} blocks of {kv.block_size} tokens do not hold one request of "

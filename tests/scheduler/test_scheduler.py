@@ -81,7 +81,7 @@ def test_without_chunking_a_prompt_runs_whole_or_waits(make_engine, make_request
 
 
 def test_without_chunking_the_budget_must_hold_the_longest_prompt(make_engine):
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="max_num_batched_tokens=63 is below max_model_len=64"):
         make_engine(max_num_batched_tokens=63, enable_chunked_prefill=False)
 
 
