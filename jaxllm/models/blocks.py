@@ -17,8 +17,8 @@ from jaxllm.models.specs import Caches, LayerSpec
 
 
 class Block(nnx.Module):
-    """What layers have in common. Their modules are named by their spec; how these are wired, which
-    makes a `Layer` of it, a subclass says."""
+    """The common part of all layers: it makes the modules that the spec lists, under their names.
+    A subclass wires them in `__call__`, and so meets the contract `Layer`."""
 
     norms: ClassVar[tuple[str, ...]]
 

@@ -12,7 +12,7 @@ from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 _DTYPES = ("float32", "bfloat16", "float16")
 # The longest sequence: positions are 32-bit integers, with room to count beyond them.
 MAX_POSITIONS = 1 << 30
-# No model has what is above, and nobody the memory: it is refused before anything is made of it.
+# No model has larger numbers. A config with one is refused before anything is allocated for it.
 _HIGHEST = {
     "num_hidden_layers": 4096,
     "num_attention_heads": 4096,

@@ -1,12 +1,12 @@
-"""Rows whose numbers are none: NaN, or infinite, where the model computes probabilities.
+"""Corrupted rows: their logits are NaN or infinite, so that there is no token to sample.
 
-Damaged weights do that, and activations that overflow. There is no answer to give then, and nothing
-that the row has left in the KV cache may be shared with others.
+Damaged weights are a cause, and activations that overflow. Such a request ends with an error, and no
+other request may find the keys and values that it has left in the KV cache.
 
-That is known when the step comes back. Until then others may take over its blocks, because their
-prompts begin alike, and are corrupted with it: attention computes some tokens together, so NaN may
-reach keys and values of earlier ones. So a corrupted request that has taken over blocks starts over
-with blocks of its own, once.
+The scheduler learns of a corrupted row when its step comes back. Until then a request whose prompt
+begins alike may take over its blocks, and is corrupted by them: attention computes some tokens
+together, so NaN may reach keys and values of earlier tokens. A corrupted request that has taken over
+blocks therefore starts over, once, with blocks of its own.
 """
 
 from collections.abc import Sequence

@@ -417,8 +417,8 @@ class Scheduler:
         )
 
     def _end_corrupted(self, request: Request) -> list[EngineOutput]:
-        """Finish a request whose logits are no numbers, or let it start over, if those that it has
-        taken over may be the cause. Its keys and values may be none either: nobody finds them."""
+        """Finish a request whose logits are not finite, or let it start over if blocks that it has
+        taken over may be the cause. No other request finds its blocks any more."""
         self._kv.forget(request)
         if request.has_taken_over_blocks and request.hash_root is not None:
             self._start_over(request)
@@ -432,8 +432,8 @@ class Scheduler:
         return [output]
 
     def _start_over(self, request: Request) -> None:
-        """Compute a request anew, in blocks of its own; `_drop_finished` must follow. Its rows that
-        are under way bring nothing."""
+        """Compute a request anew, in blocks of its own; `_drop_finished` must follow. The results
+        of its rows in steps under way are dropped."""
         for step in self._dispatched:
             step.rows[:] = [None if row is request else row for row in step.rows]
         request.hash_root = None
