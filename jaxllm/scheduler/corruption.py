@@ -1,12 +1,12 @@
 """Corrupted rows: their logits are NaN or infinite, so that there is no token to sample.
 
-Damaged weights are a cause, and activations that overflow. Such a request ends with an error, and no
-other request may find the keys and values that it has left in the KV cache.
+Damaged weights are a cause, and activations that overflow. Such a request ends with an error, and
+no other request may find the keys and values that it has left in the KV cache.
 
 The scheduler learns of a corrupted row when its step comes back. Until then a request whose prompt
 begins alike may take over its blocks, and is corrupted by them: attention computes some tokens
-together, so NaN may reach keys and values of earlier tokens. A corrupted request that has taken over
-blocks therefore starts over, once, with blocks of its own.
+together, so NaN may reach keys and values of earlier tokens. A corrupted request that has taken
+over blocks therefore starts over, once, with blocks of its own.
 """
 
 from collections.abc import Sequence
