@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.runner.roofline import Roofline
+from jaxllm.programs.roofline import Roofline
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:

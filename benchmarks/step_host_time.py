@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxllm.messages import EngineRequest
 from jaxllm.metrics.stats import EngineStats
-from jaxllm.runner.buckets import make_ladder
+from jaxllm.plan.buckets import make_ladder
 from jaxllm.runner.packer import StepPacker
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager

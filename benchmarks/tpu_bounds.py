@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from jaxllm.runner.roofline import Roofline
+from jaxllm.programs.roofline import Roofline
 from jaxllm.simulation.deployment import Deployment, read_plan
 from jaxllm.simulation.simulator import simulate
 from jaxllm.simulation.trace import make_trace

@@ -2,7 +2,7 @@
 
 Command-line flags are generated from these fields (`jaxllm.cli.arguments`), `LLM(...)` takes them
 as flat keyword arguments, and nothing changes a config after it is made. What will actually run
-is decided from it by `jaxllm.runner.plan` and is another type, `EnginePlan`.
+is decided from it by `jaxllm.plan.engine_plan` and is another type, `EnginePlan`.
 """
 
 import dataclasses

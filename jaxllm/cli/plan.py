@@ -17,7 +17,7 @@ from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.logging import init_logger
 
 if TYPE_CHECKING:
-    from jaxllm.runner.report import PlanReport, ProgramReport
+    from jaxllm.programs.report import PlanReport, ProgramReport
 
 logger = init_logger(__name__)
 
@@ -122,10 +122,10 @@ def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) ->
     from jaxllm_kernels.topology import topology_devices
 
     from jaxllm.config import EngineConfig
-    from jaxllm.runner.bundle import BundleWriter
-    from jaxllm.runner.compile import without_compilation_cache
-    from jaxllm.runner.report import report_plan
-    from jaxllm.runner.sizing import plan_engine
+    from jaxllm.programs.bundle import BundleWriter
+    from jaxllm.programs.compile import without_compilation_cache
+    from jaxllm.programs.report import report_plan
+    from jaxllm.programs.sizing import plan_engine
 
     try:
         devices = topology_devices(name)

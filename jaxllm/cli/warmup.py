@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from jaxllm.config import EngineConfig
-    from jaxllm.runner.warmup import warm_up
+    from jaxllm.programs.warmup import warm_up
 
     report = warm_up(EngineConfig.create(**engine_options_from(args)))
     print(json.dumps(dataclasses.asdict(report), indent=1) if args.json else report)

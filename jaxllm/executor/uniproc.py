@@ -6,10 +6,10 @@ from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
+from jaxllm.plan.engine_plan import replica_devices
+from jaxllm.programs.sizing import plan_engine
+from jaxllm.programs.summary import summary
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.runner.plan import replica_devices
-from jaxllm.runner.sizing import plan_engine
-from jaxllm.runner.summary import summary
 from jaxllm.scheduler.schedule import Schedule
 
 logger = init_logger(__name__)

@@ -60,7 +60,7 @@ def find_model(config: EngineConfig) -> str:
 
 def check_model(config: EngineConfig) -> None:
     """Raise what keeps an engine from starting, if anything does, without loading a weight."""
-    from jaxllm.runner.plan import make_plan
+    from jaxllm.plan.engine_plan import make_plan
 
     make_plan(config)
 

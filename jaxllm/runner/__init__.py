@@ -1,1 +1,1 @@
-"""Runs steps on devices: plans what will run, compiles it, packs inputs, dispatches."""
+"""Runs steps on devices: packs their inputs, dispatches them, brings results to the host."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxllm.runner.buckets import Bucket
+from jaxllm.plan.buckets import Bucket
 from jaxllm.scheduler.schedule import Schedule
 
 NO_TARGET = -1

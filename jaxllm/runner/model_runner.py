@@ -16,15 +16,15 @@ from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
-from jaxllm.runner.bundle import load_programs
-from jaxllm.runner.compile import Programs, compilation_counter
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.memory import device_memory, format_bytes, peak_host_bytes
+from jaxllm.programs.bundle import load_programs
+from jaxllm.programs.compile import Programs, compilation_counter
+from jaxllm.programs.declare import declare_programs, make_packer
+from jaxllm.programs.store import ProgramStore
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
-from jaxllm.runner.memory import device_memory, format_bytes, peak_host_bytes
 from jaxllm.runner.pipeline import Pipeline
-from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.program_store import ProgramStore
-from jaxllm.runner.programs import declare_programs, make_packer
 from jaxllm.runner.stage import Stage
 from jaxllm.runner.step import StepOutputs
 from jaxllm.sampling.slot_state import slot_row

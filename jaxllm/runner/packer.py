@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxllm.runner.buckets import Bucket, BucketTable
+from jaxllm.plan.buckets import Bucket, BucketTable
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logits_processor import LogitsProcessor

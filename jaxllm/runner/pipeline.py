@@ -13,8 +13,8 @@ from collections import deque
 import jax
 import numpy as np
 
+from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.packer import PackedStep
-from jaxllm.runner.plan import EnginePlan
 from jaxllm.runner.stage import Stage
 from jaxllm.runner.step import StepOutputs
 from jaxllm.sampling.slot_state import SlotRow

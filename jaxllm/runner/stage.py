@@ -8,17 +8,17 @@ import jax
 import numpy as np
 
 from jaxllm.parallel.sharding import sharding
-from jaxllm.runner.compile import Programs
-from jaxllm.runner.packer import PackedStep
-from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.programs import (
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.stages import StagePlan
+from jaxllm.programs.compile import Programs
+from jaxllm.programs.declare import (
     MAKE_STATE,
     TABLE_WRITES,
     WRITE_SLOT,
     WRITE_TABLES,
     program_key,
 )
-from jaxllm.runner.stage_plan import StagePlan
+from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.state import DeviceState
 from jaxllm.runner.step import StepOutputs
 from jaxllm.sampling.slot_state import SlotRow

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.parallel.sharding import place, sharding
-from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.stage_plan import StagePlan
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.stages import StagePlan
 from jaxllm.sampling.slot_state import SlotState
 
 

@@ -23,9 +23,9 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
 from jaxllm.layers.context import StepContext
 from jaxllm.models.base import Model
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.stages import StagePlan
 from jaxllm.runner.inputs import InputLayout, StepInputs
-from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.stage_plan import StagePlan
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling import row_params
 from jaxllm.sampling.choose import most_likely

@@ -11,8 +11,8 @@ import msgspec
 from jaxllm.errors import ValidationError, refused
 from jaxllm.files import parse_json
 from jaxllm.messages import EngineInfo
-from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.roofline import Roofline
+from jaxllm.plan.buckets import Bucket
+from jaxllm.programs.roofline import Roofline
 from jaxllm.simulation.step_time import Line, MeasuredTime, RooflineTime, StepTime
 
 _T = TypeVar("_T")

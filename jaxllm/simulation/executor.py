@@ -5,7 +5,7 @@ import numpy as np
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
-from jaxllm.runner.buckets import Bucket, BucketTable
+from jaxllm.plan.buckets import Bucket, BucketTable
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.simulation.step_time import StepTime
 

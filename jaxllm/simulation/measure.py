@@ -11,9 +11,9 @@ from jaxllm.errors import refused
 from jaxllm.executor.base import PendingResult
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import EngineRequest
-from jaxllm.runner.buckets import Bucket, BucketTable
+from jaxllm.plan.buckets import Bucket, BucketTable
+from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.jax_setup import set_up_jax
-from jaxllm.runner.plan import EnginePlan
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.simulation.deployment import MeasuredLine, Measurement

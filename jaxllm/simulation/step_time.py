@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.roofline import Roofline
+from jaxllm.plan.buckets import Bucket
+from jaxllm.programs.roofline import Roofline
 from jaxllm.scheduler.schedule import Schedule
 
 

@@ -15,7 +15,7 @@ from jaxllm.errors import (
     UnsupportedModelError,
     ValidationError,
 )
-from jaxllm.runner.compile import compilation_counter
+from jaxllm.programs.compile import compilation_counter
 from jaxllm.testing import make_tiny_checkpoint
 
 OPTIONS = {

@@ -12,8 +12,8 @@ from jaxllm_kernels.ragged_paged_attention.gpu import MosaicGpuBackend
 from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.programs.identity import identity_hash
 from jaxllm.runner import model_runner
-from jaxllm.runner.identity import identity_hash
 from jaxllm.testing import make_tiny_checkpoint
 
 pytestmark = pytest.mark.slow

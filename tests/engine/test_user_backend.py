@@ -18,8 +18,8 @@ from jaxllm_kernels.ragged_paged_attention.cases import CASES, TOLERANCES, run_c
 from jaxllm import LLM, AsyncLLMEngine, SamplingParams, ValidationError
 from jaxllm.cli.main import main
 from jaxllm.config import EngineArgs
-from jaxllm.runner.identity import foreign_code
-from jaxllm.runner.plan import make_plan
+from jaxllm.plan.engine_plan import make_plan
+from jaxllm.programs.identity import foreign_code
 from jaxllm.testing import make_tiny_checkpoint
 
 NAME = "user_backend:DenseBackend"

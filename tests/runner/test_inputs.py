@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.runner.buckets import Bucket
+from jaxllm.plan.buckets import Bucket
 from jaxllm.runner.inputs import NO_TARGET, PADDING_TOKEN, InputLayout
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, Schedule
 

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxllm.messages import EngineInfo
-from jaxllm.runner.buckets import make_ladder
+from jaxllm.plan.buckets import make_ladder
 from jaxllm.simulation.deployment import Deployment
 
 

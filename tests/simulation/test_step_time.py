@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.roofline import Bound, Roofline
+from jaxllm.plan.buckets import Bucket
+from jaxllm.programs.roofline import Bound, Roofline
 from jaxllm.scheduler.schedule import Schedule
 from jaxllm.simulation.step_time import (
     Line,

@@ -31,7 +31,7 @@ from pathlib import Path
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.parallel.sharding import make_mesh
-from jaxllm.runner.memory import peak_host_bytes
+from jaxllm.plan.memory import peak_host_bytes
 from jaxllm.files import read_json
 from jaxllm.weights.loader import load_weights
 architecture = read_architecture(read_json(Path(model) / "config.json"))

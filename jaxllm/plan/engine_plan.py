@@ -35,26 +35,26 @@ from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR, num_pieces, sharding
-from jaxllm.runner.buckets import Bucket, make_ladder
-from jaxllm.runner.choose import (
+from jaxllm.plan.buckets import Bucket, make_ladder
+from jaxllm.plan.choose import (
     DEFAULTS,
     choose_dtype,
     choose_max_model_len,
     choose_max_num_batched_tokens,
 )
-from jaxllm.runner.choose_kernels import (
+from jaxllm.plan.choose_kernels import (
     choose_attention,
     choose_matmul,
     free_padding,
     load_native_kernels,
 )
-from jaxllm.runner.generation_config import (
+from jaxllm.plan.generation_config import (
     read_default_sampling_params,
     read_eos_token_ids,
     read_max_new_tokens,
 )
-from jaxllm.runner.memory import size_kv_cache
-from jaxllm.runner.stage_plan import (
+from jaxllm.plan.memory import size_kv_cache
+from jaxllm.plan.stages import (
     StagePlan,
     activation_bytes,
     check_num_stages,

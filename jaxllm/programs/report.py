@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import jax
 
 from jaxllm.parallel.sharding import TENSOR
-from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.hlo import collectives, whole_array_copies
-from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.programs import (
+from jaxllm.plan.buckets import Bucket
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.stages import StagePlan, activation_bytes, device_bytes
+from jaxllm.programs.declare import (
     declare_stage_programs,
     make_packer,
     num_programs,
     program_key,
 )
-from jaxllm.runner.progress import CompileProgress
-from jaxllm.runner.roofline import Bound, Roofline
-from jaxllm.runner.stage_plan import StagePlan, activation_bytes, device_bytes
+from jaxllm.programs.hlo import collectives, whole_array_copies
+from jaxllm.programs.progress import CompileProgress
+from jaxllm.programs.roofline import Bound, Roofline
 from jaxllm.runner.state import DeviceState
 
 

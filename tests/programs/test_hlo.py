@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxllm.runner.hlo import Collective, Copy, collectives, copies, whole_array_copies
+from jaxllm.programs.hlo import Collective, Copy, collectives, copies, whole_array_copies
 
 HLO = """
   %copy.1 = bf16[4096,2,128]{2,1,0:T(8,128)(2,1)} copy(%p.1), metadata={op_name="jit(f)"}

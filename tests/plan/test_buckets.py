@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.runner.buckets import BucketTable, make_ladder
+from jaxllm.plan.buckets import BucketTable, make_ladder
 
 
 def ladder(**sizes):

@@ -19,12 +19,12 @@ import jax
 from jaxllm.errors import JaxLLMError, refused
 from jaxllm.files import parse_json
 from jaxllm.logging import init_logger
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
-from jaxllm.runner.identity import foreign_code, program_identity
-from jaxllm.runner.memory import format_bytes
-from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.programs import stage_of
-from jaxllm.runner.serialized import from_bytes, hash_of, to_bytes
+from jaxllm.programs.declare import stage_of
+from jaxllm.programs.identity import foreign_code, program_identity
+from jaxllm.programs.serialized import from_bytes, hash_of, to_bytes
 
 logger = init_logger(__name__)
 

@@ -13,12 +13,12 @@ from jaxllm_kernels.platform import Device
 from jaxllm.config import CacheConfig, EngineConfig
 from jaxllm.errors import JaxLLMError
 from jaxllm.logging import init_logger
-from jaxllm.runner.bundle import open_bundle, warn
-from jaxllm.runner.memory import format_bytes
-from jaxllm.runner.plan import EnginePlan, make_plan
-from jaxllm.runner.programs import declare_stage_programs, make_packer
-from jaxllm.runner.progress import CompileProgress
-from jaxllm.runner.stage_plan import StagePlan
+from jaxllm.plan.engine_plan import EnginePlan, make_plan
+from jaxllm.plan.memory import format_bytes
+from jaxllm.plan.stages import StagePlan
+from jaxllm.programs.bundle import open_bundle, warn
+from jaxllm.programs.declare import declare_stage_programs, make_packer
+from jaxllm.programs.progress import CompileProgress
 
 logger = init_logger(__name__)
 

@@ -12,15 +12,15 @@ import jax
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.logging import init_logger
+from jaxllm.plan.engine_plan import replica_devices
+from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
-from jaxllm.runner.compile import CompileReport, Programs
+from jaxllm.programs.compile import CompileReport, Programs
+from jaxllm.programs.declare import declare_programs, make_packer
+from jaxllm.programs.sizing import plan_engine
+from jaxllm.programs.store import ProgramStore
+from jaxllm.programs.summary import summary
 from jaxllm.runner.jax_setup import set_up_jax
-from jaxllm.runner.memory import format_bytes
-from jaxllm.runner.plan import replica_devices
-from jaxllm.runner.program_store import ProgramStore
-from jaxllm.runner.programs import declare_programs, make_packer
-from jaxllm.runner.sizing import plan_engine
-from jaxllm.runner.summary import summary
 
 logger = init_logger(__name__)
 

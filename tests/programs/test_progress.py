@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from jaxllm.runner.progress import CompileProgress
+from jaxllm.programs.progress import CompileProgress
 
 
 class Terminal(io.StringIO):
@@ -43,7 +43,7 @@ def test_where_there_is_nothing_to_do_or_nothing_to_tell_it_is_silent(
     done, level, monkeypatch, caplog
 ):
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    logger = logging.getLogger("jaxllm.runner.progress")
+    logger = logging.getLogger("jaxllm.programs.progress")
     before = logger.level
     logger.setLevel(level)
     try:

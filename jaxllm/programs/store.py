@@ -16,10 +16,10 @@ from pathlib import Path
 import jax
 
 from jaxllm.logging import init_logger
-from jaxllm.runner.identity import foreign_code, identity_hash
-from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.programs import stage_of
-from jaxllm.runner.serialized import from_bytes, hash_of, to_bytes
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.programs.declare import stage_of
+from jaxllm.programs.identity import foreign_code, identity_hash
+from jaxllm.programs.serialized import from_bytes, hash_of, to_bytes
 
 logger = init_logger(__name__)
 

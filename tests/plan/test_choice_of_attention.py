@@ -8,7 +8,7 @@ from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import chip_of
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, BatchLimits
 
-from jaxllm.runner import choose_kernels
+from jaxllm.plan import choose_kernels
 
 CONFIG = AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, scale=0.1)
 LIMITS = BatchLimits(num_tokens=2048, num_rows=64, max_blocks=128, block_size=64)

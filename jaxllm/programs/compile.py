@@ -19,9 +19,9 @@ from jaxllm_kernels.compat import without_source_locations
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
+from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
-from jaxllm.runner.memory import format_bytes
-from jaxllm.runner.progress import CompileProgress
+from jaxllm.programs.progress import CompileProgress
 
 logger = init_logger(__name__)
 

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from jaxllm.parallel.sharding import place, sharding
-from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.compile import Program
+from jaxllm.plan.buckets import Bucket
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.stages import StagePlan, logits_sharding
+from jaxllm.programs.compile import Program
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.packer import StepPacker
-from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.stage_plan import StagePlan, logits_sharding
 from jaxllm.runner.state import DeviceState, abstract_tokens
 from jaxllm.runner.step import ModelSpec, StepOutputs, make_step, update_block_tables
 from jaxllm.sampling.slot_state import SlotRow, write_slot

@@ -8,9 +8,9 @@ from jaxllm_kernels.platform import CHIPS
 
 from jaxllm.config import CacheConfig, EngineConfig
 from jaxllm.errors import OutOfMemoryError
-from jaxllm.runner import memory
+from jaxllm.plan import memory
+from jaxllm.plan.memory import size_kv_cache
 from jaxllm.runner.jax_setup import gpu_pool_share, set_up_jax
-from jaxllm.runner.memory import size_kv_cache
 
 
 @pytest.fixture

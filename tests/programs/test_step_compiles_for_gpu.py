@@ -8,9 +8,9 @@ import pytest
 from jaxllm_kernels.topology import topology_devices
 
 from jaxllm.config import CacheConfig, EngineArgs
-from jaxllm.runner.hlo import collectives, whole_array_copies
-from jaxllm.runner.programs import declare_programs, make_packer
-from jaxllm.runner.sizing import plan_engine
+from jaxllm.programs.declare import declare_programs, make_packer
+from jaxllm.programs.hlo import collectives, whole_array_copies
+from jaxllm.programs.sizing import plan_engine
 
 NUM_LAYERS = 32
 MAX_LAUNCHES_PER_LAYER = 16

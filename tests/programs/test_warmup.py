@@ -28,7 +28,7 @@ WARM_UP = "import sys; from jaxllm.cli.main import main; sys.exit(main(sys.argv[
 # Everything that this process compiles counts: loading, the state, steps, a slot of the sampler.
 START = """
 import json, sys
-from jaxllm.runner.compile import compilation_counter
+from jaxllm.programs.compile import compilation_counter
 from jaxllm import LLM, SamplingParams
 model, options = sys.argv[1], json.loads(sys.argv[2])
 llm = LLM(model, skip_tokenizer_init=True, **options)
@@ -42,8 +42,8 @@ LOWER = """
 import hashlib, json, sys
 from jaxllm_kernels.topology import topology_devices
 from jaxllm.config import EngineArgs
-from jaxllm.runner.plan import make_plan
-from jaxllm.runner.programs import declare_programs, make_packer
+from jaxllm.plan.engine_plan import make_plan
+from jaxllm.programs.declare import declare_programs, make_packer
 model, options, depth = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 plan = make_plan(EngineArgs(model=model, **options), topology_devices("v6e-1"))
 assert plan.attention.name == "tpu"

@@ -19,13 +19,13 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.config import EngineArgs
-from jaxllm.runner import identity
-from jaxllm.runner.bundle import BundleError, BundleWriter, load_programs
-from jaxllm.runner.compile import compilation_counter
-from jaxllm.runner.identity import program_identity
+from jaxllm.plan.engine_plan import EnginePlan, make_plan
+from jaxllm.programs import identity
+from jaxllm.programs.bundle import BundleError, BundleWriter, load_programs
+from jaxllm.programs.compile import compilation_counter
+from jaxllm.programs.identity import program_identity
+from jaxllm.programs.sizing import plan_engine
 from jaxllm.runner.jax_setup import use_compilation_cache
-from jaxllm.runner.plan import EnginePlan, make_plan
-from jaxllm.runner.sizing import plan_engine
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.testing import make_tiny_checkpoint
 
@@ -106,7 +106,7 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_answers_the_same(model_dir
 TWO_DEVICES = """
 import json, sys
 from jaxllm.cli.main import main
-from jaxllm.runner.compile import compilation_counter
+from jaxllm.programs.compile import compilation_counter
 from jaxllm.runner.jax_setup import use_compilation_cache
 from jaxllm import LLM, SamplingParams
 model, bundle, flags, options = *sys.argv[1:3], *map(json.loads, sys.argv[3:])

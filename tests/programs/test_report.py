@@ -11,10 +11,10 @@ from jaxllm import LLM
 from jaxllm.cli.main import main
 from jaxllm.cli.plan import as_text
 from jaxllm.config import EngineArgs
-from jaxllm.runner.plan import make_plan
-from jaxllm.runner.programs import declare_programs, make_packer, num_programs
-from jaxllm.runner.report import report_plan, step_bound
-from jaxllm.runner.summary import summary
+from jaxllm.plan.engine_plan import make_plan
+from jaxllm.programs.declare import declare_programs, make_packer, num_programs
+from jaxllm.programs.report import report_plan, step_bound
+from jaxllm.programs.summary import summary
 from jaxllm.testing import make_tiny_checkpoint
 
 OPTIONS = {

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.runner.compile import compilation_counter
+from jaxllm.programs.compile import compilation_counter
 from jaxllm.runner.jax_setup import use_compilation_cache
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.testing import make_tiny_checkpoint

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jaxllm_kernels.platform import Device, processor
 
 import jaxllm
-from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.stage_plan import StagePlan
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.stages import StagePlan
 
 # What of a plan is no part of any program; every other field is, also one that is new.
 _NOT_IN_PROGRAMS = {

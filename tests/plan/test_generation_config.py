@@ -4,7 +4,7 @@ import pytest
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ValidationError
-from jaxllm.runner.generation_config import (
+from jaxllm.plan.generation_config import (
     read_default_sampling_params,
     read_eos_token_ids,
     read_max_new_tokens,

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from jaxllm_kernels.dense.api import XLA
 
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
-from jaxllm.runner.memory import format_bytes
-from jaxllm.runner.plan import EnginePlan
-from jaxllm.runner.programs import num_programs
+from jaxllm.programs.declare import num_programs
 
 
 def summary(plan: EnginePlan) -> str:

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.runner import compile
-from jaxllm.runner.compile import Program, Programs, compilation_counter
+from jaxllm.programs import compile
+from jaxllm.programs.compile import Program, Programs, compilation_counter
 from jaxllm.runner.jax_setup import use_compilation_cache
 
 

@@ -1,0 +1,1 @@
+"""What an engine compiles: declared, compiled, kept for the next start, and looked at."""
