@@ -16,6 +16,7 @@ import numpy as np
 import side_by_side
 
 from jaxllm import SamplingParams
+from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.replicas import Replicas
@@ -32,7 +33,7 @@ INFO = EngineInfo(
     eos_token_ids=[],
     max_num_seqs=64,
     max_num_batched_tokens=2048,
-    num_blocks=4096,
+    cache_groups=(CacheGroup(window=None, num_blocks=4096, max_blocks_per_request=128),),
     block_size=32,
 )
 # About a model of 8 billion parameters on a chip that reads them in 8 ms.

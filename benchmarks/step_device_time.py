@@ -36,7 +36,7 @@ from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import EngineRequest
 from jaxllm.runner.jax_setup import set_up_jax
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.scheduler import Scheduler
 
@@ -55,7 +55,7 @@ class Steps:
             max_num_batched_tokens=self.info.max_num_batched_tokens,
             max_model_len=self.info.max_model_len,
             kv=KVCacheManager(
-                num_blocks=self.info.num_blocks,
+                groups=self.info.cache_groups,
                 block_size=self.info.block_size,
                 enable_prefix_caching=False,
             ),

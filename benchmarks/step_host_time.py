@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxllm.cache_groups import CacheSizes, group_windows
 from jaxllm.messages import EngineRequest
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.plan.buckets import make_ladder
 from jaxllm.runner.packer import StepPacker
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.scheduler import Scheduler
 
@@ -102,14 +103,20 @@ def fake_device(schedule: Schedule) -> StepResult:
 def measure(args: argparse.Namespace, num_waiting: int) -> dict:
     """Let all requests pass with so many of them waiting."""
     max_model_len = MAX_PROMPT + args.max_output
-    blocks_per_request = -(-max_model_len // args.block_size)
+    sizes = CacheSizes(
+        block_size=args.block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+    )
+    windows = group_windows(args.windows)
+    num_blocks = args.running * -(-max_model_len // args.block_size)
     stats = EngineStats()
     scheduler = Scheduler(
         max_num_seqs=args.running,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=max_model_len,
         kv=KVCacheManager(
-            num_blocks=args.running * blocks_per_request,
+            groups=sizes.divide(windows, num_blocks),
             block_size=args.block_size,
             enable_prefix_caching=not args.no_prefix_caching,
         ),
@@ -126,8 +133,10 @@ def measure(args: argparse.Namespace, num_waiting: int) -> dict:
             max_num_batched_tokens=args.max_num_batched_tokens,
             block_size=args.block_size,
             min_rows=1,
+            num_cache_groups=len(windows),
         ),
         num_slots=args.running,
+        num_cache_groups=len(windows),
         processors=(),
     )
     clock = time.thread_time_ns if args.cpu_time else time.perf_counter_ns
@@ -186,6 +195,13 @@ def main() -> None:
     parser.add_argument("--max-output", type=int, default=512, help="longest answer, in tokens")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument(
+        "--windows",
+        type=lambda text: int(text) or None,
+        nargs="+",
+        default=[None],
+        help="what layers see, 0 for all: each window is a cache group",
+    )
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -7,6 +7,7 @@ from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
+from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import EngineConfig
 from jaxllm.metrics.startup import Phase
 from jaxllm.sampling_params import SamplingParams
@@ -69,12 +70,17 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     eos_token_ids: list[int]  # of config.json and generation_config.json
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_blocks: int
+    cache_groups: tuple[CacheGroup, ...]
     block_size: int
     # What the model recommends, for those who ask for nothing else.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The longest answer that it recommends, if it says one; servers hold requests to it.
     max_new_tokens: int | None = None
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens whose keys and values fit into the cache, by the layers that keep most."""
+        return self.cache_groups[0].num_blocks * self.block_size
 
 
 class FinishReason(enum.IntEnum):

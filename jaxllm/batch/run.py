@@ -109,7 +109,7 @@ class BatchRun:
         replicas = engine.config.parallel.data_parallel_size
         info = engine.info
         self._max_requests = _REQUESTS_PER_SEAT * info.max_num_seqs * replicas
-        self._max_prompt_tokens = _PROMPTS_PER_CACHE * info.num_blocks * info.block_size * replicas
+        self._max_prompt_tokens = _PROMPTS_PER_CACHE * info.num_cache_tokens * replicas
 
     def run(self) -> bool:
         """Go on until all items are finished (True) or a signal stops it (False). However it

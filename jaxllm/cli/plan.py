@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.cache_groups import describe_groups
 from jaxllm.cli.arguments import add_engine_arguments, engine_options_from
 from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.logging import init_logger
@@ -173,8 +174,8 @@ def as_text(name: str, report: "PlanReport", price: float | None) -> str:
         "",
         *_memory_lines(report),
         "",
-        f"KV cache: {report.num_blocks} blocks of {report.block_size} = {report.num_tokens} "
-        f"tokens: {report.num_tokens // report.max_model_len} requests of {report.max_model_len}, "
+        f"KV cache: {describe_groups(report.cache_groups, report.block_size)}: "
+        f"{report.room_for(report.max_model_len)} requests of {report.max_model_len}, "
         f"{report.num_fitting} of {report.context}",
         "",
         f"{'program':<{width}}{'compiled':>9}{'temp':>10}{'code':>9}{'least time':>12}  limited by",

@@ -23,7 +23,7 @@ from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest, FinishReaso
 from jaxllm.metrics.memory import DeviceMemory, EngineMemory, resident_bytes
 from jaxllm.metrics.startup import Phase
 from jaxllm.metrics.stats import EngineStats
-from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.policy import get_scheduling_policy
 from jaxllm.scheduler.schedule import Schedule, StepResult
@@ -50,7 +50,7 @@ class EngineCore:
         self.info: EngineInfo = self._executor.info
         overlap = config.scheduler.async_scheduling
         self._num_stages = config.parallel.pipeline_parallel_size
-        self._stats = EngineStats(overlap=overlap, num_blocks=self.info.num_blocks)
+        self._stats = EngineStats(overlap=overlap)
         if not overlap:
             logger.info("async_scheduling is off: the device waits for the host at every step")
         self._scheduler = Scheduler(
@@ -60,7 +60,7 @@ class EngineCore:
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
             enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
             kv=KVCacheManager(
-                num_blocks=self.info.num_blocks,
+                groups=self.info.cache_groups,
                 block_size=self.info.block_size,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
             ),
@@ -221,9 +221,9 @@ class EngineCore:
         )
 
     @property
-    def num_blocks_used(self) -> int:
-        """Blocks of the KV cache that requests hold now."""
-        return self._stats.num_blocks_used
+    def kv_cache_usage(self) -> float:
+        """Share of the KV cache that requests hold now."""
+        return self._stats.kv_cache_usage
 
     def replica_stats(self) -> list[EngineStats]:
         """The same, of each replica: there is one."""

@@ -124,7 +124,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """The attention op: each shard for its own heads, with no word between them."""
         attend = functools.partial(context.backend.attend, config=self.config)
-        operands = (q, k, v, cache, context.batch, context.prepared)
+        operands = (q, k, v, cache, *context.of_window(self.config.sliding_window))
         if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:
             return attend(*operands)
         heads, whole = partition_spec((None, "heads")), partition_spec(())

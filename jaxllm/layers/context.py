@@ -1,13 +1,25 @@
-"""What a step gives to every layer: its batch, and what was prepared of it once for all."""
+"""What a step gives to every layer: its batches, and what was prepared of them once for all."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
-from jaxllm_kernels.ragged_paged_attention.api import AttentionBackend, RaggedBatch
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionBackend,
+    AttentionConfig,
+    RaggedBatch,
+)
 
 from jaxllm.layers.rope import Rotary
+
+
+class PagedBatch(NamedTuple):
+    """The rows of a step with the block tables of one group of layers."""
+
+    batch: RaggedBatch
+    prepared: Any  # what backend.prepare made of the batch
 
 
 @jax.tree_util.register_dataclass
@@ -15,10 +27,32 @@ from jaxllm.layers.rope import Rotary
 class StepContext:
     """The argument that every mixer and every ffn of a step takes beside its input."""
 
-    batch: RaggedBatch
-    prepared: Any  # what backend.prepare made of the batch
+    # Layers with the same window keep the same tokens: they are a group, and have one batch.
+    windows: tuple[int | None, ...] = field(metadata={"static": True})
+    paged: tuple[PagedBatch, ...]  # by window
     backend: AttentionBackend = field(metadata={"static": True})
     # The devices over which heads are cut; None: there is one.
     mesh: Mesh | None = field(default=None, metadata={"static": True})
     # The rotations of the tokens in this layer; the decoder sets them, layer by layer.
     rotary: Rotary | None = None
+
+    @classmethod
+    def prepare(
+        cls,
+        batches: Mapping[int | None, RaggedBatch],
+        configs: Sequence[AttentionConfig],
+        *,
+        num_tokens: int,
+        backend: AttentionBackend,
+        mesh: Mesh | None = None,
+    ) -> Self:
+        """Prepare the batch of each window for the layers that have it; traced."""
+        paged = []
+        for window, batch in batches.items():
+            its = tuple(config for config in configs if config.sliding_window == window)
+            paged.append(PagedBatch(batch, backend.prepare(batch, its, num_tokens=num_tokens)))
+        return cls(windows=tuple(batches), paged=tuple(paged), backend=backend, mesh=mesh)
+
+    def of_window(self, window: int | None) -> PagedBatch:
+        """The batch of the layers with this window."""
+        return self.paged[self.windows.index(window)]

@@ -16,8 +16,9 @@ class EngineStats:
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     num_requests_deferred: int = 0  # of those: could not start if there were room
-    num_blocks: int = 0
-    num_blocks_used: int = 0
+    # Blocks of the KV cache, and those of them that requests hold, by group of layers.
+    group_blocks: list[int] = field(default_factory=list)
+    group_blocks_used: list[int] = field(default_factory=list)
     overlap: bool = False  # whether steps are dispatched one ahead
     # counters
     num_steps: int = 0
@@ -70,8 +71,18 @@ class EngineStats:
         return self.num_prompt_tokens + self.prefix_cache_hits
 
     @property
+    def num_blocks(self) -> int:
+        return sum(self.group_blocks)
+
+    @property
+    def num_blocks_used(self) -> int:
+        return sum(self.group_blocks_used)
+
+    @property
     def kv_cache_usage(self) -> float:
-        return self.num_blocks_used / self.num_blocks if self.num_blocks else 0.0
+        """Of the fullest group, since requests wait and are preempted for want of its blocks."""
+        shares = zip(self.group_blocks_used, self.group_blocks, strict=True)
+        return max((used / blocks for used, blocks in shares), default=0.0)
 
     @property
     def prefix_cache_hit_rate(self) -> float:

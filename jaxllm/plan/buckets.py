@@ -31,6 +31,7 @@ def make_ladder(
     max_num_batched_tokens: int,
     block_size: int,
     min_rows: int,
+    num_cache_groups: int = 1,
     free_padding: int = 0,
 ) -> tuple[Bucket, ...]:
     """All buckets of an engine, small ones first; decode steps before mixed ones.
@@ -39,7 +40,12 @@ def make_ladder(
     it costs only the sampler and what lies between products.
     """
     decode = [
-        Bucket(decode_only=True, num_tokens=rows, num_rows=rows, max_block_updates=rows)
+        Bucket(
+            decode_only=True,
+            num_tokens=rows,
+            num_rows=rows,
+            max_block_updates=rows * num_cache_groups,
+        )
         for rows in _powers_of_two(min_rows, max_num_seqs)
         if rows >= min(free_padding, max_num_seqs) or rows in _POWERS_OF_FOUR
     ]
@@ -49,7 +55,8 @@ def make_ladder(
             num_tokens=tokens,
             # A row has at least one token.
             num_rows=max(min_rows, min(max_num_seqs, tokens)),
-            max_block_updates=cdiv(tokens, block_size) + min(max_num_seqs, tokens),
+            max_block_updates=num_cache_groups
+            * (cdiv(tokens, block_size) + min(max_num_seqs, tokens)),
         )
         for tokens in _powers_of_two(_MIN_MIXED_TOKENS, max_num_batched_tokens)
         if tokens >= min(free_padding, max_num_batched_tokens)

@@ -22,6 +22,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     BatchLimits,
 )
 
+from jaxllm.cache_groups import CacheGroup, CacheSizes, group_windows, room_for
 from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
 from jaxllm.files import read_json
@@ -58,6 +59,7 @@ from jaxllm.plan.stages import (
     StagePlan,
     activation_bytes,
     check_num_stages,
+    device_bytes,
     sampling_bytes,
     stage_meshes,
 )
@@ -85,7 +87,7 @@ class EnginePlan:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
-    num_blocks: int
+    cache_groups: tuple[CacheGroup, ...]
     num_logits: int  # the vocabulary and, where it is cut, padding
     attention: AttentionBackend
     attention_configs: tuple[AttentionConfig, ...]
@@ -112,8 +114,17 @@ class EnginePlan:
         return self.max_logprobs > MAX_STEP_LOGPROBS
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the first cache group, from which those of the others follow."""
+        return self.cache_groups[0].num_blocks
+
+    @property
     def blocks_per_seq(self) -> int:
         return cdiv(self.max_model_len, self.block_size)
+
+    def room_for(self, context: int) -> int:
+        """How many requests with contexts of so many tokens the cache has room for."""
+        return room_for(self.cache_groups, context, self.block_size)
 
     @property
     def num_devices(self) -> int:
@@ -155,7 +166,7 @@ class EnginePlan:
             max_new_tokens=self.max_new_tokens,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            num_blocks=self.num_blocks,
+            cache_groups=self.cache_groups,
             block_size=self.block_size,
         )
 
@@ -225,17 +236,31 @@ def make_plan(
         config.compilation.attention_backend, chip, library, attention_configs, limits, dtype
     )
 
-    def plan_stages(num_blocks: int) -> tuple[StagePlan, ...]:
+    windows = group_windows(config.sliding_window for config in attention_configs)
+    sizes = CacheSizes(
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+    def plan_stages(groups: Sequence[CacheGroup]) -> tuple[StagePlan, ...]:
+        num_blocks = {group.window: group.num_blocks for group in groups}
+
+        def cache(config: AttentionConfig, num_blocks: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+            return _cache_shape(attention, config, num_blocks, block_size, dtype, mesh)
+
         return tuple(
             StagePlan(
                 index=index,
                 part=part,
                 mesh=mesh,
                 cache_shapes=tuple(
-                    _cache_shape(attention, c, num_blocks, block_size, dtype, mesh)
-                    for c in abstract.attention_configs
+                    cache(c, num_blocks[c.sliding_window], mesh) for c in abstract.attention_configs
                 ),
                 attention_configs=abstract.attention_configs,
+                block_bytes=tuple(
+                    device_bytes(cache(c, 1, mesh)) for c in abstract.attention_configs
+                ),
                 weights_bytes=weights_bytes(abstract, mesh),
             )
             for index, (part, mesh, abstract) in enumerate(
@@ -267,15 +292,16 @@ def make_plan(
                 hidden_size=architecture.hidden_size,
                 itemsize=jnp.dtype(dtype).itemsize,
             ),
-            block_bytes=stage.kv_cache_bytes,
-            blocks_per_seq=cdiv(max_model_len, block_size),
+            cache_bytes=lambda n, stage=stage: stage.cache_bytes(sizes.divide(windows, n)),
+            min_blocks=sizes.max_blocks(windows[0]),
             max_num_seqs=max_num_seqs,
             device=stage.mesh.devices.flat[0],
             num_devices=sum(mesh.size for mesh in meshes) * config.parallel.data_parallel_size,
             program_bytes=program_bytes[stage.index] if program_bytes is not None else None,
         )
-        for stage in plan_stages(num_blocks=1)
+        for stage in plan_stages(sizes.divide(windows, num_blocks=1))
     )
+    cache_groups = sizes.divide(windows, num_blocks)
     matmul = choose_matmul(library, num_shards)
     return EnginePlan(
         model_name=model.model,
@@ -290,17 +316,18 @@ def make_plan(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
-        num_blocks=num_blocks,
+        cache_groups=cache_groups,
         num_logits=num_logits,
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
-        stages=plan_stages(num_blocks),
+        stages=plan_stages(cache_groups),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
             min_rows=MIN_DOT_ROWS[platform],
+            num_cache_groups=len(cache_groups),
             free_padding=free_padding(attention, matmul, dtype),
         ),
         max_logprobs=max_logprobs,

@@ -1,12 +1,13 @@
 """How many KV blocks fit: the memory side of the plan."""
 
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import jax
 from jaxllm_kernels.platform import Device, chip_of
 
+from jaxllm.cache_groups import num_fitting
 from jaxllm.config import CacheConfig
 from jaxllm.errors import OutOfMemoryError, ValidationError
 from jaxllm.metrics.memory import DeviceMemory
@@ -24,8 +25,8 @@ def size_kv_cache(
     *,
     weights_bytes: int,
     other_bytes: int,
-    block_bytes: int,
-    blocks_per_seq: int,
+    cache_bytes: Callable[[int], int],
+    min_blocks: int,
     max_num_seqs: int,
     device: Device,
     num_devices: int = 1,
@@ -33,24 +34,26 @@ def size_kv_cache(
 ) -> int:
     """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
 
-    Sizes are those of one device; the engine and its replicas have `num_devices`, and if these are
-    CPUs they share the host's memory.
+    Blocks are those of the first cache group; `cache_bytes` says what they take, with the blocks of
+    the other groups, which follow from them. A request holds `min_blocks` of them at most. Sizes
+    are those of one device; the engine and its replicas have `num_devices`, and if these are CPUs
+    they share the host's memory.
 
     One request of the greatest length must fit, so that no accepted request can wait for ever. What
     the user asks for is what he gets. If he does not, cached prefixes may fill an accelerator's
     memory, which nobody else uses; of a host's no more is taken than all slots can use at once.
     """
-    useful = blocks_per_seq * max_num_seqs
+    useful = min_blocks * max_num_seqs
     free = _free_bytes(config, device, num_devices)
     fixed = weights_bytes + other_bytes
-    needed = fixed + blocks_per_seq * block_bytes
+    needed = fixed + cache_bytes(min_blocks)
     if config.num_gpu_blocks_override is not None:
         num_blocks, source = config.num_gpu_blocks_override, "num_gpu_blocks_override"
-        needed = fixed + num_blocks * block_bytes
+        needed = fixed + cache_bytes(num_blocks)
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block_bytes
+        num_blocks = num_fitting(cache_bytes, config.kv_cache_memory_bytes)
         source = "kv_cache_memory_bytes"
-        needed = fixed + num_blocks * block_bytes
+        needed = fixed + cache_bytes(num_blocks)
     else:
         left = max(0, free - fixed)
         if device.platform == "cpu":
@@ -59,11 +62,11 @@ def size_kv_cache(
             room = int(left * (1 - _PROGRAM_SHARE))
         else:
             room = max(0, left - program_bytes)
-        num_blocks = room // block_bytes
+        num_blocks = num_fitting(cache_bytes, room)
         if device.platform == "cpu":
             # The next start finds a little more or less memory free. It should come to the same
             # number, which is in the shapes of all programs, or none is found in the cache.
-            num_blocks = max(_power_of_two(num_blocks), min(num_blocks, blocks_per_seq))
+            num_blocks = max(_power_of_two(num_blocks), min(num_blocks, min_blocks))
         if device.platform == "cpu" or not config.enable_prefix_caching:
             num_blocks = min(num_blocks, useful)
         source = "the free memory"
@@ -75,11 +78,11 @@ def size_kv_cache(
             f"{format_bytes(needed - free)} are missing. Use more devices (tensor_parallel_size), "
             "or a smaller model or dtype, or lower max_model_len or kv_cache_memory_bytes"
         )
-    if num_blocks < blocks_per_seq:
+    if num_blocks < min_blocks:
         raise ValidationError(
-            f"{source} gives {num_blocks} KV blocks ({format_bytes(num_blocks * block_bytes)}), "
-            f"but one request of max_model_len needs {blocks_per_seq} "
-            f"({format_bytes(blocks_per_seq * block_bytes)}); lower max_model_len or raise "
+            f"{source} gives {num_blocks} KV blocks ({format_bytes(cache_bytes(num_blocks))}), "
+            f"but one request of max_model_len needs {min_blocks} "
+            f"({format_bytes(cache_bytes(min_blocks))}); lower max_model_len or raise "
             f"{source if source != 'the free memory' else 'kv_cache_memory_bytes'}",
             parameter="max_model_len",
         )

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxllm_kernels.platform import Device
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
+from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.models.part import ModelPart
@@ -31,12 +32,21 @@ class StagePlan:
     mesh: Mesh
     cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # of its attentions, over all devices
     attention_configs: tuple[AttentionConfig, ...]  # of one device
+    block_bytes: tuple[int, ...]  # what a block takes on one device, by attention
     weights_bytes: int  # of one device
 
     @property
     def kv_cache_bytes(self) -> int:
         """Of one device."""
         return sum(map(device_bytes, self.cache_shapes))
+
+    def cache_bytes(self, groups: Sequence[CacheGroup]) -> int:
+        """What caches of these groups would take on one device."""
+        num_blocks = {group.window: group.num_blocks for group in groups}
+        return sum(
+            num_blocks[config.sliding_window] * size
+            for config, size in zip(self.attention_configs, self.block_bytes, strict=True)
+        )
 
 
 def device_bytes(array: jax.ShapeDtypeStruct) -> int:

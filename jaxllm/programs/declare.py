@@ -33,7 +33,12 @@ TABLE_WRITES = 1024  # block updates per call of WRITE_TABLES
 
 def make_packer(plan: EnginePlan) -> StepPacker:
     """What turns Schedules into the inputs of the steps."""
-    return StepPacker(plan.buckets, num_slots=plan.max_num_seqs, processors=plan.logits_processors)
+    return StepPacker(
+        plan.buckets,
+        num_slots=plan.max_num_seqs,
+        num_cache_groups=len(plan.cache_groups),
+        processors=plan.logits_processors,
+    )
 
 
 class StageKey(NamedTuple):

@@ -63,6 +63,7 @@ def program_identity(plan: EnginePlan) -> dict[str, str]:
             for field in dataclasses.fields(plan)
             if field.name not in _NOT_IN_PROGRAMS
         },
+        "num_blocks": str(plan.num_blocks),
     }
     return {name: text if len(text) <= _LONGEST else _hash(text) for name, text in facts.items()}
 

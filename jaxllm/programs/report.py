@@ -1,6 +1,7 @@
 """What a plan comes to on a device, found by compiling it: memory, programs, and bounds on time
 (see `roofline`)."""
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxllm.cache_groups import CacheGroup, room_for
 from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
@@ -74,7 +76,7 @@ class PlanReport:
     program_bytes: int
     stages: list[StageReport]
     block_size: int
-    num_blocks: int
+    cache_groups: tuple[CacheGroup, ...]
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -89,7 +91,8 @@ class PlanReport:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens for which the layers that keep most have room."""
+        return self.cache_groups[0].num_blocks * self.block_size
 
     @property
     def free_bytes(self) -> int:
@@ -107,7 +110,11 @@ class PlanReport:
     @property
     def num_fitting(self) -> int:
         """Rows of the given context for which the cache has room."""
-        return self.num_tokens // self.context
+        return self.room_for(self.context)
+
+    def room_for(self, context: int) -> int:
+        """How many requests with contexts of so many tokens the cache has room for."""
+        return room_for(self.cache_groups, context, self.block_size)
 
 
 def report_plan(
@@ -142,7 +149,7 @@ def report_plan(
             programs += compiled
             stages.append(_report_stage(plan, stage, compiled, len(declared)))
     fullest = max(stages, key=lambda stage: stage.used_bytes)
-    num_rows = min(plan.max_num_seqs, plan.num_blocks * plan.block_size // context)
+    num_rows = min(plan.max_num_seqs, plan.room_for(context))
     rows_of_step = num_rows / min(len(plan.stages), max(num_rows, 1))
     bounds = [step_bound(plan, s, rows_of_step, rows_of_step, context) for s in plan.stages]
     pace = max((bound for bound in bounds if bound), key=lambda b: b.seconds, default=None)
@@ -160,7 +167,7 @@ def report_plan(
         program_bytes=fullest.program_bytes,
         stages=stages,
         block_size=plan.block_size,
-        num_blocks=plan.num_blocks,
+        cache_groups=plan.cache_groups,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -218,7 +225,7 @@ def _report_stage(
     plan: EnginePlan, stage: StagePlan, programs: list[ProgramReport], num_programs: int
 ) -> StageReport:
     state = DeviceState.abstract(plan, stage)
-    beside_caches = jax.tree.leaves((state.tokens, state.block_tables, state.slots))
+    beside_caches = jax.tree.leaves(dataclasses.replace(state, caches=()))
     return StageReport(
         num_layers=len(stage.part.layers),
         num_devices=stage.mesh.size,
@@ -261,9 +268,7 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         bytes_per_step=(matrices + head) * itemsize,
         flops_per_token=2 * matrices,
         flops_per_row=2 * head,
-        kv_bytes_per_token=stage.kv_cache_bytes
-        / (plan.num_blocks * plan.block_size)
-        / len(attentions),
+        kv_bytes_per_token=sum(stage.block_bytes) / plan.block_size / len(attentions),
         flops_per_attended=sum(4 * c.num_heads * c.head_size for c in attentions) / len(attentions),
         layers_by_window=tuple(sorted(Counter(c.sliding_window or 0 for c in attentions).items())),
         sent_bytes_per_token=num_sums * arch.hidden_size * itemsize * sent_per_byte,

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxllm_kernels.dense.api import XLA
 
+from jaxllm.cache_groups import describe_groups
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
@@ -12,16 +13,15 @@ from jaxllm.programs.declare import num_programs
 def summary(plan: EnginePlan) -> str:
     """The decisions of a plan."""
     arch = plan.architecture
-    tokens = plan.num_blocks * plan.block_size
     stages = f" in {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     return (
         f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
         f"{jnp.dtype(plan.dtype).name} on {plan.chip.name}; "
         f"weights {format_bytes(plan.weights_bytes)}; attention "
         f"{plan.attention.name!r}{', native products' if plan.matmul is not XLA else ''}\n"
-        f"KV cache {format_bytes(plan.kv_cache_bytes)}: {plan.num_blocks} blocks of "
-        f"{plan.block_size} = {tokens} tokens, room for "
-        f"{counted(tokens // plan.max_model_len, 'request')} of "
+        f"KV cache {format_bytes(plan.kv_cache_bytes)}: "
+        f"{describe_groups(plan.cache_groups, plan.block_size)}, room for "
+        f"{counted(plan.room_for(plan.max_model_len), 'request')} of "
         f"max_model_len={plan.max_model_len} (max_num_seqs={plan.max_num_seqs})\n"
         f"{counted(num_programs(plan), 'program')}, "
         f"with steps of {', '.join(map(str, plan.buckets))}"

@@ -7,6 +7,7 @@ planning take its size. One upload per step, whatever the number of fields.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,27 +32,43 @@ class StepInputs:
     query_starts: jax.Array  # i32 [R + 1]
     num_decodes: jax.Array  # i32 []
     slots: jax.Array  # i32 [R]
-    context_lens: jax.Array  # i32 [R]
-    output_index: jax.Array  # i32 [R]
+    starts: jax.Array  # i32 [R]; GO_ON where the slot's length says where the row's tokens begin
+    prompt_lens: jax.Array  # i32 [R]
     samples: jax.Array  # bool [R]
     row_params: jax.Array  # i32 [R, columns]: encoded sampling parameters
-    block_updates: jax.Array  # i32 [U, 3]: slot, index in its table, block
+    block_updates: jax.Array  # i32 [U, 3]: row of the tables (`table_row`), index in it, block
     prompt_targets: jax.Array | None  # i32 [T], mixed steps only; NO_TARGET where unwanted
+
+
+class SlotTables:
+    """What the host keeps of the request in each slot, to send it with the rows of its steps."""
+
+    def __init__(self, num_slots: int, num_param_columns: int):
+        self.params = np.zeros((num_slots, num_param_columns), np.int32)  # encoded for the sampler
+        self.prompt_lens = np.zeros(num_slots, np.int32)
+
+
+def table_row(group: Any, slot: Any, num_slots: int) -> Any:
+    """Where the device has a slot's block table of one cache group."""
+    return group * num_slots + slot
 
 
 class InputLayout:
     """Where each field of a bucket's StepInputs lies in the packed buffer."""
 
-    def __init__(self, bucket: Bucket, *, num_slots: int, num_param_columns: int):
+    def __init__(
+        self, bucket: Bucket, *, num_slots: int, num_cache_groups: int, num_param_columns: int
+    ):
         self.bucket = bucket
         self._num_slots = num_slots
+        self._num_table_rows = num_slots * num_cache_groups
         tokens, rows = bucket.num_tokens, bucket.num_rows
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (tokens,),
             "num_decodes": (),
             "slots": (rows,),
-            "context_lens": (rows,),
-            "output_index": (rows,),
+            "starts": (rows,),
+            "prompt_lens": (rows,),
             "samples": (rows,),
             # Column by column, so that the step takes each as one slice.
             "row_params": (num_param_columns, rows),
@@ -75,9 +92,9 @@ class InputLayout:
         """Shape of the packed buffer, for compiling."""
         return jax.ShapeDtypeStruct((self.size,), np.int32)
 
-    def pack(self, schedule: Schedule, slot_params: np.ndarray) -> np.ndarray:
+    def pack(self, schedule: Schedule, tables: SlotTables) -> np.ndarray:
         """Build the buffer of a step; block updates beyond the bucket's room are left to the
-        caller (`overflow`). `slot_params` is i32 [S, columns].
+        caller (`overflow`).
 
         The buffer is new for every step: on CPU the device may read it in place while the host
         already packs the next one.
@@ -90,13 +107,13 @@ class InputLayout:
         view["num_decodes"][...] = schedule.num_decodes
         view["slots"][:rows] = schedule.slots
         view["slots"][rows:] = self._num_slots
-        view["context_lens"][:rows] = schedule.context_lens
-        view["output_index"][:rows] = schedule.output_index
+        view["starts"][:rows] = schedule.starts
+        view["prompt_lens"][:rows] = tables.prompt_lens[schedule.slots]
         view["samples"][:rows] = schedule.samples
-        view["row_params"][:, :rows] = slot_params[schedule.slots].T
-        updates = schedule.block_updates[: self.bucket.max_block_updates]
+        view["row_params"][:, :rows] = tables.params[schedule.slots].T
+        updates = self._table_updates(schedule.block_updates[: self.bucket.max_block_updates])
         view["block_updates"][: len(updates)] = updates
-        view["block_updates"][len(updates) :, 0] = self._num_slots
+        view["block_updates"][len(updates) :, 0] = self._num_table_rows
         if not self.bucket.decode_only:
             view["token_rows"][:tokens] = np.repeat(
                 np.arange(rows, dtype=np.int32), schedule.num_tokens
@@ -112,7 +129,12 @@ class InputLayout:
 
     def overflow(self, schedule: Schedule) -> np.ndarray:
         """The block updates that `pack` has no room for, i32 [n, 3]: long cached prefixes."""
-        return schedule.block_updates[self.bucket.max_block_updates :]
+        return self._table_updates(schedule.block_updates[self.bucket.max_block_updates :])
+
+    def _table_updates(self, updates: np.ndarray) -> np.ndarray:
+        """(group, slot, index, block) to (row of the tables, index, block)."""
+        rows = table_row(updates[:, 0], updates[:, 1], self._num_slots)
+        return np.column_stack((rows, updates[:, 2:]))
 
     def unpack(self, buffer: jax.Array) -> StepInputs:
         """Cut the buffer into fields; traced."""

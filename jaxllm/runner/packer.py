@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.plan.buckets import Bucket, BucketTable
-from jaxllm.runner.inputs import InputLayout
+from jaxllm.runner.inputs import InputLayout, SlotTables
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.scheduler.schedule import Admission, Schedule
@@ -23,27 +23,35 @@ class PackedStep(NamedTuple):
 
 
 class StepPacker:
-    """Packs Schedules. Keeps the encoded sampling parameters of the request in each slot."""
+    """Packs Schedules. Keeps what rows bring of the request in each slot."""
 
     def __init__(
         self,
         buckets: tuple[Bucket, ...],
         *,
         num_slots: int,
+        num_cache_groups: int,
         processors: tuple[LogitsProcessor, ...],
     ):
         columns = row_params.num_columns(processors)
         self.layouts = {
-            bucket: InputLayout(bucket, num_slots=num_slots, num_param_columns=columns)
+            bucket: InputLayout(
+                bucket,
+                num_slots=num_slots,
+                num_cache_groups=num_cache_groups,
+                num_param_columns=columns,
+            )
             for bucket in buckets
         }
         self._buckets = BucketTable(buckets)
         self._processors = processors
-        self._slot_params = np.zeros((num_slots, columns), np.int32)
+        self._tables = SlotTables(num_slots, columns)
 
     def admit(self, admission: Admission) -> None:
-        """Note the parameters of a request that takes a slot."""
-        self._slot_params[admission.slot] = row_params.encode(
+        """Note what the rows of a request that takes a slot bring with them."""
+        slot = admission.slot
+        self._tables.prompt_lens[slot] = len(admission.prompt_token_ids)
+        self._tables.params[slot] = row_params.encode(
             admission.sampling_params, admission.seed, self._processors
         )
 
@@ -59,7 +67,7 @@ class StepPacker:
         layout = self.layouts[bucket]
         return PackedStep(
             bucket,
-            layout.pack(schedule, self._slot_params),
+            layout.pack(schedule, self._tables),
             layout.overflow(schedule),
             step=schedule.step,
             carried_from=schedule.carried_from,

@@ -30,7 +30,8 @@ class Stage:
     def __init__(
         self, plan: EnginePlan, stage: StagePlan, programs: Programs, weights: list[jax.Array]
     ):
-        self._plan, self._stage = plan, stage
+        self._stage = stage
+        self._num_table_rows = len(plan.cache_groups) * plan.max_num_seqs
         self._programs = programs
         self.weights = weights  # none while they are elsewhere
         self._state: DeviceState | None = programs[program_key(stage, MAKE_STATE)]()
@@ -59,7 +60,8 @@ class Stage:
         """Apply the block-table changes that a step has no room for, i32 [n, 3]."""
         for first in range(0, len(updates), TABLE_WRITES):
             chunk = updates[first : first + TABLE_WRITES]
-            padded = np.full((TABLE_WRITES, 3), self._plan.max_num_seqs, np.int32)
+            # Padding is past the last row of the tables.
+            padded = np.full((TABLE_WRITES, 3), self._num_table_rows, np.int32)
             padded[: len(chunk)] = chunk
             program = self._programs[program_key(self._stage, WRITE_TABLES)]
             self._state = program(self._take_state(), padded)

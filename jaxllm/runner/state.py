@@ -38,17 +38,23 @@ class DeviceState:
 
     caches: tuple[jax.Array, ...]  # KV pages, one array per layer, in the backend's layout
     tokens: jax.Array | None  # i32 [S]: the token that each slot sampled last
-    block_tables: jax.Array  # i32 [S, P]
+    # i32 [S]: how many tokens of each slot's request are in the caches. A row that goes on begins
+    # there, so the host need not know where a step has left off to plan the next one.
+    lengths: jax.Array
+    block_tables: jax.Array  # i32 [G * S, P], of each cache group for each slot (`table_row`)
     slots: SlotState | None  # sampler state of requests that need some
 
     @classmethod
     def abstract(cls, plan: EnginePlan, stage: StagePlan) -> "DeviceState":
         """Shapes, for compiling and planning."""
         slots, samples = plan.max_num_seqs, stage.part.has_head
-        tables = jax.ShapeDtypeStruct((slots, plan.blocks_per_seq), jnp.int32)
+        num_tables = len(plan.cache_groups) * slots
+        tables = jax.ShapeDtypeStruct((num_tables, plan.blocks_per_seq), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((slots,), jnp.int32)
         shapes: dict[str, Any] = {
             "caches": stage.cache_shapes,
             "tokens": abstract_tokens(plan, stage) if samples else None,
+            "lengths": place(lengths, sharding(stage.mesh)),
             "block_tables": place(tables, sharding(stage.mesh)),
             "slots": abstract_slots(plan, stage.mesh) if samples else None,
         }

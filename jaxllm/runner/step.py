@@ -25,13 +25,13 @@ from jaxllm.layers.context import StepContext
 from jaxllm.models.base import Model
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
-from jaxllm.runner.inputs import InputLayout, StepInputs
+from jaxllm.runner.inputs import InputLayout, StepInputs, table_row
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling import row_params
 from jaxllm.sampling.choose import most_likely
 from jaxllm.sampling.logprobs import LogprobOutput, token_logprobs
 from jaxllm.sampling.sampler import sample
-from jaxllm.scheduler.schedule import CARRIED_TOKEN, NO_TOKEN
+from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, NO_TOKEN
 
 # Prompt logprobs are computed for this many positions at a time: their logits are large.
 _PROMPT_LOGPROB_CHUNK = 64
@@ -84,19 +84,25 @@ def make_step(
         inputs = layout.unpack(packed)
         model = spec.merge(weights)
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
-        batch = RaggedBatch(
-            query_starts=inputs.query_starts,
-            context_lens=inputs.context_lens,
-            block_tables=block_tables.at[inputs.slots].get(mode="fill", fill_value=0),
-            num_decodes=inputs.num_decodes,
-            block_size=plan.block_size,
-            decode_only=layout.bucket.decode_only,
-        )
-        context = StepContext(
-            batch=batch,
-            prepared=plan.attention.prepare(
-                batch, model.attention_configs, num_tokens=layout.bucket.num_tokens
-            ),
+        context_lens = _context_lens(inputs, state.lengths)
+        batches = {
+            group.window: RaggedBatch(
+                query_starts=inputs.query_starts,
+                context_lens=context_lens,
+                # Padding rows get a table of nobody or of somebody, which they do not read.
+                block_tables=block_tables.at[table_row(index, inputs.slots, plan.max_num_seqs)].get(
+                    mode="fill", fill_value=0
+                ),
+                num_decodes=inputs.num_decodes,
+                block_size=plan.block_size,
+                decode_only=layout.bucket.decode_only,
+            )
+            for index, group in enumerate(plan.cache_groups)
+        }
+        context = StepContext.prepare(
+            batches,
+            model.attention_configs,
+            num_tokens=layout.bucket.num_tokens,
             backend=plan.attention,
             mesh=stage.mesh,
         )
@@ -105,22 +111,33 @@ def make_step(
             carried = state.tokens if arrived is None else arrived
             assert carried is not None
             entering = _token_ids(inputs, carried)
-        hidden, caches = model(entering, _positions(inputs), state.caches, context)
-        state = dataclasses.replace(state, caches=caches, block_tables=block_tables)
+        positions = _positions(inputs, context_lens)
+        hidden, caches = model(entering, positions, state.caches, context)
+        state = dataclasses.replace(
+            state,
+            caches=caches,
+            lengths=state.lengths.at[inputs.slots].set(context_lens, mode="drop"),
+            block_tables=block_tables,
+        )
         if stage.part.has_head:
-            return _sample(plan, model, inputs, hidden, state)
+            return _sample(plan, model, inputs, context_lens, hidden, state)
         return state, hidden
 
     return step
 
 
 def _sample(
-    plan: EnginePlan, model: Any, inputs: StepInputs, hidden: jax.Array, state: DeviceState
+    plan: EnginePlan,
+    model: Any,
+    inputs: StepInputs,
+    context_lens: jax.Array,
+    hidden: jax.Array,
+    state: DeviceState,
 ) -> tuple[DeviceState, StepOutputs]:
     """The end of a step: from hidden states to tokens."""
     assert state.tokens is not None and state.slots is not None
     with jax.named_scope("sample"):
-        last = jnp.where(inputs.context_lens > 0, inputs.query_starts[1:] - 1, len(hidden))
+        last = jnp.where(context_lens > 0, inputs.query_starts[1:] - 1, len(hidden))
         # Padding rows are zeros here, too.
         logits = model.compute_logits(hidden.at[last].get(mode="fill", fill_value=0))
         params = row_params.decode(inputs.row_params, plan.logits_processors)
@@ -129,8 +146,8 @@ def _sample(
             params,
             slots=inputs.slots,
             samples=inputs.samples,
-            output_index=inputs.output_index,
-            positions=inputs.context_lens,
+            output_index=context_lens - inputs.prompt_lens,
+            positions=context_lens,
             state=state.slots,
             num_logprobs=plan.step_logprobs,
             processors=plan.logits_processors,
@@ -165,9 +182,16 @@ def _token_ids(inputs: StepInputs, carried: jax.Array) -> jax.Array:
     return jnp.where(inputs.token_ids == CARRIED_TOKEN, last_sampled, inputs.token_ids)
 
 
-def _positions(inputs: StepInputs) -> jax.Array:
+def _context_lens(inputs: StepInputs, lengths: jax.Array) -> jax.Array:
+    """How many tokens of each row's request are in the caches after this step; 0 for padding."""
+    known = lengths.at[inputs.slots].get(mode="fill", fill_value=0)
+    starts = jnp.where(inputs.starts == GO_ON, known, inputs.starts)
+    return starts + jnp.diff(inputs.query_starts)
+
+
+def _positions(inputs: StepInputs, context_lens: jax.Array) -> jax.Array:
     """Position in its sequence of every token; padding tokens get 0."""
-    first = inputs.context_lens - jnp.diff(inputs.query_starts)  # of each row
+    first = context_lens - jnp.diff(inputs.query_starts)  # of each row
     offsets = jnp.arange(len(inputs.token_ids)) - inputs.query_starts[inputs.token_rows]
     real = jnp.arange(len(inputs.token_ids)) < inputs.query_starts[-1]
     return jnp.where(real, first[inputs.token_rows] + offsets, 0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 from jaxllm.scheduler.request import Request
-from jaxllm.scheduler.schedule import CARRIED_TOKEN, Admission, Schedule
+from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, Admission, Schedule
 
 
 class PromptSpan(NamedTuple):
@@ -30,6 +30,8 @@ class StepDraft:
         self.chunk_sizes: list[int] = []
         self.carried_from: int | None = None  # as in Schedule
         self._admissions: list[Admission] = []
+        self._starts: dict[int, int] = {}  # by slot, of those admitted
+        self._update_groups: list[int] = []
         self._update_slots: list[int] = []
         self._update_indices: list[int] = []
         self._update_blocks: list[int] = []
@@ -41,16 +43,20 @@ class StepDraft:
             self.chunks.append(request)
             self.chunk_sizes.append(num_tokens)
 
-    def add_blocks(self, request: Request, first: int) -> None:
-        """Note that the request's block table changed from index `first` on."""
-        end = len(request.block_ids)
-        self._update_slots += itertools.repeat(request.slot, end - first)
-        self._update_indices += range(first, end)
-        self._update_blocks += request.block_ids[first:]
+    def add_blocks(self, request: Request) -> None:
+        """Note what the device does not have yet of the request's block tables."""
+        for group, table in enumerate(request.tables):
+            first, blocks = table.take_unsent()
+            self._update_groups += itertools.repeat(group, len(blocks))
+            self._update_slots += itertools.repeat(request.slot, len(blocks))
+            self._update_indices += range(first, first + len(blocks))
+            self._update_blocks += blocks
 
-    def admit(self, request: Request) -> None:
-        """Note that the request has taken a slot, with all of its blocks."""
-        self.add_blocks(request, 0)
+    def admit(self, request: Request, num_cached_tokens: int) -> None:
+        """Note that the request has taken a slot, with its blocks; the first ones hold tokens that
+        are computed already."""
+        self.add_blocks(request)
+        self._starts[request.slot] = num_cached_tokens
         self._admissions.append(
             Admission(
                 slot=request.slot,
@@ -75,7 +81,12 @@ class StepDraft:
         context_lens = np.array([r.num_computed_tokens for r in rows], np.int32)
         lengths = np.array([r.num_tokens for r in rows], np.int32)
         samples = context_lens == lengths
-        updates = [self._update_slots, self._update_indices, self._update_blocks]
+        starts = np.full(len(rows), GO_ON, np.int32)
+        if self._starts:
+            starts[:] = [self._starts.get(r.slot, GO_ON) for r in rows]
+        updates = [
+            self._update_groups, self._update_slots, self._update_indices, self._update_blocks
+        ]  # fmt: skip
         prompt_targets, spans = self._prompt_targets(rows, num_tokens)
         counts = [
             r.sampling_params.logprobs
@@ -88,8 +99,8 @@ class StepDraft:
             num_decodes=num_decodes,
             slots=np.array([r.slot for r in rows], np.int32),
             num_tokens=num_tokens,
+            starts=starts,
             context_lens=context_lens,
-            output_index=lengths - np.array([r.num_prompt_tokens for r in rows], np.int32),
             samples=samples,
             token_ids=self._token_ids(),
             block_updates=np.ascontiguousarray(np.array(updates, np.int32).T),

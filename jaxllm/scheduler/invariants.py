@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.schedule import Schedule
 from jaxllm.scheduler.waiting_queue import WaitingQueue
@@ -34,7 +34,7 @@ def check(
     max_num_batched_tokens: int,
 ) -> None:
     """Assert what holds between any two calls of a scheduler."""
-    kv.pool.check([request.block_ids for request in running])
+    kv.check(running)
     slots = [request.slot for request in running]
     assert sorted(slots + free_slots) == list(range(max_num_seqs)), "slots"
     assert [r.order for r in running] == sorted(r.order for r in running), "policy order"
@@ -49,8 +49,8 @@ def check(
     for r in requests.values():
         assert r.num_in_flight == in_flight[id(r)], f"{r}: {in_flight[id(r)]} in flight"
         assert r.num_known_tokens <= r.num_tokens <= r.max_num_tokens, r
-        assert r.num_computed_tokens <= len(r.block_ids) * kv.block_size, r
-        assert r.status is RequestStatus.RUNNING or not r.block_ids and r.slot < 0, r
+        assert r.num_computed_tokens <= r.room, r
+        assert r.status is RequestStatus.RUNNING or not r.tables and r.slot < 0, r
 
 
 def _check_places(

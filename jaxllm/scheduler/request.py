@@ -11,6 +11,7 @@ import enum
 import sys
 
 from jaxllm.messages import EngineRequest, FinishReason, RequestStats
+from jaxllm.scheduler.kv.tables import BlockTable
 
 NO_LANE = -1
 
@@ -33,7 +34,6 @@ class Request:
         "arrival_time",
         "bad_word_ids",
         "block_hashes",
-        "block_ids",
         "eos_token_ids",
         "followers",
         "has_new_stats",
@@ -43,7 +43,7 @@ class Request:
         "max_num_tokens",
         "max_tokens",
         "min_tokens",
-        "next_full_at",
+        "next_block_at",
         "next_prompt_logprob",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -56,6 +56,7 @@ class Request:
         "priority",
         "prompt_token_ids",
         "request_id",
+        "room",
         "sampled_in",
         "sampling_params",
         "seed",
@@ -63,6 +64,7 @@ class Request:
         "stats",
         "status",
         "stop_token_ids",
+        "tables",
     )
 
     def __init__(self, message: EngineRequest, *, hash_root: bytes | None = None) -> None:
@@ -100,12 +102,14 @@ class Request:
         self.has_new_stats = True  # the next output carries them
 
         # Owned by KVCacheManager. Hashes outlive a preemption; blocks do not.
-        self.block_ids: list[int] = []
+        self.tables: tuple[BlockTable, ...] = ()  # by group; empty unless it runs
+        self.room = 0  # tokens that the tables of all groups hold
         self.hash_root = hash_root  # None: this request shares no blocks
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
         self.has_taken_over_blocks = False  # that others have filled, when it was admitted last
-        self.next_full_at = sys.maxsize  # computed tokens that fill the next block to register
+        # Computed tokens that fill the next block to register, or leave one behind a window.
+        self.next_block_at = sys.maxsize
 
     @property
     def num_known_tokens(self) -> int:
@@ -164,5 +168,6 @@ class Request:
         return (
             f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, "
             f"known={self.num_known_tokens}, tokens={self.num_tokens}, "
-            f"computed={self.num_computed_tokens}, slot={self.slot}, blocks={len(self.block_ids)})"
+            f"computed={self.num_computed_tokens}, slot={self.slot}, "
+            f"blocks={[len(table.blocks) for table in self.tables]})"
         )

@@ -13,6 +13,8 @@ from jaxllm.sampling_params import SamplingParams
 
 # In Schedule.token_ids: the token that this row's slot sampled last, which is only on the device.
 CARRIED_TOKEN = -1
+# In Schedule.starts: where the row of this slot before ended.
+GO_ON = -1
 # In StepResult.token_ids: the model's logits were no numbers, so there is nothing to choose from.
 NO_TOKEN = -1
 
@@ -41,13 +43,15 @@ class Schedule:
     num_decodes: int
     slots: np.ndarray  # int32 [rows]
     num_tokens: np.ndarray  # int32 [rows]: tokens computed in this step, at least 1
+    # Where the tokens of a row begin: a position in its sequence, if it has just been admitted;
+    # else GO_ON, where those of the slot's last row end, which the device knows.
+    starts: np.ndarray  # int32 [rows]
     context_lens: np.ndarray  # int32 [rows]: tokens in the KV cache after this step
-    output_index: np.ndarray  # int32 [rows]: how many output tokens precede the one sampled
     samples: np.ndarray  # bool [rows]: whether the row's last token is followed by a sampled one
     # The rows' tokens one after another; CARRIED_TOKEN where the host does not know the id yet.
     token_ids: np.ndarray  # int32 [sum(num_tokens)]
-    # Changes of the device's block tables: (slot, index in the table, block).
-    block_updates: np.ndarray  # int32 [changes, 3]
+    # Changes of the device's block tables: (cache group, slot, index in the table, block).
+    block_updates: np.ndarray  # int32 [changes, 4]
     admissions: list[Admission] = field(default_factory=list)
     wants_logprobs: bool = False  # some sampling row does
     # Some row wants more of them than a step computes (MAX_STEP_LOGPROBS), for its last token.

@@ -8,7 +8,7 @@ The engine core calls `schedule`, dispatches what it returns, and later calls `u
 with what came back, in the order of dispatch. `schedule` may be called again before: a sampled
 token that is still on the device is counted, and scheduled as CARRIED_TOKEN. That the token ends
 its request is then found out one step late, and the row dispatched in between is dropped. Slot and
-blocks of a finished request are free at once nevertheless, see `kv_cache_manager`.
+blocks of a finished request are free at once nevertheless, see `kv.manager`.
 
 Not thread safe; the cost of a step depends on its rows, never on how many requests wait or have
 finished.
@@ -28,7 +28,7 @@ from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler import invariants
 from jaxllm.scheduler.corruption import CORRUPTED, corrupted_rows
 from jaxllm.scheduler.draft import PromptSpan, StepDraft
-from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.limits import make_limits
 from jaxllm.scheduler.logprobs import prompt_logprobs, row_logprobs
@@ -70,11 +70,11 @@ class Scheduler:
         assert enable_chunked_prefill or max_num_batched_tokens >= max_model_len, (
             f"{max_num_batched_tokens=} is below {max_model_len=}"
         )
-        # A request that has the pool to itself always fits. This is why nothing can deadlock.
-        assert kv.pool.num_blocks * kv.block_size >= max_model_len, (
-            f"{kv.pool.num_blocks} blocks of {kv.block_size} tokens do not hold one request of "
-            f"max_model_len={max_model_len}"
-        )
+        # A request that has the pools to itself always fits. This is why nothing can deadlock.
+        for group in kv.groups:
+            assert group.num_blocks >= group.max_blocks_per_request, (
+                f"{group} does not hold one request of max_model_len={max_model_len}"
+            )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
@@ -87,7 +87,8 @@ class Scheduler:
         )
         self._check_invariants = check_invariants
         self.stats = stats if stats is not None else EngineStats()
-        self.stats.num_blocks = kv.pool.num_blocks
+        self.stats.group_blocks = [group.num_blocks for group in kv.groups]
+        self.stats.group_blocks_used = kv.num_blocks_used
 
         self._requests: dict[str, Request] = {}  # all unfinished ones
         self._running: list[Request] = []  # in policy order
@@ -131,7 +132,7 @@ class Scheduler:
         leader = self._requests.get(message.prefix_leader_id or "")
         self._requests[request.request_id] = request
         if leader is not None:
-            self._kv.group(leader, request)
+            self._kv.let_share(leader, request)
         if leader is not None and leader.num_computed_tokens < leader.num_prompt_tokens:
             request.status = RequestStatus.PARKED
             leader.followers.append(request)
@@ -146,7 +147,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing happens, while a request holds blocks."""
-        return self._kv.pool.reset()
+        return self._kv.reset()
 
     # ---- planning a step
 
@@ -180,7 +181,7 @@ class Scheduler:
 
     def _schedule_running(self, draft: StepDraft, budget: int) -> tuple[int, bool]:
         """Serve running requests. Return the budget left, and whether one was preempted."""
-        num_running, block_size = len(self._running), self._kv.block_size
+        num_running = len(self._running)
         running = self._running if self._lanes is None else self._lanes.take_turn(self._running)
         add_decode = draft.decodes.append
         index = 0
@@ -195,10 +196,10 @@ class Scheduler:
                 n = self._limit(request, n, budget)
                 if n == 0:
                     continue
-            if num_computed + n > len(request.block_ids) * block_size:
-                if not self._make_room(request, running):
+            if num_computed + n > request.room:
+                if not self._make_room(request, num_computed + n, running):
                     break
-                draft.add_blocks(request, len(request.block_ids) - 1)
+                draft.add_blocks(request)
             request.num_computed_tokens = num_computed + n
             budget -= n
             if n == 1:
@@ -209,15 +210,14 @@ class Scheduler:
                 self.stats.num_prompt_tokens += request.count_prompt_tokens(n)
         return budget, len(self._running) < num_running
 
-    def _make_room(self, request: Request, served: list[Request]) -> bool:
-        """Give a running request one more block, if need be by preempting those served last.
+    def _make_room(self, request: Request, num_tokens: int, served: list[Request]) -> bool:
+        """Give a running request blocks for so many tokens, if need be by preempting those served
+        last.
 
         Running requests are served in order, so no victim is in this step already. False if the
         request itself was the last one and had to go.
         """
-        # Blocks for all tokens known at admission were allocated then.
-        assert request.num_tokens <= len(request.block_ids) * self._kv.block_size + 1, request
-        while not self._kv.grow(request):
+        while not self._kv.extend(request, num_tokens):
             victim = self._running.pop()
             if served and served[-1] is victim:  # another list, with lanes
                 served.pop()
@@ -250,7 +250,7 @@ class Scheduler:
             if request is None:
                 break
             prefix = self._kv.find_prefix(request)
-            num_cached = len(prefix) * self._kv.block_size
+            num_cached = prefix * self._kv.block_size
             n = self._limit(request, request.num_tokens - num_cached, budget)
             # One block in reserve for each running request, or else the newcomer would soon be
             # preempted by one that grows.
@@ -268,7 +268,7 @@ class Scheduler:
                     self.stats.prefix_cache_queries += request.num_tokens
             request.num_computed_tokens = num_cached + n
             budget -= n
-            draft.admit(request)
+            draft.admit(request, num_cached)
             draft.add_row(request, n)
             self.stats.num_prompt_tokens += request.count_prompt_tokens(n)
         return budget
@@ -284,8 +284,8 @@ class Scheduler:
             num_computed = request.num_computed_tokens
             if num_computed == request.num_tokens:
                 request.num_tokens += 1
-            if num_computed >= request.next_full_at:
-                self._kv.register(request)
+            if num_computed >= request.next_block_at:
+                self._kv.advance(request)
             if request.followers and num_computed >= request.num_prompt_tokens:
                 self._release_followers(request)
 
@@ -390,7 +390,7 @@ class Scheduler:
         assert not self._dispatched, f"{len(self._dispatched)} steps are on their way"
         while self._running:
             self._preempt(self._running.pop())
-        forgotten = self._kv.pool.reset()
+        forgotten = self._kv.reset()
         assert forgotten, "blocks are in use, and no request runs"
         self._settle()
 
@@ -482,7 +482,7 @@ class Scheduler:
         stats.num_requests_running = self.num_running
         stats.num_requests_waiting = self.num_waiting
         stats.num_requests_deferred = self.num_waiting - len(self._waiting)
-        stats.num_blocks_used = self._kv.pool.num_used
+        stats.group_blocks_used = self._kv.num_blocks_used
         if self._check_invariants:
             self.check()
 

@@ -13,6 +13,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import CacheConfig
 from jaxllm.errors import EngineDeadError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
@@ -49,6 +50,7 @@ class EngineMetrics:
         families = Figures(self._prefix, self._model)
         return [
             *families.of_stats(self._stats),
+            *families.of_groups(self._stats, self._engine.info.cache_groups),
             *families.of_memory(self._memory, resident_bytes()),
             families.of_cache(self._engine.config.cache, self._engine.info, len(self._stats)),
         ]
@@ -82,6 +84,29 @@ class Figures:
             steps.add_metric((self._model, str(number)), buckets, stats.num_scheduled_tokens)
         yield steps
 
+    def of_groups(
+        self, replicas: Sequence[EngineStats], groups: Sequence[CacheGroup]
+    ) -> Iterator[Metric]:
+        """The blocks of each group of layers: those with a window keep what is within it."""
+        for name, text, blocks_of in (
+            ("kv_group_blocks", "Blocks of a cache group.", lambda stats: stats.group_blocks),
+            (
+                "kv_group_blocks_used",
+                "Those of them that are in use.",
+                lambda stats: stats.group_blocks_used,
+            ),
+        ):
+            family = GaugeMetricFamily(
+                f"{self._prefix}:{name}", text, labels=(*_LABELS, "group", "window")
+            )
+            for number, stats in enumerate(replicas):
+                counted = zip(groups, blocks_of(stats), strict=True)
+                for index, (group, count) in enumerate(counted):
+                    window = "none" if group.window is None else str(group.window)
+                    labels = (self._model, str(number), str(index), window)
+                    family.add_metric(labels, count)
+            yield family
+
     def of_memory(self, engine: EngineMemory | None, server_bytes: int) -> Iterator[Metric]:
         """Of processes and devices; of these there is nothing where the backend does not tell."""
         resident = GaugeMetricFamily(
@@ -104,7 +129,7 @@ class Figures:
     def of_cache(self, asked: CacheConfig, info: EngineInfo, num_replicas: int) -> Metric:
         """How the KV cache was asked for, and what came of it."""
         values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
-        values |= {"block_size": info.block_size, "num_gpu_blocks": info.num_blocks}
+        values |= {"block_size": info.block_size, "num_gpu_blocks": info.cache_groups[0].num_blocks}
         family = GaugeMetricFamily(
             f"{self._prefix}:cache_config_info",
             "The KV cache, in the labels.",

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from jaxllm.cache_groups import CacheGroup
 from jaxllm.errors import ValidationError, refused
 from jaxllm.files import parse_json
 from jaxllm.messages import EngineInfo
@@ -29,7 +30,7 @@ class _Plan(msgspec.Struct):
     chip: str
     num_chips: int
     block_size: int
-    num_blocks: int
+    cache_groups: tuple[CacheGroup, ...]
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -96,7 +97,7 @@ def read_plan(
         eos_token_ids=[],
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
-        num_blocks=plan.num_blocks,
+        cache_groups=plan.cache_groups,
         block_size=plan.block_size,
     )
     return Deployment(

@@ -73,7 +73,10 @@ def _batches(plan: EnginePlan) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     for bucket in plan.buckets:
         rows = bucket.num_rows
         if bucket.decode_only:
-            fitting = plan.num_blocks // rows * plan.block_size - _NUM_DECODES
+            fitting = most
+            if plan.room_for(most + _NUM_DECODES) < rows:
+                blocks = min(group.num_blocks for group in plan.cache_groups)
+                fitting = blocks // rows * plan.block_size - _NUM_DECODES
             for length in sorted({16, min(most, fitting) // 3, min(most, fitting)}):
                 if length > 0:
                     yield f"{bucket}, contexts of {length}", [(length, _NUM_DECODES)] * rows

@@ -102,9 +102,9 @@ def simulate(
         num_output_tokens=num_output_tokens,
         stats=EngineStats.total([replica.stats for replica in replicas]),
         end=end,
-        kv_cache_usage_mean=math.fsum(r.block_seconds for r in replicas)
-        / (num_replicas * deployment.info.num_blocks * end or 1),
-        kv_cache_usage_max=max(r.most_blocks for r in replicas) / deployment.info.num_blocks,
+        kv_cache_usage_mean=math.fsum(r.usage_seconds for r in replicas)
+        / (num_replicas * end or 1),
+        kv_cache_usage_max=max(r.most_usage for r in replicas),
         busy_share=math.fsum(r.busy_s for r in replicas) / (num_replicas * end or 1),
     )
 
@@ -123,8 +123,8 @@ class _Replica:
         self.is_busy = False
         self.plans_at = 0.0  # when the host plans the next step
         self.finished: list[str] = []  # by the last step; the router hears of them when it is over
-        self.block_seconds = 0.0
-        self.most_blocks = 0
+        self.usage_seconds = 0.0  # of the KV cache, over time
+        self.most_usage = 0.0
 
     @property
     def now(self) -> float:
@@ -167,9 +167,9 @@ class _Replica:
             if output.stats.first_token_ts == output.stats.last_token_ts:
                 begun.append(output.request_id)
         self.plans_at = self._find_time_to_plan()
-        used = self._core.num_blocks_used
-        self.block_seconds += used * (self.now - before)
-        self.most_blocks = max(self.most_blocks, used)
+        usage = self._core.kv_cache_usage
+        self.usage_seconds += usage * (self.now - before)
+        self.most_usage = max(self.most_usage, usage)
         return begun, finished
 
     def _find_time_to_plan(self) -> float:

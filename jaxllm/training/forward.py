@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch
 
-from jaxllm.layers.context import StepContext
+from jaxllm.layers.context import PagedBatch, StepContext
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.weights.loader import load_weights, parameters_of, sources_of
@@ -136,7 +136,9 @@ class RowModel:
             decode_only=False,
         )
         backend: Any = CausalRows(row_length=length)
-        context = StepContext(batch=batch, prepared=None, backend=backend)
+        windows = tuple({config.sliding_window for config in model.attention_configs})
+        paged = (PagedBatch(batch, prepared=None),) * len(windows)
+        context = StepContext(windows=windows, paged=paged, backend=backend)
         positions = jnp.tile(jnp.arange(length), num_rows)
         caches = (nothing,) * len(model.attention_configs)
         hidden, _ = model(token_ids.reshape(-1), positions, caches, context)

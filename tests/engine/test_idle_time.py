@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm import SamplingParams
+from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.messages import EngineInfo, EngineRequest
@@ -24,7 +25,7 @@ class Device:
         eos_token_ids=[],
         max_num_seqs=4,
         max_num_batched_tokens=64,
-        num_blocks=64,
+        cache_groups=(CacheGroup(window=None, num_blocks=64, max_blocks_per_request=16),),
         block_size=16,
     )
     num_token_rows = num_compiles_after_warmup = 0

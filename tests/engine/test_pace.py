@@ -15,10 +15,10 @@ def schedule_of(*num_tokens):
         slots=rows,
         num_tokens=rows,
         context_lens=rows,
-        output_index=rows,
+        starts=rows,
         samples=rows > 0,
         token_ids=np.zeros(rows.sum(), np.int32),
-        block_updates=np.zeros((0, 3), np.int32),
+        block_updates=np.zeros((0, 4), np.int32),
     )
 
 

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxllm.cache_groups import CacheGroup
 from jaxllm.errors import EngineDeadError
 from jaxllm.executor.link import LeaderLink, PeerLink
 from jaxllm.executor.multihost import MultiHostExecutor, _Inbox
@@ -22,7 +23,7 @@ INFO = EngineInfo(
     eos_token_ids=[],
     max_num_seqs=1,
     max_num_batched_tokens=2,
-    num_blocks=1,
+    cache_groups=(CacheGroup(window=None, num_blocks=1, max_blocks_per_request=1),),
     block_size=2,
 )
 ONE = np.ones(1, np.int32)
@@ -32,10 +33,10 @@ SCHEDULE = Schedule(
     slots=ONE,
     num_tokens=ONE,
     context_lens=ONE,
-    output_index=ONE,
+    starts=ONE,
     samples=ONE > 0,
     token_ids=ONE,
-    block_updates=np.zeros((0, 3), np.int32),
+    block_updates=np.zeros((0, 4), np.int32),
 )
 
 

@@ -41,10 +41,10 @@ def test_a_schedule_travels_whole():
         slots=rows,
         num_tokens=rows[::-1],  # not as it lies in memory
         context_lens=rows,
-        output_index=rows,
+        starts=rows,
         samples=rows > 1,
         token_ids=np.array([-1], np.int32),
-        block_updates=np.zeros((0, 3), np.int32),
+        block_updates=np.zeros((0, 4), np.int32),
         admissions=[admission],
         wants_logprobs=True,
     )

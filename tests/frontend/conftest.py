@@ -154,6 +154,6 @@ def info(byte_level: Tokenizer) -> EngineInfo:
         eos_token_ids=[1],
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        num_blocks=100,
+        cache_groups=(),
         block_size=16,
     )

@@ -19,7 +19,7 @@ def info(**changes):
     fields = {
         "model": "toy", "model_dir": "", "vocab_size": VOCAB_SIZE, "max_model_len": 16,
         "max_logprobs": 200, "eos_token_ids": [EOS], "max_num_seqs": 4,
-        "max_num_batched_tokens": 16, "num_blocks": 16, "block_size": 1,
+        "max_num_batched_tokens": 16, "cache_groups": (), "block_size": 1,
     }  # fmt: skip
     return EngineInfo(**(fields | changes))
 

@@ -63,9 +63,11 @@ class SingleRow:
             block_size=BLOCK_SIZE,
             decode_only=False,
         )
-        context = StepContext(
-            batch=batch,
-            prepared=self._backend.prepare(batch, model.attention_configs, num_tokens=num_tokens),
+        configs = model.attention_configs
+        context = StepContext.prepare(
+            dict.fromkeys({config.sliding_window for config in configs}, batch),
+            configs,
+            num_tokens=num_tokens,
             backend=self._backend,
         )
         positions = start + jnp.arange(num_tokens)

@@ -1,5 +1,7 @@
 """The wirings of a layer, against their formulas; with real attention, MLPs and norms."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,10 +61,13 @@ def run(layer, hidden):
         decode_only=False,
     )
     configs = tuple(getattr(layer, mixer.name).config for mixer in layer.spec.mixers)
-    context = StepContext(
-        batch=batch,
-        prepared=BACKEND.prepare(batch, configs, num_tokens=TOKENS),
-        backend=BACKEND,
+    context = dataclasses.replace(
+        StepContext.prepare(
+            dict.fromkeys({config.sliding_window for config in configs}, batch),
+            configs,
+            num_tokens=TOKENS,
+            backend=BACKEND,
+        ),
         rotary=rotary(ROPE, jnp.arange(TOKENS)),
     )
     shapes = [

@@ -99,7 +99,7 @@ def test_an_engine_from_a_bundle_compiles_nothing_and_answers_the_same(model_dir
     from_bundle = answers(llm)
     assert compilation_counter.compiles == before
     # The programs have the bundle's blocks in their shapes, so the engine has as many.
-    assert llm.llm_engine.info.num_blocks == NUM_BLOCKS
+    assert llm.llm_engine.info.cache_groups[0].num_blocks == NUM_BLOCKS
     assert from_bundle == answers(LLM(model_dir, **options))
 
 

@@ -36,7 +36,7 @@ def test_a_plan_equals_what_the_engine_allocates(model_dir):
     before = {id(array) for array in jax.live_arrays()}
     llm = LLM(model_dir, skip_tokenizer_init=True, enforce_eager=True, **OPTIONS)
     arrays = [array for array in jax.live_arrays() if id(array) not in before]
-    assert llm.llm_engine.info.num_blocks == report.num_blocks
+    assert llm.llm_engine.info.cache_groups == report.cache_groups
     allocated = sum(array.nbytes for array in arrays)
     assert allocated == report.weights_bytes + report.kv_cache_bytes + report.state_bytes
 

@@ -3,12 +3,14 @@ import numpy as np
 import pytest
 
 from jaxllm.plan.buckets import Bucket
-from jaxllm.runner.inputs import NO_TARGET, PADDING_TOKEN, InputLayout
-from jaxllm.scheduler.schedule import CARRIED_TOKEN, Schedule
+from jaxllm.runner.inputs import NO_TARGET, PADDING_TOKEN, InputLayout, SlotTables
+from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, Schedule
 
 NUM_SLOTS = 6
 COLUMNS = 3
-SLOT_PARAMS = np.arange(NUM_SLOTS * COLUMNS, dtype=np.int32).reshape(NUM_SLOTS, COLUMNS)
+TABLES = SlotTables(NUM_SLOTS, COLUMNS)
+TABLES.params[:] = np.arange(NUM_SLOTS * COLUMNS).reshape(NUM_SLOTS, COLUMNS)
+TABLES.prompt_lens[:] = 10 + np.arange(NUM_SLOTS)
 
 
 def int32(*values):
@@ -16,11 +18,11 @@ def int32(*values):
 
 
 def layout(bucket: Bucket) -> InputLayout:
-    return InputLayout(bucket, num_slots=NUM_SLOTS, num_param_columns=COLUMNS)
+    return InputLayout(bucket, num_slots=NUM_SLOTS, num_cache_groups=2, num_param_columns=COLUMNS)
 
 
 def unpacked(layout: InputLayout, schedule: Schedule):
-    inputs = jax.jit(layout.unpack)(layout.pack(schedule, SLOT_PARAMS))
+    inputs = jax.jit(layout.unpack)(layout.pack(schedule, TABLES))
     return jax.tree.map(np.asarray, inputs)
 
 
@@ -33,10 +35,10 @@ def mixed_schedule() -> Schedule:
         slots=int32(4, 1),
         num_tokens=int32(1, 3),
         context_lens=int32(20, 8),
-        output_index=int32(5, 0),
+        starts=int32(GO_ON, 5),
         samples=np.array([True, False]),
         token_ids=int32(CARRIED_TOKEN, 11, 12, 13),
-        block_updates=int32(1, 0, 9, 1, 1, 3).reshape(2, 3),
+        block_updates=int32(0, 1, 0, 9, 1, 1, 1, 3).reshape(2, 4),
         prompt_targets=int32(NO_TARGET, 12, 13, 14),
     )
 
@@ -49,12 +51,12 @@ def test_mixed_step_arrives_as_it_was_packed(mixed_schedule):
     assert inputs.query_starts.tolist() == [0, 1, 4, 4]
     assert inputs.num_decodes == 1
     assert inputs.slots.tolist() == [4, 1, NUM_SLOTS]
-    assert inputs.context_lens.tolist() == [20, 8, 0]
-    assert inputs.output_index.tolist() == [5, 0, 0]
+    assert inputs.starts.tolist() == [GO_ON, 5, 0]
+    assert inputs.prompt_lens.tolist() == [14, 11, 0]
     assert inputs.samples.tolist() == [True, False, False]
     assert inputs.row_params.tolist() == [[12, 13, 14], [3, 4, 5], [0, 0, 0]]
-    assert inputs.block_updates[:2].tolist() == [[1, 0, 9], [1, 1, 3]]
-    assert inputs.block_updates[2:, 0].tolist() == [NUM_SLOTS, NUM_SLOTS]
+    assert inputs.block_updates[:2].tolist() == [[1, 0, 9], [NUM_SLOTS + 1, 1, 3]]
+    assert inputs.block_updates[2:, 0].tolist() == [2 * NUM_SLOTS, 2 * NUM_SLOTS]
     assert inputs.prompt_targets.tolist() == [NO_TARGET, 12, 13, 14] + [NO_TARGET] * 4
 
 
@@ -65,10 +67,10 @@ def test_decode_step_has_a_token_per_row():
         slots=int32(2, 5),
         num_tokens=int32(1, 1),
         context_lens=int32(3, 4),
-        output_index=int32(1, 2),
+        starts=int32(GO_ON, GO_ON),
         samples=np.array([True, True]),
         token_ids=int32(CARRIED_TOKEN, CARRIED_TOKEN),
-        block_updates=np.zeros((0, 3), np.int32),
+        block_updates=np.zeros((0, 4), np.int32),
     )
     bucket = Bucket(decode_only=True, num_tokens=4, num_rows=4, max_block_updates=4)
     inputs = unpacked(layout(bucket), schedule)
@@ -83,11 +85,11 @@ def test_block_updates_beyond_the_room_are_left_over(mixed_schedule):
     bucket = Bucket(decode_only=False, num_tokens=8, num_rows=3, max_block_updates=1)
     small = layout(bucket)
     assert unpacked(small, mixed_schedule).block_updates.tolist() == [[1, 0, 9]]
-    assert small.overflow(mixed_schedule).tolist() == [[1, 1, 3]]
+    assert small.overflow(mixed_schedule).tolist() == [[NUM_SLOTS + 1, 1, 3]]
 
 
 def test_each_step_gets_a_buffer_of_its_own(mixed_schedule):
     bucket = Bucket(decode_only=False, num_tokens=8, num_rows=3, max_block_updates=4)
-    first = layout(bucket).pack(mixed_schedule, SLOT_PARAMS)
-    second = layout(bucket).pack(mixed_schedule, SLOT_PARAMS)
+    first = layout(bucket).pack(mixed_schedule, TABLES)
+    second = layout(bucket).pack(mixed_schedule, TABLES)
     assert not np.shares_memory(first, second)

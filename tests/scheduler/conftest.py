@@ -1,7 +1,7 @@
 """A device made of numpy and an engine loop around it, to run the scheduler for real.
 
-The fake device keeps, for every position of every block, a hash of the whole token history up to
-there, as real keys and values depend on it. Each step asserts that every position it attends to
+The fake device keeps, for every position of every block of every cache group, a hash of the whole
+token history up to there, as real keys and values depend on it. Each step asserts that every position it attends to
 holds exactly the history of its own request, so a block that is shared, reused or freed wrongly
 is caught where it happens. The next token is a function of the history: whatever was preempted,
 cached, chunked or overlapped, the outputs must be those of an undisturbed run.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from jaxllm.cache_groups import CacheGroup, CacheSizes
 from jaxllm.messages import (
     EngineOutput,
     EngineRequest,
@@ -21,11 +22,12 @@ from jaxllm.messages import (
     RequestStats,
 )
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.kv_cache_manager import KVCacheManager
+from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.policy import fcfs
 from jaxllm.scheduler.schedule import (
     CARRIED_TOKEN,
+    GO_ON,
     NO_TOKEN,
     LogprobArrays,
     Schedule,
@@ -78,12 +80,15 @@ def expected_run(request: EngineRequest) -> tuple[list[int], FinishReason, int |
 class FakeDevice:
     """Runs Schedules in order; knows nothing of requests beyond what a Schedule says."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, *, groups: tuple[CacheGroup, ...], block_size: int, max_num_seqs: int, max_blocks: int
+    ) -> None:
         self.block_size = block_size
-        self.kv = np.full((num_blocks, block_size), -1, np.int64)
-        self.tables = np.full((max_num_seqs, num_blocks), -1, np.int32)
+        self.groups = groups
+        self.kv = [np.full((group.num_blocks, block_size), -1, np.int64) for group in groups]
+        self.tables = np.full((len(groups), max_num_seqs, max_blocks), -1, np.int32)
+        self.lengths = np.zeros(max_num_seqs, np.int64)
         self.histories: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        self.num_prompt_tokens = [0] * max_num_seqs
         self.last_token = [-1] * max_num_seqs
         self.sampled_in = [-1] * max_num_seqs
         self.is_broken = False
@@ -95,16 +100,18 @@ class FakeDevice:
         for admission in schedule.admissions:
             known = admission.prompt_token_ids + admission.output_token_ids
             self.histories[admission.slot] = histories(known)
-            self.num_prompt_tokens[admission.slot] = len(admission.prompt_token_ids)
-            self.tables[admission.slot] = -1
+            self.tables[:, admission.slot] = -1
             self.is_corrupted[admission.slot] = self.glitch_token in known
-        slots, indices, blocks = schedule.block_updates.T
-        self.tables[slots, indices] = blocks
+        groups, slots, indices, blocks = schedule.block_updates.T
+        self.tables[groups, slots, indices] = blocks
         assert len(set(schedule.slots.tolist())) == schedule.num_rows
         assert schedule.num_tokens.sum() == schedule.total_tokens
         assert (schedule.num_tokens[: schedule.num_decodes] == 1).all()
         assert (schedule.num_tokens[schedule.num_decodes :] > 1).all()
 
+        starts = np.where(schedule.starts == GO_ON, self.lengths[schedule.slots], schedule.starts)
+        np.testing.assert_array_equal(starts + schedule.num_tokens, schedule.context_lens)
+        self.lengths[schedule.slots] = schedule.context_lens
         ends = np.cumsum(schedule.num_tokens)
         rows = [
             (int(slot), int(context - n), int(context), schedule.token_ids[end - n : end].tolist())
@@ -114,15 +121,25 @@ class FakeDevice:
         ]
         if self.is_broken:
             for slot, start, end, _ in rows:
-                self.kv[self.address(slot, start, end)] = POISON
+                self.write(slot, start, end, POISON)
             garbage = np.zeros(len(rows), np.int32)
             return StepResult(garbage, self.no_logprobs(len(rows)), self.no_logprobs(ends[-1]))
         # Every row reads before any row writes: a kernel promises no order within a step.
-        for slot, start, _, _ in rows:
-            attended = self.kv[self.address(slot, 0, start)]
-            if not self.is_corrupted[slot]:
-                due = self.histories[slot][:start]
-                np.testing.assert_array_equal(attended, due, f"slot {slot}")
+        written: list[set[int]] = [set() for _ in self.groups]
+        read: list[set[int]] = [set() for _ in self.groups]
+        for slot, start, end, _ in rows:
+            for index, group in enumerate(self.groups):
+                first = 0 if group.window is None else max(0, start - group.window + 1)
+                blocks, places = self.address(index, slot, first, start)
+                if not self.is_corrupted[slot]:
+                    due = self.histories[slot][first:start]
+                    where = f"slot {slot}, group {index}"
+                    np.testing.assert_array_equal(self.kv[index][blocks, places], due, where)
+                new = set(self.address(index, slot, start, end)[0].tolist())
+                assert not new & (written[index] | read[index]), f"blocks of slot {slot}"
+                assert not set(blocks.tolist()) & written[index], f"blocks of slot {slot}"
+                written[index] |= new
+                read[index] |= set(blocks.tolist())
         flat_histories: list[int] = []
         carried = [slot for slot, _, _, tokens in rows if CARRIED_TOKEN in tokens]
         if schedule.carried_from is not None:
@@ -139,9 +156,7 @@ class FakeDevice:
                 history = extend_history(history, token)
                 row_histories.append(history)
             assert row_histories == self.histories[slot][start:end], f"slot {slot}: wrong tokens"
-            self.kv[self.address(slot, start, end)] = (
-                POISON if self.is_corrupted[slot] else row_histories
-            )
+            self.write(slot, start, end, POISON if self.is_corrupted[slot] else row_histories)
             flat_histories += row_histories
         return self.outputs(schedule, rows, flat_histories)
 
@@ -150,7 +165,6 @@ class FakeDevice:
         for row, (slot, _, end, _) in enumerate(rows):
             history = self.histories[slot]
             assert bool(schedule.samples[row]) == (end == len(history))
-            assert schedule.output_index[row] == len(history) - self.num_prompt_tokens[slot]
             token = 10**6  # meaningless where the row does not sample
             if schedule.samples[row]:
                 token = sample(history[-1])
@@ -178,9 +192,18 @@ class FakeDevice:
             prompt_logprobs,
         )
 
-    def address(self, slot: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def write(self, slot: int, start: int, end: int, values: list[int] | int) -> None:
+        for index, kv in enumerate(self.kv):
+            kv[self.address(index, slot, start, end)] = values
+
+    def lose_cache(self) -> None:
+        for kv in self.kv:
+            kv[:] = POISON
+        self.lengths[:] = POISON
+
+    def address(self, group: int, slot: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         positions = np.arange(start, end)
-        blocks = self.tables[slot, positions // self.block_size]
+        blocks = self.tables[group, slot, positions // self.block_size]
         assert (blocks >= 0).all(), f"slot {slot} has no block for a position below {end}"
         return blocks, positions % self.block_size
 
@@ -250,6 +273,7 @@ class FakeEngine:
         num_stages: int = 1,
         lanes: Lanes | None = None,
         num_blocks: int = 16,
+        windows: tuple[int | None, ...] = (None,),
         block_size: int = 4,
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 16,
@@ -261,8 +285,14 @@ class FakeEngine:
     ) -> None:
         self.depth = depth
         self.failure_loses_cache = failure_loses_cache
+        sizes = CacheSizes(
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        groups = sizes.divide(windows, num_blocks)
         self.kv = KVCacheManager(
-            num_blocks=num_blocks,
+            groups=groups,
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
         )
@@ -278,7 +308,10 @@ class FakeEngine:
         )
         self.stats = self.scheduler.stats
         self.device = FakeDevice(
-            num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs
+            groups=groups,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_blocks=-(-max_model_len // block_size),
         )
         self.in_flight: deque[tuple[Schedule, StepResult, bool]] = deque()
         self.received: dict[str, Received] = {}
@@ -310,7 +343,7 @@ class FakeEngine:
                 for later, _, _ in self.in_flight:
                     self._take(self.scheduler.fail(later, "a step before failed"))
                 self.in_flight.clear()
-                self.device.kv[:] = POISON
+                self.device.lose_cache()
                 self.device.is_broken = False
                 self.scheduler.restart()
         else:

@@ -121,8 +121,8 @@ def test_it_is_said_once(make_glitching, make_request, caplog):
 def test_a_row_that_samples_nothing_may_say_anything():
     one = np.ones(2, np.int32)
     schedule = Schedule(
-        step=0, num_decodes=2, slots=one, num_tokens=one, context_lens=one, output_index=one,
-        samples=np.array([False, True]), token_ids=one, block_updates=np.zeros((0, 3), np.int32),
+        step=0, num_decodes=2, slots=one, num_tokens=one, context_lens=one, starts=one,
+        samples=np.array([False, True]), token_ids=one, block_updates=np.zeros((0, 4), np.int32),
     )  # fmt: skip
     tokens = np.full(3, NO_TOKEN, np.int32)
     values = np.array([[-1.0], [np.nan], [-2.0]], np.float32)

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from jaxllm.scheduler.draft import PromptSpan, StepDraft
+from jaxllm.scheduler.kv.tables import BlockTable
 from jaxllm.scheduler.request import Request
-from jaxllm.scheduler.schedule import CARRIED_TOKEN
+from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON
 
 
 def placed(message, *, slot, computed, outputs=(), in_flight=0):
@@ -33,31 +34,37 @@ def test_single_tokens_come_first(make_request):
     assert schedule.slots.tolist() == [1, 2, 3, 0]
     assert schedule.token_ids.tolist() == [8, CARRIED_TOKEN, 6, 2, 3, 4]
     assert schedule.context_lens.tolist() == [3, 3, 2, 4]
-    assert schedule.output_index.tolist() == [1, 1, 0, 0]
+    assert schedule.starts.tolist() == [GO_ON] * 4
     assert schedule.samples.tolist() == [True, True, False, False]
     assert schedule.prompt_targets is None
 
 
 def test_arrays_have_the_types_that_the_runner_expects(make_request):
     schedule, _ = build((placed(make_request("a", [1, 2]), slot=0, computed=2), 2))
-    for name in ("slots", "num_tokens", "context_lens", "output_index", "token_ids"):
+    for name in ("slots", "num_tokens", "context_lens", "starts", "token_ids"):
         assert getattr(schedule, name).dtype == np.int32, name
     assert schedule.samples.dtype == np.bool_
-    assert schedule.block_updates.shape == (0, 3)
+    assert schedule.block_updates.shape == (0, 4)
     assert schedule.block_updates.dtype == np.int32
 
 
-def test_block_updates_name_slot_index_and_block(make_request):
+def test_block_updates_name_group_slot_index_and_block(make_request):
     draft = StepDraft()
     request = placed(make_request("a", 6), slot=2, computed=6)
-    request.block_ids = [5, 9]
-    draft.admit(request)
+    request.tables = BlockTable(0, [5, 9]), BlockTable(1, [8])
+    draft.admit(request, 4)
     grown = placed(make_request("b", 6), slot=1, computed=6)
-    grown.block_ids = [3, 4, 7]
-    draft.add_blocks(grown, 2)
-    draft.add_row(request, 6)
+    grown.tables = BlockTable(0, [3, 4, 7]), BlockTable(0, [1, 2])
+    for table in grown.tables:
+        table.num_sent = 2
+    draft.add_blocks(grown)
+    draft.add_row(request, 2)
+    draft.add_row(grown, 1)
     schedule, _ = draft.build(0, draft.rows)
-    assert schedule.block_updates.tolist() == [[2, 0, 5], [2, 1, 9], [1, 2, 7]]
+    of_admitted, of_grown = [[0, 2, 0, 5], [0, 2, 1, 9], [1, 2, 1, 8]], [[0, 1, 2, 7]]
+    assert schedule.block_updates.tolist() == of_admitted + of_grown
+    assert schedule.slots.tolist() == [1, 2]
+    assert schedule.starts.tolist() == [GO_ON, 4]
 
 
 def test_logprobs_are_wanted_only_by_rows_that_sample(make_request):

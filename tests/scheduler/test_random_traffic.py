@@ -55,6 +55,10 @@ class Traffic:
             leader_id = leader_id or request_id
 
 
+WINDOWS = {"everything": (None,), "windows": (None, 11, 5), "one window": (9,)}
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
@@ -64,7 +68,7 @@ class Traffic:
     ids=["plain", "overlapped", "plain pipeline", "overlapped pipeline"],
 )
 def test_thousands_of_requests_come_and_go(
-    make_engine, make_request, depth, num_stages, chunked, caching, policy
+    make_engine, make_request, depth, num_stages, chunked, caching, policy, windows
 ):
     rng = np.random.default_rng([depth, chunked, caching, policy == "fcfs"])
     options = {"policy": priority} if policy == "priority" else {}
@@ -72,6 +76,7 @@ def test_thousands_of_requests_come_and_go(
         depth=depth,
         num_stages=num_stages,
         num_blocks=20,
+        windows=WINDOWS[windows],
         block_size=4,
         max_num_seqs=5,
         max_num_batched_tokens=13 if chunked else MAX_MODEL_LEN,

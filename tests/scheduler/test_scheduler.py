@@ -3,7 +3,7 @@ import pytest
 from jaxllm.errors import ValidationError
 from jaxllm.messages import FinishReason
 from jaxllm.scheduler.policy import priority
-from jaxllm.scheduler.schedule import CARRIED_TOKEN
+from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON
 
 BOTH_LOOPS = pytest.mark.parametrize("depth", [0, 1], ids=["plain", "overlapped"])
 
@@ -54,7 +54,7 @@ def test_decodes_come_first_and_share_the_step_with_a_prompt(make_engine, make_r
     assert schedule.num_decodes == 1
     assert schedule.num_tokens.tolist() == [1, 15]
     assert schedule.context_lens.tolist() == [9, 15]
-    assert schedule.output_index.tolist() == [1, 0]
+    assert schedule.starts.tolist() == [GO_ON, 0]
     assert schedule.samples.tolist() == [True, False]
     assert schedule.slots.dtype == schedule.token_ids.dtype == schedule.block_updates.dtype == "i4"
     engine.drain()
@@ -92,7 +92,7 @@ def test_a_step_ahead_carries_the_token_that_the_host_does_not_know(make_engine,
     second = engine.dispatch()
     assert second.token_ids.tolist() == [CARRIED_TOKEN]
     assert second.context_lens.tolist() == [5]
-    assert second.output_index.tolist() == [1]
+    assert second.starts.tolist() == [GO_ON]
     engine.collect()
     engine.drain()
 
@@ -161,8 +161,8 @@ def test_only_new_blocks_travel(make_engine, make_request):
     engine.add(make_request("a", 6, max_tokens=6))
     updates = [engine.step().block_updates for _ in range(5)]
     assert [len(update) for update in updates] == [2, 0, 0, 1, 0]
-    assert updates[0][:, 1].tolist() == [0, 1]
-    assert updates[3][:, 1].tolist() == [2]
+    assert updates[0][:, 2].tolist() == [0, 1]
+    assert updates[3][:, 2].tolist() == [2]
     engine.drain()
 
 

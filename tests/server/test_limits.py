@@ -116,7 +116,7 @@ def test_a_prompt_counts_as_often_as_the_answer_shows_it(field, value, per_token
 def test_all_of_the_vocabulary_counts_as_what_it_is():
     info = EngineInfo(
         model="m", model_dir="m", vocab_size=1000, max_model_len=100, max_logprobs=1000,
-        eos_token_ids=[], max_num_seqs=1, max_num_batched_tokens=16, num_blocks=1, block_size=16,
+        eos_token_ids=[], max_num_seqs=1, max_num_batched_tokens=16, cache_groups=(), block_size=16,
     )  # fmt: skip
     params = SamplingParams(logprobs=-1, max_tokens=None)
     check_logprobs(params, [90], info, most=10 * 1001, num_shown=0)

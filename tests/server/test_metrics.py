@@ -108,7 +108,7 @@ def test_the_kv_cache_is_told_as_it_is(page, host):
     [labels] = [key[1:] for key in page._after if key[0] == "vllm:cache_config_info"]
     info = host.engine.info
     assert f"block_size={info.block_size}" in labels
-    assert f"num_gpu_blocks={info.num_blocks}" in labels
+    assert f"num_gpu_blocks={info.cache_groups[0].num_blocks}" in labels
     assert f"kv_cache_memory_bytes={16 << 20}" in labels
     assert "enable_prefix_caching=True" in labels and "engine=0" in labels
 
@@ -184,10 +184,10 @@ def test_each_replica_has_its_own_figures(engine_options, make_host, monkeypatch
         assert page.more("request_generation_tokens_sum", engine) == 12
         assert page.more("request_success_total", engine, "finished_reason=length") == 2
         assert page.more("time_to_first_token_seconds_count", engine) == 2
-        assert page.now("kv_blocks", engine) == host.engine.info.num_blocks
+        assert page.now("kv_blocks", engine) == host.engine.info.cache_groups[0].num_blocks
     stats = host.call(host.engine.stats())
     assert stats.num_generation_tokens == 24
-    assert stats.num_blocks == 2 * host.engine.info.num_blocks
+    assert stats.num_blocks == 2 * host.engine.info.cache_groups[0].num_blocks
 
 
 def test_memory_of_accelerators_is_told_by_device():

@@ -14,14 +14,15 @@ BEFORE = EngineStats(
     prefix_cache_queries=100,
     prefix_cache_hits=90,
     num_preemptions=1,
-    num_blocks=200,
+    group_blocks=[200],
+    group_blocks_used=[0],
 )
 
 
 def after(**fields):
     return EngineStats(
-        num_blocks=200,
-        num_blocks_used=25,
+        group_blocks=[200],
+        group_blocks_used=[25],
         num_requests_running=3,
         num_requests_waiting=2,
         num_prompt_tokens=150,

@@ -1,5 +1,6 @@
 import pytest
 
+from jaxllm.cache_groups import CacheGroup
 from jaxllm.messages import EngineInfo
 from jaxllm.plan.buckets import make_ladder
 from jaxllm.simulation.deployment import Deployment
@@ -30,7 +31,9 @@ def deployment():
             eos_token_ids=[],
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=64,
-            num_blocks=num_blocks,
+            cache_groups=(
+                CacheGroup(window=None, num_blocks=num_blocks, max_blocks_per_request=16),
+            ),
             block_size=16,
         )
         return Deployment(

@@ -27,10 +27,10 @@ def schedule_of(num_tokens, context_lens):
         slots=np.arange(rows, dtype=np.int32),
         num_tokens=np.array(num_tokens, np.int32),
         context_lens=np.array(context_lens, np.int32),
-        output_index=np.zeros(rows, np.int32),
+        starts=np.zeros(rows, np.int32),
         samples=np.ones(rows, bool),
         token_ids=np.zeros(sum(num_tokens), np.int32),
-        block_updates=np.zeros((0, 3), np.int32),
+        block_updates=np.zeros((0, 4), np.int32),
     )
 
 

@@ -1,4 +1,4 @@
-from jaxllm.scheduler.prefix_hash import block_hashes, group_root_hash, root_hash
+from jaxllm.scheduler.kv.prefix_hash import block_hashes, group_root_hash, root_hash
 
 
 def test_equal_content_has_equal_hashes():

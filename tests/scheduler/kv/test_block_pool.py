@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.scheduler.block_pool import BlockPool
+from jaxllm.scheduler.kv.block_pool import BlockPool
 
 A, B, C = b"a", b"b", b"c"
 

@@ -1,0 +1,108 @@
+"""Groups of layers that keep the keys and values of the same tokens, and how the cache is divided.
+
+Layers without a window keep all tokens; layers with one keep those that the next token still sees.
+Layers that keep the same share block tables and a pool of blocks, whatever their heads are: they
+are a group. All groups have one block size in tokens, which is also the unit of prefix hashes.
+
+The plan makes the groups. The scheduler knows of the model's layers nothing else.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheGroup:
+    """Layers that share block tables, and the blocks that there are for them."""
+
+    # How many tokens, itself included, a token sees; None: all before it.
+    window: int | None
+    num_blocks: int
+    max_blocks_per_request: int  # a request never holds more
+
+    def first_block(self, num_tokens: int, block_size: int) -> int:
+        """The first block that is still read when so many tokens have been computed."""
+        if self.window is None:
+            return 0
+        return max(num_tokens - self.window + 1, 0) // block_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSizes:
+    """What the sizes of groups follow from."""
+
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+
+    def max_blocks(self, window: int | None) -> int:
+        """The most blocks that one request can hold at once: those that the first token of a step
+        sees, and those of the step's own tokens."""
+        return self._blocks_seen(window, self.max_num_batched_tokens)
+
+    def _blocks_seen(self, window: int | None, num_new_tokens: int) -> int:
+        whole = -(-self.max_model_len // self.block_size)
+        if window is None:
+            return whole
+        return min(whole, -(-(window - 1 + num_new_tokens) // self.block_size) + 1)
+
+    def divide(self, windows: Sequence[int | None], num_blocks: int) -> tuple[CacheGroup, ...]:
+        """The groups, if the first one has so many blocks.
+
+        How many blocks another group should have depends on the requests. Where all are shorter
+        than its window it needs as many as the first one; where all are as long as they may be,
+        the share is that of the blocks which a decoding request holds. The geometric mean of both
+        shares is wrong by the same factor in either case.
+        """
+        first = windows[0]
+        groups = []
+        for window in windows:
+            share = math.sqrt(self._blocks_seen(window, 1) / self._blocks_seen(first, 1))
+            limit = self.max_blocks(window)
+            blocks = num_blocks if window == first else max(limit, math.ceil(num_blocks * share))
+            groups.append(
+                CacheGroup(window=window, num_blocks=blocks, max_blocks_per_request=limit)
+            )
+        return tuple(groups)
+
+
+def group_windows(windows: Iterable[int | None]) -> tuple[int | None, ...]:
+    """The windows of the groups of layers with these windows, the longest reach first."""
+    distinct = set(windows)
+    without: tuple[None, ...] = (None,) if None in distinct else ()
+    return without + tuple(sorted((w for w in distinct if w is not None), reverse=True))
+
+
+def room_for(groups: Iterable[CacheGroup], context: int, block_size: int) -> int:
+    """How many requests with contexts of so many tokens have room in all groups."""
+
+    def kept(window: int | None) -> int:
+        """Tokens whose blocks a decoding request holds."""
+        if window is None:
+            return context
+        return min(context, (-(-window // block_size) + 1) * block_size)
+
+    return min(group.num_blocks * block_size // kept(group.window) for group in groups)
+
+
+def num_fitting(cache_bytes: Callable[[int], int], room: int) -> int:
+    """The largest number of blocks whose cache takes no more than `room` bytes."""
+    low, high = 0, 1
+    while cache_bytes(high) <= room:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cache_bytes(middle) <= room else (low, middle)
+    return low
+
+
+def describe_groups(groups: Iterable[CacheGroup], block_size: int) -> str:
+    """The blocks of each group, for people."""
+
+    def describe(group: CacheGroup) -> str:
+        window = "" if group.window is None else f" for windows of {group.window}"
+        tokens = group.num_blocks * block_size
+        return f"{group.num_blocks} blocks of {block_size} = {tokens} tokens{window}"
+
+    return ", ".join(map(describe, groups))

@@ -1,0 +1,234 @@
+"""Gives requests their KV blocks, and finds blocks that already hold the head of a prompt.
+
+All bookkeeping is on the host. The device runs steps in the order in which they were dispatched,
+so a block may be handed on as soon as its owner needs it no more, even with a step under way that
+still reads or writes it: whoever gets it writes later. For the same reason a block can be found by
+others from the step after the one that fills it. Within one step it cannot, so registration comes
+after all admissions of a step.
+
+Each group of layers has a pool of blocks, and a request has a table in each group. A group with a
+window gets a request's blocks back once all its next tokens are past them.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from jaxllm.cache_groups import CacheGroup
+from jaxllm.scheduler.kv.block_pool import BlockPool
+from jaxllm.scheduler.kv.prefix_hash import block_hashes, group_root_hash, root_hash
+from jaxllm.scheduler.kv.tables import BlockTable
+from jaxllm.scheduler.request import Request
+
+_HASH_STRIDE = 64  # blocks that a look-up hashes at a time
+
+
+class KVCacheManager:
+    """The pools of all groups, and the tables of all running requests in them."""
+
+    def __init__(
+        self, *, groups: Sequence[CacheGroup], block_size: int, enable_prefix_caching: bool
+    ) -> None:
+        self.groups = tuple(groups)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._pools = tuple(BlockPool(group.num_blocks) for group in groups)
+        self._num_sharing = 0
+
+    @property
+    def num_blocks_used(self) -> list[int]:
+        """Blocks that requests hold, by group."""
+        return [pool.num_used for pool in self._pools]
+
+    def hash_root(self, cache_salt: str | None) -> bytes | None:
+        """Return where a request's chain of hashes starts; None if it shares no blocks."""
+        return root_hash(cache_salt) if self.enable_prefix_caching else None
+
+    def let_share(self, leader: Request, follower: Request) -> None:
+        """Let the follower find the leader's blocks, also when prefix caching is off."""
+        if self.enable_prefix_caching:
+            return
+        if leader.hash_root is None:
+            leader.hash_root = group_root_hash(self._num_sharing)
+            self._num_sharing += 1
+            if leader.tables:
+                self.advance(leader)
+        follower.hash_root = leader.hash_root
+
+    def may_read(self, request: Request) -> bool:
+        """Whether a request may take over computed blocks. The logprobs of a prompt come from
+        computing it, so until then a request that wants them may not."""
+        return request.hash_root is not None and not request.wants_prompt_logprobs
+
+    def find_prefix(self, request: Request) -> int:
+        """Return how many blocks of the request's tokens need not be computed: every group knows
+        all of them that it would still read.
+
+        The last token is never part of it: it must be computed for the next one to be sampled.
+        """
+        if not self.may_read(request):
+            return 0
+        length = (request.num_known_tokens - 1) // self.block_size
+        num_agreed = index = 0
+        while length and num_agreed < len(self.groups):
+            found = self._find_in_group(request, index, length)
+            num_agreed = num_agreed + 1 if found == length else 1
+            length = found
+            index = (index + 1) % len(self.groups)
+        return length
+
+    def admit(self, request: Request, num_prefix_blocks: int, reserve: int) -> bool:
+        """Give a request the blocks for all its tokens, of which known blocks hold the first ones;
+        in a group with a window, as many as it can hold there at once.
+
+        All at once, not chunk by chunk: prompts that are admitted together then cannot take each
+        other's room half way. False, and nothing changes, if fewer than `reserve` blocks would
+        stay free in a group.
+        """
+        length = -(-request.num_tokens // self.block_size)
+        parts = []
+        for group, pool in zip(self.groups, self._pools, strict=True):
+            start = group.first_block(num_prefix_blocks * self.block_size, self.block_size)
+            prefix = [
+                block
+                for content in request.block_hashes[start:num_prefix_blocks]
+                if (block := pool.find(content)) is not None
+            ]
+            assert start + len(prefix) == num_prefix_blocks, f"{request}: prefix is gone"
+            num_new = min(length, start + group.max_blocks_per_request) - num_prefix_blocks
+            if num_new + reserve > pool.num_free - pool.count_free(prefix):
+                return False
+            parts.append((pool, start, prefix, num_new))
+        tables = []
+        for pool, start, prefix, num_new in parts:
+            pool.share(prefix)
+            tables.append(BlockTable(start, prefix + pool.take(num_new)))
+        request.tables = tuple(tables)
+        request.num_registered_blocks = num_prefix_blocks
+        request.has_taken_over_blocks = num_prefix_blocks > 0
+        self._note_room(request)
+        self._note_next_block(request)
+        return True
+
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Give a running request room for so many tokens; False, and nothing changes, if a group
+        has not enough free blocks."""
+        end = -(-num_tokens // self.block_size)
+        parts = list(zip(self._pools, request.tables, strict=True))
+        if any(end - table.end > pool.num_free for pool, table in parts):
+            return False
+        for pool, table in parts:
+            if end > table.end:
+                table.blocks += pool.take(end - table.end)
+        self._note_room(request)
+        return True
+
+    def advance(self, request: Request) -> None:
+        """Let others find the request's full blocks, as far as their tokens are known, and take
+        back those that lie behind a window."""
+        self._register(request)
+        num_computed = request.num_computed_tokens
+        for group, pool, table in zip(self.groups, self._pools, request.tables, strict=True):
+            start = group.first_block(num_computed, self.block_size)
+            if start > table.start:
+                pool.release(table.drop_until(start))
+        self._note_next_block(request)
+
+    def free(self, request: Request) -> None:
+        """Take the request's blocks back; those that are registered stay findable."""
+        self._register(request)
+        for pool, table in zip(self._pools, request.tables, strict=True):
+            pool.release(table.blocks)
+        request.tables = ()
+        request.room = 0
+        request.num_registered_blocks = 0
+        request.next_block_at = sys.maxsize
+
+    def forget(self, request: Request) -> None:
+        """Make every block that this request may have filled unfindable."""
+        for pool in self._pools:
+            for content in request.block_hashes:
+                pool.forget(content)
+
+    def reset(self) -> bool:
+        """Forget all prefixes. Does nothing and returns False while a request holds blocks."""
+        if any(pool.num_used for pool in self._pools):
+            return False
+        return all([pool.reset() for pool in self._pools])
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Assert that blocks and tables add up. O(blocks)."""
+        running = list(running)
+        for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
+            pool.check([request.tables[index].blocks for request in running])
+            for request in running:
+                table = request.tables[index]
+                first = group.first_block(request.num_computed_tokens, self.block_size)
+                assert table.start <= first, f"{request}: block {first} of group {index} is gone"
+                assert table.num_sent <= table.end, f"{request}: group {index}"
+                assert len(table.blocks) <= group.max_blocks_per_request, f"{request}: {index}"
+        for request in running:
+            ends = [table.end for table in request.tables]
+            assert request.room == min(ends) * self.block_size, f"{request}: {ends}"
+
+    def _find_in_group(self, request: Request, index: int, length: int) -> int:
+        """Return up to which block, `length` at most, the group knows what it would read."""
+        group, pool = self.groups[index], self._pools[index]
+        if group.window is None:
+            for found in range(length):
+                self._hash_ahead(request, found, length)
+                if pool.find(request.block_hashes[found]) is None:
+                    return found
+            return length
+        self._hash_blocks(request, length)
+        first = length  # from here on all blocks up to `length` are known
+        while length:
+            start = group.first_block(length * self.block_size, self.block_size)
+            while first > start and pool.find(request.block_hashes[first - 1]) is not None:
+                first -= 1
+            if first <= start:
+                return length
+            first = length = first - 1  # whatever ends later would read the missing block
+        return 0
+
+    def _register(self, request: Request) -> None:
+        if request.hash_root is None:
+            return
+        num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
+        first, end = request.num_registered_blocks, num_tokens // self.block_size
+        if first < end:
+            self._hash_blocks(request, end)
+            for pool, table in zip(self._pools, request.tables, strict=True):
+                start = max(first, table.start)
+                pool.register(
+                    table.blocks[start - table.start : end - table.start],
+                    request.block_hashes[start:end],
+                )
+            request.num_registered_blocks = end
+
+    def _hash_ahead(self, request: Request, index: int, num_blocks: int) -> None:
+        """Hash a block that a look-up comes to, and some more. Not all at once: after the first
+        miss no more are needed for now."""
+        if index == len(request.block_hashes):
+            self._hash_blocks(request, min(index + _HASH_STRIDE, num_blocks))
+
+    def _hash_blocks(self, request: Request, num_blocks: int) -> None:
+        """Bring the request's hashes to so many blocks; each is computed once per request."""
+        hashes, root = request.block_hashes, request.hash_root
+        assert root is not None, request
+        start, end = len(hashes) * self.block_size, num_blocks * self.block_size
+        if start < end:
+            tokens = request.known_tokens(start, end)
+            hashes += block_hashes(hashes[-1] if hashes else root, tokens, self.block_size)
+
+    def _note_room(self, request: Request) -> None:
+        request.room = min(table.end for table in request.tables) * self.block_size
+
+    def _note_next_block(self, request: Request) -> None:
+        """Note how many computed tokens give `advance` something to do."""
+        at = sys.maxsize
+        if request.hash_root is not None:
+            at = (request.num_registered_blocks + 1) * self.block_size
+        for group, table in zip(self.groups, request.tables, strict=True):
+            if group.window is not None:
+                at = min(at, (table.start + 1) * self.block_size + group.window - 1)
+        request.next_block_at = at
