@@ -1,10 +1,11 @@
 """A device made of numpy and an engine loop around it, to run the scheduler for real.
 
 The fake device keeps, for every position of every block of every cache group, a hash of the whole
-token history up to there, as real keys and values depend on it. Each step asserts that every position it attends to
-holds exactly the history of its own request, so a block that is shared, reused or freed wrongly
-is caught where it happens. The next token is a function of the history: whatever was preempted,
-cached, chunked or overlapped, the outputs must be those of an undisturbed run.
+token history up to there, as real keys and values depend on it. Each step asserts that every
+position that it attends to holds exactly the history of its own request, so a block that is shared,
+reused or freed wrongly is caught where it happens. The next token is a function of the history:
+whatever was preempted, cached, chunked or overlapped, the outputs must be those of an undisturbed
+run.
 """
 
 from collections import deque
