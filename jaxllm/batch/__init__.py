@@ -1,9 +1,9 @@
-"""Batch inference: a file of requests in, a file of answers out, whatever kills it in between.
+"""Batch inference: a file of requests in, a file of answers out, and a run can resume after a kill.
 
     storage ─► input ─► lines ─► run ─► journal ─► delivery
                                LLMEngine
 
-`journal` is the one durable truth about what is finished. `run` feeds an engine with a bounded
-number of requests; `delivery` sorts the results, if asked, for storage to put where they belong.
-`job` holds it all together. `ray` is another way, for a dataset and many engines.
+`journal` is the durable record of finished items. `run` feeds an engine with a bounded number of
+requests. `delivery` sorts the results if requested, and `storage` writes them to their destination.
+`job` connects all of it. `ray` is another way, for a dataset and many engines.
 """

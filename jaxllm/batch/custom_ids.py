@@ -1,6 +1,6 @@
-"""The custom_ids that a batch has had so far, on disk: there may be more than memory has room for.
+"""The custom_ids of a batch so far. They are on disk, because they may exceed memory.
 
-Made anew by every run, which reads the input from its beginning: nothing here has to last.
+Every run reads the input from its beginning and makes the set anew, so it need not be durable.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ class CustomIds:
         path.unlink(missing_ok=True)
         self._path = path
         self._database = sqlite3.connect(path, isolation_level=None)
-        # A crash may spoil it: no run reads that of another.
+        # A crash may corrupt the file, but no run reads the file of another.
         self._execute("PRAGMA journal_mode = OFF")
         self._execute("PRAGMA synchronous = OFF")
         self._execute("CREATE TABLE ids (hash BLOB PRIMARY KEY) WITHOUT ROWID")
         self._execute("BEGIN")
 
     def add(self, custom_id: str) -> bool:
-        """Add one; False if it was there already."""
+        """Add an id; return False if it is there already."""
         digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
         return self._execute("INSERT OR IGNORE INTO ids VALUES (?)", digest).rowcount == 1
 

@@ -1,6 +1,6 @@
-"""The last act: the results go where they were wanted, in the order of the input if asked.
+"""The last stage: copies the results to their destination, in the order of the input if requested.
 
-Can be repeated after a kill at any moment: the results that it reads stay until it is over.
+It can be repeated after a kill at any moment: its input stays until it is done.
 """
 
 import mmap
@@ -10,20 +10,20 @@ from pathlib import Path
 
 from jaxllm.batch.journal import Kind, read_journal
 
-_PLACE = struct.Struct("<QQ")  # offset and size of a result; size 0: not of this kind
+_PLACE = struct.Struct("<QQ")  # offset and size of a result; size 0: of another kind
 
 
 def write_ordered(journal: Path, kind: Kind, results: Path, to: Path, num_items: int) -> None:
     """Copy the results of one kind in the order of their items.
 
-    An index on disk says where each item's result is. The journal fills it in one pass, and the
-    copy reads it in another, so memory does not grow with the batch.
+    An index on disk has the place of each item's result. One pass over the journal fills it, and
+    another reads it to copy, so memory does not grow with the batch.
     """
     index_path = to.with_name(to.name + ".index")
     try:
         with open(index_path, "w+b") as index_file:
-            # Reserved on the disk: a hole in a mapped file would kill us when the disk is full.
-            # One entry more, since an empty file cannot be mapped.
+            # Allocate the file: a hole in a mapped file would kill the process when the disk is
+            # full. It has one more entry, because an empty file cannot be mapped.
             os.posix_fallocate(index_file.fileno(), 0, (num_items + 1) * _PLACE.size)
             with mmap.mmap(index_file.fileno(), 0) as index, open(to, "wb") as target:
                 for entry in read_journal(journal):

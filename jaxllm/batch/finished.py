@@ -1,11 +1,11 @@
-"""Which items of a batch are finished, in memory that does not grow with the batch."""
+"""The set of finished items of a batch, in memory that does not grow with the batch."""
 
 
 class Finished:
     """A set of item numbers that fills up from 0, each number once.
 
-    All below `low` are in it. Above, it knows `window` numbers: an item may be started only if
-    `has_room` for it, so a single slow one holds the others up once they are that far ahead.
+    It contains all numbers below `low`, and tracks `window` numbers above. Start an item only if
+    `has_room` for it: a slow item holds up items that are a window ahead of it.
     """
 
     def __init__(self, window: int):

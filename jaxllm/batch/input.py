@@ -1,7 +1,7 @@
-"""Lines of the input as items, read in bounded memory.
+"""Reads lines of the input as items, in bounded memory.
 
-Items are numbered from 0 in the order of the file. Empty lines are no items, but count as lines.
-A line that cannot be read is an item, too: one with an error in place of its text.
+Items are numbered from 0 in the order of the file. Empty lines are not items, but count as lines. A
+line that cannot be read is an item with an error in place of its text.
 """
 
 import codecs
@@ -14,16 +14,16 @@ _READ_BYTES = 1 << 20
 
 
 class Item(NamedTuple):
-    """One request as it stands in the file."""
+    """One request in the file."""
 
     number: int
-    line: int  # as editors count, from 1
+    line: int  # line number from 1, as in editors
     text: str | ValidationError
-    num_bytes: int  # of the file, from the end of the item before it
+    num_bytes: int  # of the file, from the end of the previous item
 
 
 def read_items(file: BinaryIO, max_line_bytes: int) -> Iterator[Item]:
-    """Yield all items of a file; holds one line at a time, and of an overlong one only its head."""
+    """Yield all items of a file. Holds one line at a time, and only the head of an overlong one."""
     number = line = num_bytes = 0
     for data, size in _lines(file, max_line_bytes):
         line += 1
@@ -49,7 +49,7 @@ def _text(data: bytes, size: int, max_line_bytes: int) -> str | ValidationError:
 
 
 def _lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Lines and their sizes, ends included; of a longer line only its head is kept."""
+    """Yield lines and their sizes, with line ends; of an overlong line, yield only the head."""
     kept, size = bytearray(), 0
     while data := file.read(_READ_BYTES):
         start = 0

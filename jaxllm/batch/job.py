@@ -1,5 +1,5 @@
-"""A batch from the command to the delivered files: what may be said against it is said before the
-model is loaded, and a second run of the same command goes on where the first one ended."""
+"""A batch from the command to the delivered files. Errors in the options are reported before the
+model is loaded. A second run of the same command resumes where the first one ended."""
 
 import contextlib
 import fcntl
@@ -44,7 +44,7 @@ EXIT_HUNG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """What is asked of a batch, beside the engine."""
+    """The options of a batch, without the engine's."""
 
     input_file: str
     output_file: str
@@ -67,15 +67,14 @@ class BatchOptions:
 
 
 def run_batch(options: BatchOptions, engine_options: dict[str, Any]) -> bool:
-    """Answer all lines of the input. False if a signal stopped it before the end: the same call
-    goes on."""
+    """Answer all lines of the input. Return False if a signal stopped it; the same call resumes."""
     options.validate()
     config = EngineConfig.create(**engine_options)
     start_engine = functools.partial(LLMEngine, config)
     with StopSignal(options.grace_period_s) as stop:
         try:
             if config.parallel.may_follow:
-                # Before any file is touched: a rank that follows does not come back from here.
+                # Before any file is touched, because a rank that follows does not return from here.
                 engine = start_engine()
                 start_engine = lambda: engine  # noqa: E731
             job = _Job(options, engine_options)
@@ -87,7 +86,7 @@ def run_batch(options: BatchOptions, engine_options: dict[str, Any]) -> bool:
 
 
 def _end_hung(reason: str) -> NoReturn:
-    """Nothing else ends a process that waits for a device. The journal has what is finished."""
+    """Exit at once: only that ends a process that waits for a device. The journal is complete."""
     logger.error("batch: the same command goes on, in a process whose devices answer")
     sys.stderr.flush()
     os._exit(EXIT_HUNG)
@@ -112,7 +111,7 @@ class _Job:
         else:
             self.folder = Path(answers.path.rpartition("/")[2] + ".journal")
         settings = {
-            # By their last names: all of it may have moved to another disk.
+            # Names without directories, because the files may have moved to another disk.
             "output_file": PurePath(answers.path).name,
             "error_file": PurePath(errors.path).name,
             "ordered": options.ordered,
@@ -128,7 +127,7 @@ class _Job:
         self.folder.mkdir(exist_ok=True)
 
     def run(self, start_engine: Callable[[], LLMEngine], stop: StopSignal) -> bool:
-        """Do what is left to do; False if that was stopped."""
+        """Do the remaining work; return False if it was stopped."""
         manifest = self._begin()
         if manifest.is_delivered:
             self._check_delivered()
@@ -151,7 +150,7 @@ class _Job:
         return True
 
     def _begin(self) -> Manifest:
-        """Take up the batch that was begun, or begin one."""
+        """Resume the batch of this folder, or begin one."""
         path = self.folder / "manifest.json"
         begun = read_manifest(path)
         used = [target for target in self._targets.values() if target.exists() and target.size()]
@@ -164,7 +163,7 @@ class _Job:
         elif begun.is_delivered or used or _size(self.folder / "journal"):
             check_same_batch(path, begun, self._now)
             return begun
-        # A run that brought nothing, for want of the model for instance, binds nobody.
+        # A batch without results, for example because the model was missing, may change settings.
         write_manifest(path, self._now)
         return self._now
 
@@ -175,7 +174,7 @@ class _Job:
         start_engine: Callable[[], LLMEngine],
         stop: StopSignal,
     ) -> bool:
-        """Answer what is not finished; False if that was stopped."""
+        """Answer the unfinished items; return False if that was stopped."""
         with contextlib.ExitStack() as cleanup:
             file = cleanup.enter_context(self._input.open())
             custom_ids = CustomIds(self.folder / "custom_ids")
@@ -187,7 +186,7 @@ class _Job:
             )
             first = next(items, None)
             if first is None:
-                return True  # it was killed after its last line: no model is needed
+                return True  # a run was killed after its last line; the model is not needed
             engine = start_engine()
             cleanup.callback(engine.shutdown)
             progress.start()
@@ -217,10 +216,10 @@ class _Job:
             logger.warning("batch: stopped before the end; the same command goes on")
         return is_complete
 
-    # ---- where results gather, and where they go
+    # ---- result files and their destinations
 
     def _is_direct(self, kind: Kind) -> bool:
-        """Whether results are appended to the output itself."""
+        """Whether results are appended to the output file directly."""
         return self._targets[kind].is_local and not self._options.ordered
 
     def _results(self, kind: Kind) -> Path:
@@ -250,7 +249,7 @@ class _Job:
             target.put(results)
             return
         ordered = results.with_suffix(".ordered")
-        if target.is_local:  # on its own disk, to be moved there in one step
+        if target.is_local:  # write on its own disk, so that a rename is atomic
             ordered = target.local_path.with_name(target.local_path.name + ".tmp")
         write_ordered(self.folder / "journal", kind, results, ordered, num_items)
         target.put(ordered)
@@ -267,7 +266,7 @@ class _Job:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other processes; the lock of a killed one is free."""
+    """Lock the folder against other processes. A killed process releases its lock."""
     with open(folder / "lock", "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -283,7 +282,7 @@ def _size(path: Path) -> int:
 
 
 def _beside(name: str, suffix: str) -> str:
-    """out.jsonl -> out.errors.jsonl"""
+    """Insert a suffix: out.jsonl -> out.errors.jsonl."""
     stem, dot, extension = name.rpartition(".")
     return f"{stem}{suffix}.{extension}" if dot and "/" not in extension else name + suffix
 

@@ -1,15 +1,15 @@
-"""The journal: what is finished. The one durable truth, whatever else a killed process left.
+"""The journal: the durable record of finished items.
 
-Results are appended to two files, one for answers and one for errors. `commit` syncs these first,
-and only then appends one record for each new result to the journal and syncs that. So a journal
-record is a promise: this many bytes of that file are the result of that item, and they are on disk.
-All else is worth nothing: `open` cuts off the journal at its first damaged record, and the files at
-the last promised byte. What is lost that way was never promised, and is computed again.
+Results are appended to two files, one for answers and one for errors. `commit` first syncs these.
+Then it appends a record for each new result to the journal and syncs the journal. So a record is a
+promise: these bytes of that file are the result of that item, and they are on disk. Opening a
+journal truncates it at its first damaged record, and the files after the last promised byte.
+Results that are lost this way were never promised, and are computed again.
 
     record:  item u64 | number of bytes u32 | which file u8, 3 zeros | checksum u32
 
-The place of a result in its file is the sum of those before it. The checksum covers the record's
-own place, so that no stale or zeroed block passes for a record.
+The offset of a result in its file is the sum of the sizes before it. The checksum also covers the
+record's index, so that a stale or zeroed block is not taken for a record.
 """
 
 import os
@@ -26,21 +26,21 @@ from jaxllm.logging import init_logger
 
 logger = init_logger(__name__)
 
-WINDOW = 1 << 20  # the oldest unfinished item and the newest are at most so far apart
+WINDOW = 1 << 20  # the largest distance between the oldest unfinished item and the newest
 
 _RECORD = struct.Struct("<QIB3xI")
 _RECORDS_PER_READ = 4096
 
 
 class Kind(IntEnum):
-    """Which file a result is in."""
+    """The file that contains a result."""
 
     ANSWER = 0
     ERROR = 1
 
 
 class Entry(NamedTuple):
-    """The result of an item: `size` bytes at `offset` of the file of its kind."""
+    """An item's result: `size` bytes at `offset` in the file of its kind."""
 
     item: int
     kind: Kind
@@ -49,10 +49,10 @@ class Entry(NamedTuple):
 
 
 class Journal:
-    """Append-only, for one process at a time. After an error of the disk it must be opened anew."""
+    """Append-only, for one process at a time. Open it anew after a disk error."""
 
     def __init__(self, path: Path, answers: Path, errors: Path, *, window: int = WINDOW):
-        """Open what is there or make it; cut off what is not promised."""
+        """Open or create the files, and cut off everything that was not promised."""
         self.finished = Finished(window)
         self.num_results = [0, 0]  # of each kind, committed
         self._buffers: list[list[bytes]] = [[], []]
@@ -69,18 +69,18 @@ class Journal:
             sync_folder(folder)
 
     def append(self, item: int, kind: Kind, line: bytes) -> None:
-        """Take the result of an item, a line without its end. Durable after the next `commit`."""
+        """Add the result of an item, a line without its end. The next `commit` makes it durable."""
         self.finished.add(item)
         self._buffers[kind].append(line + b"\n")
         self._pending.append((item, kind, len(line) + 1))
         self.num_pending_bytes += len(line) + 1
 
     def commit(self) -> None:
-        """Make all that was appended durable; raises OSError, of a full disk for instance. What was
-        committed before stays as it is."""
+        """Make all appended results durable. Raise OSError, for example if the disk is full; earlier
+        commits are not affected."""
         if not self._pending:
             return
-        # Taken out first: after an error nothing may be written a second time.
+        # Empty the buffers first: after an error nothing may be written twice.
         buffers, self._buffers = self._buffers, [[], []]
         pending, self._pending = self._pending, []
         self.num_pending_bytes = 0
@@ -97,12 +97,12 @@ class Journal:
             self.num_results[kind] += 1
 
     def close(self) -> None:
-        """Let go of the files. What was not committed is dropped."""
+        """Close the files. Uncommitted results are dropped."""
         for file in (*self._results, self._file):
             file.close()
 
     def _read_promises(self) -> int:
-        """Replay the journal; return how many records of it are whole."""
+        """Replay the journal; return the number of intact records."""
         count = 0
         for entry in read_journal(self._path):
             self.finished.add(entry.item)
@@ -130,7 +130,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[Entry]:
-    """Read the whole records of a journal, in the order in which they were written."""
+    """Read the intact records of a journal, in the order in which they were written."""
     ends, place = [0, 0], 0
     with open(path, "rb") as file:
         while data := file.read(_RECORD.size * _RECORDS_PER_READ):
@@ -163,12 +163,12 @@ def _checksum(place: int, body: bytes) -> int:
 
 
 def _open_append(path: Path) -> BinaryIO:
-    # Unbuffered: an error of the disk belongs to the write that met it.
+    # Unbuffered, so that the write that meets a disk error raises it.
     return open(path, "ab", buffering=0)
 
 
 def _write(file: BinaryIO, data: bytes) -> None:
-    """Write all of it, through to the disk."""
+    """Write all data and sync it to disk."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]

@@ -1,4 +1,4 @@
-"""A line of the input is a request of one of two forms, and its result is a line of the same form.
+"""Input lines: each is a request in one of two forms, and its result has the same form.
 
 OpenAI's batch form:  {"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}
 The plain form:       {"prompt": ...} or {"prompt_token_ids": [...]}, and sampling parameters
@@ -25,7 +25,7 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class LineError(ValidationError):
-    """The line is no request at all, or a second one of the same name."""
+    """The line is not a request, or its custom_id is a duplicate."""
 
     def __init__(self, code: str, message: str):
         super().__init__(message)
@@ -33,29 +33,29 @@ class LineError(ValidationError):
 
 
 class Line(Protocol):
-    """A line that is a request of one of the forms, whether or not it is a good one."""
+    """A line in one of the forms, valid or not."""
 
     custom_id: str | None
 
     def read(self, served: ServedModel) -> "Prompts":
-        """What it asks for; raises ValidationError."""
+        """Return the line's prompts; raise ValidationError if it is invalid."""
         ...
 
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
-        """An error of the engine about one of the prompts, under the names of the line."""
+        """Rename the fields in an engine's error to their names in the line."""
         ...
 
     def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
-        """The result, from the last outputs of all prompts; raises AnswerError."""
+        """Make the result from the last outputs of all prompts; raise AnswerError."""
         ...
 
     def error(self, error: Exception) -> bytes:
-        """The result when there is no answer."""
+        """Make the result of a line without an answer."""
         ...
 
 
 class Prompts(msgspec.Struct, frozen=True):
-    """What a line asks of the engine."""
+    """The input of the engine for a line."""
 
     prompts: list[PromptType]
     params: SamplingParams
@@ -64,18 +64,19 @@ class Prompts(msgspec.Struct, frozen=True):
 
 
 class LineReader:
-    """Finds the form of each line, and those whose custom_id was there before."""
+    """Detects the form of each line, and duplicate custom_ids."""
 
     def __init__(self, batch_id: str, custom_ids: CustomIds):
         self._batch_id = batch_id
         self._custom_ids = custom_ids
 
     def skip(self, item: Item) -> None:
-        """Remember a line that an earlier run finished."""
+        """Record the custom_id of a line that an earlier run finished."""
         self.read(item)
 
     def read(self, item: Item) -> Line:
-        """Lines must come in order: the first of several with one custom_id is the good one."""
+        """Read a line. Lines must come in order: of several with one custom_id, only the first is
+        valid."""
         try:
             fields = _decode(item.text)
         except LineError as error:
@@ -167,7 +168,7 @@ class BatchLine:
 
 
 class BadLine:
-    """A line that is no request; its error is in OpenAI's batch form, whatever it was meant for."""
+    """A line that is not a request. Its error has OpenAI's batch form, whatever its form is."""
 
     def __init__(self, batch_id: str, item: Item, custom_id: str | None, error: LineError):
         self.custom_id = custom_id
@@ -224,7 +225,7 @@ class PlainLine:
         return Prompts([_as_prompt(prompt)], params, priority, truncate)
 
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
-        return error  # they are the engine's
+        return error  # plain lines have the engine's field names
 
     def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
         check_finished(outputs)
@@ -256,14 +257,14 @@ _PLAIN_FIELDS = {
 
 
 def _as_prompt(fields: Mapping[str, Any]) -> PromptType:
-    """The door checks the types."""
+    """Make the prompt; the engine validates the types."""
     if "prompt_token_ids" in fields:
         return TokensPrompt(**fields)
     return TextPrompt(**fields)
 
 
 class PlainOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One of the n answers of a plain line; logprobs only if they were asked for."""
+    """One of the n answers of a plain line; logprobs only if requested."""
 
     index: int
     text: str
@@ -275,7 +276,7 @@ class PlainOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PlainRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The answer to a plain line, which is told by its place in the file, counted from 1."""
+    """The answer to a plain line. `line` is its line number in the file, from 1."""
 
     line: int
     custom_id: str | None

@@ -1,4 +1,4 @@
-"""What a batch was begun with: a run that goes on with it must be given the same."""
+"""The input and settings of a batch. A run that resumes it must have the same."""
 
 import os
 import uuid
@@ -13,8 +13,8 @@ from jaxllm.errors import JaxLLMError, ValidationError
 
 _VERSION = 1
 
-# Engine options that say where and how fast a model runs, not what it answers: a batch may go on
-# with others, on another machine for instance.
+# Engine options that affect where and how fast a model runs, but not its answers. A resumed batch
+# may change them, for example on another machine.
 _MAY_CHANGE = {
     "async_scheduling",
     "check_invariants",
@@ -45,7 +45,7 @@ _MAY_CHANGE = {
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """The first thing that is written of a batch; `is_delivered` the last."""
+    """The first file of a batch; `is_delivered` is set last."""
 
     version: int = _VERSION
     batch_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex[:12])
@@ -57,15 +57,15 @@ class Manifest(msgspec.Struct, kw_only=True):
 def make_manifest(
     input_file: Fingerprint, settings: dict[str, Any], engine_options: dict[str, Any]
 ) -> Manifest:
-    """The manifest of a new batch."""
+    """Make the manifest of a new batch."""
     kept = {name: value for name, value in engine_options.items() if name not in _MAY_CHANGE}
-    # As it will be read back: what has no place in JSON is compared by its name.
+    # Normalise as by a round trip through JSON; other values become their repr.
     plain = msgspec.json.decode(msgspec.json.encode({**settings, **kept}, enc_hook=repr))
     return Manifest(input=input_file, settings=plain)
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Read one, if there is one."""
+    """Read the manifest, if there is one."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write it whole or not at all."""
+    """Write the manifest atomically."""
     beside = path.with_name(path.name + ".tmp")
     with open(beside, "wb") as file:
         file.write(msgspec.json.encode(manifest))
@@ -94,7 +94,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def check_same_batch(path: Path, begun: Manifest, now: Manifest) -> None:
-    """Refuse to go on with another input or other settings than the batch was begun with."""
+    """Refuse to resume with another input or other settings."""
     differences = []
     if begun.input.size != now.input.size:
         differences.append(f"the input had {begun.input.size} bytes and has {now.input.size}")

@@ -1,4 +1,4 @@
-"""How far a batch is, how fast and at what cost: a bar for a person, else a line in the log."""
+"""Progress, speed and cost of a batch: a bar on a terminal, else lines in the log."""
 
 import sys
 import time
@@ -14,8 +14,8 @@ _LOG_EVERY_S = 60.0
 
 
 class Progress:
-    """Counts what this run does. Progress is measured in bytes of the input: how many lines it has
-    is known only at its end."""
+    """Counts the work of this run. Progress is measured in bytes of the input, because the number
+    of lines is known only at the end."""
 
     def __init__(self, input_bytes: int, price_per_hour: float | None):
         self.num_answers = self.num_errors = 0
@@ -27,8 +27,8 @@ class Progress:
         self._paid_since = self._started = self._logged = time.monotonic()
 
     def start(self) -> None:
-        """Start the clock of the rates: what it took to load the model says nothing about the rest.
-        It has to be paid, though."""
+        """Start the clock of the rates. The time to load the model does not count for rates, but
+        for the cost."""
         self._started = self._logged = time.monotonic()
         if sys.stderr.isatty():
             self._bar = tqdm(
@@ -55,7 +55,7 @@ class Progress:
         self._advance(num_bytes)
 
     def summary(self) -> str:
-        """What this run did so far, in one line."""
+        """Describe the work of this run so far, in one line."""
         elapsed = max(time.monotonic() - self._started, 1e-9)
         parts = [
             counted(self.num_answers, "answer"),

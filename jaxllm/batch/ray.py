@@ -1,7 +1,7 @@
-"""A Ray dataset over many engines, for fleets: one engine in each actor of a cluster that is there.
+"""Maps a Ray dataset over many engines, for fleets: one engine in each actor of a running cluster.
 
-Ray is the extra `ray`, and is not imported here: whoever has a dataset has it. Ray itself keeps
-what a killed machine had finished, and starts its rows again elsewhere; there is no journal.
+This module does not import Ray, which is the extra `ray`; a caller with a dataset has it. There is
+no journal: Ray itself keeps finished rows when a machine is killed, and restarts the others.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ def generate(
     batch_size: int = 256,
     **ray_options: Any,
 ) -> "Dataset":
-    """Answer every row of a dataset; lazy, as Ray's datasets are.
+    """Answer every row of a dataset, lazily like other operations of Ray datasets.
 
-    A row has a prompt in one of the columns "prompt" (text), "prompt_token_ids" and "messages" (a
+    A row has a prompt in the column "prompt" (text), "prompt_token_ids" or "messages" (a
     conversation). It keeps its columns and gets "generated_text", "generated_token_ids",
-    "finish_reason" and "error": a row that is refused or fails has an error and no answer.
+    "finish_reason" and "error". A row that is refused or fails has an error and no answer.
 
         import ray
         from jaxllm import SamplingParams
@@ -55,16 +55,16 @@ def generate(
         answers.write_parquet("gs://bucket/answers")
 
     Args:
-      engine_options: what `LLM` takes, "model" among them.
+      engine_options: the arguments of `LLM`, including "model".
       sampling_params: for all rows (default: the model's); n must be 1. Without a seed, equal
-        prompts have different answers.
+        prompts get different answers.
       num_engines: actors with an engine each.
-      batch_size: rows that reach an engine at once; it has several batches under way, and is best
-        given about as many rows as it runs at once (max_num_seqs).
-      ray_options: what each actor needs, as `Dataset.map_batches` takes it: num_gpus=1, or
+      batch_size: rows per batch. An engine works on several batches at once. About max_num_seqs
+        rows is best.
+      ray_options: what each actor needs, as for `Dataset.map_batches`: num_gpus=1, or
         resources={"TPU": 4}.
     """
-    EngineConfig.create(**engine_options)  # refused here, not on some machine of the cluster
+    EngineConfig.create(**engine_options)  # refuse invalid options here, not in an actor
     if sampling_params is not None and sampling_params.n != 1:
         raise ValidationError(
             f"n={sampling_params.n}: a row has one answer; repeat the row, or use n=1",
@@ -82,7 +82,7 @@ def generate(
 
 
 class _Answer(NamedTuple):
-    """In the order of ANSWER_COLUMNS."""
+    """An answer; fields are in the order of ANSWER_COLUMNS."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -91,8 +91,8 @@ class _Answer(NamedTuple):
 
 
 class EngineActor:
-    """An engine in an actor. Ray calls it with several batches at once, in one event loop; they
-    share the steps of the engine, which a task of that loop runs as long as there is work."""
+    """An engine in an actor. Ray calls it with several batches at once, in one event loop. They
+    share the engine's steps; a task of that loop runs steps while there is work."""
 
     def __init__(self, engine_options: dict[str, Any], sampling_params: SamplingParams | None):
         self._engine = LLMEngine(EngineConfig.create(**engine_options))
@@ -114,18 +114,18 @@ class EngineActor:
         text = pyarrow.string()
         for place, name in enumerate(ANSWER_COLUMNS):
             kind = pyarrow.list_(pyarrow.int64()) if name == "generated_token_ids" else text
-            # With its type, which a batch of nothing but errors would not show.
+            # Set the type: Arrow cannot infer it from a batch with only errors.
             batch = batch.append_column(name, pyarrow.array([row[place] for row in rows], kind))
         yield batch
 
     def _start(self, row: dict[str, Any]) -> "asyncio.Future[_Answer]":
-        """Hand a row to the engine; what it refuses is answered at once."""
+        """Submit a row to the engine; answer at once if it is refused."""
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         request_id = str(self._num_requests)
         self._num_requests += 1
         params = self._params
         if params.seed is None:
-            # Not the engine's own: those of all actors would be the same.
+            # The engine's default seeds would be the same in all actors.
             params = params.clone(seed=secrets.randbits(64))
         try:
             processed = self._engine.process_input(request_id, self._prompt_of(row), params)
@@ -141,7 +141,7 @@ class EngineActor:
         if messages is not None:
             if self._engine.tokenizer is None:
                 raise ValidationError("messages need a tokenizer, but skip_tokenizer_init=True")
-            # Arrow gives every message the fields of all.
+            # Arrow gives every message the union of all messages' fields.
             plain = [{k: v for k, v in one.items() if v is not None} for one in messages]
             length = PromptLength(self._engine.info.max_model_len)
             return render_chat(self._engine.tokenizer, plain, length=length)
@@ -151,7 +151,7 @@ class EngineActor:
 
     def _finish(self, output: RequestOutput) -> None:
         answer = self._waiting.pop(output.request_id)
-        if answer.done():  # nobody waits for it any more
+        if answer.done():  # its batch was cancelled
             return
         try:
             check_finished([output])
@@ -162,13 +162,13 @@ class EngineActor:
             answer.set_result(_Answer(one.text, one.token_ids, one.finish_reason))
 
     async def _step(self) -> None:
-        """Run the engine until it has no work, with a moment for other batches after each step."""
+        """Run the engine while it has work, and yield to other batches after each step."""
         try:
             while self._engine.has_unfinished_requests():
                 self._engine.step()
                 await asyncio.sleep(0)
         except Exception as error:
-            # Those who wait must hear of it.
+            # Pass the error to all waiting rows.
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(error)

@@ -1,9 +1,8 @@
-"""The loop of a batch: lines into an engine, results into the journal, until the input ends.
+"""The loop of a batch: submits lines to an engine and writes results to the journal.
 
-Bounded everywhere: so many requests and prompt tokens in the engine, so many bytes of results that
-are not committed, so many lines per step of the engine. What ends in an error of the engine, and
-not of its own, is tried again, at last alone: a request that makes a step fail must not take those
-with it that happened to run beside it.
+All of it is bounded: requests and prompt tokens in the engine, bytes of uncommitted results, and
+lines per step of the engine. A request that fails because of an engine error is retried, the last
+time alone, so that a request that breaks a step does not fail those that ran beside it.
 """
 
 import hashlib
@@ -29,24 +28,25 @@ from jaxllm.watch import Work
 
 logger = init_logger(__name__)
 
-# Requests in the engine, as a multiple of those that run at once: some must wait at its door, so
-# that a place which falls free is filled in the next step.
+# Requests in the engine, as a multiple of those that run at once. Some must wait in the engine, so
+# that the next step can fill a free slot.
 _REQUESTS_PER_SEAT = 3
 # Their prompts, as a multiple of the tokens that the KV cache holds.
 _PROMPTS_PER_CACHE = 2
 _LINES_PER_TURN = 1024
-# Results are durable after so long, or so much, whichever comes first. While the disk syncs, the
-# engine waits: where that is slow it may take a fiftieth of the time, and results wait longer.
+# Results become durable after this time or this many bytes, whichever comes first. The engine waits
+# while the disk syncs. On a slow disk, syncs take at most a fiftieth of the time, and results wait
+# longer.
 _COMMIT_EVERY_S = 1.0
 _COMMIT_SHARE = 1 / 50
 _COMMIT_BYTES = 4 << 20
-_MAX_TRIES = 3  # the last one alone
-_MAX_FAILURES_IN_A_ROW = 8  # of requests that were alone
+_MAX_TRIES = 3  # the last try is alone
+_MAX_FAILURES_IN_A_ROW = 8  # of requests that ran alone
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A line in the engine, as one request for each of its prompts."""
+    """A line in the engine: one request for each prompt."""
 
     item: Item
     line: Line
@@ -67,7 +67,7 @@ class _Pending:
 def unfinished_items(
     items: Iterator[Item], journal: Journal, reader: LineReader, progress: Progress
 ) -> Iterator[Item]:
-    """Pass over what an earlier run finished."""
+    """Skip the items that an earlier run finished."""
     for item in items:
         if item.number in journal.finished:
             reader.skip(item)
@@ -77,7 +77,7 @@ def unfinished_items(
 
 
 class BatchRun:
-    """One run over the items of a batch that are not finished yet."""
+    """One run over the unfinished items of a batch."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class BatchRun:
         self._ended: deque[_Pending] = deque()  # since the last step
         self._to_retry: deque[_Pending] = deque()
         self._num_requests = self._num_prompt_tokens = 0  # under way
-        self._is_one_alone = False  # whether what is under way must stay alone
+        self._is_one_alone = False  # whether no other item may start
         self._failures_in_a_row = 0
         self._num_steps = 0
         self._is_stepping = False
@@ -112,8 +112,8 @@ class BatchRun:
         self._max_prompt_tokens = _PROMPTS_PER_CACHE * info.num_cache_tokens * replicas
 
     def run(self) -> bool:
-        """Go on until all items are finished (True) or a signal stops it (False). However it
-        ends, what is finished is committed; only a disk that takes nothing more prevents that."""
+        """Run until all items are finished (return True) or a signal stops the run (False). In any
+        case finished results are committed, unless the disk fails."""
         try:
             while not self._stop.is_due:
                 self._feed()
@@ -138,7 +138,7 @@ class BatchRun:
         return self._is_all_done
 
     def at_work(self) -> list[Work]:
-        """The step, if there is one: files may be as slow as they are. From any thread."""
+        """The current step, if any; file operations are not watched. Any thread may call this."""
         return [Work("the step", self._num_steps)] if self._is_stepping else []
 
     def _step(self) -> None:
@@ -156,7 +156,7 @@ class BatchRun:
     # ---- in
 
     def _feed(self) -> None:
-        """Start items until the engine has enough, or for a while: it should not wait for us."""
+        """Start items until the engine has enough, or up to a limit, so that it need not wait."""
         if self._to_retry or self._is_one_alone:
             if not self._stop.is_requested:
                 self._retry()
@@ -180,7 +180,7 @@ class BatchRun:
         try:
             inputs = self._process(item, line)
         except Exception as error:
-            # Whatever a line makes of us, the others go on.
+            # An unexpected error in one line must not stop the others.
             if not isinstance(error, JaxLLMError):
                 logger.exception("line %d failed unexpectedly", item.line)
             self._finish(item, Kind.ERROR, line.error(error))
@@ -188,8 +188,8 @@ class BatchRun:
             self._submit(_Pending(item, line, inputs))
 
     def _process(self, item: Item, line: Line) -> list[ProcessedInput]:
-        """Validate and tokenise. Without a seed of its own, a request gets one by its place in the
-        batch: its answer does not depend on where a run before was killed."""
+        """Validate and tokenize a line. A request without a seed gets one by its place in the
+        batch, so that its answer does not depend on where an earlier run was killed."""
         asked = line.read(self._served)
         inputs = []
         for place, prompt in enumerate(asked.prompts):
@@ -227,7 +227,7 @@ class BatchRun:
             self._engine.submit(one, on_finish=self._taker(pending, place))
 
     def _retry(self) -> None:
-        """Try again what the engine failed at: together once, and then each alone."""
+        """Retry items after an engine error: together first, and the last time each alone."""
         while self._to_retry and not self._is_one_alone:
             is_last_try = self._to_retry[0].num_tries == _MAX_TRIES - 1
             if is_last_try and self._under_way:
@@ -238,7 +238,7 @@ class BatchRun:
     # ---- out
 
     def _taker(self, pending: _Pending, place: int) -> Callable[[RequestOutput], None]:
-        """What the engine calls with the last output of a request; it must not raise there."""
+        """Make the callback for a request's last output; it must not raise in the engine."""
 
         def take(output: RequestOutput) -> None:
             pending.outputs[place] = output

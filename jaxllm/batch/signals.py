@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C ask a batch to stop: what is under way may finish, within a grace period."""
+"""SIGTERM and Ctrl-C stop a batch: requests under way may finish within a grace period."""
 
 import contextlib
 import signal
@@ -12,11 +12,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(KeyboardInterrupt):
-    """The batch stopped before its end. Raised by the signal itself where nothing can be lost."""
+    """The batch was stopped. The signal handler raises this itself where nothing can be lost."""
 
 
 class StopSignal:
-    """A context in which these two signals stop a batch."""
+    """A context in which both signals stop a batch."""
 
     def __init__(self, grace_period_s: float):
         self._grace_period_s = grace_period_s
@@ -30,12 +30,12 @@ class StopSignal:
 
     @property
     def is_due(self) -> bool:
-        """Whether the grace period is over; a second signal ends it."""
+        """Whether the grace period is over. A second signal ends it."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within this, a signal raises nothing: it is asked for."""
+        """Within this context a signal raises nothing; the caller checks `is_requested`."""
         self._is_deferred = True
         try:
             yield

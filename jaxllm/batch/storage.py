@@ -1,4 +1,4 @@
-"""Where files are: on a local disk, or anywhere that fsspec reaches (gs://, s3://, memory://)."""
+"""Files on a local disk, or on any file system of fsspec (gs://, s3://, memory://)."""
 
 import hashlib
 import os
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# What is hashed of a file to know it again: so much of its head, and of its tail.
+# A fingerprint hashes this many bytes of a file's head, and of its tail.
 _SAMPLE_BYTES = 1 << 20
 
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """Enough of a file to tell whether it is still the same."""
+    """Enough data to recognise whether a file has changed."""
 
     size: int
     head: str
@@ -32,7 +32,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class Location:
-    """A path or URL as the user gave it, and the file system that it is on."""
+    """A path or URL as the user gave it, and its file system."""
 
     def __init__(self, name: str):
         self.name = name
@@ -51,7 +51,7 @@ class Location:
         return Path(self.path)
 
     def is_same_as(self, other: "Location") -> bool:
-        """Whether both are one file, under whatever names."""
+        """Whether both refer to one file, also under different names."""
         if self.is_local and other.is_local:
             return os.path.realpath(self.path) == os.path.realpath(other.path)
         return (_protocols(self.fs), self.path) == (_protocols(other.fs), other.path)
@@ -60,15 +60,15 @@ class Location:
         return self.fs.exists(self.path)
 
     def size(self) -> int:
-        """In bytes; 0 if nobody knows."""
+        """Size in bytes; 0 if unknown."""
         return self.fs.size(self.path) or 0
 
     def open(self) -> BinaryIO:
-        """Open it for reading, from its beginning."""
+        """Open the file for reading from its beginning."""
         if self.is_local and self.local_path.exists() and not self.local_path.is_file():
             raise ValidationError(f"{self.name} is not a regular file; give one that can be reread")
         try:
-            # 8 MiB at a time, and no more than that in memory.
+            # Reads, and holds in memory, 8 MiB at a time.
             opened = self.fs.open(self.path, "rb", block_size=8 << 20)
         except FileNotFoundError:
             raise ValidationError(f"{self.name}: no such file; check the path") from None
@@ -78,13 +78,13 @@ class Location:
         with self.open() as file:
             head = file.read(_SAMPLE_BYTES)
             size, tail = self.size(), b""
-            if file.seekable():  # over HTTP not always
+            if file.seekable():  # files over HTTP may not be
                 file.seek(max(0, size - _SAMPLE_BYTES))
                 tail = file.read(_SAMPLE_BYTES)
         return Fingerprint(size, hashlib.sha256(head).hexdigest(), hashlib.sha256(tail).hexdigest())
 
     def check_writable(self) -> None:
-        """Raise if no file can be put there, before there is anything to lose."""
+        """Raise if no file can be written there. Called before there are results to lose."""
         if self.is_local:
             folder = self.local_path.parent
             if not folder.is_dir():
@@ -98,7 +98,7 @@ class Location:
             probe = f"{self.path}.jaxllm-{uuid.uuid4().hex}"
         try:
             self.fs.pipe_file(probe, b"")
-        except Exception as error:  # each file system has its own
+        except Exception as error:  # every file system has its own errors
             raise JaxLLMError(
                 f"{self.name} cannot be written: {_reason(error)}; check the path and the rights"
             ) from error
@@ -108,7 +108,7 @@ class Location:
             logger.warning("%s was written to try and cannot be removed: %s", probe, error)
 
     def put(self, source: Path) -> None:
-        """Put a local file there, whole or not at all. To a local place it is moved, which must be
+        """Write a local file there atomically. If the destination is local, move it; both must be
         on the same disk."""
         if self.is_local:
             with open(source, "rb") as file:

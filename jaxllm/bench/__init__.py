@@ -1,1 +1,1 @@
-"""Measuring: a server through HTTP, and the engine in this process."""
+"""Benchmarks: of a server over HTTP, and of the engine in this process."""

@@ -1,4 +1,4 @@
-"""When requests are sent."""
+"""The times at which requests are sent."""
 
 import math
 from typing import Literal
@@ -9,12 +9,12 @@ import numpy as np
 def arrival_times(
     num_requests: int, rate: float, burstiness: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Seconds from the start at which requests are sent, at this mean rate.
+    """Times from the start, in seconds, at which requests are sent at this mean rate.
 
-    The times between them are gamma-distributed with shape `burstiness`; with 1 that is a Poisson
-    process. They are scaled so that the last request comes at num_requests / rate exactly: the rate
-    is what was asked for, and runs compare. (A Poisson process stays one, of which it is known how
-    many requests come in that time.)
+    The intervals are gamma-distributed with shape `burstiness`; a shape of 1 is a Poisson process.
+    They are scaled so that the last request comes at num_requests / rate exactly. So runs have
+    exactly the given rate and can be compared. (This is a Poisson process conditioned on the number
+    of requests in that time.)
     """
     if math.isinf(rate):
         return np.zeros(num_requests)
@@ -30,7 +30,7 @@ def ramp_times(
     burstiness: float,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """The same with a rate that goes from one to the other, request by request."""
+    """Times for a rate that changes from `start_rate` to `end_rate`, request by request."""
     progress = np.arange(num_requests) / max(num_requests - 1, 1)
     if strategy == "linear":
         rates = start_rate + (end_rate - start_rate) * progress

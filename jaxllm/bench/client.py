@@ -1,4 +1,4 @@
-"""One streamed request of OpenAI's API: sent, read to its end, measured."""
+"""Sends one streamed request of OpenAI's API, reads it to its end and measures it."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """What is read of a chunk; everything else in it is skipped."""
+    """The fields of a chunk that are used; others are skipped."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -54,7 +54,7 @@ class OpenAIClient:
 
     http: HTTPClient
     path: str
-    fields: Mapping[str, Any]  # of every request
+    fields: Mapping[str, Any]  # common to all requests
     is_chat: bool
     timeout_s: float
     _encoder: msgspec.json.Encoder = field(default_factory=msgspec.json.Encoder)
@@ -79,7 +79,7 @@ class OpenAIClient:
         )
 
     async def send(self, request: BenchRequest, run_start: float) -> Outcome:
-        """The outcome of a request. Whatever goes wrong is told in it, and never raised."""
+        """Send a request and return its outcome, which contains any error. Never raises."""
         body = self._encoder.encode(self._body(request))
         outcome = Outcome(request.prompt_len)
         start = time.perf_counter()
@@ -92,7 +92,7 @@ class OpenAIClient:
         except TimeoutError:
             outcome.error = f"no complete answer within {self.timeout_s:g} s"
         except (BrokenConnectionError, OSError) as error:
-            # One without a word would pass for a success.
+            # Without any text, an error would count as a success.
             outcome.error = str(error) or type(error).__name__
         if outcome.has_failed:
             outcome.latency = time.perf_counter() - start
@@ -108,16 +108,16 @@ class OpenAIClient:
 
 
 class _Answer:
-    """Reads the stream of one answer as it comes."""
+    """Reads the stream of one answer."""
 
     def __init__(self, outcome: Outcome, start: float):
         self._outcome = outcome
         self._start = start
-        self._last = 0.0  # when the last piece came
-        self._unread = b""  # a line that has not ended
+        self._last = 0.0  # time of the last piece
+        self._unread = b""  # an incomplete line
         self._pieces: list[str] = []
         self._usage: _Usage | None = None
-        self._has_ended = False  # as the stream itself says
+        self._has_ended = False  # the stream's end marker has arrived
 
     def read(self, status: int, data: bytes) -> None:
         """Take a part of the body."""
@@ -128,13 +128,13 @@ class _Answer:
         lines = (self._unread + data).split(b"\n")
         self._unread = lines.pop()
         for line in lines:
-            # The rest are the empty lines between events, comments and fields of no use here. An
-            # event of this API is one line of data.
+            # Other lines are empty, comments or fields that are not used. An event of this API is
+            # one line of data.
             if line.startswith(b"data:"):
                 self._take(line[5:].strip(), now)
 
     def end(self, status: int) -> None:
-        """The body has come to its end."""
+        """Handle the end of the body."""
         outcome = self._outcome
         if status != 200:
             outcome.error = f"status {status}: {_message_of(self._unread)}"
@@ -190,13 +190,13 @@ def _text_of(choice: _Choice) -> str:
 
 
 def _is_silent_token(choice: _Choice) -> bool:
-    """Whether a piece without text was a token nevertheless, such as a part of a character; and
-    not just the announcement of an answer, or of its end."""
+    """Whether a piece without text is a token, such as a part of a character. The first piece,
+    which announces an answer, and the last one are not."""
     return choice.finish_reason is None and (choice.delta is None or choice.delta.role is None)
 
 
 def _message_of(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, or whatever it is."""
+    """The message of an error in OpenAI's shape, or the body itself."""
     try:
         message = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.MsgspecError, RecursionError, KeyError, TypeError):
@@ -205,16 +205,16 @@ def _message_of(body: bytes) -> str:
 
 
 class Served(NamedTuple):
-    """A model, as its server lists it."""
+    """A model in its server's list."""
 
     name: str
-    source: str  # where the server says that it comes from
-    max_model_len: int | None  # if it says it
+    source: str  # the origin that the server reports
+    max_model_len: int | None  # None: the server does not report it
 
 
 async def find_model(http: HTTPClient, name: str | None = None) -> Served:
-    """The model of this name or, without one, the first that the server has. Of a named one it is
-    no harm if the server knows nothing to say."""
+    """Find the model of this name or, without one, the server's first model. A named model need not
+    be in the server's list."""
     body = bytearray()
     try:
         status = await http.get("/v1/models", lambda status, data: body.extend(data))

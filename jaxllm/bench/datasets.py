@@ -1,4 +1,4 @@
-"""The requests of a benchmark: prompts, and how many tokens each shall be answered with."""
+"""The requests of a benchmark: prompts, and the length of each answer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from jaxllm.errors import ValidationError, not_utf8
 from jaxllm.files import parse_json
 from jaxllm.frontend.tokenizer import Tokenizer
 
-# Conversations of ShareGPT outside of these are left out, as vLLM's benchmark does.
+# Conversations of ShareGPT outside of these limits are skipped, as in vLLM's benchmark.
 _SHORTEST, _LONGEST_PROMPT, _LONGEST_BOTH = 4, 1024, 2048
-# How often a random text is mended that has not as many tokens as it should.
+# The number of attempts to give a random text its exact number of tokens.
 _MENDINGS = 10
 
 
@@ -27,7 +27,7 @@ class BenchRequest:
 
 
 def make_requests(options: DatasetOptions, tokenizer: Tokenizer) -> list[BenchRequest]:
-    """The requests that the options describe; the same for the same options."""
+    """Make the requests that the options describe; the same options give the same requests."""
     options = decided(options)
     rng = np.random.default_rng(options.seed)
     match options.dataset_name:
@@ -41,7 +41,7 @@ def make_requests(options: DatasetOptions, tokenizer: Tokenizer) -> list[BenchRe
             found = list(_custom(options, tokenizer))
     if not found:
         raise ValidationError(f"{options.dataset_path}: no request to make of it")
-    # A short file is gone through again.
+    # Repeat a short file.
     return [found[i % len(found)] for i in range(options.num_prompts)]
 
 
@@ -52,7 +52,7 @@ class RandomText:
         self._tokenizer = tokenizer
         self._rng = rng
         special = set(tokenizer.hf.all_special_ids)
-        # Nor parts of characters: alone they are no text.
+        # Exclude parts of characters, too: alone they are not text.
         self._ids = np.array(
             [
                 i
@@ -62,8 +62,9 @@ class RandomText:
         )
 
     def make(self, num_tokens: int, start: str = "") -> tuple[str, int]:
-        """A text that begins with `start`, and how many tokens it has: so many as it should, or
-        nearly, where texts of this tokenizer fall apart in another way than they were made."""
+        """Return a text that begins with `start`, and its number of tokens. The number may be
+        slightly wrong, because the tokenizer may split a text into other tokens than it was made
+        of."""
         tokenizer = self._tokenizer
         ids = tokenizer.encode(start, add_special_tokens=False) if start else []
         text = ""
@@ -121,7 +122,7 @@ def _shuffled(requests: list[BenchRequest], rng: np.random.Generator) -> list[Be
 
 
 def _sharegpt(options: DatasetOptions, tokenizer: Tokenizer) -> Iterator[BenchRequest]:
-    """The first two turns of each conversation: what was asked, and the length of the answer."""
+    """Use the first two turns of each conversation: the question and the length of its answer."""
     path = str(options.dataset_path)
     try:
         conversations = [one["conversations"] for one in parse_json(_text_of(path))]

@@ -1,4 +1,4 @@
-"""From what happened to each request to the figures of a run, under vLLM's names."""
+"""Computes the statistics of a run from the outcome of each request, under vLLM's names."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ METRICS = {
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a request. Times are in seconds; `start` is on the clock of the run."""
+    """The outcome of a request. Times are in seconds; `start` is relative to the run's start."""
 
     prompt_len: int
     start: float = 0.0
     output_len: int = 0
     ttft: float = 0.0
-    itl: list[float] = field(default_factory=list)  # between pieces; one may be several tokens
+    itl: list[float] = field(default_factory=list)  # between pieces of one or more tokens
     latency: float = 0.0  # to the last piece
     text: str = ""
-    error: str = ""  # why it failed; the empty string if it did not
+    error: str = ""  # why it failed; empty if it succeeded
 
     @property
     def has_failed(self) -> bool:
@@ -34,7 +34,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """None for an answer of one token, which has no second one to wait for."""
+        """Time per output token; None for an answer of one token, which has no interval."""
         if self.output_len < 2:
             return None
         return (self.latency - self.ttft) / (self.output_len - 1)
@@ -46,11 +46,11 @@ def figures(
     percentiles: Sequence[float],
     goals: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The figures of a run.
+    """Compute the statistics of a run.
 
     Args:
       duration: seconds from the first request's start to the last one's end.
-      goals: most milliseconds of a good request, by metric.
+      goals: upper limits of a good request in milliseconds, by metric.
     """
     done = [outcome for outcome in outcomes if not outcome.has_failed]
     num_input = sum(outcome.prompt_len for outcome in done)
@@ -77,7 +77,7 @@ def figures(
 
 
 def samples(done: Sequence[Outcome]) -> dict[str, list[float]]:
-    """All that was measured of each metric, in seconds."""
+    """All measured values of each metric, in seconds."""
     return {
         "ttft": [outcome.ttft for outcome in done],
         "tpot": [tpot for outcome in done if (tpot := outcome.tpot) is not None],
@@ -87,7 +87,7 @@ def samples(done: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def is_good(outcome: Outcome, goals: Mapping[str, float]) -> bool:
-    """Whether it kept to every goal."""
+    """Whether a request meets every goal."""
     ms = {
         "ttft": outcome.ttft * 1e3,
         "tpot": (outcome.tpot or 0.0) * 1e3,
@@ -97,8 +97,8 @@ def is_good(outcome: Outcome, goals: Mapping[str, float]) -> bool:
 
 
 def tokens_per_second(done: Sequence[Outcome], interval: float = 1.0) -> np.ndarray:
-    """Output tokens per second in each interval of the run, of so many seconds. The tokens of an
-    answer are spread evenly over its pieces, since a piece does not say how many it has."""
+    """Output tokens per second in each interval of the run; `interval` is in seconds. An answer's
+    tokens are spread evenly over its pieces, because a piece does not say how many it has."""
     times: list[np.ndarray] = []
     weights: list[np.ndarray] = []
     for one in done:
@@ -113,14 +113,14 @@ def tokens_per_second(done: Sequence[Outcome], interval: float = 1.0) -> np.ndar
 
 
 def percentile_name(percentile: float) -> str:
-    """p99, p99.9"""
+    """A percentile's name: p99, p99.9."""
     return f"p{percentile:g}"
 
 
 def _distribution(
     name: str, ms: np.ndarray, percentiles: Sequence[float]
 ) -> dict[str, float | None]:
-    """Mean and so on; None where nothing was measured."""
+    """Mean, median, standard deviation and percentiles; None if there are no values."""
     named = {
         "mean": np.mean,
         "median": np.median,

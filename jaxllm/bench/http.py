@@ -1,6 +1,6 @@
-"""HTTP/1.1 to one server, as cheaply as Python can: who measures must not be what is slow.
+"""HTTP/1.1 to one server with little overhead, so that the benchmark is not the bottleneck.
 
-A body is handed on as it comes from the socket, without a queue or a task between.
+A body is passed on directly from the socket, without a queue or a task between.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ import httptools
 
 from jaxllm.errors import JaxLLMError, refused
 
-# Gets the status and a piece of the body.
+# Called with the status and a piece of the body.
 Sink = Callable[[int, bytes], None]
 
-# Servers close connections that were idle for a while (often 5 s): none that old is used.
+# Servers close idle connections (often after 5 s), so old ones are not used.
 _MAX_IDLE_S = 2.0
 
 
@@ -25,17 +25,17 @@ class BrokenConnectionError(JaxLLMError):
 
 
 class _UnansweredError(BrokenConnectionError):
-    """Not a byte of the response has come."""
+    """No byte of the response has arrived."""
 
 
 class HTTPClient:
-    """Connections to one server, kept for the next request. All methods are for one loop."""
+    """Reusable connections to one server. All methods must run on one event loop."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False):
         try:
             url = urlsplit(base_url)
             port = url.port
-        except ValueError as error:  # of the port, or of brackets
+        except ValueError as error:  # invalid port or brackets
             raise refused("base_url", base_url, str(error)) from None
         if url.scheme not in ("http", "https") or url.hostname is None:
             raise refused("base_url", base_url, "it must be http://HOST:PORT or https://HOST:PORT")
@@ -55,7 +55,7 @@ class HTTPClient:
         return await self._send(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._head}\r\n", b"", sink)
 
     async def post(self, path: str, body: bytes, sink: Sink) -> int:
-        """Send JSON; returns the status when the response is complete."""
+        """Send JSON; return the status when the response is complete."""
         head = (
             f"POST {self._prefix}{path} HTTP/1.1\r\n{self._head}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -77,7 +77,7 @@ class HTTPClient:
             try:
                 return await self._exchange(connection, request, sink)
             except _UnansweredError:
-                pass  # the server closed it before it saw the request: not an answer to it
+                pass  # the server closed the connection before it saw the request
         _, connection = await asyncio.get_running_loop().create_connection(
             _Connection, self._host, self._port, ssl=self._ssl
         )
@@ -105,7 +105,7 @@ class HTTPClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection for one request at a time."""
 
     def __init__(self) -> None:
         self.is_reusable = False
@@ -113,7 +113,7 @@ class _Connection(asyncio.Protocol):
         self._response: asyncio.Future[int] | None = None
 
     async def exchange(self, request: bytes, sink: Sink) -> int:
-        """Send a request and pass the body of the response on; returns its status."""
+        """Send a request and pass on the body of the response; return its status."""
         self.is_reusable = False
         self._sink = sink
         self._parser = httptools.HttpResponseParser(self)
@@ -127,14 +127,14 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         self._transport.close()
 
-    # Called by the event loop.
+    # The event loop calls these.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         if self._response is None:
-            self.is_reusable = False  # nobody has asked for anything
+            self.is_reusable = False  # data without a request
             return
         self._has_begun = True
         try:
@@ -154,7 +154,7 @@ class _Connection(asyncio.Protocol):
                 where, kind = "without a response", _UnansweredError
             self._fail(kind(f"the connection ended {where}{reason}"))
 
-    # Called by the parser.
+    # The parser calls these.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
@@ -168,7 +168,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._status < 200:
-            return  # the proper response follows
+            return  # the final response follows
         self.is_reusable = self._parser.should_keep_alive() and not self._ends_with_connection
         response, self._response = self._response, None
         if response is not None and not response.done():

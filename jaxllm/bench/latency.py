@@ -1,4 +1,4 @@
-"""`jaxllm bench latency`: one batch again and again, from its start to its last token."""
+"""`jaxllm bench latency`: the time of one batch, measured repeatedly."""
 
 import time
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def bench_latency(config: EngineConfig, options: LatencyOptions) -> dict[str, An
     )
     rng = np.random.default_rng(config.model.seed)
     shape = (options.batch_size, options.input_len)
-    # The same prompts in each run, as vLLM's benchmark has them.
+    # All runs have the same prompts, as in vLLM's benchmark.
     ids = rng.integers(llm.llm_engine.info.vocab_size, size=shape).tolist()
     prompts = [TokensPrompt(prompt_token_ids=one) for one in ids]
 

@@ -1,4 +1,4 @@
-"""How long requests are where nobody has said it: as long as the model has room for."""
+"""Chooses lengths of random requests that the user does not give, so that they fit the model."""
 
 import math
 from dataclasses import replace
@@ -6,17 +6,17 @@ from dataclasses import replace
 from jaxllm.bench.options import DEFAULT_LENGTHS, DatasetOptions
 from jaxllm.errors import ValidationError
 
-# Of the room, what is left to the tokens that a server adds: those of a template, or at the start.
+# The share of the context for tokens that a server adds: a template's, or one at the start.
 _SPARE = 1 / 16
 
 
 def decided(options: DatasetOptions, max_model_len: int | None = None) -> DatasetOptions:
-    """The options with a length for everything that is random: what was not given is vLLM's
-    default or, of a model without so much room, a like part of it. What was given and has no room
-    is refused.
+    """Fill in the lengths of random requests. A length that is not given is vLLM's default; if the
+    model's context is too short, all such lengths shrink in proportion. Given lengths that do not
+    fit are refused.
 
     Args:
-      max_model_len: the most tokens of a prompt and its answer, if anybody knows.
+      max_model_len: the most tokens of a prompt and its answer; None if unknown.
     """
     options = _under_their_own_names(options)
     names = _parts(options)
@@ -43,14 +43,14 @@ def decided(options: DatasetOptions, max_model_len: int | None = None) -> Datase
 
 
 def describe(options: DatasetOptions) -> str:
-    """The lengths of random requests, in words."""
+    """Describe the lengths of random requests as flags."""
     return ", ".join(
         f"--{name.replace('_', '-')} {getattr(options, name)}" for name in _parts(options)
     )
 
 
 def _under_their_own_names(options: DatasetOptions) -> DatasetOptions:
-    """--input-len and --output-len are other names of these."""
+    """Replace --input-len and --output-len, which are other names of these options."""
     changes = {}
     if options.dataset_name == "random" and options.input_len is not None:
         changes["random_input_len"] = options.input_len
@@ -61,7 +61,7 @@ def _under_their_own_names(options: DatasetOptions) -> DatasetOptions:
 
 
 def _parts(options: DatasetOptions) -> list[str]:
-    """What a random request is made of."""
+    """The options for the lengths of a random request's parts."""
     if options.dataset_name == "random":
         prefix = ["random_prefix_len"] * bool(options.random_prefix_len)
         return [*prefix, "random_input_len", "random_output_len"]
@@ -71,7 +71,7 @@ def _parts(options: DatasetOptions) -> list[str]:
 
 
 def _longest(lengths: dict[str, int], spread: float) -> int:
-    """The longest request of these parts; a prefix is never longer than it should be."""
+    """The length of the longest request with these parts; a prefix has no spread."""
     return sum(
         num if name == "random_prefix_len" else math.floor(num * spread)
         for name, num in lengths.items()

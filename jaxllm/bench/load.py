@@ -1,4 +1,4 @@
-"""The load of a run: every request at its time, and no more of them at once than allowed."""
+"""Generates the load of a run: sends each request at its time, with limited concurrency."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ _RETRY_S = 1.0
 
 
 class Run(NamedTuple):
-    """What happened: an outcome for each request, in their order, and how long all of it took."""
+    """The outcome of each request, in their order, and the duration of the whole run."""
 
     outcomes: list[Outcome]
     duration: float
@@ -32,9 +32,9 @@ async def run_load(
     max_concurrency: int | None = None,
     on_end: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Send every request at its time (in seconds from now) and wait for all to end.
+    """Send every request at its time (in seconds from now) and wait until all have ended.
 
-    A request above `max_concurrency` waits for its turn, and its own time begins when it is sent.
+    A request above `max_concurrency` waits. Its latency counts from when it is sent.
     """
     turns = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     start = time.perf_counter()
@@ -53,7 +53,7 @@ async def run_load(
 
 
 def send_times(options: LoadOptions, num_requests: int, seed: int) -> list[float]:
-    """When requests are sent, in seconds from the start."""
+    """The times at which requests are sent, in seconds from the start."""
     rng = np.random.default_rng(seed)
     if options.ramp_up_strategy is None:
         return arrival_times(num_requests, options.request_rate, options.burstiness, rng).tolist()
@@ -71,8 +71,8 @@ def send_times(options: LoadOptions, num_requests: int, seed: int) -> list[float
 async def warm_up(
     client: OpenAIClient, requests: Sequence[BenchRequest], options: LoadOptions
 ) -> None:
-    """Try the first request, until the server answers it or the time is up; then send the first
-    ones as often as is asked. Nothing of it is measured."""
+    """Retry the first request until the server answers it or the time is over. Then send the first
+    requests `num_warmups` times. Nothing of this is measured."""
     deadline = time.perf_counter() + options.ready_check_timeout_sec
     while (tried := await client.send(requests[0], 0.0)).has_failed:
         if tried.error.startswith("status 401:"):

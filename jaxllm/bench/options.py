@@ -1,4 +1,4 @@
-"""What is asked of a benchmark. Flags are generated from the fields; names are vLLM's."""
+"""The options of a benchmark. Flags are generated from the fields; names are vLLM's."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from jaxllm.bench.figures import METRICS
 from jaxllm.config import option
 from jaxllm.errors import refused
 
-# Of random requests, where nobody says it and the model has the room (see `lengths`); vLLM's.
+# vLLM's default lengths of random requests. `lengths` shortens them for a short context.
 DEFAULT_LENGTHS = {
     "random_input_len": 1024,
     "random_output_len": 128,
@@ -196,7 +196,7 @@ class ReportOptions:
         return values
 
     def goals(self) -> dict[str, float]:
-        """Most milliseconds of a good request, by metric."""
+        """The upper limits of a good request in milliseconds, by metric."""
         goals = {}
         for pair in self.goodput:
             name, _, limit = pair.partition(":")

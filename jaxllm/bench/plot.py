@@ -1,4 +1,4 @@
-"""The picture of a run: how long tokens took to come, and how many came when."""
+"""The chart of a run: latencies of tokens, and tokens over time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,14 +8,14 @@ import numpy as np
 from jaxllm.bench.figures import METRICS, Outcome, samples, tokens_per_second
 from jaxllm.bench.svg import Chart, Line, Mark, draw
 
-# A curve needs no more points than the eye can tell apart.
+# More points per curve would not be visible.
 _POINTS = 200
 _MARKED = (50, 99)
-_INTERVALS = 50  # of the run, in each of which tokens are counted
+_INTERVALS = 50  # of the run; tokens are counted in each
 
 
 def plot(path: str, outcomes: Sequence[Outcome]) -> None:
-    """Write the picture as SVG."""
+    """Write the charts as SVG."""
     done = [outcome for outcome in outcomes if not outcome.has_failed]
     measured = samples(done)
     charts = [_cumulative(name, measured[name]) for name in ("ttft", "itl")]
@@ -25,7 +25,7 @@ def plot(path: str, outcomes: Sequence[Outcome]) -> None:
 
 
 def _cumulative(name: str, seconds: Sequence[float]) -> Chart:
-    """The share of all values that are at most as large."""
+    """The cumulative distribution of the values."""
     percents = np.linspace(0, 100, _POINTS)
     ms = np.percentile(np.array(seconds) * 1e3, percents) if seconds else np.zeros(_POINTS)
     marks = [Mark(f"p{p}", float(np.percentile(ms, p))) for p in _MARKED]

@@ -1,4 +1,4 @@
-"""A result as people read it, and the file that it is kept in."""
+"""The result of a run as text, and the file that stores it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ _TOTALS = {
 
 
 def as_text(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
-    """The table that the command prints."""
+    """Format the table that the command prints."""
     lines = []
     for key, label in _TOTALS.items():
         if result[key] is not None:
@@ -43,7 +43,7 @@ def as_text(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequ
 
 
 def default_name(result: Mapping[str, Any]) -> str:
-    """A file name that says what was measured, and when."""
+    """A file name with the setup and the date of the run."""
     parts = [result["backend"], f"{result['request_rate']}qps"]
     if result["max_concurrency"] is not None:
         parts.append(f"concurrency{result['max_concurrency']}")

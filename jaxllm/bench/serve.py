@@ -1,4 +1,4 @@
-"""`jaxllm bench serve`: a load for a server, and the figures of how it was answered.
+"""`jaxllm bench serve`: sends a load to a server and measures the answers.
 
 datasets ─► load (arrivals) ─► client ─► http ─► the server
                                  └─► Outcome ─► figures ─► report, plot
@@ -30,21 +30,21 @@ T = TypeVar("T")
 
 
 class Measured(NamedTuple):
-    """A run, and what the result file says of it."""
+    """A run and its result for the file."""
 
     run: Run
     result: dict[str, Any]
 
 
 def bench_serve(data: DatasetOptions, load: LoadOptions, report: ReportOptions) -> Measured:
-    """Send the requests that the options describe, and measure."""
+    """Send the requests that the options describe, and measure the answers."""
     for options in (data, load, report):
         options.validate()
     return on_fast_loop(_bench_serve(data, load, report))
 
 
 def on_fast_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop, for its speed."""
+    """Run on uvloop, which is faster."""
     import uvloop
 
     return uvloop.run(work)
@@ -59,7 +59,7 @@ async def _bench_serve(data: DatasetOptions, load: LoadOptions, report: ReportOp
     data = decided(data, served.max_model_len)
     if data.dataset_name in ("random", "prefix_repetition"):
         logger.info("requests: %s", describe(data))
-    # Prompts are made before the clock runs, and not on this loop's time.
+    # Make the prompts before the clock runs, and in another thread than this loop's.
     requests = await asyncio.to_thread(_make_requests, data, tokenizer_name)
     _warn_of_long(requests, served.max_model_len)
     client = OpenAIClient.of(http, load, load.served_model_name or model)
@@ -75,7 +75,7 @@ async def _bench_serve(data: DatasetOptions, load: LoadOptions, report: ReportOp
 
 
 def detailed(run: Run) -> dict[str, list[Any]]:
-    """What --save-detailed adds: a list for each, in the order of the requests."""
+    """The columns that --save-detailed adds: one list per field, in the order of the requests."""
     columns = {
         "input_lens": "prompt_len",
         "output_lens": "output_len",
@@ -95,7 +95,7 @@ def _make_requests(data: DatasetOptions, tokenizer_name: str) -> list[BenchReque
 
 
 def _warn_of_long(requests: Sequence[BenchRequest], max_model_len: int | None) -> None:
-    """Files have lengths of their own."""
+    """Warn of requests that exceed the context. Requests from files can."""
     if max_model_len is None:
         return
     long = [r for r in requests if r.prompt_len + r.output_len > max_model_len]

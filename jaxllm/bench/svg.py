@@ -1,4 +1,4 @@
-"""Line charts as SVG: enough for the curves of a benchmark, and nothing to install."""
+"""Line charts as SVG, for the curves of a benchmark, without a plotting package."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Chart(NamedTuple):
 
 
 def draw(charts: Sequence[Chart], columns: int = 2) -> str:
-    """The charts side by side, as an SVG document."""
+    """Draw charts side by side in one SVG document."""
     columns = min(columns, len(charts))
     rows = -(-len(charts) // columns)
     width, height = columns * _WIDTH, rows * _HEIGHT
@@ -48,7 +48,7 @@ def draw(charts: Sequence[Chart], columns: int = 2) -> str:
 
 
 def ticks(most: float) -> list[float]:
-    """About five round numbers from 0 to beyond the largest value."""
+    """About five round numbers from 0 to at least the largest value."""
     if not most > 0:
         return [0.0, 1.0]
     raw = most / 5
@@ -91,7 +91,7 @@ def _draw(chart: Chart) -> list[str]:
     for i, line in enumerate(chart.lines):
         colour = _COLOURS[i % len(_COLOURS)]
         points = [(px(x), py(y)) for x, y in zip(line.x, line.y, strict=True)]
-        if len(set(points)) == 1:  # a line without length is not drawn
+        if len(set(points)) == 1:  # a line without length would be invisible
             parts.append(f'<circle cx="{points[0][0]}" cy="{points[0][1]}" r="3" fill="{colour}"/>')
         joined = " ".join(f"{x},{y}" for x, y in points)
         parts.append(

@@ -1,4 +1,4 @@
-"""`jaxllm bench throughput`: an engine in this process, and all requests at once."""
+"""`jaxllm bench throughput`: an engine in this process, with all requests at once."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 def bench_throughput(
     config: EngineConfig, data: DatasetOptions, *, n: int = 1, use_async_engine: bool = False
 ) -> dict[str, Any]:
-    """Answer the requests of a data set, and say how long it took."""
+    """Answer the requests of a data set and measure the time."""
     data.validate()
     if use_async_engine:
         return asyncio.run(_through_async_engine(config, data, n))

@@ -1,1 +1,1 @@
-"""The `jaxllm` command. Each subcommand is one module, imported only when it is used."""
+"""The `jaxllm` command. Each subcommand is a module that is imported only when it runs."""

@@ -1,4 +1,4 @@
-"""The key for a server: given by a flag, a file or the environment, or asked for on a terminal."""
+"""The API key for a server: from a flag, a file, the environment, or a prompt on the terminal."""
 
 import getpass
 import os
@@ -12,14 +12,14 @@ from jaxllm.plural import counted
 
 Result = TypeVar("Result")
 
-# What OpenAI's own clients read, and so all that are told to speak to another server.
+# OpenAI's own clients read this variable, so it is set wherever they use another server.
 _VARIABLE = "OPENAI_API_KEY"
 _FLAGS = f"give --api-key-file FILE or --api-key KEY, or set {_VARIABLE}"
 
 
 def with_api_key(key: str | None, file: str | None, work: Callable[[str | None], Result]) -> Result:
-    """What `work` does with the key that was given. If the server wants another one, a person who
-    sits there is asked for it; anybody else is told where keys come from."""
+    """Run `work` with the given key. If the server refuses it, ask a user at a terminal for a key;
+    otherwise raise an error that says how to give one."""
     key = _given(key, file)
     try:
         return work(key)

@@ -1,8 +1,8 @@
 """Command-line flags, generated from the config's dataclasses and from SamplingParams.
 
-A field becomes a flag of the same name; its type chooses the parser and its default goes into
-the help. Flags that were not given are absent from the namespace, so that defaults are applied
-in one place: by `EngineConfig.create`, or by the model's own sampling defaults.
+A field becomes a flag of the same name. Its type chooses the parser, and its default is in the
+help. A flag that is not given is absent from the namespace. So one place applies defaults:
+`EngineConfig.create`, or the model's own sampling defaults.
 """
 
 import argparse
@@ -56,10 +56,10 @@ SHORT_FLAGS = {
     "api_server_count": ("-asc",),
 }
 
-# What a command has no use for that prints one answer as text, and no numbers.
+# Parameters without a use in a command that prints one answer as text.
 TEXT_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs")
 
-# Fields of SamplingParams that have no flag of their own, and why.
+# Fields of SamplingParams without a flag of their own, and the reason.
 NOT_FLAGS = {
     "seed": "--seed is the engine's: it seeds every request that brings none",
     "output_kind": "each command sets the kind that it prints",
@@ -67,10 +67,10 @@ NOT_FLAGS = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are ValidationErrors; main() prints every error in the same form."""
+    """A parser that raises ValidationError; main() prints every error in the same form."""
 
     def __init__(self, prog: str, description: str):
-        # The generated usage would list sixty flags before saying anything.
+        # The generated usage would list sixty flags first.
         usage = f"{prog} [arguments]"
         super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
         self.add_argument(
@@ -78,14 +78,14 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        # Intermixed: plain parsing would give up on a positional that follows a flag.
+        # Intermixed parsing accepts a positional argument after a flag.
         args, unknown = self.parse_known_intermixed_args(argv)
         if unknown:
             raise ValidationError(self._of_unknown(unknown))
         return args
 
     def _of_unknown(self, unknown: Sequence[str]) -> str:
-        # A word after a flag may be its value: the flag is what is not known.
+        # A word after a flag may be its value, so report the flag as unknown.
         word = next((word for word in unknown if word.startswith("-")), unknown[0])
         if (reason := why_not(option_of_flag(word))) is not None:
             return f"{word.partition('=')[0]} is {reason}"
@@ -101,7 +101,7 @@ class CommandParser(argparse.ArgumentParser):
 def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     """Add a flag for every engine option, one group for each part of EngineConfig.
 
-    The model may also be given without its flag, as the command's first argument.
+    The model may also be given without a flag, as the first argument.
     """
     parser.add_argument(
         "positional_model", nargs="?", metavar="MODEL", help="The same as --model MODEL."
@@ -113,7 +113,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Collection
 def add_option_arguments(
     parser: argparse.ArgumentParser, options: Any, *, without: Collection[str] = ()
 ) -> None:
-    """Add a flag for every field of a dataclass whose fields are made by `config.option`."""
+    """Add a flag for every field of a dataclass with fields made by `config.option`."""
     group = parser.add_argument_group(options.__doc__)
     hints = typing.get_type_hints(options)
     for f in dataclasses.fields(options):
@@ -136,7 +136,7 @@ def add_sampling_arguments(
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, *, url: str | None = None) -> None:
-    """Add the flags that say which server to ask; without a default it may be none."""
+    """Add the flags that select a server. Without a default, no server is an option."""
     group = parser.add_argument_group("Server")
     instead = "" if url else ", in place of an engine here"
     default = f" Default: {url}." if url else ""
@@ -158,7 +158,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, url: str | None = N
 
 
 def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given, as the keyword arguments that `LLM` takes."""
+    """The given engine options, as the keyword arguments of `LLM`."""
     options = {
         name: value
         for part in typing.get_type_hints(EngineConfig).values()
@@ -175,7 +175,7 @@ def engine_options_from(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def options_from(args: argparse.Namespace, options: Any) -> dict[str, Any]:
-    """The fields of such a dataclass that were given."""
+    """The given fields of a dataclass of options."""
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(options) if f.name in args}
     hints = typing.get_type_hints(options)
     return {
@@ -190,7 +190,7 @@ def sampling_params_from(args: argparse.Namespace, defaults: SamplingParams) -> 
 
 
 def sampling_fields_from(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given."""
+    """The given sampling parameters."""
     return {name: getattr(args, name) for name in SAMPLING_HELP if name in args}
 
 
@@ -248,9 +248,9 @@ def _or_words(settings: dict[str, Any], words: list[str]) -> dict[str, Any]:
 
 
 def _settings(hint: Any) -> dict[str, Any]:
-    """What add_argument needs for a value of this type."""
+    """The arguments of add_argument for a value of this type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        # `list[str] | str | None` takes what its first member takes.
+        # `list[str] | str | None` is parsed like its first member.
         hint, *others = typing.get_args(hint)
         words = [w for m in others if typing.get_origin(m) is Literal for w in typing.get_args(m)]
         if words:
@@ -261,7 +261,7 @@ def _settings(hint: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"choices": typing.get_args(hint)}
     if origin is list:
-        # One flag with several values, or the flag several times.
+        # Accept one flag with several values, or the flag several times.
         (item,) = typing.get_args(hint)
         return {"action": "extend", "nargs": "+", **_settings(item)}
     if origin is tuple:

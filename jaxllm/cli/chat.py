@@ -1,4 +1,4 @@
-"""`jaxllm chat`: a conversation in the terminal, with a model here or behind a server."""
+"""`jaxllm chat`: a conversation in the terminal, with a local model or one behind a server."""
 
 import argparse
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    # Refuse a bad flag before a model is loaded; its own defaults are known only afterwards.
+    # Refuse an invalid flag before the model is loaded. The model's defaults are known later.
     sampling_params_from(args, SamplingParams(max_tokens=None))
     model = _local_model(args) if args.url is None else _remote_model(args)
     conversation = Conversation(model, args.system_prompt)
@@ -53,7 +53,7 @@ def _local_model(args: argparse.Namespace) -> ChatModel:
     from jaxllm.llm import LLM
 
     llm = LLM(**options)
-    # An answer may be as long as the context has room, unless somebody says otherwise.
+    # By default the context alone limits an answer.
     defaults = llm.get_default_sampling_params().clone(max_tokens=None)
     params = sampling_params_from(args, defaults)
     return LocalModel(llm.llm_engine, params, chat_template=template)

@@ -1,6 +1,6 @@
-"""`jaxllm collect-env`: what a bug report needs to say about the machine.
+"""`jaxllm collect-env`: the facts about the machine that a bug report needs.
 
-Only named facts are printed, never the environment, so that the output can be posted.
+It prints only named facts and no environment variables, so that the output can be published.
 """
 
 import argparse
@@ -20,20 +20,20 @@ PACKAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This command has no arguments of its own."""
+    """Add nothing: this command has no arguments of its own."""
 
 
 def run(args: argparse.Namespace) -> None:
     rows = {"jaxllm": jaxllm.__version__, "python": platform.python_version()}
     rows |= versions() | machine() | {"compile cache": compile_cache()}
     width = max(map(len, rows))
-    # jax may take a while to find its devices, or fail at it: print what is known before.
+    # Print the known facts first, because jax may take long to find its devices, or fail.
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()), flush=True)
     print(f"{'devices':<{width}}  {devices()}")
 
 
 def versions() -> dict[str, str]:
-    """Installed version of each package that matters."""
+    """The installed versions of the packages that matter."""
     found = {}
     for name in PACKAGES:
         try:
@@ -56,7 +56,7 @@ def machine() -> dict[str, str]:
 
 
 def compile_cache() -> str:
-    """Default place of compiled programs, and how full it is."""
+    """The default directory of compiled programs, and its size."""
     path = CompilationConfig().compilation_cache_dir
     assert path, "the default config names a directory"
     files = [entry for entry in Path(path).expanduser().rglob("*") if entry.is_file()]

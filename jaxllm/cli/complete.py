@@ -1,4 +1,4 @@
-"""`jaxllm complete`: prompts in the terminal, and how a model behind a server goes on with them."""
+"""`jaxllm complete`: continues prompts from the terminal with a model behind a server."""
 
 import argparse
 import threading
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from jaxllm.cli.remote_model import RemoteModel
 
-    sampling_params_from(args, SamplingParams())  # refuses a bad flag
+    sampling_params_from(args, SamplingParams())  # refuses an invalid flag
     completer = Completer(RemoteModel.from_args(args))
     if args.quick is not None:
         answer(completer, args.quick)
@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Completer:
-    """Answers every line by itself."""
+    """Completes every line on its own."""
 
     def __init__(self, model: "RemoteModel"):
         self._model = model
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no history."""
 
     def reply(self, said: str, stop: threading.Event) -> Iterator[str]:
         return self._model.complete(said, stop)

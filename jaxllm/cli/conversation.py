@@ -1,7 +1,7 @@
-"""A conversation in the terminal: lines in, answers out, wherever the model is.
+"""A conversation in the terminal: reads lines and prints answers of any model.
 
-The same loop serves a person and a pipe; only a person gets a prompt sign. Standard output
-carries the answers alone, everything else goes to standard error.
+The same loop serves a user and a pipe; only a user sees a prompt sign. Only answers go to standard
+output; everything else goes to standard error.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Protocol
 from jaxllm.errors import JaxLLMError, not_utf8
 from jaxllm.plural import counted
 
-Message = dict[str, str]  # role and content, as chat templates and servers take it
+Message = dict[str, str]  # role and content, as chat templates and servers expect
 
 HELP = """\
 /reset   forget the conversation
@@ -25,45 +25,45 @@ Ctrl-C   stop the answer"""
 
 
 class Replier(Protocol):
-    """Who answers a line."""
+    """Answers lines."""
 
     def reset(self) -> None:
-        """Forget all lines before."""
+        """Forget all previous lines."""
         ...
 
     def reply(self, said: str, stop: threading.Event) -> Iterator[str]:
-        """Stream the answer; it ends early when `stop` is set."""
+        """Stream the answer; end early when `stop` is set."""
         ...
 
 
 class ChatModel(Protocol):
-    """A model that goes on with messages."""
+    """A model that continues a conversation."""
 
     def fits(self, messages: Sequence[Message]) -> bool:
-        """Whether there is room for these and an answer, as far as can be told; raises if such
-        messages cannot be told to the model at all."""
+        """Whether the messages and an answer fit into the context, as far as is known. Raise if the
+        model cannot take such messages at all."""
         ...
 
     def answer(self, messages: Sequence[Message], stop: threading.Event) -> Iterator[str]:
-        """Stream the answer; it ends early when `stop` is set."""
+        """Stream the answer; end early when `stop` is set."""
         ...
 
 
 class Conversation:
-    """The messages so far, and the model that goes on with them."""
+    """The messages so far, and the model that continues them."""
 
     def __init__(self, model: ChatModel, system_prompt: str | None = None):
         self._model = model
         self._head = [_message("system", system_prompt)] if system_prompt else []
         self.reset()
-        # A missing or unfit template is said now, not at the first line that is typed.
+        # Report a missing or unsuitable template now, not after the first line.
         model.fits(self._messages([], "Hello"))
 
     def reset(self) -> None:
-        self.turns: list[tuple[str, str]] = []  # what was said, what was answered
+        self.turns: list[tuple[str, str]] = []  # pairs of a line and its answer
 
     def reply(self, said: str, stop: threading.Event) -> Iterator[str]:
-        """Stream the answer; what came of it before `stop` joins the conversation."""
+        """Stream the answer. The part before `stop` joins the conversation."""
         kept = self.turns
         while kept and not self._model.fits(self._messages(kept, said)):
             kept = kept[1:]
@@ -85,8 +85,8 @@ class Conversation:
 
 
 def converse(replier: Replier) -> None:
-    """Read lines and stream answers until the input ends. A person is told at once what had no
-    answer; a pipe hears of it in the end, as an error."""
+    """Read lines and stream answers until the input ends. A user sees each failure at once; for a
+    pipe, failures raise an error at the end."""
     is_person = sys.stdin.isatty()
     num_failed = 0
     if is_person:
@@ -133,7 +133,7 @@ def answer(replier: Replier, line: str) -> None:
 
 
 def note(text: str, end: str = "\n") -> None:
-    """Say something that is not part of the answer."""
+    """Print a message that is not part of the answer."""
     print(text, end=end, file=sys.stderr, flush=True)
 
 
@@ -150,9 +150,9 @@ def _read_line(prompt: str) -> str:
 
 @contextlib.contextmanager
 def _interrupt_as_event() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event; an exception could hit the engine amid a step.
+    """Turn the first Ctrl-C into an event, because an exception could interrupt an engine step.
 
-    A second one, for a step that does not end, leaves the program.
+    A second Ctrl-C exits the program, in case a step does not end.
     """
     interrupted = threading.Event()
 

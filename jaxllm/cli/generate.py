@@ -1,4 +1,4 @@
-"""`jaxllm generate`: prompts in, answers out, all at once through `LLM.generate`."""
+"""`jaxllm generate`: answers a file of prompts with one call of `LLM.generate`."""
 
 import argparse
 import dataclasses
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         prompts += read_prompts(args.prompts_file)
     if not prompts:
         raise ValidationError("no prompts; give --prompt TEXT or --prompts-file FILE")
-    # Refuse a bad flag before the model is loaded; its own defaults are known only afterwards.
+    # Refuse an invalid flag before the model is loaded. The model's defaults are known later.
     sampling_params_from(args, SamplingParams(max_tokens=None))
 
     from jaxllm.llm import LLM
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
             raise
         where = prompts[error.prompt_index].where
         raise ValidationError(f"{where}: {error.__cause__}") from error
-    llm.shutdown()  # writes the profile out
+    llm.shutdown()  # writes the profile
     if args.json:
         print("\n".join(as_json(output) for output in outputs))
     else:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Prompt(NamedTuple):
-    """A prompt, and where it was found."""
+    """A prompt and its place in the input."""
 
     where: str
     prompt: PromptType
@@ -92,7 +92,7 @@ def read_prompts(path: str) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise not_utf8(path, error) from None
     prompts = []
-    # Not splitlines: a form feed or a line separator of Unicode is part of a prompt.
+    # splitlines() would also split at form feeds and Unicode separators, which belong to a prompt.
     for number, line in enumerate(text.split("\n"), 1):
         line, where = line.removesuffix("\r"), f"{path}:{number}"
         if line.strip():
@@ -102,12 +102,12 @@ def read_prompts(path: str) -> list[Prompt]:
 
 
 def as_json(output: RequestOutput) -> str:
-    """One line per answer: what was asked, what came, and when."""
+    """Format one line per answer: the prompt, the answer and its times."""
     return "\n".join(msgspec.json.encode(record).decode() for record in _records(output))
 
 
 def as_text(output: RequestOutput, *, dim: bool) -> str:
-    """Each answer after its prompt, which stands back on a terminal."""
+    """Format each answer after its prompt; `dim` shows the prompt in a fainter colour."""
     prompt = output.prompt
     if prompt is None:
         prompt = f"[{len(output.prompt_token_ids)} prompt tokens] "

@@ -1,4 +1,4 @@
-"""HTTP to an OpenAI-compatible server, with the standard library: JSON, and streams of events."""
+"""HTTP to an OpenAI-compatible server, with the standard library: JSON and event streams."""
 
 import contextlib
 import http.client
@@ -13,16 +13,16 @@ import msgspec
 
 from jaxllm.errors import JaxLLMError, UnauthorizedError, ValidationError, refused
 
-# To connect, and for an answer that takes no model.
+# The time limit to connect, and for an answer that does not need the model.
 _TIMEOUT_S = 30.0
-# How soon it is noticed that nobody wants the rest of a stream.
+# The interval of checking whether the caller has stopped a stream.
 _LOOK_S = 0.05
 _UNREACHED = (ConnectionError, TimeoutError, socket.gaierror)
 _MAX_ERROR_BYTES = 1 << 20
 
 
 class HTTPClient:
-    """Asks paths below a base URL such as http://localhost:8000/v1."""
+    """Requests paths below a base URL such as http://localhost:8000/v1."""
 
     def __init__(self, url: str, api_key: str | None = None):
         try:
@@ -43,17 +43,17 @@ class HTTPClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> bytes:
-        """The body of an answer."""
+        """Return the body of an answer."""
         with contextlib.closing(self._connect()) as connection:
             with self._errors_told():
                 return self._send(connection, "GET", path).read()
 
     def stream(self, path: str, body: dict[str, Any], stop: threading.Event) -> Iterator[bytes]:
-        """The data of the events of an answer, until its end or until `stop` is set; whoever stops
-        asking hangs up.
+        """Yield the data of an answer's events, until its end or until `stop` is set. Closing the
+        generator closes the connection.
 
-        A thread reads them: nothing could interrupt a read that waits here. It has ended, or ends
-        with its connection.
+        A thread reads the events, because a blocking read could not be interrupted here. The thread
+        ends at the latest when its connection is closed.
         """
         exchange = _Exchange()
 
@@ -64,7 +64,7 @@ class HTTPClient:
                     for data in _events(self._send(connection, "POST", path, body)):
                         exchange.events.put(data)
                 exchange.events.put(None)
-            except Exception as error:  # raised where the events are waited for
+            except Exception as error:  # raised in the thread that waits for events
                 exchange.events.put(error)
 
         threading.Thread(target=read, daemon=True).start()
@@ -114,17 +114,17 @@ class HTTPClient:
 
 
 class _Exchange:
-    """What the thread that reads a stream shares with the one that waits for it."""
+    """The state that the thread that reads a stream shares with the one that waits for it."""
 
     def __init__(self) -> None:
-        # An exception, or None, is the last one.
+        # The last item is an exception or None.
         self.events: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._is_over = False
 
     def begin(self, connected: socket.socket) -> None:
-        """There is a connection. An answer may take as long as it wants."""
+        """Register the connection. From now on there is no time limit."""
         with self._lock:
             connected.settimeout(None)
             self._socket = connected
@@ -132,14 +132,14 @@ class _Exchange:
                 self._shut_down()
 
     def hang_up(self) -> None:
-        """The server hears that nobody waits any more, and so does the thread."""
+        """Close the connection, for the server and for the thread that reads."""
         with self._lock:
             self._is_over = True
             self._shut_down()
 
     def _shut_down(self) -> None:
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # it may be closed
+            with contextlib.suppress(OSError):  # the socket may be closed
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
@@ -162,7 +162,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def _message(body: bytes) -> str:
-    """What an error says of itself, in OpenAI's form or any other."""
+    """The message of an error in OpenAI's form or any other."""
     try:
         return msgspec.json.decode(body, type=_ErrorBody).error.message
     except (msgspec.DecodeError, RecursionError):

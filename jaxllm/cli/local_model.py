@@ -1,4 +1,4 @@
-"""A chat model in an engine of this process."""
+"""A chat model that runs in an engine of this process."""
 
 import itertools
 import threading
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LocalModel:
-    """Answers step by step of the engine."""
+    """Streams answers from the engine, step by step."""
 
     def __init__(
         self, engine: "LLMEngine", params: SamplingParams, *, chat_template: str | None = None
@@ -29,8 +29,8 @@ class LocalModel:
         self._ids = map(str, itertools.count())
 
     def fits(self, messages: Sequence[Message]) -> bool:
-        """A quarter of the context is kept for the answer, or what --max-tokens asks if that is
-        less."""
+        """Whether the messages leave room for an answer: a quarter of the context, or --max-tokens
+        if that is less."""
         limit = self._engine.info.max_model_len
         room = min(limit // 4, self._params.max_tokens or limit)
         return len(self._render(messages)["prompt_token_ids"]) + room <= limit

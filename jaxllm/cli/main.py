@@ -1,7 +1,7 @@
-"""`jaxllm <command>`: find the command, run it, and turn errors into one line.
+"""`jaxllm <command>`: finds the command, runs it, and prints an error as one line.
 
-Commands are modules with `add_arguments(parser)` and `run(args)`, which may return an exit status;
-a module is imported only when its command is used, so that `jaxllm --help` needs no jax.
+A command is a module with `add_arguments(parser)` and `run(args)`, which may return an exit status.
+The module is imported only when its command runs, so that `jaxllm --help` needs no jax.
 """
 
 import importlib
@@ -58,16 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # An answer holds characters that a terminal or a locale may not have: better a ? than
-        # nothing of it.
+        # An answer may have characters that the terminal or the locale cannot show. Print "?" for
+        # them instead of failing.
         sys.stdout.reconfigure(errors="replace")
     try:
         status = run(argv)
-        # Output that is still buffered would meet a closed pipe after main, at exit.
+        # Flush here, because a closed pipe would otherwise raise at exit, after main.
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader has left. Let what is buffered go nowhere, or exit would complain.
+        # The reader has closed the pipe. Redirect the buffered rest, or exit would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
     if argv[0] in ("-v", "--version"):
         print(f"jaxllm {jaxllm.__version__}")
         return 0
-    # A command has one word or two.
+    # A command consists of one word or two.
     family = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
     if family and argv[1:] in ([], ["-h"], ["--help"]):
         print(overview(family))
@@ -103,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def overview(names: Iterable[str]) -> str:
-    """The text of `jaxllm --help`, with these commands."""
+    """Format the text of `jaxllm --help`, with these commands."""
     lines = ["usage: jaxllm <command> [arguments]", "", "LLM inference on JAX.", "", "commands:"]
     lines += [f"  {name:<16}  {COMMANDS[name].summary}" for name in names]
     lines += ["", "`jaxllm <command> --help` lists a command's arguments."]

@@ -1,4 +1,4 @@
-"""`jaxllm make-tiny-model`: a model to try the commands with, without a download."""
+"""`jaxllm make-tiny-model`: writes a model to try the commands with, without a download."""
 
 import argparse
 from pathlib import Path

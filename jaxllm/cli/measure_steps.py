@@ -1,4 +1,4 @@
-"""`jaxllm measure-steps`: time an engine's programs here, for `jaxllm simulate`."""
+"""`jaxllm measure-steps`: times an engine's programs on this machine, for `jaxllm simulate`."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> None:
     if args.repetitions < 1:
         raise refused("repetitions", args.repetitions, "it must be at least 1")
     options = engine_options_from(args)
-    # Before anything is measured: what has no place to go is lost.
+    # Create the directory before measuring, so that the result cannot be lost.
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
     import msgspec

@@ -1,6 +1,6 @@
-"""`jaxllm plan`: what an engine would be on chips that are not here, found by compiling it.
+"""`jaxllm plan`: predicts an engine on chips that are not here, by compiling its programs.
 
-What was compiled can be kept, as a bundle for an engine on such chips.
+The compiled programs can be kept as a bundle for an engine on such chips.
 """
 
 import argparse
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")  # files that are no config, whoever gives them
+WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")  # a user may give these instead of a config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def directory_of_config(file: Path) -> Iterator[str]:
-    """A model directory of nothing but this config, which may have any name."""
+    """Yield a model directory with only this config, which may have any file name."""
     from jaxllm.weights.checkpoint import read_json
 
     config = read_json(file)
@@ -100,11 +100,11 @@ def directory_of_config(file: Path) -> Iterator[str]:
 def make_reports(
     names: list[str], options: dict[str, Any], args: argparse.Namespace, model: str | None
 ) -> "dict[str, PlanReport | JaxLLMError]":
-    """A report for each slice or GPU, of the model under the name that was given; of several, also
-    why there is none."""
+    """Plan for each slice or GPU, and report the model under the given name. Of several, a report
+    may be the error."""
     import jax
 
-    # Nothing runs here, and a compiler for TPUs that is installed must not look for one.
+    # No program runs here, and an installed TPU runtime must not look for a TPU.
     jax.config.update("jax_platforms", "cpu")
     reports: dict[str, PlanReport | JaxLLMError] = {}
     for name in names:
@@ -119,7 +119,7 @@ def make_reports(
 
 
 def make_report(name: str, options: dict[str, Any], args: argparse.Namespace) -> "PlanReport":
-    """Plan for one slice or GPU; all of its devices work together unless something else is said."""
+    """Plan for one slice or GPU. All of its devices are one replica unless options differ."""
     from jaxllm_kernels.topology import topology_devices
 
     from jaxllm.config import EngineConfig
@@ -166,7 +166,7 @@ def as_json(report: "PlanReport | JaxLLMError") -> dict[str, Any]:
 
 
 def as_text(name: str, report: "PlanReport", price: float | None) -> str:
-    """A page about one plan."""
+    """Format one plan as a page."""
     width = max(20, *(len(program.name) + 2 for program in report.programs))
     lines = [
         f"{report.model} on {name}: {report.num_devices} x {report.chip}, {report.dtype}, "
@@ -196,7 +196,7 @@ def as_text(name: str, report: "PlanReport", price: float | None) -> str:
 
 
 def _memory_lines(report: "PlanReport") -> list[str]:
-    """A column for each stage."""
+    """Format the memory use, with a column for each stage."""
     stages = report.stages
     rows = [
         ("weights", [stage.weights_bytes for stage in stages]),
@@ -211,7 +211,7 @@ def _memory_lines(report: "PlanReport") -> list[str]:
         ]
     lines = ["memory of each device        GiB"]
     if len(stages) > 1:
-        rows[2] = ("sampler, tables, steps", rows[2][1])  # and the hidden states between stages
+        rows[2] = ("sampler, tables, steps", rows[2][1])  # includes hidden states between stages
         layers = "".join(f"{stage.num_layers:>10}" for stage in stages)
         names = "".join(f"{f'stage {index}':>10}" for index in range(len(stages)))
         lines = [f"{'GiB of each device':<24}{names}", f"  {'layers':<22}{layers}"]
@@ -262,7 +262,7 @@ def _cost(report: "PlanReport", price: float) -> float:
 
 
 def as_table(reports: "dict[str, PlanReport | JaxLLMError]", price: float | None) -> str:
-    """A line per slice or GPU."""
+    """Format a table with a line for each slice or GPU."""
     header = (
         f"{'':<10}{'devices':>8}{'weights':>9}{'KV cache':>10}{'tokens':>10}{'least decode':>14}"
         f"{'most tokens/s':>15}" + (f"{'least cost/M':>14}" if price is not None else "")

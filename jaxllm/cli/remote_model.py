@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server, ours or any other."""
+"""A model behind any OpenAI-compatible server."""
 
 import argparse
 import threading
@@ -15,12 +15,12 @@ from jaxllm.errors import JaxLLMError, UnauthorizedError
 
 Body = TypeVar("Body")
 
-# Parameters that have another name in requests than here.
+# Parameters with another name in requests.
 _NAMES_IN_REQUESTS = {"extra_args": "vllm_xargs"}
 
 
 class RemoteModel:
-    """Asks the server for every answer; to stop one is to hang up, which aborts it there."""
+    """Requests every answer from the server. Closing the connection aborts the request there."""
 
     def __init__(self, client: HTTPClient, name: str | None, fields: dict[str, Any]):
         self._client = client
@@ -43,16 +43,16 @@ class RemoteModel:
         return with_api_key(args.api_key, args.api_key_file, connect)
 
     def check_key(self) -> None:
-        """Raise now if the server wants a key, and not at the first line that is typed."""
+        """Raise now if the server needs a key, and not after the first line."""
         try:
             self._client.get("models")
         except UnauthorizedError:
             raise
         except JaxLLMError:
-            pass  # of its models it need not tell
+            pass  # a server need not list its models
 
     def fits(self, messages: Sequence[Message]) -> bool:
-        """Only the server knows, and refuses what does not."""
+        """Return True. Only the server knows, and it refuses messages that do not fit."""
         return True
 
     def answer(self, messages: Sequence[Message], stop: threading.Event) -> Iterator[str]:
@@ -69,7 +69,7 @@ class RemoteModel:
                 yield choice.delta.content
 
     def complete(self, prompt: str, stop: threading.Event) -> Iterator[str]:
-        """Stream what follows a prompt."""
+        """Stream the continuation of a prompt."""
         for choice in self._choices("completions", {"prompt": prompt}, stop):
             if choice.text:
                 yield choice.text
@@ -105,7 +105,7 @@ class RemoteModel:
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
-    reasoning_content: str | None = None  # its name on some servers
+    reasoning_content: str | None = None  # the name on some servers
 
 
 class _Choice(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""`jaxllm run-batch`: a file of requests in, a file of answers out."""
+"""`jaxllm run-batch`: reads a file of requests and writes a file of answers."""
 
 import argparse
 

@@ -1,5 +1,5 @@
-"""`jaxllm simulate`: how a deployment that is not here would serve a trace, and how many chips that
-takes: the true scheduler, cache and router, over a model of the time of a step."""
+"""`jaxllm simulate`: predicts how a deployment would serve a trace, and how many chips it needs. It
+runs the real scheduler, cache and router with a model of the time of a step."""
 
 import argparse
 import dataclasses
@@ -218,8 +218,8 @@ def _simulate(
 def _fewest(
     args: argparse.Namespace, trace: "Trace", deployment: "Deployment", goals: dict[str, float]
 ) -> "Summary":
-    """Double the replicas until they are enough, then halve the gap. More of them serve no request
-    worse but for chance, so what is found may be one off."""
+    """Double the replicas until they are enough, then bisect. More replicas serve requests worse
+    only by chance, so the result may be off by one."""
     enough: Summary | None = None
     low, high = 0, args.replicas
     while enough is None or high - low > 1:

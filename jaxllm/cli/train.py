@@ -1,4 +1,4 @@
-"""`jaxllm train`: text in, a small model out, or one that learns from another."""
+"""`jaxllm train`: trains a small model on text, optionally with a teacher."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`jaxllm warmup`: compile an engine's programs now, so that its next start finds them."""
+"""`jaxllm warmup`: compiles an engine's programs now, so that its next start loads them."""
 
 import argparse
 import dataclasses
@@ -9,7 +9,7 @@ from jaxllm.cli.arguments import add_engine_arguments, engine_options_from
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON, for programs.")
-    # All of them, so that the flags of the engine can be given as they are.
+    # Add all flags, so that the flags of an engine can be reused unchanged.
     add_engine_arguments(parser)
 
 

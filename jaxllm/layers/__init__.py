@@ -1,4 +1,4 @@
-"""The parts that models are made of: plain flax modules and functions, traced by the runner.
+"""The layers that models are made of: plain flax modules and functions, traced by the runner.
 
 Axis letters, used in every shape comment of the device side:
 
@@ -6,6 +6,6 @@ Axis letters, used in every shape comment of the device side:
     N query heads           K kv heads                    H head size
     D model (hidden) size   F ffn (intermediate) size     V vocabulary         E experts
 
-Weights are stored [out, in], as checkpoints have them. Activations keep the model's type; norms,
-rotary embeddings, matmul accumulators and logits are float32 inside.
+Weights are stored [out, in], as in checkpoints. Activations have the model's dtype; norms, rotary
+embeddings, matmul accumulators and logits are computed in float32.
 """

@@ -1,6 +1,6 @@
-"""Self-attention around the paged cache: projections, rotary embedding, the attention op.
+"""Self-attention with a paged KV cache: projections, rotary embedding, the attention op.
 
-The op owns the cache's layout; this layer only carries the array from call to call.
+The op defines the layout of the cache; this layer only passes the array on.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxllm.parallel.sharding import Axes, Part, num_pieces, partition_spec
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What is static about a layer's attention, all heads together."""
+    """The static part of a layer's attention, for all heads together."""
 
     name: ClassVar[str] = "self_attn"
 
@@ -31,16 +31,16 @@ class AttentionSpec:
     num_kv_heads: int
     head_size: int
     scale: float
-    rope: RopeConfig | None  # None: positions do not matter
-    # How many tokens, itself included, a token sees; None: all before it.
+    rope: RopeConfig | None  # None: no position embedding
+    # The number of tokens that a token sees, itself included; None: all before it.
     window: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    # Of every query and key head, before it is rotated.
+    # The norm of every query and key head, before the rotation.
     qk_norm: NormSpec | None = None
 
     def check(self, num_shards: int) -> None:
-        """Raise ValidationError unless every shard gets as much as every other."""
+        """Raise ValidationError unless the heads can be cut into equal shards."""
         if self.num_heads % num_shards:
             raise refused(
                 "tensor_parallel_size",
@@ -63,13 +63,13 @@ class AttentionSpec:
 class Attention(nnx.Module):
     """Grouped-query attention with a fused q/k/v projection.
 
-    Heads are cut over the shards. Fewer kv heads than shards are repeated until there is one for
-    each, so that every shard has what its query heads attend to.
+    Heads are cut over the shards. If there are fewer kv heads than shards, they are repeated until
+    each shard has one, so that a shard has the kv heads of its query heads.
     """
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike):
         copies = max(1, num_shards // spec.num_kv_heads)
-        # What one shard computes, and keeps.
+        # The attention and the cache of one shard.
         self.config = AttentionConfig(
             num_heads=spec.num_heads // num_shards,
             num_kv_heads=spec.num_kv_heads * copies // num_shards,
@@ -122,7 +122,7 @@ class Attention(nnx.Module):
         cache: jax.Array,
         context: StepContext,
     ) -> tuple[jax.Array, jax.Array]:
-        """The attention op: each shard for its own heads, with no word between them."""
+        """Run the attention op. Each shard computes its own heads, without communication."""
         attend = functools.partial(context.backend.attend, config=self.config)
         operands = (q, k, v, cache, *context.of_window(self.config.sliding_window))
         if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:
@@ -139,5 +139,5 @@ class Attention(nnx.Module):
 
 
 def cache_axes(backend: AttentionBackend) -> Axes:
-    """Names of the first axes of a layer's cache; the others have none."""
+    """Logical names of the cache's axes, up to the head axis; the later ones have none."""
     return (*(None for _ in range(backend.cache_head_axis)), "heads")

@@ -12,11 +12,11 @@ _LANES = 128
 
 
 class Embedding(Product):
-    """One row of D per token of the vocabulary; an output head is the same, used the other way."""
+    """A table [V, D]: the embedding looks rows up, the output head multiplies by all of them."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, num_shards: int = 1, dtype: DTypeLike):
-        """Make the table. Where it is cut, rows of padding make every shard as large as the others
-        and a multiple of what a vector register holds."""
+        """Make the table. A sharded table is padded: all shards have the same number of rows, a
+        multiple of a vector register's lanes."""
         self.vocab_size = vocab_size
         rows = vocab_size if num_shards == 1 else round_up(vocab_size, _LANES * num_shards)
         self.weight = nnx.Param(
@@ -26,13 +26,16 @@ class Embedding(Product):
         )
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Look up [T] token ids: [T, D]. Those of requests are checked at the door; padding's are
-        beyond all, and become zeros, which products may skip."""
+        """Look up token ids [T]; return [T, D].
+
+        Ids of requests are validated when they arrive. Ids of padding are out of range and become
+        zeros, which matmuls may skip.
+        """
         with jax.named_scope("embedding"):
             return self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Score every token of the vocabulary: [n, D] to float32 [n, rows]; padding is -inf."""
+        """Compute float32 logits [n, rows] from [n, D]; padding columns are -inf."""
         with jax.named_scope("logits"):
             logits = self.matmul(hidden, self.weight[...])
             rows = logits.shape[1]

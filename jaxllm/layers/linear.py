@@ -10,7 +10,7 @@ from jaxllm.parallel.sharding import Axes, Part
 
 
 class Product(nnx.Module):
-    """A module that multiplies by its weight; a plan chooses what computes that."""
+    """A module that multiplies by its weight. The plan chooses the implementation, `matmul`."""
 
     matmul: Matmul = XLA
 
@@ -28,8 +28,8 @@ class Linear(Product):
         parts: tuple[Part, ...] = (),
         dtype: DTypeLike,
     ):
-        """Make the layer; `axes` names those of the weight, [out, in], and `parts` says what it is
-        fused of."""
+        """Make the layer. `axes` names the axes of the weight, [out, in]; `parts` lists the tensors
+        that it is fused of."""
         self.weight = nnx.Param(jnp.zeros((out_size, in_size), dtype), axes=axes, parts=parts)
         self.bias = (
             nnx.Param(jnp.zeros(out_size, dtype), axes=axes[:1], parts=parts) if bias else None

@@ -16,7 +16,7 @@ from jaxllm.parallel.sharding import Part
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
-    """What is static about a layer's MLP."""
+    """The static part of a layer's MLP."""
 
     name: ClassVar[str] = "mlp"
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """What is static about a norm, but for its size."""
+    """The static part of a norm, except its size."""
 
     eps: float
 
@@ -28,5 +28,5 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        # Rounded to the activations' type before the weight is applied, as checkpoints expect.
+        # Round to the activations' dtype before the weight, as the models were trained.
         return self.weight[...] * (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)

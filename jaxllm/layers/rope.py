@@ -1,7 +1,7 @@
-"""Rotary position embeddings, with the scalings that stretch them beyond the trained length.
+"""Rotary position embeddings, with the scalings that extend them beyond the trained length.
 
 The frequencies follow the formulas of transformers (`modeling_rope_utils`), in float32 as there.
-They are constants of the traced program: a model has no rope tables among its weights.
+They are constants of the traced program: the weights contain no rope tables.
 """
 
 import math
@@ -22,13 +22,13 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicScaling:
-    """NTK-aware scaling whose base grows with the length of the sequence.
+    """NTK-aware scaling: the base grows with the length of the sequence.
 
-    A token at a position past the original length is rotated with the base for the sequence that
-    ends there, once and for all. So its key does not depend on how a prompt was cut into chunks or
-    on what came from the cache, and the result is that of transformers fed token by token. (Fed
-    with a whole prompt that is longer than the original, transformers rotates all of it with the
-    base of the prompt's end, and leaves those keys as they are while it generates.)
+    A token past the original length is always rotated with the base of the sequence that ends at
+    its position. So its key does not depend on the chunks of prefill or on prefix cache hits.
+    transformers computes the same when it is fed token by token. When it is fed a whole prompt
+    longer than the original length, it rotates all of the prompt with the base of the prompt's end,
+    and keeps these keys while it generates.
     """
 
     factor: float
@@ -37,7 +37,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1: low frequencies divided by a factor, high ones kept, a ramp between."""
+    """Llama 3.1: divides low frequencies by a factor, keeps high ones, with a ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -47,7 +47,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): a ramp like Llama 3's, and cos and sin scaled as a temperature."""
+    """YaRN (arXiv 2309.00071): a ramp like Llama 3's; cos and sin are scaled as a temperature."""
 
     factor: float
     original_max_len: int
@@ -59,9 +59,9 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """What is static about a layer's rotary embedding."""
+    """The static part of a layer's rotary embedding."""
 
-    size: int  # of the part of a head that is rotated: its first elements, often all
+    size: int  # of the rotated part of a head: its first elements, often all
     theta: float
     scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | None = None
 
@@ -74,7 +74,7 @@ class Rotary(NamedTuple):
 
 
 def rotary(rope: RopeConfig, positions: jax.Array) -> Rotary:
-    """The rotations of tokens at positions [T]."""
+    """Compute the rotations of tokens at positions [T]."""
     with jax.named_scope("rope"):
         angles = positions[:, None].astype(jnp.float32) * _frequencies(rope, positions)
         scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
@@ -83,9 +83,9 @@ def rotary(rope: RopeConfig, positions: jax.Array) -> Rotary:
             return Rotary(jnp.cos(angles) * scale, jnp.sin(angles) * scale)
 
         def turn_once(angles: jax.Array) -> Rotary:
-            # Else XLA:CPU computes them in every loop that rotates, anew for each head of each
-            # layer: a sixth of a decode step. A barrier does not last until it fuses loops; what
-            # is in a conditional stays there.
+            # Without this, XLA:CPU fuses cos and sin into every loop that rotates, and computes
+            # them for each head of each layer: a sixth of a decode step. XLA removes a barrier
+            # before it fuses loops, but does not move operations out of a conditional.
             never = Rotary(jnp.zeros_like(angles), jnp.zeros_like(angles))
             return jax.lax.cond(jnp.all(angles >= 0), turn, lambda _: never, angles)
 
@@ -93,8 +93,10 @@ def rotary(rope: RopeConfig, positions: jax.Array) -> Rotary:
 
 
 def rotate(x: jax.Array, rotations: Rotary) -> jax.Array:
-    """Rotate the first elements of heads x [T, heads, H], as many as there are rotations for; the
-    first half of them pairs with the second."""
+    """Rotate the first elements of heads x [T, heads, H], two for each angle.
+
+    Element i of the first half is paired with element i of the second half.
+    """
     cos, sin = rotations.cos[:, None], rotations.sin[:, None]
     size = 2 * cos.shape[-1]
     if size < x.shape[-1]:
@@ -105,8 +107,8 @@ def rotate(x: jax.Array, rotations: Rotary) -> jax.Array:
 
 
 def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
-    """Angle per position of every pair, float32 [size / 2]; of dynamic scaling, within the original
-    length."""
+    """Angle per position of every pair, float32 [size / 2]. For dynamic scaling: within the
+    original length."""
     plain = 1.0 / rope.theta ** _exponents(rope.size)
     match rope.scaling:
         case LinearScaling(factor=factor):
@@ -137,14 +139,14 @@ def _exponents(size: int) -> np.ndarray:
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     wavelengths = np.float32(2 * math.pi) / plain
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    # 0 for wavelengths that the original length held fewer than `low` times, 1 from `high` on.
+    # 0 where the original length holds fewer than `low` wavelengths, 1 from `high` on.
     kept = np.clip((scaling.original_max_len / wavelengths - low) / (high - low), 0, 1)
     return ((1 - kept) * plain / scaling.factor + kept * plain).astype(np.float32)
 
 
 def _yarn(rope: RopeConfig, scaling: YarnScaling) -> np.ndarray:
     def pair_with(num_rotations: float) -> float:
-        """The (fractional) pair that turns this often within the original length."""
+        """The (fractional) pair that makes this many rotations within the original length."""
         turns = scaling.original_max_len / (num_rotations * 2 * math.pi)
         return rope.size * math.log(turns) / (2 * math.log(rope.theta))
 

@@ -1,6 +1,6 @@
-"""From config.json to a frozen `Architecture`, by the family that the config names.
+"""Reads a config.json into a frozen `Architecture`, by the family that the config names.
 
-The plan reads it before anything is loaded, so whatever we cannot run is refused here, by name.
+The plan reads it before anything is loaded, so an unsupported model is refused here, by name.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from jaxllm.models.specs import Architecture
 def read_architecture(
     hf_config: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None
 ) -> Architecture:
-    """Read the contents of a config.json, some of its fields replaced by overrides."""
+    """Read the contents of a config.json. Overrides replace some of its fields."""
     config = HFConfig(merge_overrides(hf_config, overrides or {}))
     name = ModelRegistry.select(config.names("architectures") or ())
     config.refuse_unsupported()

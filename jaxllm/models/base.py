@@ -1,6 +1,6 @@
-"""The contract of a model: what the runner, the loader, the plan and the trainer ask of its class.
+"""The contract of a model: what the runner, the loader, the plan and the trainer need of its class.
 
-`DecoderForCausalLM` meets it for every family here; a class of a user's own may meet it otherwise.
+`DecoderForCausalLM` implements it for every family here. Users may register classes of their own.
 """
 
 from typing import Protocol, Self
@@ -18,9 +18,9 @@ from jaxllm.models.specs import Architecture
 class Model(Protocol):
     """A flax nnx module whose Params are its weights.
 
-    A Param says what its axes are (`axes`: names of `jaxllm.parallel.sharding`), what it is fused
-    of (`parts`) and how many of its rows are no padding (`rows`). The module is traced by the
-    runner and must not jit on its own account what depends on anything but its arguments.
+    A Param has metadata: `axes` names its axes (see `jaxllm.parallel.sharding`), `parts` lists the
+    tensors that are fused in it, and `rows` counts its rows without padding. The runner traces the
+    module. The module may jit only functions that depend on nothing but their arguments.
     """
 
     @classmethod
@@ -31,24 +31,24 @@ class Model(Protocol):
         num_shards: int = 1,
         part: ModelPart | None = None,
     ) -> Self:
-        """The model with shapes in place of weights, to be cut over so many devices; or a part of
-        it, whose parameters have the names that they have in the whole."""
+        """Make the model, or a part of it, with shapes in place of weights, for `num_shards`
+        devices. The parameters of a part have the same names as in the whole model."""
         ...
 
     @property
     def attention_configs(self) -> tuple[AttentionConfig, ...]:
-        """What each attention of this part is on one shard: it has one cache for each of them, in
-        this order."""
+        """The attention of each mixer on one shard. A model has one cache for each, in this
+        order."""
         ...
 
     @property
     def checkpoint_map(self) -> CheckpointMap:
-        """Where its parameters are in a checkpoint."""
+        """The places of the parameters in a checkpoint."""
         ...
 
     @property
     def num_logits(self) -> int:
-        """The width of the logits: the vocabulary and, in a model that is cut, padding."""
+        """The width of the logits: the vocabulary and, in a model that is sharded, padding."""
         ...
 
     def __call__(
@@ -58,15 +58,15 @@ class Model(Protocol):
         caches: tuple[jax.Array, ...],
         context: StepContext,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Run a step's tokens [T] at positions [T] (in their sequences). The ids of padding are
-        beyond every vocabulary, and what is made of them must be finite.
+        """Run a step's tokens [T] at positions [T] in their sequences.
 
-        Returns the hidden states [T, D] after the final norm, and the caches, updated. A part of a
-        model takes the hidden states of the part before in place of token ids, and leaves those for
-        the part after. A token's result depends on nothing but its own sequence.
+        Return the hidden states [T, D] after the final norm, and the updated caches. In a model of
+        several parts, a part takes the hidden states of the previous part in place of token ids,
+        and returns its own for the next part. A token's result depends only on its own sequence.
+        Padding has token ids beyond every vocabulary; its hidden states must be finite.
         """
         ...
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [n, D] to float32 logits [n, V]; those of padding are -inf."""
+        """Compute float32 logits [n, V] from hidden states [n, D]; padding columns are -inf."""
         ...

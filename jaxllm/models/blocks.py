@@ -1,6 +1,6 @@
-"""How a layer's mixers and ffns are wired to the residual stream: a class for each way.
+"""How a layer's mixers and ffns are wired to the residual stream: one class for each wiring.
 
-The norms of a block bear the names that checkpoints have for them, in the order of their use.
+`norms` lists a block's norms in the order of their use, under their names in checkpoints.
 """
 
 import functools
@@ -17,8 +17,10 @@ from jaxllm.models.specs import Caches, LayerSpec
 
 
 class Block(nnx.Module):
-    """The common part of all layers: it makes the modules that the spec lists, under their names.
-    A subclass wires them in `__call__`, and so meets the contract `Layer`."""
+    """Makes the modules that the spec lists, under their names.
+
+    A subclass wires them in `__call__`, and so implements `Layer`.
+    """
 
     norms: ClassVar[tuple[str, ...]]
 
@@ -31,7 +33,7 @@ class Block(nnx.Module):
             setattr(self, part.name, module)
 
     def mix(self, x: jax.Array, caches: Caches, context: StepContext) -> tuple[jax.Array, Caches]:
-        """The sum of what the mixers make of x."""
+        """Return the sum of the mixers' outputs for x, and the updated caches."""
         outputs, updated = [], []
         for spec, cache in zip(self.spec.mixers, caches, strict=True):
             output, cache = getattr(self, spec.name)(x, cache, context)
@@ -40,12 +42,12 @@ class Block(nnx.Module):
         return functools.reduce(jnp.add, outputs), tuple(updated)
 
     def feed(self, x: jax.Array, context: StepContext) -> jax.Array:
-        """The sum of what the ffns make of x."""
+        """Return the sum of the ffns' outputs for x."""
         outputs = [getattr(self, spec.name)(x, context) for spec in self.spec.ffns]
         return functools.reduce(jnp.add, outputs)
 
     def add(self, hidden: jax.Array, *outputs: jax.Array) -> jax.Array:
-        """The residual stream after these outputs."""
+        """Add outputs to the residual stream, scaled if the spec says so."""
         scale = self.spec.residual_scale
         for output in outputs:
             hidden = hidden + (output if scale == 1.0 else output * scale)
@@ -70,7 +72,7 @@ class PreNormBlock(Block):
 
 
 class PostNormBlock(Block):
-    """Norms behind the mixers and behind the ffns, and none before them."""
+    """A norm after the mixers and another after the ffns; none before them."""
 
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -84,7 +86,7 @@ class PostNormBlock(Block):
 
 
 class SandwichBlock(Block):
-    """Norms before and behind the mixers, and before and behind the ffns."""
+    """A norm before and after the mixers, and before and after the ffns."""
 
     norms = (
         "input_layernorm",
@@ -103,7 +105,7 @@ class SandwichBlock(Block):
 
 
 class ParallelBlock(Block):
-    """One norm before the mixers and the ffns, which do not see each other's outputs."""
+    """One norm for both mixers and ffns. Neither sees the outputs of the other."""
 
     norms = ("input_layernorm",)
 

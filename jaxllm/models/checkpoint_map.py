@@ -1,8 +1,8 @@
 """Where the parameters of a model are in its checkpoint: sources, and the map that names them.
 
-A source is an expression over the tensors of a checkpoint that stands for a parameter as a whole,
-before it is cut over devices. Its shape is known before any data is read, since it says what shapes
-its tensors must have; and any box of it is read without reading the rest.
+A source is an expression over the tensors of a checkpoint. It describes a whole parameter, before
+the parameter is sharded. Its shape is known before any data is read, because it states the shapes
+that its tensors must have. Any box of a source can be read without the rest.
 """
 
 import dataclasses
@@ -20,21 +20,21 @@ Box = tuple[slice, ...]
 
 
 class Tensors(Protocol):
-    """What holds the data: an open checkpoint."""
+    """An open checkpoint, which holds the data."""
 
     def copy(self, name: str, box: Box, target: np.ndarray) -> None:
-        """Fill the target with a box of a tensor, converted to the target's type."""
+        """Fill the target with a box of a tensor; convert to the target's type."""
         ...
 
 
 class Source(Protocol):
-    """Where an array comes from."""
+    """An array made of tensors of a checkpoint."""
 
     @property
     def shape(self) -> Shape: ...
 
     def rows(self) -> Iterator["Rows"]:
-        """The rows of tensors that it is made of, all of them."""
+        """All rows of tensors that the array is made of."""
         ...
 
     def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
@@ -44,7 +44,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the checkpoint, which must have this shape."""
+    """A tensor of the checkpoint, and the shape that it must have."""
 
     name: str
     shape: Shape
@@ -140,7 +140,7 @@ class Transposed:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Sources of one shape whose rows take turns: gate and up of some experts."""
+    """Sources of one shape with alternating rows: gate and up of some experts."""
 
     sources: tuple[Source, ...]
 
@@ -163,7 +163,7 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class ViewedAs:
-    """A source with another shape, its elements in the same order."""
+    """A source in another shape, with its elements in the same order."""
 
     source: Source
     shape: Shape
@@ -172,7 +172,7 @@ class ViewedAs:
         return self.source.rows()
 
     def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
-        # The whole rows of the source that hold the rows of the box.
+        # Whole rows of the source that contain the rows of the box.
         row, source_row = (math.prod(shape[1:]) for shape in (self.shape, self.source.shape))
         first, end = box[0].start * row, box[0].stop * row
         rows = slice(first // source_row, -(-end // source_row))
@@ -185,7 +185,7 @@ class ViewedAs:
 
 
 class Place(NamedTuple):
-    """A parameter: `{parent}.{module}.{leaf}`, fused of pieces of these shapes."""
+    """The parameter `{parent}.{module}.{leaf}`, fused of pieces of these shapes."""
 
     parent: str
     module: str
@@ -193,7 +193,7 @@ class Place(NamedTuple):
     pieces: tuple[Shape, ...]
 
     def tensor(self, module: str, shape: Shape) -> Tensor:
-        """The leaf of another module beside this one."""
+        """The leaf of the same name in a sibling module."""
         return Tensor(".".join(filter(None, (self.parent, module, self.leaf))), shape)
 
 
@@ -201,13 +201,13 @@ Rule = Callable[[Place], Source]
 
 
 def as_named(place: Place) -> Source:
-    """The tensor that bears the parameter's name."""
+    """The tensor with the parameter's name."""
     rows = sum(piece[0] for piece in place.pieces)
     return place.tensor(place.module, (rows, *place.pieces[0][1:]))
 
 
 def concatenated(*modules: str) -> Rule:
-    """One tensor for each piece, under these modules' names."""
+    """A rule that concatenates one tensor for each piece, from the modules of these names."""
 
     def rule(place: Place) -> Source:
         assert len(modules) == len(place.pieces), f"{place} does not say what it is fused of"
@@ -220,19 +220,19 @@ def concatenated(*modules: str) -> Rule:
 class CheckpointMap:
     """An exact map from parameters to the tensors of a checkpoint.
 
-    Our modules are named as in most checkpoints, so that a parameter is the tensor of the same
-    name, unless there is a rule for its module.
+    Our modules have the names of most checkpoints. So a parameter is the tensor of the same name,
+    unless there is a rule for its module.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
-    # Patterns of whole names that checkpoints carry and nobody needs.
+    # Regular expressions that match the whole names of unused tensors.
     ignored: tuple[str, ...] = ()
-    # Tensors that repeat a parameter: name in the checkpoint -> parameter. They must be equal to
-    # it, and are used where the model has a parameter of that name.
+    # Tensors that may repeat a parameter: tensor -> parameter. A model without a parameter of the
+    # tensor's name requires that both are equal; a model with one loads the tensor.
     copies: Mapping[str, str] = field(default_factory=dict)
 
     def source(self, parameter: str, pieces: tuple[Shape, ...]) -> Source:
-        """Where a parameter comes from that is fused of pieces of these shapes (or is one)."""
+        """The source of a parameter that consists of one or more pieces of these shapes."""
         module_path, _, leaf = parameter.rpartition(".")
         parent, _, module = module_path.rpartition(".")
         return self.rules.get(module, as_named)(Place(parent, module, leaf, pieces))
@@ -241,18 +241,18 @@ class CheckpointMap:
         return any(re.fullmatch(pattern, tensor) for pattern in self.ignored)
 
     def with_rules(self, **rules: Rule) -> "CheckpointMap":
-        """The same map with more rules, or others."""
+        """A copy of the map with rules added or replaced."""
         return dataclasses.replace(self, rules={**self.rules, **rules})
 
 
-# Llama's names, which most decoders took over.
+# Llama's names, which most decoders use.
 LLAMA_NAMES = CheckpointMap(
     rules={
         "qkv_proj": concatenated("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": concatenated("gate_proj", "up_proj"),
     },
-    # Computed from the config; written by transformers before 4.32.
+    # transformers before 4.32 wrote these; we compute them from the config.
     ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
-    # Some checkpoints with tied embeddings have the head as well.
+    # Some checkpoints with tied embeddings contain the head, too.
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )

@@ -1,8 +1,8 @@
 """The decoder of every family: embedding, the layers that an `Architecture` lists, norm, head.
 
-Submodules bear vLLM's names (`model.layers[i].self_attn.qkv_proj`), which are those of checkpoints
-but for the fused projections. The runner merges the module with its weights inside the jitted
-step and calls it there; nothing here is jitted on its own account but the layer.
+Submodules have vLLM's names (`model.layers[i].self_attn.qkv_proj`): those of checkpoints, except
+for fused projections. The runner merges the module with its weights inside the jitted step and
+calls it there. Only the layer is jitted here.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from jaxllm.models.specs import Architecture, Caches, Layer
 
 
 class DecoderForCausalLM(nnx.Module):
-    """A decoder with a language model head; it is a `jaxllm.models.base.Model`."""
+    """A decoder with a language model head; implements `jaxllm.models.base.Model`."""
 
     def __init__(self, architecture: Architecture, *, num_shards: int = 1, dtype: DTypeLike):
         self.architecture = architecture
         self.model = Decoder(architecture, num_shards=num_shards, dtype=dtype)
-        # Tied: the embedding serves as the head, so that there is one array and one leaf.
+        # A tied embedding serves as the head, so that there is one array and one leaf.
         self.lm_head = (
             None
             if architecture.tie_word_embeddings
@@ -84,7 +84,7 @@ class DecoderForCausalLM(nnx.Module):
         return head
 
     def _keep(self, part: ModelPart) -> None:
-        """Drop what other parts have. A tied embedding is in the first part and in the last."""
+        """Drop the modules of other parts. The first and the last part have a tied embedding."""
         is_tied = self.lm_head is None
         self.model.keep(part, is_head=is_tied and part.has_head)
         if not part.has_head:
@@ -92,7 +92,7 @@ class DecoderForCausalLM(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm; in a part of a model, None where other parts have them."""
+    """Embedding, layers, final norm. In a part of a model, modules of other parts are None."""
 
     def __init__(self, architecture: Architecture, *, num_shards: int, dtype: DTypeLike):
         size = architecture.hidden_size
@@ -106,11 +106,11 @@ class Decoder(nnx.Module):
 
     @property
     def own_layers(self) -> list[Layer]:
-        """Those that this part of the model has; their indices in the whole stay theirs."""
+        """The layers of this part of the model. In `layers` they keep their indices."""
         return [layer for layer in self.layers if layer is not None]
 
     def keep(self, part: ModelPart, *, is_head: bool) -> None:
-        """Drop what other parts have; the embedding stays where it is also the head."""
+        """Drop the modules of other parts; keep an embedding that is also the head."""
         self.embeds = part.embeds
         for index in range(len(self.layers)):
             if index not in part.layers:
@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
         if self.embeds:
             assert self.embed_tokens is not None
             hidden = self.embed_tokens(inputs)
-        # Layers mostly have one rope in common, whose angles are then computed once.
+        # Most models have one rope for all layers; its angles are computed once.
         ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers)
         rotations = {rope: rope and rotary(rope, positions) for rope in ropes}
         left, updated = list(caches), []
@@ -158,6 +158,6 @@ def _layer(
     return layer(hidden, caches, context)
 
 
-# Jitted although the step around it is, too: layers of equal structure (graphdef) are then traced
-# and lowered once, however many there are. XLA inlines the calls.
+# The step around the layer is jitted already. This jit makes JAX trace and lower layers of equal
+# structure (graphdef) only once. XLA inlines the calls.
 _run_layer = jax.jit(_layer, static_argnums=0)

@@ -20,13 +20,13 @@ _MAX_MATRIX_SIZE = 1 << 36  # elements
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models that one file of `jaxllm.models.families` describes."""
+    """The models that one file of `jaxllm.models.families` describes."""
 
-    # The name of the architecture and its config.json -> what it computes.
+    # Name of the architecture, config.json -> the computation.
     read: Callable[[str, HFConfig], Architecture]
-    # What it computes -> where its parameters are in a checkpoint.
+    # The computation -> the places of its parameters in a checkpoint.
     checkpoint: Callable[[Architecture], CheckpointMap]
-    # Of its tiny checkpoint in tests: what config.json has other than Llama's.
+    # For the tiny checkpoint in tests: fields of config.json that differ from Llama's.
     tiny: Mapping[str, Any]
 
 
@@ -39,7 +39,7 @@ def read_attention(
     has_qk_norm: bool = False,
     may_rotate_a_part: bool = False,
 ) -> AttentionSpec:
-    """Grouped-query attention that sees everything, by the names that most configs have for it."""
+    """Read grouped-query attention without a window, from the usual field names."""
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -78,7 +78,7 @@ def pre_norm_layer(config: HFConfig, attention: AttentionSpec, mlp: MLPSpec) -> 
 
 
 def read_decoder(name: str, config: HFConfig, layers: Iterable[LayerSpec]) -> Architecture:
-    """A decoder of these layers, with what stands around them in most configs."""
+    """Read a decoder of these layers; the other fields have their usual names."""
     layers = tuple(layers)
     max_position = config.integer("max_position_embeddings")
     vocab_size, hidden_size = config.integer("vocab_size"), config.integer("hidden_size")

@@ -1,4 +1,5 @@
-"""Reads the fields of a config.json; what is missing, malformed or not supported is said by name.
+"""Reads the fields of a config.json. An error names the field that is missing, malformed or not
+supported.
 
 A field that older configs leave out has the default of transformers.
 """
@@ -10,9 +11,9 @@ from typing import Any
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# The longest sequence: positions are 32-bit integers, with room to count beyond them.
+# The longest sequence. Positions are int32; the limit leaves room to count beyond it.
 MAX_POSITIONS = 1 << 30
-# No model has larger numbers. A config with one is refused before anything is allocated for it.
+# No model exceeds these. A config that does is refused before anything is allocated for it.
 _HIGHEST = {
     "num_hidden_layers": 4096,
     "num_attention_heads": 4096,
@@ -67,7 +68,7 @@ class HFConfig:
         return value
 
     def names(self, name: str) -> list[str] | None:
-        """A list of strings, if it is given."""
+        """A list of strings; None if the field is missing."""
         value = self.get(name)
         if value is None:
             return None
@@ -92,7 +93,7 @@ class HFConfig:
 
     @property
     def dtype(self) -> str:
-        # "torch_dtype" until transformers 4.55.
+        # transformers up to 4.55 writes "torch_dtype".
         name = str(self.get("dtype") or self.get("torch_dtype") or "float32")
         name = name.removeprefix("torch.")
         if name not in _DTYPES:
@@ -105,7 +106,7 @@ class HFConfig:
     def layer_types(
         self, num_layers: int, *, supported: Collection[str] | None = None
     ) -> list[str] | None:
-        """The kind of every layer, if they are given."""
+        """The type of every layer; None if the config does not list them."""
         kinds = self.names("layer_types")
         if kinds is None:
             return None
@@ -122,7 +123,7 @@ class HFConfig:
         return kinds
 
     def refuse_unsupported(self) -> None:
-        """Refuse what no family supports."""
+        """Refuse settings that no family supports."""
         quantization = self.get("quantization_config") or self.get("compression_config")
         if quantization:
             if not isinstance(quantization, Mapping):
@@ -161,7 +162,7 @@ def _check_highest(name: str, value: float) -> None:
 
 
 def merge_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace fields; objects are merged field by field."""
+    """Replace fields of a config; merge nested objects field by field."""
     merged = dict(config)
     for name, value in overrides.items():
         old = merged.get(name)

@@ -1,17 +1,17 @@
-"""How a model is cut into parts that run one after the other: by layers, and nothing else."""
+"""Cuts a model by its layers into parts that run one after the other."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """Consecutive layers of a model, with the embedding before the first of all and the final norm
-    and the head after the last of all."""
+    """Consecutive layers of a model. The first part has the embedding, the last part the final
+    norm and the head."""
 
     first_layer: int
     end_layer: int
-    embeds: bool  # takes token ids; other parts take the hidden states of the part before
-    has_head: bool  # makes logits
+    embeds: bool  # takes token ids; other parts take the hidden states of the previous part
+    has_head: bool  # computes logits
 
     @property
     def layers(self) -> range:
@@ -23,10 +23,10 @@ class ModelPart:
 
 
 def split_model(num_layers: int, num_parts: int) -> tuple[ModelPart, ...]:
-    """Cut a model into parts whose numbers of layers differ by one at most.
+    """Cut a model into parts whose numbers of layers differ by at most one.
 
-    What is left over goes to those in the middle first, then to the first part, whose embedding
-    is only looked up; the last one has the head to compute.
+    Left-over layers go to the middle parts first, then to the first part. The last part gets none,
+    because it computes the head; the first part's embedding is only a lookup.
     """
     assert 1 <= num_parts <= num_layers, (num_parts, num_layers)
     size, left_over = divmod(num_layers, num_parts)

@@ -1,7 +1,6 @@
-"""Which family reads which architecture of a config.json, and which class runs it; open to both
-from outside the package.
+"""Maps an architecture of a config.json to the family that reads it and the class that runs it.
 
-No jax here, neither directly nor through the families: they are imported when they are resolved.
+Users can add both. This module does not import jax; a family is imported when it is resolved.
 """
 
 import importlib
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from jaxllm.models.base import Model
     from jaxllm.models.family import Family
 
-# The architectures, as config.json names them, and the files in `jaxllm.models.families`.
+# Architecture, as config.json names it -> file in `jaxllm.models.families`.
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -39,9 +38,10 @@ class ModelRegistry:
     ) -> None:
         """Run the architecture `name` with a class, or with "module:Class", imported when needed.
 
-        The class is a `jaxllm.models.base.Model`. Its config.json is read by the family, an object
-        or "module:OBJECT"; without one as before, or as Llama's. What a model wants to know beyond
-        that it finds in `Architecture.hf_config`. A name that exists is replaced.
+        The class is a `jaxllm.models.base.Model`. The family, an object or "module:OBJECT", reads
+        the config.json. Without one the name keeps its family, and a new name gets Llama's. A model
+        finds fields that the family does not read in `Architecture.hf_config`. A name that is
+        registered already is replaced.
         """
         for given in (model, family):
             if isinstance(given, str) and len(given.split(":")) != 2:

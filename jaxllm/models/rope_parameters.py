@@ -14,12 +14,12 @@ from jaxllm.layers.rope import (
 )
 from jaxllm.models.hf_config import MAX_POSITIONS, HFConfig
 
-# What parameters are between; float32 holds what is computed of them.
+# The range of parameters. float32 holds the results of the formulas.
 _LOWEST, _HIGHEST = 1e-6, 1e18
 _LOWEST_OF = {"rope_theta": 1.001, "original_max_position_embeddings": 1}  # logarithms are taken
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-# Besides what a type needs; a parameter that is not listed may change the formula.
+# Other parameters are refused, because they may change the formula.
 _KNOWN = {
     "rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor",
     "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
@@ -28,7 +28,10 @@ _KNOWN = {
 
 
 def read_rope(config: HFConfig, *, head_size: int, may_be_partial: bool = False) -> RopeConfig:
-    """The rotary embedding of heads of this size; of a part of them, in families that have that."""
+    """Read the rotary embedding of heads of this size.
+
+    `may_be_partial`: the family supports rotating only a part of each head.
+    """
     parameters = _parameters(config)
     kind = parameters.get("rope_type") or "default"
     if kind not in _TYPES:
@@ -42,7 +45,7 @@ def read_rope(config: HFConfig, *, head_size: int, may_be_partial: bool = False)
     max_len = config.integer("max_position_embeddings")
     theta = _number(parameters, "rope_theta", 10_000.0)
     original = _number(
-        # Some configs have it outside, and then that one counts.
+        # Some configs have it outside of the parameters; that value takes precedence.
         {**parameters, **_given(config, "original_max_position_embeddings")},
         "original_max_position_embeddings",
         max_len,
@@ -88,7 +91,7 @@ def read_rope(config: HFConfig, *, head_size: int, may_be_partial: bool = False)
 
 
 def stretched_length(rope: RopeConfig, max_position_embeddings: int) -> int:
-    """The longest sequence that a rotary embedding is made for."""
+    """The longest sequence that a rotary embedding supports."""
     match rope.scaling:
         case LinearScaling(factor=factor) | DynamicScaling(factor=factor):
             return int(max_position_embeddings * factor)
@@ -114,8 +117,12 @@ def _rotated_size(parameters: Mapping[str, Any], head_size: int, may_be_partial:
 
 
 def _parameters(config: HFConfig) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; before, there were `rope_scaling` and, beside it,
-    `rope_theta`. With both, rope_scaling counts, as in transformers; it is what overrides set."""
+    """Collect the parameters from all places.
+
+    transformers 5 writes `rope_parameters`. Transformers 4 writes `rope_scaling` and, beside it,
+    `rope_theta`. If both exist, `rope_scaling` takes precedence, as in transformers: users set it
+    by overrides.
+    """
     parameters: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         given = config.get(name)
@@ -140,7 +147,7 @@ def _parameters(config: HFConfig) -> dict[str, Any]:
 
 
 def _with_rope_type(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters whose kind is called `rope_type`; older configs call it `type`."""
+    """Rename `type`, as older configs call it, to `rope_type`."""
     parameters = dict(given)
     older = parameters.pop("type", None)
     if older is None:

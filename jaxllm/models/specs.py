@@ -1,7 +1,7 @@
-"""What a model is, as sums of small frozen records: a spec for each layer, and what is around them.
+"""What a model computes, in small frozen records: one spec for each layer, and the `Architecture`.
 
-A spec is static and hashable, says which sizes may be cut how, and makes its module. The specs of
-mixers, ffns and norms stand beside their modules in `jaxllm.layers`.
+A spec is static and hashable. It checks whether its module can be sharded, and makes the module.
+The specs of mixers, ffns and norms are beside their modules in `jaxllm.layers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,17 +15,17 @@ from jaxllm.layers.context import StepContext
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.rope import RopeConfig
 
-Caches = tuple[jax.Array, ...]  # of a layer: one for each of its mixers
+Caches = tuple[jax.Array, ...]  # of a layer: one for each mixer
 
 
 class FFN(Protocol):
-    """Looks at each token alone: x [T, D] -> [T, D]."""
+    """Computes each token alone: x [T, D] -> [T, D]."""
 
     def __call__(self, x: jax.Array, context: StepContext) -> jax.Array: ...
 
 
 class Mixer(Protocol):
-    """Lets tokens of a sequence see each other: x [T, D] -> [T, D], and its cache, updated."""
+    """Mixes the tokens of each sequence: x [T, D] -> [T, D] and the updated cache."""
 
     def __call__(
         self, x: jax.Array, cache: jax.Array, context: StepContext
@@ -51,7 +51,7 @@ class MixerSpec(Protocol):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """The rotations that it wants in `StepContext.rotary`."""
+        """The rotary embedding that the mixer needs in `StepContext.rotary`."""
         ...
 
     def check(self, num_shards: int) -> None:
@@ -70,18 +70,18 @@ class Layer(Protocol):
     def __call__(
         self, hidden: jax.Array, caches: Caches, context: StepContext
     ) -> tuple[jax.Array, Caches]:
-        """From the residual stream to the next, and the layer's caches, updated."""
+        """Return the residual stream after the layer, and the layer's updated caches."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A layer: what it computes, and how that is wired to the residual stream."""
+    """What a layer computes, and how it is wired to the residual stream."""
 
-    # The outputs of several in one place are added up.
+    # The outputs of all mixers are added up, and so are those of all ffns.
     mixers: tuple[MixerSpec, ...]
     ffns: tuple[FFNSpec, ...]
-    norm: NormSpec  # of every place where the block has one
+    norm: NormSpec  # of all norms of the block
     block: Callable[..., Layer]  # a class of `jaxllm.models.blocks`
     residual_scale: float = 1.0  # of what is added to the residual stream
 
@@ -97,7 +97,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """All that a config.json says about the computation; hashable and static."""
+    """What a config.json says about the computation; hashable and static."""
 
     name: str
     vocab_size: int
@@ -108,7 +108,7 @@ class Architecture:
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
-    # What it was read from, for models from outside with fields of their own.
+    # The whole config.json, for users' models with fields of their own.
     hf_config: Mapping[str, Any] = field(repr=False, compare=False)
 
     @property

@@ -1,4 +1,4 @@
-"""The OpenAI protocol: bodies of requests to prompts and parameters, outputs to bodies of answers.
+"""The OpenAI protocol: reads request bodies as prompts and parameters, writes outputs as bodies.
 
-Knows of no transport: a batch file and an HTTP server speak it alike.
+It does not depend on a transport: batch files and the HTTP server both use it.
 """

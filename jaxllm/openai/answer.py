@@ -1,4 +1,4 @@
-"""What all answers have in common: usage, and a look at whether there is an answer at all."""
+"""Common parts of all answers: usage, and the check that the engine finished the answer."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +18,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
     @classmethod
     def of(cls, nums: Iterable[int | None]) -> "CompletionTokensDetails | UnsetType":
-        """Of the answers, each with its tokens of reasoning, or None where nobody has looked."""
+        """Sum over the answers; None stands for an answer without a count."""
         known = [num for num in nums if num is not None]
         return cls(sum(known)) if known else UNSET
 
@@ -40,8 +40,8 @@ def usage_of(
     """Count tokens; a prompt counts once, however many answers it has.
 
     Args:
-      num_hidden: of the generated tokens, those that the answer does not show.
-      nums_reasoning: of each answer, the tokens that are reasoning, if somebody has looked.
+      num_hidden: number of generated tokens that the answer does not show.
+      nums_reasoning: number of reasoning tokens of each answer; None if they were not counted.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(one.token_ids) for output in outputs for one in output.outputs) - num_hidden
@@ -56,12 +56,13 @@ def usage_of(
     )
 
 
-# The stop_reason of an answer that was ended for the time that it took: it is an answer, though.
+# The stop_reason of an answer that exceeded its time limit. Its finish_reason is "abort", but it is
+# a valid answer.
 TIMEOUT = "timeout"
 
 
 def check_finished(outputs: Sequence[RequestOutput]) -> None:
-    """Raise if one of the answers ended because of the engine and not by itself."""
+    """Raise if the engine failed or aborted one of the answers."""
     for output in outputs:
         for one in output.outputs:
             if one.finish_reason == "error":

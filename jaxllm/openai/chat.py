@@ -1,4 +1,4 @@
-"""What is asked of /v1/chat/completions: the next message of a conversation."""
+"""Requests to /v1/chat/completions: the next message of a conversation."""
 
 from functools import partial
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: str | None = None  # only of requests that are answered live
+    chat_template: str | None = None  # only in requests to the server
     tools: list[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -44,14 +44,14 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         return int(self.prompt_logprobs is not None or bool(self.return_token_ids))
 
     def prompts(self, served: ServedModel) -> list[PromptType]:
-        """The conversation, written out by the model's template."""
+        """Return the conversation as one prompt, rendered by the model's template."""
         prompt = self.prompt(served, served.prompt_length(self.truncate_prompt_tokens))
         if self.cache_salt is not None:
             prompt["cache_salt"] = self.cache_salt
         return [prompt]
 
     def prompt(self, served: ServedModel, length: TextLength) -> TokensPrompt:
-        """The same, if it is no longer than some length."""
+        """Render the conversation; raise if it is too long."""
         if served.tokenizer is None:
             raise ValidationError(
                 "chat needs a tokenizer, but skip_tokenizer_init=True", parameter="messages"
@@ -85,8 +85,8 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         )
 
     def sampling_params(self, served: ServedModel) -> SamplingParams:
-        """By default an answer may be as long as the model recommends, or else the context has
-        room."""
+        """Return the sampling parameters. By default the model's recommendation limits the answer,
+        or else the context length."""
         if None not in (self.max_tokens, self.max_completion_tokens):
             if self.max_tokens != self.max_completion_tokens:
                 raise refused(
@@ -114,7 +114,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         return super().names_of_fields(place) | names
 
     def parser(self, prompt: str | None, served: ServedModel) -> MessageParser:
-        """The parser for one answer to this prompt."""
+        """Make the parser for one answer to this prompt."""
         parser = served.answer_format.parser(
             prompt,
             self._tools(served),
@@ -142,8 +142,8 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
 
 
 def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:
-    """Whether a template may run long because of what a request has brought. The model's own does
-    with messages what it was written for, and switches that are on or off choose within that."""
+    """Whether a request's own input may make the template run long. The model's own template is
+    safe with messages, which it was written for, and with switches that are on or off."""
     if chat_template is not None:
         return True
     given = chat_template_kwargs.values() if isinstance(chat_template_kwargs, dict) else ()

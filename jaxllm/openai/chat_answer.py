@@ -1,4 +1,4 @@
-"""A chat answer at once: a message for each choice."""
+"""A whole chat answer: one message for each choice."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ def answer_chat(
     outputs: Sequence[RequestOutput],
     served: ServedModel,
 ) -> ChatCompletion:
-    """The body of the answer; raises if the engine failed."""
+    """Make the body of the answer; raise if the engine failed."""
     check_finished(outputs)
     (output,) = outputs
     parsers = [request.parser(output.prompt, served) for _ in output.outputs]
@@ -62,7 +62,7 @@ def answer_chat(
 
 
 def finish_reason(one: CompletionOutput, has_calls: bool) -> str | None:
-    """An answer that calls tools and ended by itself waits for them."""
+    """The finish reason: an answer that ends with tool calls waits for their results."""
     return "tool_calls" if has_calls and one.finish_reason == "stop" else one.finish_reason
 
 

@@ -1,4 +1,4 @@
-"""A chat answer in chunks: each choice begins with its role, and ends with its reason to end."""
+"""A chat answer in chunks. Each choice begins with its role and ends with its finish reason."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from jaxllm.openai.streaming import UsageMeter
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
-    """What is new of one choice. The last two fields are vLLM's."""
+    """The new part of one choice. The last two fields are vLLM's."""
 
     index: int
     delta: ChatDelta
@@ -27,7 +27,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
-    """A piece of a chat answer. The last field is vLLM's, of the first piece."""
+    """A chunk of a chat answer. The last field is vLLM's; only the first chunk has it."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -59,7 +59,7 @@ class ChatStream:
         )
 
     def take(self, place: int, output: RequestOutput) -> list[ChatChunk]:
-        """The chunks of an output; raises if the engine failed."""
+        """Make the chunks of an output; raise if the engine failed."""
         check_finished([output])
         self._meter.add(place, output)
         chunks = []
@@ -86,8 +86,8 @@ class ChatStream:
         return msgspec.structs.replace(self._head, choices=[choice], usage=self._meter.of_chunk)
 
     def _parts(self, choice: "_Choice", one: CompletionOutput) -> Sequence[ChunkChoice]:
-        """What an output brought for a choice; logprobs and ids go with the first part, though the
-        parser may hold the text back."""
+        """Make the parts of an output for one choice. The first part has all logprobs and token
+        ids, even if the parser holds the text back."""
         deltas = choice.parser.feed(one.text, one.token_ids)
         if one.finish_reason is not None:
             deltas += choice.parser.finish()
@@ -114,7 +114,7 @@ class ChatStream:
 
 
 class _Choice:
-    """What has to be known of a choice until it ends."""
+    """The state of a choice until it ends."""
 
     def __init__(self, parser: MessageParser):
         self.parser = parser

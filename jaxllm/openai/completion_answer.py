@@ -1,4 +1,4 @@
-"""A completion at once, and what it shows of an output, which is also what its stream shows."""
+"""A whole completion, and the parts of an output that both it and a stream show."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -44,7 +44,7 @@ def answer_completion(
     outputs: Sequence[RequestOutput],
     served: ServedModel,
 ) -> Completion:
-    """The body of the answer; raises if the engine failed. Choices are ordered by prompt."""
+    """Make the body of the answer; raise if the engine failed. Choices are ordered by prompt."""
     check_finished(outputs)
     choices = [
         _choice(request, len(output.outputs) * place + one.index, one, output, served)
@@ -63,7 +63,7 @@ def answer_completion(
 
 
 class Shown(NamedTuple):
-    """Of an output, what an answer shows."""
+    """The parts of an output that an answer shows."""
 
     text: str
     token_ids: list[int]
@@ -86,8 +86,8 @@ def shown(
     prompt_logprobs: list[Position | None] | None,
     with_prompt: bool,
 ) -> Shown:
-    """What the answer shows of an output, with `echo` also of its prompt, or of a part of the
-    output without it."""
+    """Select the parts of an output that the answer shows. With `echo` and `with_prompt`, the
+    prompt comes first."""
     token_ids, positions, text = list(one.token_ids), one.logprobs, one.text
     finish_reason, stop_reason = one.finish_reason, one.stop_reason
     if request.is_mere_echo:

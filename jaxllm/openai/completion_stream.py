@@ -1,4 +1,4 @@
-"""A completion in chunks; with `echo`, the first one of each choice begins with the prompt."""
+"""A completion in chunks. With `echo`, the first chunk of each choice begins with the prompt."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,7 +13,7 @@ from jaxllm.openai.streaming import UsageMeter
 
 
 class CompletionChunkChoice(msgspec.Struct, kw_only=True):
-    """What is new of one choice. The fields from `stop_reason` on are vLLM's."""
+    """The new part of one choice. The fields from `stop_reason` on are vLLM's."""
 
     index: int
     text: str
@@ -26,7 +26,7 @@ class CompletionChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionChunk(msgspec.Struct, kw_only=True):
-    """A piece of a completion."""
+    """A chunk of a completion."""
 
     id: str
     object: str = "text_completion"
@@ -53,15 +53,15 @@ class CompletionStream:
             choices=[],
         )
         self._meter = UsageMeter(request.stream_options)
-        self._offsets: dict[int, int] = {}  # of the text of each choice, as logprobs count it
+        self._offsets: dict[int, int] = {}  # in the text of each choice, for logprobs
         self._prompt_logprobs: dict[int, list[Position | None] | None] = {}  # by prompt
 
     def take(self, place: int, output: RequestOutput) -> list[CompletionChunk]:
-        """The chunks of an output; raises if the engine failed."""
+        """Make the chunks of an output; raise if the engine failed."""
         check_finished([output])
         request, served = self._request, self._served
         self._meter.add(place, output, hidden=request.is_mere_echo)
-        # Only the first output for a prompt has them, and every choice of it may show them.
+        # Only the first output for a prompt has them. Every choice of the prompt may show them.
         of_prompt = self._prompt_logprobs.setdefault(place, output.prompt_logprobs)
         chunks = []
         for one in output.outputs:

@@ -1,4 +1,4 @@
-"""What is asked of /v1/completions: the continuations of prompts."""
+"""Requests to /v1/completions: the continuations of prompts."""
 
 from typing import Any, ClassVar
 
@@ -40,22 +40,22 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def num_prompt_copies(self) -> int:
-        """Each of the n choices begins with the prompt, or has it beside its text."""
+        """Each of the n choices contains the prompt, or has it beside its text."""
         is_shown = self.echo or self.return_token_ids or self.prompt_logprobs is not None
         return (self.n or 1) if is_shown else 0
 
     def prompts(self, served: ServedModel) -> list[PromptType]:
-        """Each of the prompts."""
+        """Return the prompts of the request."""
         num = self.num_prompts
         if num > MAX_PROMPTS:
             raise refused("prompt", f"{num} prompts", f"at most {MAX_PROMPTS} are allowed")
         return [self._prompt(place, one, served) for place, one in enumerate(self._given)]
 
     def sampling_params(self, served: ServedModel) -> SamplingParams:
-        """With `echo` the prompt has logprobs, too."""
+        """Return the sampling parameters. With `echo` the prompt has logprobs, too."""
         params: dict[str, Any] = {"logprobs": self.logprobs}
         asked = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        # The engine always makes one token; of a mere echo it is not shown.
+        # The engine always makes one token. A mere echo does not show it.
         params["max_tokens"] = 1 if self.is_mere_echo else asked
         if self.echo and self.prompt_logprobs is None:
             params["prompt_logprobs"] = self.logprobs
@@ -66,13 +66,13 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         names = {"prompt": name, "prompt_token_ids": name}
         if self.echo and self.prompt_logprobs is None:
             names["prompt_logprobs"] = "logprobs"
-        if self.n in (None, 1):  # it is the prompts that are too many
+        if self.n in (None, 1):  # then the number of prompts exceeds the limit
             names["n"] = "prompt"
         return super().names_of_fields(place) | names
 
     @property
     def is_mere_echo(self) -> bool:
-        """Whether only the prompt is wanted back, for its logprobs."""
+        """Whether the client asks only for the prompt, with its logprobs."""
         return bool(self.echo) and self.max_tokens == 0
 
     @property

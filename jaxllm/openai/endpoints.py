@@ -1,4 +1,4 @@
-"""The paths that are served, and what their requests have in common."""
+"""The served paths, and the interfaces that their requests and answers share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, Self
@@ -42,7 +42,7 @@ class Request(Protocol):
 
     @classmethod
     def read(cls, body: object, *, live: bool = False) -> Self:
-        """Make a request of a decoded body; raises ValidationError."""
+        """Make a request of a decoded body; raise ValidationError if it is invalid."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Request(Protocol):
 
     @property
     def num_prompt_copies(self) -> int:
-        """How often the answer shows each prompt, as tokens, as text or by its logprobs."""
+        """How often the answer contains each prompt, as tokens, as text or by its logprobs."""
         ...
 
     def prompts(self, served: ServedModel) -> list[PromptType]: ...
@@ -58,29 +58,29 @@ class Request(Protocol):
     def sampling_params(self, served: ServedModel) -> SamplingParams: ...
 
     def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:
-        """An error of the engine about one of the prompts, under the names of the request."""
+        """Rename the fields in an engine's error to their names in the request."""
         ...
 
 
 class StreamedAnswer(Protocol):
-    """Makes the chunks of an answer of its outputs, which are deltas."""
+    """Makes the chunks of an answer from output deltas."""
 
     def take(self, place: int, output: RequestOutput) -> Sequence[Struct]:
-        """The chunks of an output for the prompt of this place; raises AnswerError."""
+        """Make the chunks of an output for the prompt at this index; raise AnswerError."""
         ...
 
     def end(self) -> Sequence[Struct]:
-        """What comes after all outputs."""
+        """Make the chunks after all outputs."""
         ...
 
 
 class Endpoint(NamedTuple):
-    """What is asked at a path, and the two ways to answer it."""
+    """The request type of a path, and the two ways to answer it."""
 
     request: type[Request]
-    # From the last outputs of all prompts; raises AnswerError.
+    # Makes the whole answer from the final outputs of all prompts; raises AnswerError.
     answer: Callable[[Any, str, int, Sequence[RequestOutput], ServedModel], Answer]
-    # As it comes.
+    # Makes a streamed answer.
     stream: Callable[[Any, str, int, ServedModel], StreamedAnswer]
 
 
@@ -91,7 +91,7 @@ ENDPOINTS = {
 
 
 def find_endpoint(path: str) -> Endpoint:
-    """The endpoint at a path; raises NotFoundError."""
+    """Return the endpoint of a path; raise NotFoundError."""
     endpoint = ENDPOINTS.get(path)
     if endpoint is None:
         raise NotFoundError(

@@ -1,4 +1,4 @@
-"""Errors in the protocol's shape, each with the HTTP status that it is sent with."""
+"""Errors in the protocol's shape, each with its HTTP status."""
 
 import re
 
@@ -11,7 +11,7 @@ MAX_PARAM_CHARS = 80
 
 
 class NotFoundError(ValidationError):
-    """The model, or the path, is not one that is served here."""
+    """The model or the path is not served here."""
 
 
 class AnswerError(JaxLLMError):
@@ -19,7 +19,7 @@ class AnswerError(JaxLLMError):
 
 
 class UnavailableError(JaxLLMError):
-    """Not now: there is too much to do, or the end is near."""
+    """The server is overloaded or shuts down."""
 
 
 class ErrorInfo(msgspec.Struct, kw_only=True):
@@ -32,13 +32,13 @@ class ErrorInfo(msgspec.Struct, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of an answer that is an error."""
+    """The body of an error response."""
 
     error: ErrorInfo
 
 
 def error_body(error: Exception) -> ErrorBody:
-    """Say an error in the protocol's words. What is not meant for users is not shown to them."""
+    """Convert an exception to the protocol's shape. Hide details that are not meant for users."""
     message, param = str(error), None
     match error:
         case NotFoundError():
@@ -60,9 +60,9 @@ def error_body(error: Exception) -> ErrorBody:
 def make_error(message: str, kind: str, code: int, param: str | None = None) -> ErrorBody:
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[: MAX_MESSAGE_CHARS - 3] + "..."
-    param = param and param[:MAX_PARAM_CHARS]  # it may be a field that the client has made up
+    param = param and param[:MAX_PARAM_CHARS]  # the client may have invented the field
     return ErrorBody(ErrorInfo(message=message, type=kind, param=param, code=code))
 
 
-# A path on the machine of the engine.
+# A path on the engine's machine.
 _PATH = re.compile(r"(?<![\w.:/])(?:~|\.{0,2})/[^\s'\":,;()]+")

@@ -1,8 +1,8 @@
-"""What every kind of request may say, and how a body becomes a request.
+"""The fields of every kind of request, and how a body becomes a request.
 
-Each field works or is refused by its name: those that we have are fields of a struct, those that we
-know and do not have are in `_NEUTRAL` with the values at which they ask for nothing, and any other
-is unknown.
+A field works or is refused by its name. Supported fields are fields of a struct. Fields that are
+known but not supported are in `_NEUTRAL`, with the values at which they have no effect. Any other
+field is unknown.
 """
 
 import difflib
@@ -19,23 +19,23 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What else a streamed answer tells."""
+    """What a streamed answer reports in addition."""
 
-    include_usage: bool | None = None  # in a last chunk of its own
-    continuous_usage_stats: bool | None = None  # so far, in each chunk
-    include_obfuscation: Literal[False] | None = None  # chunks are never padded with noise
+    include_usage: bool | None = None  # usage in a last chunk of its own
+    continuous_usage_stats: bool | None = None  # usage so far in each chunk
+    include_obfuscation: Literal[False] | None = None  # padding of chunks is not supported
 
     @property
     def given(self) -> dict[str, bool]:
-        """What was said, as it was."""
+        """The fields that the request sets."""
         fields = msgspec.structs.asdict(self)
         return {name: value for name, value in fields.items() if value is not None}
 
 
 class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that all requests share. None, which is also JSON's null, is the model's default."""
+    """Fields that all requests share. None, like JSON's null, means the model's default."""
 
-    # Fields that other kinds of request have and this one has not, as in `_NEUTRAL`.
+    # Fields of other kinds of request that this kind does not have, as in `_NEUTRAL`.
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str | None = None
@@ -68,17 +68,17 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    # Of requests that are answered live.
+    # Only requests to the server have these.
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @classmethod
     def read(cls, body: object, *, live: bool = False) -> Self:
-        """Make a request of a decoded body; what is unknown, unsupported or no such type is
-        refused.
+        """Make a request of a decoded body; refuse fields that are unknown, unsupported or of the
+        wrong type.
 
         Args:
-          live: whether somebody waits for the answer, whom it can be streamed to.
+          live: whether a client waits for the answer, so that it can be streamed.
         """
         if not isinstance(body, dict):
             raise refused("body", body, "it must be a JSON object")
@@ -100,7 +100,7 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return request
 
     def params_over(self, served: ServedModel, **more: Any) -> SamplingParams:
-        """The sampling parameters of this request: for one output at its end, or for a stream."""
+        """The sampling parameters of this request, for one final output or for a stream."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", self.stream_options.given, "it needs stream=true")
         given = {
@@ -113,42 +113,42 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             params = served.default_params.clone(**given, **more, output_kind=kind)
         except ValidationError as error:
             raise self.in_its_words(error) from error
-        # A second step: what was asked for is checked, too.
+        # A second step, so that the requested value is validated, too.
         return params.clone(max_tokens=served.bounded(params.max_tokens))
 
     def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:
-        """An error of the engine about this request, under the names of its fields.
+        """Rename the fields in an engine's error to their names in this request.
 
         Args:
-          place: of the prompt that it is about, among those of this request.
+          place: index of the prompt that the error is about.
         """
         return renamed(error, self.names_of_fields(place))
 
     def names_of_fields(self, place: int | None) -> dict[str, str]:
-        """What the engine names otherwise than this kind of request."""
+        """Engine parameter -> field of this kind of request, where the names differ."""
         return {"extra_args": "vllm_xargs"}
 
 
-# It is in every piece of an answer, in logs and in headers.
+# The id is in every chunk of an answer, in logs and in headers.
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 REQUEST_ID_IN_WORDS = "1 to 128 printable ASCII characters without spaces"
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a client may call a request so."""
+    """Whether a client may use this text as a request id."""
     return _REQUEST_ID.fullmatch(text) is not None
 
 
-# Fields of the same name and meaning in SamplingParams.
+# Fields with the same name and meaning in SamplingParams.
 _SAMPLING_FIELDS = [
     name
     for name in RequestFields.__struct_fields__
     if name in SamplingParams.__struct_fields__ and name != "max_tokens"
 ]
 
-ANY = object()  # stands for every value: the field asks nothing of the engine
+ANY = object()  # stands for every value: the field has no effect
 
-# Known fields that we do not have, and the values at which they ask for nothing.
+# Known fields that are not supported, and the values at which they have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -191,7 +191,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Fields that only a server has, and the values at which they ask for nothing of others.
+# Fields of requests to a server, and the values at which other requests may have them.
 _LIVE: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "stream": (False,),
@@ -202,12 +202,12 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 def neutral_values(kind: type[RequestFields]) -> dict[str, tuple[Any, ...]]:
-    """The fields that a kind of request may have beside its own, at these values or null."""
+    """Fields that a kind of request may have besides its own, if they have these values or null."""
     return {**_NEUTRAL, **_LIVE, **kind.NEUTRAL}
 
 
 def read_fields(body: object, kind: type[Fields]) -> Fields:
-    """Make a struct of a decoded body that has no other fields than it."""
+    """Make a struct of a decoded body; refuse unknown fields."""
     if not isinstance(body, dict):
         raise refused("body", body, "it must be a JSON object")
     known = set(kind.__struct_fields__)
@@ -217,7 +217,7 @@ def read_fields(body: object, kind: type[Fields]) -> Fields:
 
 
 def _same(value: object, neutral: object) -> bool:
-    """Equal, and of the same kind: True is not 1."""
+    """Whether two values are equal and of the same kind: True is not 1."""
     if neutral is ANY:
         return True
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -6,11 +6,11 @@ import msgspec
 
 from jaxllm.messages import Logprob
 
-Position = dict[int, Logprob]  # the token that is there first, then the most likely ones
+Position = dict[int, Logprob]  # the sampled or prompt token first, then the most likely tokens
 
-TextOf = Callable[[int], str]  # how a token is shown
+TextOf = Callable[[int], str]  # the text of a token
 
-# JSON has no infinity; a token that cannot be has this logprob.
+# Replaces minus infinity, which JSON cannot express.
 _LOWEST = -9999.0
 
 
@@ -41,7 +41,7 @@ def chat_logprobs(
     text_of: TextOf,
     bytes_of: Callable[[int], bytes],
 ) -> ChatLogprobs:
-    """Each token with the `top` likeliest ones at its place; -1 means all that there are."""
+    """Each token with the `top` most likely tokens at its position; -1 means all available."""
     content = []
     for position in positions:
         token_id, entry = next(iter(position.items()))
@@ -67,7 +67,7 @@ def completion_logprobs(
     text_of: TextOf,
     offset: int = 0,
 ) -> CompletionLogprobs:
-    """Parallel lists over tokens; a position without logprobs is the first one of a prompt.
+    """Parallel lists over tokens. Only the first position of a prompt has no logprobs.
 
     Args:
       offset: of the first token in the text.
@@ -95,6 +95,6 @@ def _token_logprob(
     return TokenLogprob(
         token=text_of(token_id),
         logprob=max(entry.logprob, _LOWEST),
-        # Those of tokens that make one character together can be joined; their texts cannot.
+        # Several tokens may make one character: their bytes can be joined, but not their texts.
         bytes=list(bytes_of(token_id)),
     )

@@ -1,4 +1,4 @@
-"""The message of a chat answer, whole and in pieces, made of what the parsers find in the text."""
+"""The message of a chat answer, whole or in deltas, made from the parsers' results."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -18,14 +18,14 @@ from jaxllm.parsers.deltas import (
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """The call of a function; in a stream, a part of it."""
+    """A function call; in a stream, a part of it."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call of a tool; in a stream the first part has the id, and all have the index."""
+    """A tool call. In a stream, the first part has the id, and all parts have the index."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -34,7 +34,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    """What is new of a message."""
+    """The new part of a message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -43,7 +43,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """A whole message. `reasoning` is vLLM's."""
+    """A whole message. The field `reasoning` is vLLM's."""
 
     role: str = "assistant"
     content: str | None
@@ -53,7 +53,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class MessageParser:
-    """Makes a message of the text of an answer, at once or as it comes."""
+    """Makes a message from the text of an answer, whole or streamed."""
 
     def __init__(self, parser: AnswerParser, *, parallel_calls: bool, show_reasoning: bool):
         self._parser = parser
@@ -65,7 +65,7 @@ class MessageParser:
         return self._parser.num_reasoning_tokens
 
     def whole(self, text: str, token_ids: Sequence[int]) -> ChatMessage:
-        """The message of a whole answer."""
+        """Return the message of a whole answer."""
         deltas = self._parser.feed(text, token_ids) + self._parser.finish()
         answer = add_up(filter(self._is_shown, deltas))
         return ChatMessage(
@@ -83,11 +83,11 @@ class MessageParser:
         )
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[ChatDelta]:
-        """What has become certain with the next piece of text, and its tokens."""
+        """Take the next piece of text and its tokens; return the deltas that are certain now."""
         return self._as_parts(self._parser.feed(text, token_ids))
 
     def finish(self) -> list[ChatDelta]:
-        """The answer has ended: what was held back."""
+        """End the answer; return the deltas that were held back."""
         return self._as_parts(self._parser.finish())
 
     def _as_parts(self, deltas: Iterable[Delta]) -> list[ChatDelta]:

@@ -1,4 +1,4 @@
-"""The models that are served, as /v1/models lists them."""
+"""The served models, as /v1/models lists them."""
 
 import msgspec
 
@@ -16,7 +16,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All names."""
+    """All names of the model."""
 
     object: str = "list"
     data: list[ModelCard]

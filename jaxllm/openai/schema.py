@@ -1,7 +1,7 @@
-"""The protocol as JSON schemas, made of its types.
+"""The protocol as JSON schemas, made from its types.
 
-What the types cannot say is added here: fields that are known but ask for nothing, and bounds that
-are checked where a request is read, those of this engine among them.
+This module adds what the types cannot express: fields that are known but have no effect, and bounds
+that are checked when a request is read. Some bounds depend on the engine.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ _TEMPLATE = "#/components/schemas/{name}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBounds:
-    """What an engine and its server allow of what the protocol does."""
+    """The bounds that an engine and its server set on requests."""
 
     vocab_size: int = 2**31 - 1
     max_logprobs: int = 2**31 - 1
     max_model_len: int = 2**31 - 1
     max_n: int = Limits.MAX_N
-    takes_empty_text: bool = True  # the tokenizer begins every text with a token
+    takes_empty_text: bool = True  # the tokenizer adds a token at the beginning of every text
     has_priorities: bool = True
 
 
@@ -36,7 +36,7 @@ ANY_ENGINE = EngineBounds()
 
 
 def request_schemas(kinds: Sequence[type], engine: EngineBounds = ANY_ENGINE) -> dict[str, Schema]:
-    """The schemas of bodies of requests, and of what they are made of, by name."""
+    """The schemas of request bodies and of their parts, by name."""
     schemas = _schemas(kinds)
     bounds = _bounds(engine)
     for schema in schemas.values():
@@ -52,11 +52,11 @@ def request_schemas(kinds: Sequence[type], engine: EngineBounds = ANY_ENGINE) ->
 
 
 def answer_schemas(kinds: Sequence[type]) -> dict[str, Schema]:
-    """The schemas of bodies of answers, and of what they are made of, by name."""
+    """The schemas of answer bodies and of their parts, by name."""
     schemas = _schemas(kinds)
     for schema in schemas.values():
         for name, field in schema["properties"].items():
-            # A field that has a default is sent nevertheless; one that may be unset has none.
+            # A field with a default is always sent. A field that may be unset has no default.
             if "default" in field:
                 del field["default"]
                 schema["required"].append(name)
@@ -64,7 +64,7 @@ def answer_schemas(kinds: Sequence[type]) -> dict[str, Schema]:
 
 
 def ref(kind: type) -> Schema:
-    """What stands for the schema of a type."""
+    """A reference to the schema of a type."""
     return {"$ref": _TEMPLATE.format(name=kind.__name__)}
 
 
@@ -110,7 +110,7 @@ def _token_id(engine: EngineBounds) -> Schema:
 
 
 def _shapes(engine: EngineBounds) -> dict[str, dict[str, Schema]]:
-    """Of fields of any type, of which the types have no more to say."""
+    """Schemas of fields whose type is `Any`, by request type."""
     text = {"type": "string", "minLength": 0 if engine.takes_empty_text else 1}
     token_ids = {"type": "array", "items": _token_id(engine), "minItems": 1}
     several = {
@@ -131,8 +131,8 @@ def _shapes(engine: EngineBounds) -> dict[str, dict[str, Schema]]:
 
 
 def _bounds(engine: EngineBounds) -> dict[str, Schema]:
-    """Of fields of this name. A keyword says nothing of values of other types, such as null."""
-    # -1 asks for all of the vocabulary.
+    """Bounds of fields, by name. A keyword does not apply to other types, such as null."""
+    # A value of -1 means the whole vocabulary.
     least = -1 if engine.max_logprobs >= engine.vocab_size else 0
     logprobs = {"minimum": least, "maximum": engine.max_logprobs}
     token_ids = {"items": _token_id(engine)}

@@ -1,4 +1,4 @@
-"""What the protocol has to know of the model that answers."""
+"""What the protocol must know about the model that answers."""
 
 import hashlib
 import importlib.metadata
@@ -19,15 +19,15 @@ from jaxllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model under the names that requests may call it by; answers carry the first one."""
+    """A model and the names that requests may use for it. Answers carry the first name."""
 
     names: tuple[str, ...]
     tokenizer: Tokenizer | None
-    default_params: SamplingParams  # of what a request does not say
-    fingerprint: str  # of what answers depend on beside the request
+    default_params: SamplingParams  # for fields that a request omits
+    fingerprint: str  # of everything that answers depend on, except the request
     max_model_len: int
-    max_new_tokens: int | None = None  # no answer is longer, if the model recommends a bound
-    chat_template: str | None = None  # in place of the tokenizer's own
+    max_new_tokens: int | None = None  # the model's recommended limit of an answer, if any
+    chat_template: str | None = None  # instead of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
     renderer: Renderer = Renderer()
     answer_format: AnswerFormat = AnswerFormat()
@@ -46,7 +46,7 @@ class ServedModel:
         )
 
     def check_name(self, name: str | None) -> None:
-        """Refuse a request that names another model; one that names none means this one."""
+        """Refuse a request for another model. A request may omit the name."""
         if name is not None and name not in self.names:
             raise NotFoundError(
                 f"model={name!r:.80} is not served here; the names are "
@@ -56,29 +56,29 @@ class ServedModel:
             )
 
     def bounded(self, max_tokens: int | None) -> int | None:
-        """The most tokens of an answer for which so many were asked; None is all that fit."""
+        """The largest number of tokens of an answer; None means as many as the context holds."""
         bounds = [n for n in (max_tokens, self.max_new_tokens) if n is not None]
         return min(bounds, default=None)
 
     def prompt_length(self, truncate_prompt_tokens: int | None) -> PromptLength:
-        """How long the prompts of a request may be that says this."""
+        """The limit of a request's prompts."""
         return PromptLength.of(self.max_model_len, truncate_prompt_tokens)
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token alone, as logprobs show it; without a tokenizer it has none."""
+        """The text of a single token, as in logprobs; its id if there is no tokenizer."""
         if self.tokenizer is None:
             return id_as_text(token_id)
         return self.tokenizer.detokenizer.token_text(token_id)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token, of which the text shows only whole characters."""
+        """The bytes of a single token. The text of a token shows only whole characters."""
         if self.tokenizer is None:
             return id_as_text(token_id).encode()
         return self.tokenizer.detokenizer.token_bytes(token_id)
 
 
 class Engine(Protocol):
-    """Of any kind of engine, what a served model is made of."""
+    """The attributes of any kind of engine that a served model needs."""
 
     tokenizer: Tokenizer | None
 

@@ -1,4 +1,4 @@
-"""What streams of both kinds have in common: they count tokens, and tell it when asked to."""
+"""Common parts of chat and completion streams: they count tokens and report usage on request."""
 
 from collections.abc import Callable, Iterable
 
@@ -17,7 +17,7 @@ class UsageMeter:
         options: StreamOptions | None,
         nums_reasoning: Callable[[], Iterable[int | None]] = tuple,
     ):
-        """`nums_reasoning` gives, of each answer, the tokens so far that are reasoning."""
+        """`nums_reasoning` returns the number of reasoning tokens so far, for each answer."""
         self._nums_reasoning = nums_reasoning
         self._options = options or StreamOptions()
         self._prompts: dict[int, RequestOutput] = {}  # the first output for each prompt
@@ -35,14 +35,14 @@ class UsageMeter:
 
     @property
     def of_chunk(self) -> Usage | None | UnsetType:
-        """What a chunk says of it: nothing if nobody asked, null if a later chunk will tell."""
+        """The usage in a chunk: unset if not requested, null if only the last chunk has it."""
         if self._options.continuous_usage_stats:
             return self._usage()
         return None if self._options.include_usage else UNSET
 
     @property
     def in_the_end(self) -> Usage | None:
-        """What a last chunk of its own says; None if there is to be none."""
+        """The usage in a last chunk of its own; None if there is no such chunk."""
         return self._usage() if self._options.include_usage else None
 
     def _usage(self) -> Usage:

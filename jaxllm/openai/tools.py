@@ -22,7 +22,7 @@ class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool; all are functions."""
+    """A tool; every tool is a function."""
 
     type: Literal["function"]
     function: Function
@@ -31,12 +31,12 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def offered_tools(
     tools: list[Tool] | None, choice: object, can_parse: bool
 ) -> list[dict[str, Any]] | None:
-    """The tools that the model may call, as chat templates want them, or None; refuses what cannot
-    be served."""
+    """Return the tools that the model may call, in the form for chat templates, or None. Refuse
+    tools that cannot be served."""
     if choice not in (None, "none", "auto"):
         raise refused("tool_choice", choice, "only 'none' and 'auto' are supported")
     if tools is None:
-        return None  # with "auto", too: the model chooses among none
+        return None  # "auto" without tools calls none
     if not 1 <= len(tools) <= MAX_TOOLS:
         raise refused("tools", f"{len(tools)} tools", f"give 1 to {MAX_TOOLS}, or leave it out")
     size = len(msgspec.json.encode(tools))

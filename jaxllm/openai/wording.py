@@ -1,7 +1,7 @@
-"""Errors in the words of the client: the fields as it has named them, and the place of the fault.
+"""Words errors for the client: with the request's own field names and the place of the mistake.
 
-The engine has one name for a parameter and knows of one prompt; a request has its own names for
-some, may bring many prompts, and may be no JSON at all.
+The engine has one name for a parameter and knows one prompt. A request has other names for some
+fields and may have many prompts, and its body may be invalid JSON.
 """
 
 import re
@@ -16,9 +16,9 @@ _HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 def renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError:
-    """The same error with other names for fields."""
+    """Return the same error with other names for fields."""
     if type(error) is not ValidationError:
-        return error  # of another kind, which its status depends on
+        return error  # the HTTP status depends on the type
     message = str(error)
     for old, new in names.items():
         message = re.sub(rf"(?<![\w.]){old}(?==)", lambda _, new=new: new, message)
@@ -31,7 +31,7 @@ def renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError
 
 
 def converted(body: dict[str, Any], kind: type[msgspec.Struct]) -> Any:
-    """A struct of a decoded body; what is not of its type is refused by its place."""
+    """Make a struct of a decoded body; refuse a value of the wrong type by its place."""
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
@@ -39,7 +39,7 @@ def converted(body: dict[str, Any], kind: type[msgspec.Struct]) -> Any:
 
 
 def why_not_json(data: str | bytes, error: Exception) -> str:
-    """What is wrong with a text that is no JSON, and at which byte."""
+    """Say why a text is not JSON, and at which byte."""
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     if not raw.strip():
         return "it is empty"
@@ -56,9 +56,9 @@ def why_not_json(data: str | bytes, error: Exception) -> str:
 
 
 def _in_our_words(error: msgspec.ValidationError, body: dict[str, Any]) -> ValidationError:
-    """msgspec says "Expected `int`, got `str` - at `$.stop[1]`"."""
+    """Reword msgspec's error, such as "Expected `int`, got `str` - at `$.stop[1]`"."""
     message, _, place = str(error).partition(" - at ")
-    # Of a value in an object it does not say which: "`$.logit_bias[...]`".
+    # msgspec does not name the key of a value in an object: "`$.logit_bias[...]`".
     steps = re.findall(r"\.(\w+)|\[(\d+)\]", place.partition("[...]")[0])
     if not steps:
         missing = re.search(r"required field `(\w+)`", message)

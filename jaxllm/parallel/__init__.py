@@ -1,1 +1,1 @@
-"""Several devices as one: meshes, and where arrays lie on them."""
+"""Several devices that run one model: meshes, the sharding of arrays, joining hosts."""

@@ -1,4 +1,4 @@
-"""Several processes as one JAX: who takes part, and a first word from rank 0 to all."""
+"""Several processes in one JAX cluster: joining it, and a broadcast from rank 0 at start."""
 
 import socket
 
@@ -9,14 +9,14 @@ from jax.experimental import multihost_utils
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import JaxLLMError, refused
 
-# Long enough for a host that still boots; a rank that is missing is named by JAX.
+# Long enough for a host that still boots. JAX's error names the missing ranks.
 _JOIN_TIMEOUT_S = 300
 _LONGEST_WORD = 1024  # bytes
 
 
 def join_hosts(parallel: ParallelConfig) -> int:
-    """Meet the other ranks and return one's own. Comes before anything else that JAX does."""
-    # It takes SIGTERM away from the process; ends are orderly here without it.
+    """Join the other ranks and return the own rank. Must run before any other use of JAX."""
+    # The service takes over SIGTERM. This process shuts down in order without it.
     jax.config.update("jax_enable_preemption_service", False)
     if not jax.distributed.is_initialized():
         try:
@@ -40,7 +40,7 @@ def join_hosts(parallel: ParallelConfig) -> int:
 
 
 def broadcast(word: bytes | None) -> bytes:
-    """What rank 0 says, on every rank. It travels on the devices' own network."""
+    """Return rank 0's bytes on every rank, over the network of the devices."""
     buffer = np.zeros(_LONGEST_WORD, np.uint8)
     if word is not None:
         assert len(word) <= _LONGEST_WORD - 2, f"{len(word)} bytes"
@@ -51,14 +51,14 @@ def broadcast(word: bytes | None) -> bytes:
 
 
 def own_address(parallel: ParallelConfig) -> str:
-    """The address of this host that the others reach."""
+    """An address of this host that the other hosts can reach."""
     named = parallel.master_addr if parallel.nnodes != "auto" else None
     address = socket.gethostbyname(named) if named else "127.0.0.1"
     is_meant = named is not None and (named == "localhost" or named.startswith("127."))
     if is_meant or not address.startswith("127."):
         return address
-    # It is not known, or a host's own name leads back to itself. Nothing is sent: this only asks
-    # which of the host's addresses leads outside.
+    # The address is unknown, or the host's own name resolves to loopback. Connecting a UDP socket
+    # sends nothing; it only selects the address that routes outside.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))

@@ -1,8 +1,8 @@
-"""Where arrays lie: logical names on the axes of weights, and one table from names to mesh axes.
+"""The sharding of arrays: weights have logical axes, and one table maps them to mesh axes.
 
-A model says what an axis is (`axes=("heads", "hidden")`), never on which devices it lies. XLA
-derives the rest of a step, and puts the collectives where the cuts ask for them: one sum after the
-attention and one after the MLP of every layer.
+A model names its axes (`axes=("heads", "hidden")`) and knows nothing of devices. XLA derives the
+sharding of the rest of a step and inserts the collectives: an all-reduce after the attention and
+one after the MLP of every layer.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm_kernels.platform import Device
 
-# The mesh axis over which a model's matrices are cut.
+# The mesh axis of tensor parallelism.
 TENSOR = "tensor"
 
 _MESH_AXES: dict[str | None, str | None] = {
@@ -31,36 +31,36 @@ Axes = tuple[str | None, ...]
 class Part(NamedTuple):
     """The rows of a fused weight that come from one tensor of a checkpoint.
 
-    The shards of a fused weight lie one after the other, each with its share of every part, so that
-    a shard's product is all that its device needs of each of them.
+    A fused weight stores its shards one after the other, each with its share of every part. So a
+    device computes its share of every part from its own shard.
     """
 
     rows: int  # of the tensor
-    copies: int = 1  # neighbouring shards with the same share; above 1 where rows are too few
+    copies: int = 1  # neighbouring shards with the same share; above 1 for few kv heads
 
 
 def make_mesh(devices: Sequence[Device]) -> Mesh:
-    """A mesh of devices that run one model together."""
+    """The mesh of devices that run one model together."""
     return Mesh(np.array(devices), (TENSOR,))
 
 
 def partition_spec(axes: Axes) -> PartitionSpec:
-    """How an array with these axes is cut."""
+    """The PartitionSpec of an array with these axes."""
     return PartitionSpec(*(_MESH_AXES[name] for name in axes))
 
 
 def num_pieces(mesh: Mesh, axes: Axes) -> int:
-    """Into how many pieces an array with these axes is cut."""
+    """The number of shards of an array with these axes."""
     return math.prod(mesh.shape[name] for name in partition_spec(axes) if name is not None)
 
 
 def place(shapes: Any, sharding: jax.sharding.Sharding) -> Any:
-    """A tree of shapes, all of them with this sharding."""
+    """Give all shapes of a tree this sharding."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
     )
 
 
 def sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
-    """Where an array with these axes lies; without axes, the whole of it on every device."""
+    """The sharding of an array with these axes; without axes it is replicated."""
     return NamedSharding(mesh, partition_spec(axes))

@@ -1,6 +1,6 @@
-"""What the text of an answer is made of: reasoning, content, and calls of tools.
+"""Parsers that split the text of an answer into reasoning, content and tool calls.
 
-An `AnswerFormat` makes a parser for one answer, whole or as it comes. `tools` and `reasoning` have
-a file for each format, which reads from a `TextStream` and writes deltas. All of it needs nothing
-but text: servers, batches and scripts use it alike.
+An `AnswerFormat` makes a parser for one answer, whole or streamed. `tools` and `reasoning` have a
+file for each format. A format reads from a `TextStream` and writes deltas. Parsers need only text,
+so servers, batches and scripts can use them.
 """

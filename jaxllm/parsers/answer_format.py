@@ -1,4 +1,4 @@
-"""How a model writes its answers: the formats of its reasoning and of its calls of tools."""
+"""How a model writes its answers: the formats of its reasoning and of its tool calls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -12,21 +12,21 @@ from jaxllm.parsers.tools.registry import find_tool_format
 
 
 class AnswerFormat(NamedTuple):
-    """The two formats; None for what the model does not write, or nobody wants to know."""
+    """The two formats. None: that part of an answer is not parsed."""
 
     reasoning: ReasoningFormat | None = None
     tools: ToolFormat | None = None
 
     @classmethod
     def of(cls, reasoning_parser: str | None = None, tool_call_parser: str | None = None) -> Self:
-        """The formats of these names; raises ValidationError."""
+        """Find the formats of these names; raise ValidationError for an unknown one."""
         return cls(
             None if reasoning_parser is None else find_reasoning_format(reasoning_parser),
             None if tool_call_parser is None else find_tool_format(tool_call_parser),
         )
 
     def needs_special_tokens(self, with_tools: bool = True) -> bool:
-        """Whether answers have to be decoded with skip_special_tokens=False."""
+        """Whether answers must be decoded with skip_special_tokens=False."""
         used = (self.reasoning, self.tools if with_tools else None)
         return any(one is not None and one.needs_special_tokens for one in used)
 
@@ -38,19 +38,19 @@ class AnswerFormat(NamedTuple):
         enable_thinking: bool = True,
         text_of: Callable[[int], str] | None = None,
     ) -> AnswerParser:
-        """A parser for one answer to this prompt.
+        """Make a parser for one answer to this prompt.
 
         Args:
-          prompt: the text, as the chat template has written it: it may have begun the reasoning.
-          tools: what was offered, in OpenAI's form; without it no calls are looked for.
-          enable_thinking: False if the template was told so; the answer then has no reasoning.
-          text_of: the text of a token alone; with it, tokens of reasoning are counted.
+          prompt: the rendered prompt, which may have begun the reasoning.
+          tools: the request's tools, in OpenAI's form; without them tool calls are not parsed.
+          enable_thinking: False if the template turned thinking off; the answer has no reasoning.
+          text_of: returns the text of a single token; with it, reasoning tokens are counted.
         """
         reasoning = calls = counter = None
         if self.reasoning is not None:
             reasoning = reasoning_parser(self.reasoning, prompt or "", enable_thinking)
             if text_of is not None:
-                # Another one, which reads token by token.
+                # A second parser, because the counter reads token by token.
                 reader = reasoning_parser(self.reasoning, prompt or "", enable_thinking)
                 counter = ReasoningCounter(reader, text_of)
         if self.tools is not None and tools is not None:

@@ -1,7 +1,7 @@
-"""One answer's text, taken apart: reasoning first, then content and calls of tools.
+"""Splits one answer's text: reasoning first, then content and tool calls.
 
-Stands between the engine's text deltas and the chat message. The parser of reasoning gets the text,
-the parser of tool calls what that one calls content; either may be missing.
+It is between the engine's text deltas and the chat message. The reasoning parser reads the text;
+the tool parser reads what the reasoning parser returns as content. Either may be absent.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxllm.parsers.stream_parser import StreamParser
 
 
 class AnswerParser:
-    """Parses one answer, as it streams or whole."""
+    """Parses one answer, streamed or whole."""
 
     def __init__(
         self,
@@ -26,12 +26,14 @@ class AnswerParser:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """How many of the tokens so far are reasoning; None where nobody counts them."""
+        """The number of reasoning tokens so far; None if they are not counted."""
         return None if self._counter is None else self._counter.num_tokens
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
-        """Take the next piece of the answer, and the tokens that it is from, of which some may show
-        in a later piece only; return what has become certain."""
+        """Take the next piece of the answer and its tokens; return the deltas that are certain now.
+
+        The text of some tokens may be in a later piece.
+        """
         if self._counter:
             self._counter.feed(token_ids)
         if self._reasoning:
@@ -39,14 +41,14 @@ class AnswerParser:
         return self._feed_tools([ContentDelta(text)] if text else [])
 
     def finish(self) -> list[Delta]:
-        """The answer has ended: return what was held back."""
+        """End the answer; return the deltas that were held back."""
         if self._counter:
             self._counter.finish()
         deltas = self._feed_tools(self._reasoning.finish()) if self._reasoning else []
         return deltas + (self._tools.finish() if self._tools else [])
 
     def parse(self, text: str) -> ParsedAnswer:
-        """A whole answer at once."""
+        """Parse a whole answer at once."""
         return add_up([*self.feed(text), *self.finish()])
 
     def _feed_tools(self, deltas: list[Delta]) -> list[Delta]:

@@ -1,4 +1,4 @@
-"""What an answer is made of: pieces as they stream, and the whole that they add up to."""
+"""Deltas: the pieces of a streamed answer, and the whole answer that they add up to."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers."""
+    """The next piece of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the answer proper."""
+    """The next piece of the content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A call of a tool begins. Its arguments follow, in deltas of the same index."""
+    """The beginning of a tool call. Its arguments follow, in deltas of the same index."""
 
     index: int
     id: str
@@ -29,7 +29,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """More of a call's arguments: a piece of the JSON text."""
+    """The next piece of a call's arguments, which are JSON text."""
 
     index: int
     text: str
@@ -40,7 +40,7 @@ Delta = ReasoningDelta | ContentDelta | ToolCallDelta | ArgumentsDelta
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole call. The arguments are JSON text; of a call that was cut off, as far as it came."""
+    """A whole call. The arguments are JSON text, incomplete if the call was cut off."""
 
     id: str
     name: str
@@ -57,7 +57,7 @@ class ParsedAnswer:
 
 
 def add_up(deltas: Iterable[Delta]) -> ParsedAnswer:
-    """The answer that was streamed in these deltas."""
+    """Join deltas to the whole answer."""
     reasoning: list[str] = []
     content: list[str] = []
     calls: list[ToolCallDelta] = []
@@ -82,7 +82,7 @@ def add_up(deltas: Iterable[Delta]) -> ParsedAnswer:
 
 
 class DeltaWriter:
-    """Collects deltas between two visits of the reader, texts of one kind joined to one delta."""
+    """Collects deltas until they are taken. Consecutive texts of one kind become one delta."""
 
     __slots__ = ("_deltas", "_kind", "_texts")
 
@@ -105,7 +105,7 @@ class DeltaWriter:
         self._deltas.append(call)
 
     def take(self) -> list[Delta]:
-        """What has been written since the last time."""
+        """Return the deltas since the last call."""
         self._close()
         deltas, self._deltas = self._deltas, []
         return deltas

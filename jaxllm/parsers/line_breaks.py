@@ -1,19 +1,19 @@
-"""Line breaks that belong to the tags around a text and not to the text."""
+"""Removes line breaks that belong to the tags around a text and not to the text."""
 
 from jaxllm.parsers.text_stream import Sink
 
 
 class LineBreakTrimmer:
-    """Passes a text on, but for `at_most` line breaks at each end of it (None: all of them)."""
+    """Passes a text on without up to `at_most` line breaks at each end (None: all of them)."""
 
     def __init__(self, sink: Sink, at_most: int | None = None):
         self._sink = sink
         self._at_most = at_most
-        self._num_to_skip = at_most  # at the beginning; 0 once there was something else
-        self._num_held = 0  # line breaks that may turn out to be the last ones
+        self._num_to_skip = at_most  # at the beginning; 0 after the first other text
+        self._num_held = 0  # line breaks that may be the last ones
 
     def write(self, text: str) -> None:
-        """Take more of the text."""
+        """Take the next piece of the text."""
         if self._num_to_skip != 0:
             text = self._skip(text)
         body = text.rstrip("\n")
@@ -27,7 +27,7 @@ class LineBreakTrimmer:
             self._num_held = self._at_most
 
     def end(self, *, trim: bool = True) -> None:
-        """The text has ended. Without `trim` it was cut off, and the last line breaks are its."""
+        """End the text. Without `trim`, the text was cut off and keeps its last line breaks."""
         if not trim:
             self._sink("\n" * self._num_held)
         self._num_held = 0

@@ -1,4 +1,4 @@
-"""Which parsers a command is told to use. Flags are generated from the fields."""
+"""The options that select parsers. Command line flags are generated from the fields."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class ParserOptions:
         return AnswerFormat.of(self.reasoning_parser, self.tool_call_parser)
 
     def validate(self) -> None:
-        """Refuse what cannot be, before a model is loaded."""
+        """Refuse invalid options before a model is loaded."""
         if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
             raise ValidationError(
                 "enable_auto_tool_choice and tool_call_parser need each other; give both or none"

@@ -1,11 +1,11 @@
-"""What runs a parser: text of one answer in, deltas out."""
+"""Runs a parser: takes the text of one answer and returns deltas."""
 
 from jaxllm.parsers.deltas import Delta, DeltaWriter, ParsedAnswer, add_up
 from jaxllm.parsers.text_stream import Reading, TextStream
 
 
 class StreamParser:
-    """Parses one answer as it comes. However its text is cut, the deltas add up to the same.
+    """Parses one streamed answer. The sum of the deltas does not depend on how its text is split.
 
     `reading` reads from `text` and writes to `deltas`.
     """
@@ -17,18 +17,18 @@ class StreamParser:
         next(reading)
 
     def feed(self, text: str) -> list[Delta]:
-        """Take the next piece of the answer and return what has become certain."""
+        """Take the next piece of the answer; return the deltas that are certain now."""
         self._text.append(text)
         next(self._reading)
         return self._deltas.take()
 
     def finish(self) -> list[Delta]:
-        """The answer has ended: return what was held back."""
+        """End the answer; return the deltas that were held back."""
         self._text.end()
         for _ in self._reading:
             raise AssertionError("the parser waits for text after the end of the answer")
         return self._deltas.take()
 
     def parse(self, text: str) -> ParsedAnswer:
-        """A whole answer at once."""
+        """Parse a whole answer at once."""
         return add_up([*self.feed(text), *self.finish()])

@@ -1,12 +1,12 @@
-"""The text of an answer as it arrives, for parsers that are written as if it were all there.
+"""The text of a streamed answer, for parsers that are written as if the whole text were there.
 
-A parser is a generator that reads with the methods below (`yield from text.peek()`). Where they
-need more text than has come they yield; the owner appends some and resumes the generator. What a
-method returns, and all that it passes on, does not depend on where the text was cut: so a parser
-that reads by nothing else gives the same for every split.
+A parser is a generator that reads with the methods below (`yield from text.peek()`). A method that
+needs more text yields; the owner appends text and resumes the generator. The results of a method do
+not depend on how the text is split. So a parser that only uses these methods gives the same output
+for every split.
 
-A method passes text on to a sink as soon as it is sure of it. What stays here while the parser
-waits is shorter than the longest literal that it looks for, so the work is linear in the text.
+A method passes text to a sink as soon as the text is certain. While a parser waits, the unread text
+is shorter than the longest literal that it looks for, so the work is linear in the text.
 """
 
 import re
@@ -14,14 +14,14 @@ from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
-Reading = Generator[None, None, T]  # a piece of a parser: yields to wait for text, returns T
+Reading = Generator[None, None, T]  # part of a parser: yields to wait for text, returns T
 Sink = Callable[[str], object]
 
 SPACE = re.compile(r"\s*")
 
 
 class Markers:
-    """Literals to look for in a text. None of them may lie within another one."""
+    """Literals to look for in a text. No literal may contain another."""
 
     __slots__ = ("first", "literals", "longest", "pattern", "prefixes")
 
@@ -34,7 +34,7 @@ class Markers:
 
 
 class TextStream:
-    """The text that has come and has not been read."""
+    """The text that has arrived and has not been read."""
 
     __slots__ = ("_has_ended", "_pos", "_text")
 
@@ -50,17 +50,17 @@ class TextStream:
         self._pos = 0
 
     def end(self) -> None:
-        """Nothing will follow: from now on no method waits."""
+        """End the text. From now on no method waits."""
         self._has_ended = True
 
     def peek(self) -> Reading[str]:
-        """The next character, which stays; "" at the end of the answer."""
+        """Return the next character without reading it; "" at the end of the answer."""
         while self._pos == len(self._text) and not self._has_ended:
             yield
         return self._text[self._pos : self._pos + 1]
 
     def take(self, sink: Sink) -> None:
-        """Read the character that `peek` has shown."""
+        """Read the character that `peek` returned."""
         sink(self._text[self._pos : self._pos + 1])
         self._pos += 1
 
@@ -77,7 +77,7 @@ class TextStream:
             yield
 
     def collect(self, run: re.Pattern[str], sink: Sink) -> Reading[str]:
-        """Read characters of one class and return them; the sink gets them too, at once."""
+        """Read characters of one class and return them; pass them to the sink at once."""
         pieces: list[str] = []
         yield from self.take_while(run, pieces.append)
         whole = "".join(pieces)
@@ -85,8 +85,8 @@ class TextStream:
         return whole
 
     def starts_with(self, literal: str, *, may_be_cut_off: bool = False) -> Reading[bool]:
-        """Whether this comes next. Nothing is read. If it may be cut off, its beginning will do
-        where the answer ends with that."""
+        """Return whether the literal comes next, without reading it. With `may_be_cut_off`, a part
+        of it at the end of the answer is enough."""
         while not self._text.startswith(literal, self._pos):
             rest = self._text[self._pos : self._pos + len(literal)]
             if not literal.startswith(rest):
@@ -97,7 +97,7 @@ class TextStream:
         return True
 
     def accept(self, literal: str, sink: Sink, *, may_be_cut_off: bool = False) -> Reading[bool]:
-        """Read this if it comes next, else nothing."""
+        """Read the literal if it comes next, else nothing."""
         found = yield from self.starts_with(literal, may_be_cut_off=may_be_cut_off)
         if found:
             read = self._text[self._pos : self._pos + len(literal)]
@@ -106,7 +106,7 @@ class TextStream:
         return found
 
     def take_until(self, markers: Markers, sink: Sink) -> Reading[str | None]:
-        """Read up to the first marker and return it; it stays. None if the answer ends before."""
+        """Read up to the first marker and return it without reading it; None if there is none."""
         while True:
             match = markers.pattern.search(self._text, self._pos)
             end = match.start() if match else len(self._text) - self._num_undecided(markers)
@@ -120,7 +120,7 @@ class TextStream:
             yield
 
     def _num_undecided(self, markers: Markers) -> int:
-        """How many characters at the end may be the beginning of a marker."""
+        """The number of characters at the end that may be the beginning of a marker."""
         if self._has_ended:
             return 0
         size = len(self._text)

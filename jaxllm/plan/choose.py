@@ -1,4 +1,4 @@
-"""Limits and types that the user leaves open, and what of those that he gives cannot be."""
+"""Chooses limits and dtypes that the user leaves open, and refuses impossible ones."""
 
 from typing import Any, NamedTuple
 
@@ -13,15 +13,15 @@ logger = init_logger(__name__)
 
 
 class Defaults(NamedTuple):
-    """What is chosen for a platform when the user does not say."""
+    """The defaults of a platform."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
 
 
 DEFAULTS = {
-    # More tokens at a time multiply no faster there, and what lies between two products no longer
-    # stays in a cache.
+    # On CPUs larger batches do not multiply faster, and activations between two products no longer
+    # fit in a cache.
     "cpu": Defaults(max_num_seqs=64, max_num_batched_tokens=512),
     "gpu": Defaults(max_num_seqs=256, max_num_batched_tokens=8192),
     "tpu": Defaults(max_num_seqs=256, max_num_batched_tokens=2048),
@@ -29,7 +29,7 @@ DEFAULTS = {
 
 
 def choose_dtype(asked: str, architecture: Architecture, platform: str) -> Any:
-    """The type of weights and activations."""
+    """The dtype of weights and activations."""
     name = architecture.dtype if asked == "auto" else asked
     if name == "float16" and platform != "gpu":
         if asked == "float16":
@@ -44,7 +44,7 @@ def choose_dtype(asked: str, architecture: Architecture, platform: str) -> Any:
 
 
 def choose_max_model_len(asked: int | None, architecture: Architecture) -> int:
-    """The longest sequence: as the model has it, or less."""
+    """The longest sequence: the model's limit, or less."""
     longest = architecture.max_model_len
     if asked is None:
         return longest
@@ -61,7 +61,7 @@ def choose_max_model_len(asked: int | None, architecture: Architecture) -> int:
 def choose_max_num_batched_tokens(
     config: EngineConfig, platform: str, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """The budget of a step, which has room for a token of every request."""
+    """The budget of a step, which has room for one token of every request."""
     chunked = config.scheduler.enable_chunked_prefill
     asked = config.scheduler.max_num_batched_tokens
     if asked is None:

@@ -1,4 +1,4 @@
-"""Which kernels run on a chip: chosen once, and printed; nothing falls back without a word."""
+"""Chooses the kernels for a chip, once per engine. A fallback is always logged."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -25,12 +25,12 @@ from jaxllm.logging import init_logger
 
 logger = init_logger(__name__)
 
-# Up to so many tokens, what lies between products costs little.
+# Up to this many tokens, operations between products cost little.
 _FREE_PADDING = 128
 
 
 def load_native_kernels(config: EngineConfig, chip: Chip, dtype: Any) -> Library | NoLibrary:
-    """Our own kernels for CPUs, if they can be built."""
+    """Load the native kernels for CPUs, if they can be built."""
     if chip.platform != "cpu":
         return NoLibrary(f"they are for CPUs, and this is {chip.name}")
     if not config.compilation.native_kernels:
@@ -43,14 +43,14 @@ def load_native_kernels(config: EngineConfig, chip: Chip, dtype: Any) -> Library
 
 
 def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
-    """Our own, if there is one; XLA cannot cut that over devices."""
+    """The native product, if available. XLA cannot shard it over devices."""
     if isinstance(library, NoLibrary) or num_shards > 1:
         return XLA
     return NativeMatmul(library)
 
 
 def free_padding(attention: AttentionBackend, matmul: Matmul, dtype: Any) -> int:
-    """Up to how many tokens of a step padding costs next to nothing."""
+    """The number of tokens of a step up to which padding is nearly free."""
     if not (isinstance(attention, NativeBackend) and isinstance(matmul, NativeMatmul)):
         return 0
     return min(matmul.max_rows(dtype), _FREE_PADDING)
@@ -64,16 +64,16 @@ def choose_attention(
     limits: BatchLimits,
     dtype: Any,
 ) -> AttentionBackend:
-    """The backend asked for, or the first of the chip's that can run a model with these attentions;
-    what the others say is logged."""
+    """The requested backend, or the first of the chip's that supports all of these attentions. The
+    refusals of the others are logged."""
     names = (asked,) if asked != "auto" else default_backends(chip)
     if asked == "auto" and isinstance(library, NoLibrary):
-        names = tuple(name for name in names if name != "native")  # why is said already
+        names = tuple(name for name in names if name != "native")  # the reason is logged already
     for name in names:
         try:
             backend = get_backend(name)
             if isinstance(backend, NativeBackend):
-                backend = replace(backend, library=library)  # a subclass of a user's stays one
+                backend = replace(backend, library=library)  # keeps a user's subclass
             for config in set(configs):
                 backend.check(config, limits, dtype=dtype, chip=chip)
             return backend.tuned_for(chip)

@@ -1,7 +1,7 @@
-"""What a generation_config.json says: which tokens end an answer, and how to sample by default.
+"""Reads generation_config.json: the tokens that end an answer, and default sampling parameters.
 
-The only reader of that file. The plan asks for both at start, so that a damaged file is refused
-before anything is loaded and cannot fail a request later.
+Only this module reads the file. The plan needs both at start. So a damaged file is refused before
+anything is loaded, and cannot fail a request later.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ _FIELDS = {
 def read_eos_token_ids(
     model_dir: Path, *, of_config: tuple[int, ...], vocab_size: int
 ) -> tuple[int, ...]:
-    """Those of config.json, and those that generation_config.json adds (ends of turns)."""
+    """The ids of config.json, and those that generation_config.json adds (ends of turns)."""
     value = _read(model_dir).get("eos_token_id")
     added = value if isinstance(value, list) else [] if value is None else [value]
     for file, ids in (("config.json", of_config), ("generation_config.json", added)):
@@ -44,7 +44,7 @@ def read_eos_token_ids(
 
 
 def read_default_sampling_params(config: ModelConfig, model_dir: Path) -> SamplingParams:
-    """The defaults that the model recommends, as `config.generation_config` wants them."""
+    """The model's recommended defaults, as `config.generation_config` selects them."""
     if config.generation_config == "vllm":
         return SamplingParams()
     is_own = config.generation_config == "auto"
@@ -70,8 +70,8 @@ def read_default_sampling_params(config: ModelConfig, model_dir: Path) -> Sampli
 
 
 def read_max_new_tokens(config: ModelConfig, model_dir: Path) -> int | None:
-    """The longest answer that the model recommends, if it says one. It is the `max_tokens` of the
-    default parameters, too, which have one in any case."""
+    """The longest answer that the model recommends, if any. The default parameters have it as
+    `max_tokens`, too, but they have a `max_tokens` in any case."""
     if config.generation_config == "vllm":
         return None
     return _read(_source(config, model_dir)).get("max_new_tokens")

@@ -25,25 +25,25 @@ from jaxllm.programs.progress import CompileProgress
 
 logger = init_logger(__name__)
 
-# XLA compiles outside the GIL; lowering holds it. More threads than this mostly add memory.
+# XLA compiles outside the GIL, but lowering holds it. More threads mostly need more memory.
 _COMPILE_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Something to compile: a traced function with the shapes it is called with."""
+    """A traced function and the shapes of its arguments, to be compiled."""
 
     name: str
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct, which know their devices
+    arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct with shardings
     donate: tuple[int, ...]
-    out_shardings: Any = None  # None: as XLA likes
-    # "cpu", "gpu" or "tpu"; None: where the process runs.
+    out_shardings: Any = None  # None: XLA chooses
+    # "cpu", "gpu" or "tpu"; None: the platform of the process.
     platform: str | None = None
     compiler_options: tuple[tuple[str, str], ...] = ()
 
     def lower(self) -> jax.stages.Lowered:
-        # The name is part of profiles and of the persistent cache's file names.
+        # Profiles and file names of the persistent cache contain the name.
         self.function.__name__ = self.name
         jitted = jax.jit(
             self.function, donate_argnums=self.donate, out_shardings=self.out_shardings
@@ -57,7 +57,7 @@ class Program:
         try:
             return lowered.compile(compiler_options=dict(self.compiler_options) or None)
         except jax.errors.JaxRuntimeError as error:
-            # Compilers for accelerators know what a program takes; others fail when it runs.
+            # Compilers for accelerators know a program's memory; others fail when it runs.
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             reason = str(error).partition("\n")[0].partition("RESOURCE_EXHAUSTED: ")[2]
@@ -70,11 +70,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileReport:
-    """What start-up compiled, or found to be compiled already."""
+    """The programs that start-up compiled, or found compiled."""
 
     num_programs: int
     num_loaded: int  # from a bundle
-    cache_hits: int  # JAX's cache or the store had them
+    cache_hits: int  # from JAX's cache or the store
     seconds: float
     largest_temp_bytes: int
     code_bytes: int
@@ -94,7 +94,7 @@ class CompileReport:
 
 
 class Store(Protocol):
-    """Keeps executables between starts."""
+    """Stores executables between starts."""
 
     def load(self, key: Hashable) -> jax.stages.Compiled | None: ...
 
@@ -102,8 +102,8 @@ class Store(Protocol):
 
 
 class Programs:
-    """The executables of an engine by key, compiled at start (`compile_all`) or when asked for, but
-    for those that are given or that the store has."""
+    """The executables of an engine by key. Those that are neither given nor in the store are
+    compiled at start (`compile_all`) or on first use."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class Programs:
         return compiled
 
     def compile_all(self) -> CompileReport:
-        """Load what is there and compile the rest: lowered here one after another, compiled in
-        threads meanwhile."""
+        """Load the stored programs and compile the rest: this thread lowers them one by one, and
+        other threads compile meanwhile."""
         start, hits = time.perf_counter(), compilation_counter.cache_hits
         num_given = len(self._compiled)
         with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
@@ -146,7 +146,7 @@ class Programs:
                 fresh = {key: future.result() for key, future in pending.items()}
             self._compiled |= stored | fresh
         num_stored = len(missing) - len(pending)
-        trim_heap()  # the compiler has needed much more than it leaves
+        trim_heap()  # the compiler has released much memory
         sizes = [compiled.memory_analysis() for compiled in self._compiled.values()]
         sizes = [size for size in sizes if size is not None]
         return CompileReport(
@@ -162,7 +162,7 @@ class Programs:
         return self._store.load(key) if self._store else None
 
     def _compile_now(self, key: Hashable) -> jax.stages.Compiled:
-        """Somebody waits for it, who has not asked to compile at start."""
+        """Compile a program on first use, if `compile_all` was not called."""
         logger.info(
             "compiling %s, now that it is needed; %d of %d programs are there",
             key,
@@ -180,19 +180,19 @@ class Programs:
 
 
 class CompilationCounter:
-    """Counts the compilations of this process; JAX reports them as monitoring events.
+    """Counts the compilations of this process, from JAX's monitoring events.
 
-    To JAX, a program that is fetched from the compilation cache is one that is compiled, too.
+    JAX counts a program from the compilation cache as compiled, too.
     """
 
     _COMPILE = "/jax/core/compile/backend_compile_duration"
     _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
     def __init__(self) -> None:
-        self.compiles = 0  # cache hits included
+        self.compiles = 0  # including cache hits
         self.cache_hits = 0
         self._of_thread = threading.local()
-        # Events come from the threads that compile.
+        # Compiling threads raise the events.
         self._lock = threading.Lock()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
@@ -211,22 +211,22 @@ class CompilationCounter:
 
     @property
     def anew_here(self) -> int:
-        """How much this thread has compiled that was in no cache; JAX compiles in the thread that
-        asks."""
+        """The number of programs that this thread has compiled without a cache hit. JAX compiles in
+        the calling thread."""
         return getattr(self._of_thread, "anew", 0)
 
 
-# Listeners cannot be taken away again, so there is one for the whole process.
+# Listeners cannot be removed, so there is one for the whole process.
 compilation_counter = CompilationCounter()
 
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """Compile anew: what comes from the cache cannot be serialized once more, on a CPU at least;
-    it is without its functions when it is loaded again."""
+    """Compile without the cache: on a CPU at least, a program from the cache cannot be serialized
+    again. When it is loaded, it lacks its functions."""
     was = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # or JAX would not look at the setting again
+    compilation_cache.reset_cache()  # otherwise JAX would not read the setting again
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What the text of a compiled program tells: which collectives it runs, what it copies whole."""
+"""Reads the text of a compiled program: its collectives, and its copies of whole arrays."""
 
 import math
 import re
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import jax
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-# An instruction: its results' types, then its name. Of an asynchronous pair, the first counts.
+# An instruction: the types of its results, then its name. Asynchronous pairs count at their start.
 _COLLECTIVE = re.compile(rf"= (.*?) ({_COLLECTIVES})(-start)?\(")
-# With the result's shape and layout, or those of the first of an asynchronous copy's results.
+# With the shape and layout of the result, or of an asynchronous copy's first result.
 _COPY = re.compile(r"= \(?(\w+)\[([\d,]+)\](\S*).*? (copy|copy-start|transpose)\(")
-# Where a layout puts an array into a TPU's VMEM.
+# The part of a layout that places an array in a TPU's VMEM.
 _IN_VMEM = "S(1)"
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
@@ -21,7 +21,7 @@ class Collective(NamedTuple):
     """An instruction in which devices exchange data."""
 
     opcode: str
-    num_bytes: int  # of its result on one device
+    num_bytes: int  # of the result on one device
 
 
 class Copy(NamedTuple):
@@ -33,7 +33,7 @@ class Copy(NamedTuple):
 
 
 def collectives(hlo: str) -> list[Collective]:
-    """All collectives that stand in the program; those in a loop's body stand there once."""
+    """All collectives in the program's text; one in a loop's body counts once."""
     return [
         Collective(opcode, _num_bytes(types, asynchronous=bool(start)))
         for types, opcode, start in _COLLECTIVE.findall(hlo)
@@ -41,7 +41,7 @@ def collectives(hlo: str) -> list[Collective]:
 
 
 def copies(hlo: str) -> list[Copy]:
-    """All copies and transpositions, but for weights that are fetched ahead of their use."""
+    """All copies and transpositions, except prefetches of weights into VMEM."""
     return [
         Copy(dtype, tuple(map(int, dims.split(","))), opcode)
         for dtype, dims, layout, opcode in _COPY.findall(hlo)
@@ -50,9 +50,8 @@ def copies(hlo: str) -> list[Copy]:
 
 
 def whole_array_copies(hlo: str, arrays: Iterable[jax.ShapeDtypeStruct]) -> list[Copy]:
-    """Copies and transpositions of something that has the shape of a device's share of one of the
-    arrays, in any order of its axes. Arrays of less than a MiB are too common a shape to be told
-    apart."""
+    """Copies and transpositions of an array with the shape of a device's shard of one of the
+    arrays, in any order of axes. Arrays below a MiB are skipped: their shapes are too common."""
     shapes = set()
     for array in arrays:
         shape = array.shape if array.sharding is None else array.sharding.shard_shape(array.shape)
@@ -66,7 +65,7 @@ def _extent(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _num_bytes(types: str, *, asynchronous: bool) -> int:
-    """Of a result; that of an asynchronous start names its operands first, then its results."""
+    """Bytes of a result. The type of an asynchronous start has its operands first."""
     sizes = [
         math.prod(map(int, filter(None, dims.split(",")))) * max(int(bits or 8) // 8, 1)
         for _, bits, dims in _ARRAY.findall(types)

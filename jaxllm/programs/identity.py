@@ -1,7 +1,7 @@
-"""All that decides what an engine's programs are, as text that can be compared.
+"""The identity of an engine's programs: everything that determines them, as comparable text.
 
-Programs that were compiled ahead are taken only where everything here is as it was. Sources count
-by their bytes, so nobody has to remember to raise a version.
+Precompiled programs are used only if all of this is equal. Sources count by their contents, so no
+version number needs to be raised.
 """
 
 import dataclasses
@@ -21,31 +21,31 @@ import jaxllm
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 
-# What of a plan is no part of any program; every other field is, also one that is new.
+# The fields of a plan that do not affect programs. Every other field does, also a new one.
 _NOT_IN_PROGRAMS = {
     "model_name", "model_dir", "load_format", "seed", "eos_token_ids", "default_sampling_params",
     "max_new_tokens", "compile_at_start", "program_bundle",
 }  # fmt: skip
-# Flags of XLA that change no program; the last one JAX itself sets on a TPU VM, and the chip's
-# compiler options say it everywhere.
+# XLA flags that change no program. JAX sets the last one on a TPU VM; the chip's compiler options
+# contain it everywhere.
 _FLAGS_BESIDE_PROGRAMS = (
     "--xla_force_host_platform_device_count", "--xla_dump", "--xla_tpu_use_enhanced_launch_barrier",
 )  # fmt: skip
-# Settings of JAX, of the environment's or the user's, that change how programs are traced.
+# JAX settings, from the environment or the user, that change how programs are traced.
 _JAX_SETTINGS = (
     "jax_default_matmul_precision", "jax_enable_x64", "jax_debug_nans", "jax_debug_infs",
     "jax_use_shardy_partitioner",
 )  # fmt: skip
-# Folders of jaxllm of which nothing is traced: a change there leaves all programs as they are.
+# Folders of jaxllm that are never traced: changes there do not affect programs.
 _BESIDE_PROGRAMS = {
     "__pycache__", "batch", "bench", "bundled", "cli", "engine", "executor", "frontend", "metrics",
     "openai", "server", "simulation", "training",
 }  # fmt: skip
-_LONGEST = 100  # characters of a value that is kept as it is
+_LONGEST = 100  # longer values are hashed
 
 
 def program_identity(plan: EnginePlan) -> dict[str, str]:
-    """Names and values, the long ones hashed. Equal identities have equal programs."""
+    """Names and values; long values are hashed. Equal identities have equal programs."""
     devices = [device for stage in plan.stages for device in stage.mesh.devices.flat]
     facts = {
         "jaxllm": jaxllm.__version__,
@@ -69,14 +69,14 @@ def program_identity(plan: EnginePlan) -> dict[str, str]:
 
 
 def identity_hash(plan: EnginePlan) -> str:
-    """The identity in few letters."""
+    """The identity as a short hash."""
     facts = program_identity(plan)
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:32]
 
 
 def foreign_code(plan: EnginePlan) -> str | None:
-    """Code in the plan's programs that is not of jaxllm, so that nothing here tells whether it has
-    changed; None if there is none."""
+    """Code in the plan's programs from outside of jaxllm, whose changes cannot be detected; None if
+    there is none."""
     if plan.logits_processors:
         return "logits processors"
     for part in (plan.model_class, type(plan.attention)):
@@ -108,14 +108,14 @@ def _place(device: Device) -> str:
 
 
 def _flags() -> str:
-    """What the environment tells the compiler: not ours to set, but it changes programs."""
+    """The compiler flags of the environment, which change programs."""
     words = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
     return " ".join(sorted(w for w in words if not w.startswith(_FLAGS_BESIDE_PROGRAMS)))
 
 
-@functools.cache  # what is loaded is what counts, and was read once
+@functools.cache  # the process runs the sources that it loaded, even if the files change
 def _sources() -> str:
-    """A hash of every file of both packages that can have a part in programs."""
+    """A hash of every file of both packages that can affect programs."""
     digest = hashlib.sha256()
     for package in (jaxllm, jaxllm_kernels):
         assert package.__file__ is not None

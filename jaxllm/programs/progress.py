@@ -1,6 +1,6 @@
-"""How far a compilation is, for those who wait for it: a bar on a terminal, else lines in the log.
+"""Progress of a compilation: a bar on a terminal, else lines in the log.
 
-All of it goes to standard error, and only at a log level that shows what the engine does.
+It goes to standard error, and only if the log level is info or lower.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ _BAR_EVERY_S = 1.0
 
 
 class CompileProgress:
-    """Counts programs that are compiled, by several threads perhaps; a context, within which a
-    thread of its own tells about them. It tells nothing if there is nothing to compile."""
+    """Counts compiled programs, also from several threads. Within its context, a thread reports
+    progress. It reports nothing if there is nothing to compile."""
 
     def __init__(self, total: int, done: int = 0):
-        """`done` of the programs were there before."""
+        """`done` of the programs exist already."""
         self._total, self._done = total, done
         self._under_way: dict[Hashable, None] = {}
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class CompileProgress:
                 leave=False,
             )
         else:
-            logger.info("compiling %s", str(self))  # as it is now
+            logger.info("compiling %s", str(self))  # format the current state
         self._thread.start()
         return self
 
@@ -73,7 +73,7 @@ class CompileProgress:
 
     @contextlib.contextmanager
     def compiling(self, key: Hashable) -> Iterator[None]:
-        """A program is compiled within this context."""
+        """Mark a program as being compiled within this context."""
         with self._lock:
             self._under_way[key] = None
         yield
@@ -90,9 +90,9 @@ class CompileProgress:
             self.tell()
 
     def tell(self) -> None:
-        """Say how far it is."""
+        """Report the progress."""
         if self._bar is None:
-            logger.info("compiling %s", str(self))  # as it is now
+            logger.info("compiling %s", str(self))  # format the current state
             return
         with self._lock:
             self._bar.n = self._done

@@ -1,6 +1,6 @@
-"""The least time that a step can take: what must be read, computed and sent, at the chip's rates.
+"""The least time of a step: its bytes, operations and traffic at the chip's peak rates.
 
-Nothing is as fast, and nothing here says how much slower it is.
+It is a bound. Real steps are slower, and this module does not say by how much.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The least time that a step can take."""
+    """The least time of a step, and its bottleneck."""
 
     seconds: float
     limited_by: Literal["memory bandwidth", "arithmetic", "interconnect"]
@@ -19,32 +19,32 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """What steps of one stage read, compute and send, on each of its devices.
+    """What steps of one stage read, compute and send on each device.
 
-    Every matrix is read once in a step, and what a row sees of its context. Each token is worth two
-    operations per weight of a matrix, and four per attended token, query head and element of a
-    head. While devices add up what each of them has, they do not compute, for the next matrix waits
-    for the sum; but what they read can come meanwhile.
+    A step reads every matrix once, and the context that each row sees. A token takes two operations
+    per weight of a matrix, and four per attended token, query head and element of a head. Devices
+    do not compute during an all-reduce, because the next matrix needs the sum. But they can read
+    memory meanwhile.
     """
 
     bytes_per_second: float
     flops_per_second: float
     bytes_per_step: float  # matrices
-    flops_per_token: float  # matrices but for the head
-    flops_per_row: float  # the head, which only sees a row's last token
-    # Of one layer: bytes of a token in the cache, operations of a token for each it attends to.
+    flops_per_token: float  # matrices without the head
+    flops_per_row: float  # the head, which computes only a row's last token
+    # Per layer: bytes of a token in the cache, and operations per pair of attending tokens.
     kv_bytes_per_token: float
     flops_per_attended: float
-    # How many layers there are of each window; 0 stands for none.
+    # Pairs (window, number of layers); window 0 means none.
     layers_by_window: tuple[tuple[int, int], ...]
-    # To the other devices of the stage, where there are any and their links are known.
+    # To the other devices of the stage; zero if there are none or their links are unknown.
     sent_bytes_per_token: float = 0.0
     link_bytes_per_second: float = 0.0
 
     def attention(self, tokens: Any, contexts: Any) -> tuple[Any, Any]:
-        """Bytes and operations of rows of so many tokens, which are the last of their contexts.
-        Numbers, or arrays with an entry for each row."""
-        attended = np.maximum(contexts - (tokens - 1) / 2, 1)  # in the mean over a row's tokens
+        """Bytes and operations of rows with `tokens` tokens at the end of `contexts`: numbers, or
+        arrays with an entry for each row."""
+        attended = np.maximum(contexts - (tokens - 1) / 2, 1)  # the mean over a row's tokens
         num_bytes = num_flops = 0.0
         for window, num_layers in self.layers_by_window:
             seen = np.minimum(contexts, window) if window else contexts
@@ -54,8 +54,8 @@ class Roofline:
         return num_bytes, num_flops
 
     def bound(self, num_tokens: float, num_rows: float, attention: tuple[float, float]) -> Bound:
-        """Of a step with so many tokens in all, whose rows' attention takes so many bytes and
-        operations."""
+        """The bound of a step with these tokens and rows. `attention` has the bytes and operations
+        of the rows' attention."""
         num_bytes, num_flops = attention
         reading = (self.bytes_per_step + num_bytes) / self.bytes_per_second
         num_flops += self.flops_per_token * num_tokens + self.flops_per_row * num_rows

@@ -1,7 +1,7 @@
 """Compiled programs as bytes.
 
-JAX keeps them as pickles, so **loading one runs what is in it**; this is the only module that may
-unpickle. Who loads has made sure where the bytes are from.
+JAX serializes them as pickles, so **loading one runs the code in it**. Only this module may
+unpickle. A caller must have verified the origin of the bytes.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ def to_bytes(compiled: jax.stages.Compiled) -> bytes:
 
 
 def from_bytes(data: bytes, mesh: Mesh) -> jax.stages.Compiled:
-    """The executable, on these devices."""
+    """Load an executable for these devices."""
     devices = list(mesh.devices.flat)
     return serialize_executable.deserialize_and_load(
         *pickle.loads(data), backend=devices[0].client, execution_devices=devices

@@ -1,7 +1,7 @@
-"""The plan of an engine on an accelerator, with the KV cache as large as its programs leave room.
+"""Plans an engine on an accelerator, with a KV cache as large as its programs allow.
 
-How much a program needs beside its arguments is known when it is compiled, and not before. So the
-largest step is compiled for a first guess of the plan, looked at, and the plan is made again.
+The memory of a program besides its arguments is known only after compilation. So this compiles the
+largest step of a first plan, reads its memory, and makes the plan again.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ logger = init_logger(__name__)
 
 
 def plan_engine(config: EngineConfig, devices: Sequence[Device] | None = None) -> EnginePlan:
-    """Plan an engine for these devices (default: those here), and for its bundle of programs, if it
-    has one that fits."""
+    """Plan an engine for these devices (default: the local ones). If it has a bundle of programs
+    that fits, plan for that."""
     if config.compilation.program_bundle:
         directory = Path(config.compilation.program_bundle).expanduser()
         plan = _plan_for_bundle(config, devices, directory)
@@ -46,8 +46,8 @@ def plan_engine(config: EngineConfig, devices: Sequence[Device] | None = None) -
 def _plan_for_bundle(
     config: EngineConfig, devices: Sequence[Device] | None, directory: Path
 ) -> EnginePlan | None:
-    """The plan with as many blocks as the bundle's programs are made for; None if they are not the
-    plan's."""
+    """The plan with the number of blocks of the bundle's programs; None if the bundle does not fit
+    the plan."""
     bundle = open_bundle(directory)
     if bundle is None:
         return None
@@ -68,7 +68,7 @@ def _says_how_large(cache: CacheConfig) -> bool:
 
 
 def _program_bytes(plan: EnginePlan, stage: StagePlan) -> int:
-    """Temporaries of the largest step, and the code of all."""
+    """Temporaries of the largest step, plus the code of all programs."""
     programs = declare_stage_programs(plan, stage, make_packer(plan).layouts)
     largest = programs[max(plan.buckets, key=lambda bucket: bucket.num_tokens)]
     memory = largest.compile(largest.lower()).memory_analysis()

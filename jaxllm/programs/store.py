@@ -1,9 +1,8 @@
-"""Where an engine finds the programs that it compiled at an earlier start.
+"""Finds the programs that an earlier start compiled.
 
-JAX's compilation cache knows a program when it has been traced and lowered, which for all programs
-of an engine takes longer than anything else in a start. Here they are found by what they are made
-for (`identity`) before that, each in a file of its own: what an interrupted start has compiled is
-there for the next one.
+JAX's compilation cache identifies a program after it is traced and lowered. For all programs of an
+engine this is the longest part of a start. This store finds them before that, by `identity`. Each
+program has its own file, so a start can use what an interrupted start has compiled.
 """
 
 import os
@@ -23,7 +22,7 @@ from jaxllm.programs.serialized import from_bytes, hash_of, to_bytes
 
 logger = init_logger(__name__)
 
-# Programs that no start has asked for in so long are of a version or a machine that is gone.
+# Programs that no start has used for this time belong to an old version or machine.
 _KEPT_S = 60 * 24 * 3600
 _HASH_LENGTH = len(hash_of(b""))
 
@@ -37,8 +36,8 @@ class ProgramStore:
 
     @classmethod
     def of(cls, plan: EnginePlan) -> "ProgramStore | None":
-        """None where programs are not to be found again by their plan: there is no cache, they have
-        code in them of which we know nothing, or other processes take part."""
+        """Make the store. None if programs cannot be found by their plan: there is no cache, they
+        contain foreign code, or other processes take part."""
         cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
         if not cache or foreign_code(plan) or jax.process_count() > 1:
             return None
@@ -46,7 +45,7 @@ class ProgramStore:
         return store if store._open() else None
 
     def load(self, key: Hashable) -> jax.stages.Compiled | None:
-        """The program with this key, if it is there and whole."""
+        """Load the program with this key, if it is there and intact."""
         path = self._path(key)
         try:
             data = path.read_bytes()
@@ -58,29 +57,29 @@ class ProgramStore:
                 raise ValueError("the file is damaged")
             return from_bytes(data, stage_of(self._plan, key).mesh)
         except Exception as error:
-            # Whatever keeps it from being loaded: it can be compiled.
+            # Whatever the problem is, the program can be compiled.
             logger.warning("program %s is not taken from %s: %s", key, path, error)
             return None
 
     def save(self, key: Hashable, compiled: jax.stages.Compiled) -> None:
-        """Keep a program that has been compiled here; not one that JAX's cache had, which on CPUs
-        cannot be serialized once more."""
+        """Store a program that was compiled here. Do not store one from JAX's cache: on CPUs that
+        cannot be serialized again."""
         try:
             data = to_bytes(compiled)
             with tempfile.TemporaryDirectory(dir=self._directory) as scratch:
                 file = Path(scratch) / "program"
                 file.write_bytes(hash_of(data).encode() + data)
-                # Who starts at the same time does the same, and either file is good.
+                # Concurrent starts do the same, and either file is good.
                 file.replace(self._path(key))
         except Exception as error:
-            # One that calls Python, for example, cannot be serialized. It runs nevertheless.
+            # Programs that call Python, for example, cannot be serialized. They run nevertheless.
             logger.warning("program %s is not kept for the next start: %s", key, error)
 
     def _path(self, key: Hashable) -> Path:
         return self._directory / f"{str(key).replace(' ', '_')}.pickle"
 
     def _open(self) -> bool:
-        """Make the directory, or say that it is in use; whether what is in it may be trusted."""
+        """Make the directory, or mark it as used. Return whether its contents can be trusted."""
         parent = self._directory.parent
         try:
             parent.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What was decided, in a few lines for the log."""
+"""Formats the decisions of a plan for the log."""
 
 import jax.numpy as jnp
 from jaxllm_kernels.dense.api import XLA
@@ -11,7 +11,7 @@ from jaxllm.programs.declare import num_programs
 
 
 def summary(plan: EnginePlan) -> str:
-    """The decisions of a plan."""
+    """Format the decisions of a plan in a few lines."""
     arch = plan.architecture
     stages = f" in {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     return (

@@ -1,7 +1,7 @@
-"""Fills the compilation cache with all that an engine compiles, without its weights.
+"""Compiles all programs of an engine into the compilation cache, without its weights.
 
-The programs are declared and compiled by the code that the engine runs at its start, so they are
-the same, and an engine that is started later with the same options finds every one.
+It declares and compiles programs by the same code as an engine's start. So they are the same, and a
+later engine with the same options finds every one.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupReport:
-    """What was compiled, replica by replica, and what is in the cache now."""
+    """The programs that were compiled, by replica, and the contents of the cache."""
 
     replicas: list[CompileReport]
     cache_dir: str

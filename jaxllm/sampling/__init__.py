@@ -1,1 +1,1 @@
-"""Choosing the next token on the device, from logits and the sampling parameters of each row."""
+"""Samples the next token of each row on the device, from logits and sampling parameters."""

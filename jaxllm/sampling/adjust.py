@@ -1,7 +1,7 @@
-"""Changes to the logits before a token is chosen: biases, bans, users' processors, penalties.
+"""Changes to the logits before sampling: biases, bans, users' processors, penalties.
 
 Each change is a function of all rows' logits, f32 [R, V]. It runs only if some row of the step uses
-it, and reaches only the rows that do.
+it, and changes only those rows.
 """
 
 import functools
@@ -28,10 +28,10 @@ def adjust_logits(
     processors: Sequence[LogitsProcessor],
     vocab_size: int,
 ) -> jax.Array:
-    """Apply everything that comes before temperature, in the sampler's order.
+    """Apply all changes that come before temperature, in the sampler's order.
 
-    `flags` i32 [R] are those of `params`, cleared in the rows that sample nothing. A row that would
-    have no token left keeps its logits with biases and allowed ids alone.
+    `flags` i32 [R] are the flags of `params`, cleared in rows that sample nothing. If the changes
+    leave a row without a token, it gets the logits with only biases and allowed ids applied.
     """
 
     def has(flag: int) -> jax.Array:
@@ -48,7 +48,7 @@ def adjust_logits(
         apply = functools.partial(_apply, processor, vocab_size)
         logits = _in_rows(uses, apply, logits, values, output_index)
     logits = _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params)
-    # NaN is no token less: a row that has any is not valid, and must not look as if it were.
+    # NaN counts as a token that is left, so that a row of NaN is not replaced by a valid one.
     some_left = jnp.any(logits != -jnp.inf, axis=1, keepdims=True)
     return jnp.where(some_left, logits, biased)
 
@@ -56,7 +56,7 @@ def adjust_logits(
 def _in_rows(
     rows: jax.Array, change: Callable[..., jax.Array], logits: jax.Array, *args: object
 ) -> jax.Array:
-    """`change(logits, *args)` in the given rows, bool [R]; computes nothing if there are none."""
+    """Apply `change(logits, *args)` to the given rows, bool [R]; skip it if there are none."""
     return jax.lax.cond(
         jnp.any(rows),
         lambda: jnp.where(rows[:, None], change(logits, *args), logits),
@@ -65,7 +65,7 @@ def _in_rows(
 
 
 def _of_rows(table: jax.Array, slots: jax.Array) -> jax.Array:
-    # Padding rows get those of the last slot, and do not use them.
+    # Padding rows get the entries of the last slot, and do not use them.
     return table.at[slots].get(mode="clip")
 
 
@@ -84,7 +84,7 @@ def _mask_others(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.A
 
 
 def _ban_words(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
-    """Mask the last token of each word whose other tokens are the latest ones."""
+    """Mask the last token of each bad word whose other tokens are the latest output tokens."""
     words = _of_rows(state.bad_words, slots)
     recent = _of_rows(state.recent_tokens, slots)[:, None, :]
     before = words[:, :, :-1]
@@ -97,13 +97,13 @@ def _hold_back_stop_ids(logits: jax.Array, state: SlotState, slots: jax.Array) -
 
 
 def _mask_tokens(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Set the tokens of each row, i32 [R, n] with NO_TOKEN to skip, to -inf."""
+    """Set the given tokens of each row, i32 [R, n], to -inf; skip NO_TOKEN."""
     rows = jnp.arange(len(logits))[:, None]
     return logits.at[rows, _skipped(token_ids, logits)].set(-jnp.inf, mode="drop")
 
 
 def _skipped(token_ids: jax.Array, logits: jax.Array) -> jax.Array:
-    """Token ids with NO_TOKEN out of range: -1 would mean the last token."""
+    """Map NO_TOKEN out of range. As -1 it would index the last token."""
     return jnp.where(token_ids == NO_TOKEN, logits.shape[1], token_ids)
 
 
@@ -114,7 +114,7 @@ def _apply(
     values: jax.Array,
     output_index: jax.Array,
 ) -> jax.Array:
-    """A user's own change, which must be one of all logits: what is smaller would be broadcast."""
+    """Apply a user's processor. Refuse another shape, because it would be broadcast silently."""
     logits, padding = padded[:, :vocab_size], padded[:, vocab_size:]
     changed = processor.apply(logits, values, output_index)
     made = f"a {type(changed).__name__}"
@@ -142,7 +142,7 @@ def _penalize(
 
 
 def _add_rounds(num_output: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
-    """Counts [R, V] with those that no longer fit in a slot's table of counts."""
+    """Add the full rounds to the counts [R, V] of a slot's table."""
     if state.full_rounds is None:
         return num_output
     rounds = _skipped(_of_rows(state.full_rounds, slots), num_output)

@@ -1,8 +1,8 @@
-"""Choosing one token per row from its logits: the most likely one, or a random one.
+"""Chooses one token per row from its logits: the most likely one, or a random one.
 
-Both look at blocks of the vocabulary first and then inside one block. For the arg-max that is
-three times as fast on CPU as XLA's own; a draw needs sums of blocks and two random numbers per row,
-where the usual Gumbel noise needs a random number for every token.
+Both choose a block of the vocabulary first, and then a token of the block. On CPU this arg-max is
+three times as fast as XLA's own. A random draw needs two random numbers per row this way; the usual
+Gumbel noise needs one for every token of the vocabulary.
 """
 
 from typing import NamedTuple
@@ -22,27 +22,27 @@ class MostLikely(NamedTuple):
     """The most likely token of each row."""
 
     tokens: jax.Array  # i32 [R]; the first of equals
-    # f32 [R]: theirs, which are the largest; infinite where any logit of the row is that or NaN.
+    # f32 [R]: the largest logit; +inf where the row has a logit of +inf or NaN.
     logits: jax.Array
 
 
 def most_likely(logits: jax.Array) -> MostLikely:
     """The arg-max of each row of f32 [R, V], and the maximum."""
     blocks = _blocks(logits, fill=-jnp.inf)
-    # Not NaN itself, which a maximum drops or keeps as the compiler likes.
+    # Replace NaN by inf: whether a maximum keeps NaN depends on the compiler.
     largest = jnp.max(jnp.where(blocks < jnp.inf, blocks, jnp.inf), axis=2)
     block = jnp.argmax(largest, axis=1)
     tokens = _token(block, jnp.argmax(_block_of(blocks, block), axis=1))
-    # Looked up: a maximum of maxima XLA would make one of all logits, and so read them again.
+    # A lookup, because XLA would turn a maximum of maxima into one that reads all logits again.
     return MostLikely(tokens, jnp.take_along_axis(largest, block[:, None], axis=1)[:, 0])
 
 
 def draw(
     logits: jax.Array, params: RowParams, *, random: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Draw a token for each row that is `random`, bool [R]; the others get some token."""
+    """Draw a token for each row that is `random`, bool [R]; other rows get an arbitrary one."""
     temperature = jnp.where(random, params.temperature, 1)[:, None]
-    # Where the division overflows, all that did are equally and alone likely.
+    # If the division overflows, the overflowing tokens are equally likely, and no others.
     logits = jnp.minimum(logits / temperature, _LARGEST)
     logits = top_k_top_p_min_p_mask(
         logits,
@@ -58,10 +58,10 @@ def draw(
 
 
 def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """Two numbers in [0, 1) that depend on nothing but the seed and the position.
+    """Two numbers in [0, 1) that depend only on the seed and the position.
 
-    Folding the position into the key is one evaluation of the generator, whose output is random
-    bits: making another key of them, to draw bits from that, would only be a second one.
+    Folding the position into the key evaluates the generator once, and its output is random bits.
+    Drawing bits from the folded key would evaluate the generator a second time.
     """
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     bits = jax.random.key_data(jax.random.fold_in(key, position))
@@ -69,10 +69,10 @@ def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Draw an index of each row of f32 [R, n] in proportion to its weights, which are not negative.
+    """Draw an index of each row of f32 [R, n] in proportion to its weights (>= 0).
 
-    An index without weight is never drawn, whatever the rounding: the first one is taken that has
-    some and where the sum exceeds its share, else the last one that has some.
+    Rounding never makes it draw an index of weight zero: it takes the first index with a weight
+    where the cumulative sum exceeds `uniform` of the total, else the last index with a weight.
     """
     sums = jnp.cumsum(weights, axis=1)
     index = jnp.arange(weights.shape[1])

@@ -1,9 +1,9 @@
-"""Logits processors that users bring: classes traced into the sampler of every step.
+"""Logits processors of users: classes that are traced into the sampler of every step.
 
 A processor has two halves. On the host, `encode` turns a request's `extra_args` into a few numbers,
-or refuses them; it runs where requests are validated and again when the request takes a slot. On
-the device, `apply` is traced into the step and changes the logits of all rows at once. No jax is
-imported here, so that the host side can load processors too.
+or refuses them. It runs when a request is validated and again when the request gets a slot. On the
+device, `apply` is traced into the step and changes the logits of all rows at once. This module does
+not import jax, so that processes without jax can load processors, too.
 """
 
 import importlib
@@ -17,26 +17,26 @@ from jaxllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import jax
 
-# Each has a bit among the flags of a row (jaxllm.sampling.row_params).
+# Each processor has a bit in the flags of a row (jaxllm.sampling.row_params).
 MAX_LOGITS_PROCESSORS = 8
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 class LogitsProcessor:
-    """Base of users' logits processors.
+    """Base class of users' logits processors.
 
-    One instance is made when the engine starts, as `cls(config)`. It must keep no state of its own
-    between calls: `encode` runs in more than one process, `apply` only while a step is traced.
+    The engine makes an instance, `cls(config)`, when it starts. It must keep no state between
+    calls: `encode` runs in more than one process, `apply` only while a step is traced.
     """
 
-    # How many float32 numbers a request hands to `apply`.
+    # The number of float32 values that a request passes to `apply`.
     num_params: int = 0
 
     def __init__(self, config: EngineConfig):
         self.config = config
 
     def encode(self, params: SamplingParams) -> Sequence[float] | None:
-        """Return this request's `num_params` numbers, from `params.extra_args`; None if the request
+        """Return the request's `num_params` numbers from `params.extra_args`; None if the request
         does not use this processor. Raise ValueError to refuse the request."""
         raise NotImplementedError
 
@@ -45,9 +45,9 @@ class LogitsProcessor:
     ) -> "jax.Array":
         """Return changed logits, f32 [R, V].
 
-        `params` is f32 [R, num_params] and `output_index` i32 [R] counts the output tokens before
-        the one to be sampled. Rows that do not use this processor hold zeros, and what is returned
-        for them is ignored.
+        `params` is f32 [R, num_params]. `output_index` i32 [R] counts the output tokens before the
+        one to be sampled. Rows that do not use this processor have zeros in `params`, and their
+        results are ignored.
         """
         raise NotImplementedError
 
@@ -66,12 +66,12 @@ def load_logits_processors(
 def encode_request(
     processors: Sequence[LogitsProcessor], params: SamplingParams
 ) -> list[tuple[float, ...] | None]:
-    """What each processor makes of a request; raises ValueError when one refuses it."""
+    """Encode a request with each processor; raise ValueError when one refuses it."""
     encoded: list[tuple[float, ...] | None] = []
     for processor in processors:
         try:
             values = processor.encode(params)
-        except Exception as error:  # a user's code: it may raise anything
+        except Exception as error:  # a user's code may raise anything
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise ValueError(f"{type(processor).__name__}.encode: {kind}{error}") from error
         encoded.append(None if values is None else _finite_numbers(processor, values))
@@ -89,7 +89,7 @@ def _finite_numbers(processor: LogitsProcessor, values: Sequence[float]) -> tupl
             f"{name}.encode returned {len(encoded)} numbers; its num_params is "
             f"{processor.num_params}"
         )
-    if not all(abs(number) <= _LARGEST_FLOAT32 for number in encoded):  # nor is NaN
+    if not all(abs(number) <= _LARGEST_FLOAT32 for number in encoded):  # NaN fails, too
         raise ValueError(f"{name}.encode returned {encoded}; float32 numbers must be finite")
     return encoded
 
@@ -102,7 +102,7 @@ def _find_class(spec: type | str) -> type[LogitsProcessor]:
             raise refused("logits_processors", spec, "write it as 'module:Class'")
         try:
             found = getattr(importlib.import_module(module), name)
-        except Exception as error:  # a user's code: importing it may raise anything
+        except Exception as error:  # importing a user's code may raise anything
             raise refused("logits_processors", spec, f"it cannot be imported ({error})") from error
     if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
         raise refused("logits_processors", spec, "it must be a subclass of jaxllm.LogitsProcessor")

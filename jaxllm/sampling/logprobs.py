@@ -1,8 +1,8 @@
-"""Log probabilities of tokens, for those who ask: of sampled tokens and of prompt tokens.
+"""Log probabilities of sampled tokens and of prompt tokens, for requests that ask for them.
 
-A step computes up to MAX_STEP_LOGPROBS of them for a position, and only as many as some row of it
-wants. Each value is a logit less the row's normaliser, and neither depends on how many are wanted:
-what a row gets is the same to the last bit whatever its neighbours ask for.
+A step computes up to MAX_STEP_LOGPROBS of them per position, and only as many as some row needs.
+Each value is a logit minus the row's normaliser. Neither depends on the number of logprobs, so a
+row's values are the same to the last bit whatever other rows ask for.
 """
 
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from jaxllm.sampling.top_k import top_k
 
 
 class LogprobOutput(NamedTuple):
-    """Logprobs at n positions: column 0 is the token that is there, then the k most likely ones,
-    best first; zeros stand where nobody asked."""
+    """Logprobs at n positions. Column 0 is the sampled or prompt token; the k most likely tokens
+    follow, best first. Positions without a request for logprobs have zeros."""
 
     token_ids: jax.Array  # i32 [n, 1 + k]
     logprobs: jax.Array  # f32 [n, 1 + k]
     ranks: jax.Array  # i32 [n]: 1 + the number of tokens more likely than the one in column 0
-    normalisers: jax.Array  # f32 [n]: what logits exceed their logprobs by
+    normalisers: jax.Array  # f32 [n]: logit minus logprob
 
 
 def token_logprobs(
@@ -32,8 +32,10 @@ def token_logprobs(
     k: int,
     wants_more: jax.Array,
 ) -> LogprobOutput:
-    """Logprobs of the targets, i32 [n], under logits, f32 [n, V]; of the best tokens, which are
-    given; and of the k best ones if `wants_more`, bool [], says so."""
+    """Compute logprobs of the targets, i32 [n], and of the best tokens, under logits f32 [n, V].
+
+    If `wants_more`, bool [], is set: of the k best tokens. `best` is their first.
+    """
     n = len(targets)
 
     def count_better() -> jax.Array:
@@ -46,7 +48,7 @@ def token_logprobs(
     target_logits = jnp.take_along_axis(logits, targets[:, None], axis=1)
     largest = best.logits[:, None]
     normaliser = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
-    # Greedy rows, and many others, have nothing to count.
+    # Nothing needs to be counted if every target is the best token, as in greedy rows.
     better = jax.lax.cond(
         jnp.all(targets == best.tokens), lambda: jnp.zeros(n, jnp.int32), count_better
     )
@@ -63,7 +65,7 @@ def token_logprobs(
 
 
 def no_logprobs(n: int, k: int) -> LogprobOutput:
-    """What stands where nobody asked: zeros of the same shapes."""
+    """The output of positions without logprobs: zeros of the same shapes."""
     return LogprobOutput(
         token_ids=jnp.zeros((n, 1 + k), jnp.int32),
         logprobs=jnp.zeros((n, 1 + k), jnp.float32),

@@ -1,11 +1,11 @@
-"""What the sampler keeps on the device about the request in each slot.
+"""The sampler's state on the device for the request in each slot.
 
-Only requests that use penalties, a logit bias, allowed ids, bad words or min_tokens own anything
-here: the runner writes their slot when they are admitted (`slot_row`, then `write_slot` on the
-device), and every step that samples a token updates it. The flags of a row's parameters say which
-of it belongs to the row's request; whatever a slot's former owner left there is never read.
+Only requests that use penalties, a logit bias, allowed ids, bad words or min_tokens have an entry.
+The runner writes it when it admits the request (`slot_row`, then `write_slot` on the device), and
+every step that samples a token updates it. The flags of a row say which tables its request uses;
+the other tables may hold values of an earlier request and are never read.
 
-The runner owns a SlotState and donates it to each program, which returns its successor.
+The runner owns a SlotState and donates it to each program. The program returns the next one.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from jaxllm_kernels.common import cdiv
 from jaxllm.sampling import row_params
 from jaxllm.sampling_params import Limits, SamplingParams
 
-# A count has 15 bits, and the sign says that the token is in the prompt. A count that goes beyond
-# starts again from zero, and the token is entered among the slot's full rounds.
+# A count has 15 bits; the sign bit means that the token is in the prompt. A count that overflows
+# restarts from zero, and the token is appended to the slot's full rounds.
 PROMPT_BIT = np.int16(-(1 << 15))
 MAX_COUNT = (1 << 15) - 1
 WORD_BITS = 32  # of allowed_bits
@@ -37,25 +37,25 @@ _MAX_RECENT = Limits.MAX_BAD_WORD_TOKENS - 1
 class SlotState:
     """Tables with one entry per slot; S slots, V vocabulary."""
 
-    # How often each token is in the output, MAX_COUNT at most, with PROMPT_BIT if it is in the
-    # prompt.
+    # The count of each token in the output, at most MAX_COUNT, and PROMPT_BIT if the token is in
+    # the prompt.
     token_counts: jax.Array  # i16 [S, V]
-    # The token of each MAX_COUNT + 1 that are missing in its count, then NO_TOKEN; room for as many
-    # as the longest output may need. None where it needs none.
+    # One token for each MAX_COUNT + 1 occurrences that its count lacks, then NO_TOKEN. The width is
+    # enough for the longest output. None if the longest output fits in the counts.
     full_rounds: jax.Array | None  # i32 [S, max_model_len / (MAX_COUNT + 1)]
-    # A bit for each token, the lowest first: whether it is allowed.
+    # A bit for each token, lowest first, set if the token is allowed.
     allowed_bits: jax.Array  # u32 [S, V / WORD_BITS]
-    # Tokens, then NO_TOKEN, and what is added to their logits.
+    # Tokens, then NO_TOKEN, and the biases that are added to their logits.
     biased_ids: jax.Array  # i32 [S, MAX_LOGIT_BIAS]
     biases: jax.Array  # f32 [S, MAX_LOGIT_BIAS]
-    # Token sequences, aligned to the right, NO_TOKEN before them and in unused entries.
+    # Token sequences, right-aligned, with NO_TOKEN before them and in unused entries.
     bad_words: jax.Array  # i32 [S, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS]
-    # Last output tokens, aligned to the right, NO_TOKEN before the first one.
+    # The latest output tokens, right-aligned, with NO_TOKEN before the first.
     recent_tokens: jax.Array  # i32 [S, MAX_BAD_WORD_TOKENS - 1]
-    # Tokens that min_tokens holds back, then NO_TOKEN.
+    # Tokens that min_tokens suppresses, then NO_TOKEN.
     stop_ids: jax.Array  # i32 [S, MAX_STOP_TOKEN_IDS]
 
-    # Names of the axes of tables that are cut over devices as the logits are.
+    # Logical axes of the tables that are sharded like the logits.
     AXES: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "token_counts": (None, "vocab"),
         "allowed_bits": (None, "vocab"),
@@ -74,7 +74,7 @@ class SlotState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRow:
-    """The entry of one slot, built on the host; fields as in SlotState."""
+    """The entry of one slot, made on the host; fields as in SlotState."""
 
     token_counts: np.ndarray  # i16 [V]
     full_rounds: np.ndarray | None  # i32 [max_model_len / (MAX_COUNT + 1)]
@@ -96,7 +96,7 @@ class SlotRow:
 
     @classmethod
     def empty(cls, vocab_size: int, max_model_len: int) -> "SlotRow":
-        """The entry of a request that uses nothing."""
+        """The entry of a request that uses no table."""
         entries: dict[str, Any] = {
             name: np.full(shape, NO_TOKEN if dtype is np.int32 else 0, dtype)
             for name, (shape, dtype) in _tables(vocab_size, max_model_len).items()
@@ -105,7 +105,7 @@ class SlotRow:
 
 
 class AdmittedRequest(Protocol):
-    """What of the scheduler's Admission is needed here."""
+    """The attributes of the scheduler's Admission that are needed here."""
 
     @property
     def sampling_params(self) -> SamplingParams: ...
@@ -120,9 +120,9 @@ class AdmittedRequest(Protocol):
 
 
 def slot_row(request: AdmittedRequest, vocab_size: int, max_model_len: int) -> SlotRow | None:
-    """What a request's slot must hold when it is admitted; None if it uses none of the tables.
+    """Make the slot entry of an admitted request; None if it uses none of the tables.
 
-    A request that was preempted brings the output it has: its counts go on from there.
+    The entry of a request that was preempted counts its output so far.
     """
     params = request.sampling_params
     flags = row_params.request_flags(params)
@@ -139,8 +139,8 @@ def slot_row(request: AdmittedRequest, vocab_size: int, max_model_len: int) -> S
     if flags & row_params.LOGIT_BIAS:
         bias = params.logit_bias or {}
         row.biased_ids[: len(bias)] = _ids(bias)
-        # Bounded, so that it cannot overflow when it is added: only a token that is not allowed
-        # has a logit of -inf.
+        # Clip, so that the addition cannot overflow: only tokens that are not allowed have a logit
+        # of -inf.
         values = np.array([float(value) for value in bias.values()])
         row.biases[: len(bias)] = np.clip(values, -_MAX_BIAS, _MAX_BIAS)
     if flags & row_params.ALLOWED_IDS:
@@ -159,7 +159,7 @@ def slot_row(request: AdmittedRequest, vocab_size: int, max_model_len: int) -> S
 
 
 def write_slot(state: SlotState, slot: jax.Array, row: SlotRow) -> SlotState:
-    """Replace the entry of one slot; traced, with the state donated."""
+    """Replace the entry of one slot. Traced; the state is donated."""
     changed = {
         field.name: jax.lax.dynamic_update_index_in_dim(
             table, getattr(row, field.name), slot, axis=0
@@ -173,7 +173,7 @@ def write_slot(state: SlotState, slot: jax.Array, row: SlotRow) -> SlotState:
 def record_tokens(
     state: SlotState, tokens: jax.Array, slots: jax.Array, flags: jax.Array
 ) -> SlotState:
-    """Add each row's new token to its slot, where the row's flags say that it is looked at."""
+    """Add each row's new token to the tables of its slot that the row's flags select."""
     num_slots = len(state.recent_tokens)
     counted = jnp.where((flags & row_params.PENALTIES) != 0, slots, num_slots)
     token_counts, full_rounds = _count(state, tokens, counted)
@@ -192,7 +192,7 @@ def record_tokens(
 def _count(
     state: SlotState, tokens: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The tables of counts after one more token in each of these slots."""
+    """Count one more token in each of these slots."""
     rounds = state.full_rounds
     one = jnp.ones(len(tokens), state.token_counts.dtype)
     if rounds is None:
@@ -207,7 +207,7 @@ def _count(
 
 
 def _tables(vocab_size: int, max_model_len: int) -> dict[str, tuple[tuple[int, ...], type]]:
-    """Shape and type of one slot's entry in each table."""
+    """Shape and dtype of one slot's entry in each table."""
     num_rounds = max_model_len // (MAX_COUNT + 1)
     rounds = {"full_rounds": ((num_rounds,), np.int32)} if num_rounds else {}
     return rounds | {

@@ -1,9 +1,10 @@
-"""The k largest of each row of logits: exactly `jax.lax.top_k`, made of narrow ones.
+"""The k largest logits of each row: exactly `jax.lax.top_k`, computed by narrow ones.
 
-XLA compiles one `top_k` over a vocabulary for a TPU in 7 to 10 CPU seconds, which was a third of a
-whole step's; over no more columns than a vector register has, in less than half a second. So
-columns that cannot be among the k are left out first, by the maxima of blocks. All choices prefer
-the first of equals, as `top_k` does. On a CPU only the number of calls and columns counts.
+For a TPU, XLA needs 7 to 10 CPU seconds to compile a `top_k` over a vocabulary: a third of a whole
+step's compilation. A `top_k` over at most the lanes of a vector register compiles in less than half
+a second. So the maxima of blocks first exclude columns that cannot be among the k. All choices
+prefer the first of equals, as `top_k` does. On CPU a narrow `top_k` is always one call, because
+there only the number of calls and columns matters.
 """
 
 import functools
@@ -14,7 +15,7 @@ from jaxllm_kernels.common import cdiv
 
 _BLOCK = 64
 _WIDEST = 128  # columns of one XLA top_k
-_LARGEST_K = 32  # above, narrow ones would leave little out
+_LARGEST_K = 32  # for a larger k, blocks would exclude few columns
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -24,7 +25,8 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         values, columns = jax.lax.top_k(x, k)
         return values, columns
     blocks = _cut(x, _BLOCK)
-    # The k largest are in the k blocks with the largest maxima; in order, so that columns are, too.
+    # The k largest are in the k blocks with the largest maxima. Sorted blocks keep the columns in
+    # order, so that ties go to the first.
     _, chosen = _narrow_top_k(jnp.max(blocks, axis=2), k)
     chosen = jnp.sort(chosen, axis=1)
     found = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, -1)
@@ -34,7 +36,7 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _narrow_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest of each row, with no wide `top_k` where compiling one takes long."""
+    """The k largest of each row, without a wide `top_k` where it compiles slowly."""
     values, columns = jax.lax.platform_dependent(
         x, cpu=lambda x: tuple(jax.lax.top_k(x, k)), default=functools.partial(_in_parts, k=k)
     )
@@ -42,7 +44,7 @@ def _narrow_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_parts(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest of each part of a row, then of what is left, until one part is left."""
+    """Reduce each part of a row to its k largest, repeatedly until one part is left."""
     rows, width = x.shape
     if width <= _WIDEST:
         values, columns = jax.lax.top_k(x, k)
@@ -55,7 +57,9 @@ def _in_parts(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _cut(x: jax.Array, size: int) -> jax.Array:
-    """Rows [n, V] as parts [n, V / size rounded up, size]; what is missing is never chosen, since
-    it is no larger than anything and comes last."""
+    """Cut rows [n, V] into parts [n, V / size rounded up, size].
+
+    Padding is never chosen before a real column: it is -inf and comes last.
+    """
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=-jnp.inf)
     return x.reshape(len(x), -1, size)

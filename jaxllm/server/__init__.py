@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server, and what makes a message of a model's text."""
+"""The OpenAI-compatible HTTP server."""

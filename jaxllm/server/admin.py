@@ -1,5 +1,5 @@
-"""What an operator asks of a running server: sleep, profiles, the prefix cache, how it was started.
-Names and paths are vLLM's. Whoever may ask has an admin key, which is another than those of users.
+"""Endpoints for operators: sleep, profiles, the prefix cache, the server's configuration. Names and
+paths are vLLM's. By default they need an admin key, which differs from users' keys.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxllm.server.endpoint import Handler
 from jaxllm.server.errors import HTTPError, json_response
 from jaxllm.server.service import Service
 
-# Options that show what nobody else may know.
+# Options with secret values.
 _SECRETS = ("api_key", "admin_api_key")
 
 
@@ -57,7 +57,7 @@ async def stop_profile(service: Service, request: Request) -> Response:
 
 
 def with_known_parameters(handler: Handler, names: Collection[str]) -> Handler:
-    """The handler, for requests with parameters of these names."""
+    """The handler, restricted to query parameters of these names."""
 
     async def answer(service: Service, request: Request) -> Response:
         for name in request.query_params:
@@ -70,7 +70,7 @@ def with_known_parameters(handler: Handler, names: Collection[str]) -> Handler:
 
 
 def describe(service: Service) -> dict[str, Any]:
-    """How the server was started, and with what engine; keys are not shown."""
+    """The configuration of the server and the engine, without the keys."""
     return {
         "version": jaxllm.__version__,
         "server": {
@@ -84,7 +84,7 @@ def describe(service: Service) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """Plain data; of anything else, such as a class, its name."""
+    """Convert to plain data; other values, such as a class, become their repr."""
     if isinstance(value, dict):
         return {str(name): _as_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

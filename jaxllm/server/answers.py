@@ -1,5 +1,5 @@
-"""/v1/chat/completions and /v1/completions: from the body of a request to the answer, at once or
-as a stream. What the paths have in common, which is everything but the bodies."""
+"""Answers /v1/chat/completions and /v1/completions, whole or as a stream. Everything except the
+bodies is the same for both paths."""
 
 import asyncio
 import contextlib
@@ -30,26 +30,26 @@ from jaxllm.server.service import Service
 from jaxllm.server.sse import EventStream
 from jaxllm.server.trace_headers import trace_headers
 
-# Bodies up to this size are decoded on the event loop: a thread would cost more.
+# The event loop decodes bodies up to this size, because a thread would cost more.
 _SMALL_BODY = 32 << 10
-# How often a request is told that its time is over: it may not have reached the engine yet.
+# The interval of aborting a request after its time is over: it may not be in the engine yet.
 _TELL_AGAIN_S = 0.5
 
 
 class _Job(NamedTuple):
-    """A request that was read, and what it asks for but its prompts."""
+    """A request after it was read, with everything except its prompts."""
 
-    id: str  # in the engine: nobody else has it
-    name: str  # what the client knows it by
+    id: str  # unique in the engine
+    name: str  # the id that the client knows
     created: int
     deadline: float | None  # on the clock of the event loop
     request: Request
     params: SamplingParams
-    trace_headers: dict[str, str] | None  # of the span that it is part of, if spans are made
+    trace_headers: dict[str, str] | None  # of the parent span, if tracing is on
 
 
 class _Arrival(NamedTuple):
-    """What is known of a request before its body."""
+    """The facts about a request before its body is read."""
 
     at: float  # on the clock of the event loop
     name: str
@@ -57,7 +57,7 @@ class _Arrival(NamedTuple):
 
 
 class AnswerEndpoint:
-    """One path, as an ASGI application."""
+    """The endpoint of one path, as an ASGI application."""
 
     def __init__(self, endpoint: Endpoint, service: Service):
         self._endpoint = endpoint
@@ -86,7 +86,7 @@ class AnswerEndpoint:
             await respond(response, scope, receive, send, self._service.options.client_timeout)
 
     async def _answer(self, body: bytes, arrival: _Arrival, events: EventStream) -> Response | None:
-        """The whole answer, or None if it was streamed."""
+        """Return the whole answer, or None if it was streamed."""
         read = partial(self._read, body, arrival)
         size = len(body)
         is_small = size <= _SMALL_BODY
@@ -128,8 +128,8 @@ class AnswerEndpoint:
         )
 
     def _process(self, job: _Job) -> list[ProcessedInput]:
-        """Validate and tokenise all prompts: how many tokens they are is asked before they may
-        wait."""
+        """Validate and tokenize all prompts, because the limit of tokens applies before the request
+        may wait."""
         request, truncate = job.request, job.request.truncate_prompt_tokens
         options = None if truncate is None else {"truncate_prompt_tokens": truncate}
         inputs = []
@@ -181,7 +181,7 @@ class AnswerEndpoint:
     async def _outputs(
         self, job: _Job, inputs: Sequence[ProcessedInput]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine says, with the place of the prompt; whoever stops asking aborts it."""
+        """Yield the engine's outputs with the index of their prompt; abort the rest on close."""
         ids = [one.request_id for one in inputs]
         streams = [self._engine.submit(one) for one in inputs]
         service = self._service
@@ -203,7 +203,7 @@ class AnswerEndpoint:
 
 
 class _Alarm:
-    """Ends requests when their time is over."""
+    """Aborts requests when their time is over."""
 
     def __init__(self, engine: AsyncLLMEngine, request_ids: list[str], deadline: float | None):
         self.has_rung = False

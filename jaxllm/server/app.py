@@ -1,4 +1,4 @@
-"""The application that the endpoints make, behind what every request passes."""
+"""The ASGI application: the endpoints behind the middleware that every request passes."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +27,7 @@ Lifespan = Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]
 
 
 def make_app(service: Service, keys: Keys, lifespan: Lifespan) -> Starlette:
-    """The application in front of a service; without keys it is open to everybody."""
+    """Make the application of a service. Without keys it is open to everybody."""
     options, metrics = service.options, service.metrics
     endpoints = offered(service, keys)
     routes = [endpoint.route(service) for endpoint in endpoints]
@@ -54,7 +54,7 @@ def make_app(service: Service, keys: Keys, lifespan: Lifespan) -> Starlette:
         ),
     ]
     if options.allowed_origins:
-        # Outside: a browser asks before it sends a key.
+        # Before authentication, because a browser sends the preflight request without a key.
         middleware.append(
             Middleware(
                 CORSMiddleware,
@@ -67,7 +67,7 @@ def make_app(service: Service, keys: Keys, lifespan: Lifespan) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        # With Exception alone every refusal would be a failure in the log.
+        # A handler for Exception alone would log every refusal as a failure.
         exception_handlers={
             HTTPException: _of_starlette,
             JaxLLMError: _of_ours,
@@ -75,14 +75,14 @@ def make_app(service: Service, keys: Keys, lifespan: Lifespan) -> Starlette:
         },
         lifespan=observed,
     )
-    # To another address it would be a redirect to whatever host the request names.
+    # A redirect would go to whatever host the request names.
     app.router.redirect_slashes = False
     app.state.describe = partial(make_document, endpoints, keys)
     return app
 
 
 async def _of_starlette(request: Request, error: Exception) -> Response:
-    """No such path, or not with this method."""
+    """The path does not exist, or not with this method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return error_response(NotFoundError(f"there is no {request.url.path!r:.80} here"))

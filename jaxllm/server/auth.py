@@ -1,4 +1,4 @@
-"""API keys: who may ask for what, as the table of endpoints has it."""
+"""API keys: checks them against the access that the table of endpoints declares."""
 
 import hashlib
 import hmac
@@ -16,21 +16,21 @@ from jaxllm.server.options import ServerOptions, check_key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """The keys of a server. Without keys of a kind, nobody is asked for one."""
+    """The keys of a server. If there are none of a kind, that kind is not required."""
 
     api: tuple[str, ...] = ()
     admin: tuple[str, ...] = ()
 
     def for_access(self, access: Access) -> tuple[str, ...]:
-        """The keys of which one opens an endpoint; none if it is open."""
+        """The keys that open an endpoint; none if it needs no key."""
         if access in (Access.ANYBODY, Access.WITHOUT_KEY):
             return ()
         return self.admin if access is Access.ADMIN and self.admin else self.api
 
 
 class Authentication:
-    """Lets requests through that bring one of the keys for the path as `Authorization: Bearer
-    KEY`. What is no endpoint is told to users only."""
+    """A middleware that requires one of the path's keys as `Authorization: Bearer KEY`. A path that
+    does not exist needs a user's key, too, so that only users learn which paths exist."""
 
     def __init__(self, app: ASGIApp, keys: Keys, endpoints: Iterable[Endpoint]):
         self._app = app
@@ -52,7 +52,7 @@ class Authentication:
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
         digest = _digest(key.strip())
-        # All of them are compared: how long it takes tells nothing of which one is near.
+        # Compare with all keys, so that the time does not reveal a near match.
         found = False
         for known in digests:
             found |= hmac.compare_digest(known, digest)
@@ -71,7 +71,7 @@ def _refusal():
 
 
 def read_keys(options: ServerOptions) -> Keys:
-    """The keys of the flags and of the files."""
+    """Read the keys from the flags and from the files."""
     return Keys(
         api=_all_keys("api_key_file", options.api_key, options.api_key_file),
         admin=_all_keys("admin_api_key_file", options.admin_api_key, options.admin_api_key_file),
@@ -83,7 +83,7 @@ def _all_keys(name: str, of_flags: Sequence[str], path: str | None) -> tuple[str
         return tuple(of_flags)
     of_file = [line.strip() for line in read_given_text(path).splitlines() if line.strip()]
     if not of_file:
-        # A server without a key would be open to everybody.
+        # Refuse, because a server without a key would be open to everybody.
         raise ValidationError(f"{name}={path!r}: it has no keys")
     for key in of_file:
         check_key(name, key)

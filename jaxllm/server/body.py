@@ -1,4 +1,4 @@
-"""The body of a request: limits hold while it is read, not after."""
+"""Reads the body of a request, and enforces limits while it reads."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,21 +14,21 @@ from jaxllm.openai.wording import why_not_json
 from jaxllm.server.errors import Disconnected, HTTPError
 from jaxllm.server.options import ServerOptions
 
-# What is not read of a body must not be taken for the next request.
+# Close the connection, so that the unread rest of a body is not parsed as the next request.
 _CLOSE = {"Connection": "close"}
 
 
 class BodyLimits(NamedTuple):
-    """What a client may send, and how long it may take."""
+    """The limits of a body's size and of the time to send it."""
 
     max_bytes: int
     timeout_s: float
 
     @classmethod
     def of(cls, options: ServerOptions, max_model_len: int) -> "BodyLimits":
-        """What the options say, or else room for the longest prompt however it is written: a token
-        stands for few bytes of text, each of which may take six in JSON. The rest is for what is
-        beside it, and for several prompts at once."""
+        """The limits of the options. The default fits the longest prompt in any encoding: a token
+        is a few bytes of text, and JSON may escape each as six bytes. The constant is for other
+        fields and for several prompts."""
         default = (4 << 20) + 64 * max_model_len
         return cls(options.max_body_bytes or default, options.client_timeout)
 
@@ -36,11 +36,11 @@ class BodyLimits(NamedTuple):
 async def read_body(
     scope: Scope, receive: Receive, limits: BodyLimits, admit: Callable[[int], None]
 ) -> bytes:
-    """The bytes of a JSON body; `admit` is asked before a part of it is kept."""
+    """Read a JSON body; call `admit` before a part of it is kept."""
     headers = Headers(scope=scope)
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        # Also keeps web pages out, which may send anything but this without being asked.
+        # This check also keeps web pages out: without CORS they cannot send this content type.
         raise _unsupported("Content-Type", content_type, "use application/json")
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
@@ -90,7 +90,7 @@ def _too_long(limits: BodyLimits) -> HTTPError:
 
 
 def decode_json(body: bytes, max_depth: int) -> Any:
-    """The value of a body that is nested no deeper than this."""
+    """Decode a body; refuse one that is nested too deeply."""
     try:
         value = msgspec.json.decode(body)
     except RecursionError:

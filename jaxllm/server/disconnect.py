@@ -1,4 +1,4 @@
-"""Work for a client goes on only as long as the client is there."""
+"""Cancels the work for a client that disconnects."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, whose request has been read to its end; it is cancelled, and Disconnected
-    raised, when the client goes."""
+    """Run the work of a request whose body has been read. If the client disconnects, cancel the
+    work and raise Disconnected."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(receive))
     try:

@@ -1,4 +1,4 @@
-"""What there is to say of an endpoint: how it is served, who may ask, and what for."""
+"""The declaration of an endpoint: how it is served, who may use it, and its description."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 class Access(Enum):
-    """Who may ask."""
+    """Who may use an endpoint."""
 
     ANYBODY = "anybody, by whatever host name: it tells a status and nothing else"
     WITHOUT_KEY = "whoever knows a right host name"
@@ -27,27 +27,27 @@ class Access(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A path, and what its methods do, which is the same."""
+    """A path. All of its methods do the same."""
 
     path: str
-    serve: Callable[[Service], Any]  # gives what a starlette Route takes
+    serve: Callable[[Service], Any]  # returns an endpoint for a starlette Route
     summary: str
     methods: tuple[str, ...] = ("GET",)
     access: Access = Access.KEY
-    # Whether requests are counted and logged: not those of programs that ask again and again.
+    # Whether requests are counted and logged. Health probes and scrapes are not.
     is_counted: bool = True
-    # As it is described for programs.
-    body: tuple[type, ...] = ()  # of a request, as JSON: one of these
-    answer: type | Schema | None = None  # with status 200, as JSON
-    chunk: type | None = None  # of an answer that is streamed
-    content_type: str | None = None  # of an answer that is no JSON
+    # The description in /openapi.json.
+    body: tuple[type, ...] = ()  # the JSON body of a request is one of these
+    answer: type | Schema | None = None  # the JSON body of an answer with status 200
+    chunk: type | None = None  # of a streamed answer
+    content_type: str | None = None  # of an answer that is not JSON
     errors: tuple[int, ...] = ()
-    query: tuple[tuple[str, Schema], ...] = ()  # parameters in the URL, which may be left out
+    query: tuple[tuple[str, Schema], ...] = ()  # optional parameters in the URL
 
     def route(self, service: Service) -> Route:
         return Route(self.path, self.serve(service), methods=self.methods)
 
 
 def by(handler: Handler) -> Callable[[Service], Any]:
-    """Served by a function of the service and a request."""
+    """Serve with a function of the service and a request."""
     return lambda service: partial(handler, service)

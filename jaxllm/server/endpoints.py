@@ -1,5 +1,5 @@
 """Every endpoint of the server. Routes, keys, host names, metrics and /openapi.json follow this
-table, so that a new endpoint needs a line here and a file of its own."""
+table. A new endpoint needs a line here and a file of its own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +30,7 @@ from jaxllm.server.tokenize import (
     tokenize,
 )
 
-# What may be wrong with any request that has a body, and with what an operator asks.
+# Error statuses of any request with a body, and of admin requests.
 _OF_BODIES = (400, 404, 408, 413, 415, 500, 503)
 _OF_ADMIN = (400, 500, 503)
 
@@ -75,7 +75,7 @@ def _admin(
 
 
 def _object(**properties: str) -> Schema:
-    """An object with properties of these types."""
+    """The schema of an object with properties of these types."""
     types = {name: {"type": type_} for name, type_ in properties.items()}
     return {"type": "object", "properties": types, "required": list(types)}
 

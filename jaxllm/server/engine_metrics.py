@@ -1,6 +1,6 @@
-"""The figures that the engine keeps, as of now, for Prometheus: one series for each replica.
+"""The engine's current statistics for Prometheus: one series for each replica.
 
-Nothing is counted here, so it does not matter which of several servers is asked.
+This module counts nothing, so every frontend gives the same answer.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _DEVICE_MEMORY = {
 
 
 class EngineMetrics:
-    """Asks the engine; once it has ended, tells what it said last."""
+    """Asks the engine. After the engine has ended, it repeats the last statistics."""
 
     def __init__(self, engine: AsyncLLMEngine, prefix: str, model: str):
         self._engine = engine
@@ -41,7 +41,7 @@ class EngineMetrics:
         self._memory: EngineMemory | None = None
 
     async def read(self) -> list[Metric]:
-        """The figures as of now."""
+        """Read the current metrics."""
         try:
             self._stats = await self._engine.replica_stats()
             self._memory = await self._engine.memory()
@@ -57,14 +57,14 @@ class EngineMetrics:
 
 
 class Figures:
-    """Plain data as Prometheus has it, under the names of one model."""
+    """Converts plain data to Prometheus metrics, labelled with one model."""
 
     def __init__(self, prefix: str, model: str):
         self._prefix = prefix
         self._model = model
 
     def of_stats(self, replicas: Sequence[EngineStats]) -> Iterator[Metric]:
-        """What the engine has counted."""
+        """Metrics of the engine's statistics."""
         families: dict[str, Metric] = {}
         for figure in FIGURES:
             name = f"{self._prefix}:{figure.name}"
@@ -108,7 +108,7 @@ class Figures:
             yield family
 
     def of_memory(self, engine: EngineMemory | None, server_bytes: int) -> Iterator[Metric]:
-        """Of processes and devices; of these there is nothing where the backend does not tell."""
+        """Metrics of processes, and of devices whose backend reports its memory."""
         resident = GaugeMetricFamily(
             f"{self._prefix}:resident_memory_bytes",
             "What a process has in memory: the engine's, or the server's.",
@@ -127,7 +127,7 @@ class Figures:
             yield family
 
     def of_cache(self, asked: CacheConfig, info: EngineInfo, num_replicas: int) -> Metric:
-        """How the KV cache was asked for, and what came of it."""
+        """The requested cache configuration, with the block size and number of blocks in use."""
         values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
         values |= {"block_size": info.block_size, "num_gpu_blocks": info.cache_groups[0].num_blocks}
         family = GaugeMetricFamily(

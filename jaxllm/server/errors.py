@@ -1,4 +1,4 @@
-"""Errors of HTTP itself, and every error as an answer."""
+"""Errors of HTTP itself, and the conversion of every error to a response."""
 
 import asyncio
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ RETRY_AFTER_S = 1
 
 
 class Disconnected(Exception):
-    """The client has gone, or is too slow: nobody wants an answer any more."""
+    """The client has gone or is too slow: nothing waits for the answer."""
 
 
 class HTTPError(JaxLLMError):
-    """What is wrong with a request as HTTP."""
+    """A request is invalid at the level of HTTP."""
 
     def __init__(
         self, status: int, kind: str, message: str, headers: Mapping[str, str] | None = None
@@ -33,7 +33,7 @@ class HTTPError(JaxLLMError):
 
 
 def body_of(error: Exception) -> ErrorBody:
-    """What a client is told; what is no answer to it goes to the log."""
+    """Return the body for the client; log an internal error."""
     if isinstance(error, HTTPError):
         return make_error(str(error), error.kind, error.status)
     body = error_body(error)
@@ -61,7 +61,7 @@ def json_response(
 async def respond(
     response: Response, scope: Scope, receive: Receive, send: Send, timeout_s: float
 ) -> None:
-    """Send a response; a client that does not take it within this time is let go."""
+    """Send a response; give up on a client that does not read it within this time."""
     try:
         async with asyncio.timeout(timeout_s):
             await response(scope, receive, send)

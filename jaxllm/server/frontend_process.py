@@ -1,9 +1,9 @@
-"""A further frontend in a process of its own: `python -m jaxllm.server.frontend_process`, started
-by the first one.
+"""A further frontend in its own process: `python -m jaxllm.server.frontend_process`, started by the
+first frontend.
 
-Standard input is a socket to it. It brings the assignment and then what there is to do; its end
-means that the first one is gone, however that came about, and this process with it. Ends are the
-first one's to decide, so signals that reach the whole group are ignored.
+Standard input is a socket to the first frontend. It carries the assignment and then orders. When it
+closes, the first frontend has ended, and this process ends, too. The first frontend decides when to
+stop, so this process ignores signals that reach the whole process group.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def main() -> int:
     lines = _lines(channel)
     first = next(lines, None)
     if first is None:
-        return EXIT_ENGINE_DEAD  # nobody has waited for this process
+        return EXIT_ENGINE_DEAD  # the first frontend has ended
     assignment = msgspec.json.decode(first, type=FrontendAssignment)
     name_process(f"frontend {assignment.index}")
     sys.path[:] = assignment.engine.python_path
@@ -58,13 +58,13 @@ def main() -> int:
 
 
 class _Orders(threading.Thread):
-    """Does what the first frontend says, and ends with it."""
+    """Carries out the orders of the first frontend, and ends with it."""
 
     def __init__(self, lines: Iterator[bytes], engine: JoinedEngine):
         super().__init__(name="orders", daemon=True)
         self._lines = lines
         self._engine = engine
-        self.server: Server | None = None  # there is one before any order comes
+        self.server: Server | None = None  # set before the first order arrives
 
     def run(self) -> None:
         try:
@@ -80,8 +80,8 @@ class _Orders(threading.Thread):
 
 
 def _lines(channel: socket.socket) -> Iterator[bytes]:
-    """Not those of a file object: its lock, held by a thread that reads, would be in the way when
-    the process ends."""
+    """Yield the lines of a socket. A file object is no option: the reading thread would hold its
+    lock while the process ends."""
     rest = b""
     while part := channel.recv(1 << 16):
         *lines, rest = (rest + part).split(b"\n")
@@ -89,8 +89,8 @@ def _lines(channel: socket.socket) -> Iterator[bytes]:
 
 
 def _config_of(assignment: FrontendAssignment) -> EngineConfig:
-    """The engine's, with another seed for requests that bring none: with the same one a question
-    would get the same answer from every frontend."""
+    """The engine's config with another default seed. With the same one, every frontend would give
+    the same answer to a question without a seed."""
     config = assignment.engine.config
     model = dataclasses.replace(config.model, seed=config.model.seed + assignment.index)
     return dataclasses.replace(config, model=model)

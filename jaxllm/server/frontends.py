@@ -1,9 +1,9 @@
-"""Further frontends of a server, each in a process of its own (`--api-server-count`).
+"""Further frontends of a server, each in its own process (`--api-server-count`).
 
-The first one owns the engine and the others. All of them accept at one listening socket, which it
-has bound and they inherit: who is free takes the next connection, and none is lost with one of
-them. They stop together: a server that has lost a frontend ends as one that has lost its engine,
-but lets the others finish what is under way.
+The first frontend owns the engine and the others. It binds one listening socket, which the others
+inherit. All accept on it, so a free frontend takes the next connection, and the end of one loses no
+waiting connection. They stop together: if a frontend dies, the server ends as if the engine had
+died, but the other frontends finish their requests first.
 """
 
 import socket
@@ -20,38 +20,38 @@ from jaxllm.messages import Assignment
 from jaxllm.server.auth import Keys
 from jaxllm.server.options import ServerOptions
 
-# What a frontend says when it is about to serve.
+# A frontend sends this when it is about to serve.
 READY = b"ready\n"
 _LOOK_S = 0.2
 
 
 class FrontendAssignment(msgspec.Struct, kw_only=True):
-    """What a frontend's process is started with; keys do not show in its arguments."""
+    """The input of a frontend's process. Its command line does not contain the keys."""
 
     index: int
     engine: Assignment
     options: ServerOptions
     keys: Keys
     chat_template: str | None
-    listener: int  # file descriptor of the socket to accept at
+    listener: int  # file descriptor of the listening socket
 
 
 class EngineEnded(msgspec.Struct, tag=True):
-    """There is no engine any more."""
+    """The engine has ended."""
 
     status: int
 
 
 class StopServing(msgspec.Struct, tag=True):
-    """Take no more requests, and end when those under way have ended."""
+    """Accept no more requests, and end when those under way have ended."""
 
 
 ToFrontend = EngineEnded | StopServing
 
 
 class FrontendProcess:
-    """One further frontend. Its standard input is a socket that brings what it is told, and whose
-    end tells either side of the end of the other."""
+    """One further frontend. Its standard input is a socket that carries orders. When either side
+    ends, the socket closes and the other side sees it."""
 
     def __init__(self, assignment: FrontendAssignment):
         self.index = assignment.index
@@ -73,10 +73,10 @@ class FrontendProcess:
         try:
             self._channel.sendall(msgspec.json.encode(message) + b"\n")
         except OSError:
-            pass  # it is gone already, which `status` tells
+            pass  # it has ended already; `status` reports that
 
     def await_ready(self, engine: AsyncLLMEngine) -> None:
-        """Wait until it can serve; raises when it, or the engine, has ended."""
+        """Wait until it can serve; raise if it or the engine has ended."""
         self._channel.settimeout(_LOOK_S)
         said = b""
         while said != READY:
@@ -87,7 +87,7 @@ class FrontendProcess:
             except TimeoutError:
                 continue
             except OSError:
-                part = b""  # it has left what it was told unread
+                part = b""  # it ended without reading its orders
             if not part:
                 raise JaxLLMError(
                     f"frontend {self.index} has ended with status {self._process.wait()} before it "
@@ -102,7 +102,7 @@ class FrontendProcess:
 
 
 class Frontends:
-    """The further frontends of a server, of which there may be none."""
+    """The further frontends of a server, if any."""
 
     def __init__(self) -> None:
         self._processes: list[FrontendProcess] = []
@@ -118,8 +118,8 @@ class Frontends:
         chat_template: str | None,
         listener: socket.socket,
     ) -> None:
-        """Start all that the options want beside the first one. Within this context: a signal may
-        come between two of them."""
+        """Start all frontends after the first. Call this within the context, because a signal may
+        arrive between two starts."""
         for index in range(1, options.api_server_count):
             self._processes.append(
                 FrontendProcess(
@@ -139,7 +139,7 @@ class Frontends:
             process.await_ready(engine)
 
     def lost(self) -> FrontendProcess | None:
-        """One that has ended without having been told to."""
+        """Return a frontend that has ended without an order to."""
         if not self._may_end:
             for process in self._processes:
                 if process.status is not None:
@@ -148,19 +148,19 @@ class Frontends:
         return None
 
     def engine_has_ended(self, status: int) -> None:
-        """They end, too, when they have told their clients."""
+        """Tell the frontends; they end after they have told their clients."""
         self._may_end = True
         self._tell(EngineEnded(status))
 
     def stop(self, within_s: float) -> None:
-        """Let them finish what is under way."""
+        """Let the frontends finish their requests."""
         self._may_end = True
         self._must_end_at = time.monotonic() + within_s
         self._tell(StopServing())
 
     @property
     def are_stopping(self) -> bool:
-        """Whether some are still about it, and have time left."""
+        """Whether some have not finished and have time left."""
         has_time = time.monotonic() < self._must_end_at
         return has_time and any(process.status is None for process in self._processes)
 

@@ -1,8 +1,8 @@
-"""Keeps web pages of other sites from using a server that trusts whoever can reach it.
+"""Protects a server that trusts everybody who can reach it from web pages of other sites.
 
-A page's own name may come to lead to this machine (DNS rebinding): to the browser the server is
-then of the page's site. But the browser says in `Host` which name it has used. And it sends some
-requests to other sites without asking them first; `Origin` tells that these come from a page.
+A page's own name may resolve to this machine (DNS rebinding). The browser then treats the server as
+part of the page's site, but `Host` shows the name that it used. A browser also sends some requests
+to other sites without asking them first; `Origin` shows that a page sent them.
 """
 
 import ipaddress
@@ -19,14 +19,14 @@ _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 class KnownHosts:
-    """Lets requests through that call the server by a name that it has and, if it is open to
-    everybody, do not come from a page of another site."""
+    """A middleware that refuses requests with an unknown host name and, if the server needs no key,
+    requests from pages of other sites."""
 
     def __init__(
         self, app: ASGIApp, options: ServerOptions, is_open: bool, any_host: Collection[str]
     ):
-        """Paths of `any_host` may be asked for by any name: they tell nothing, and whoever asks for
-        them often knows no right one."""
+        """Paths of `any_host` may be requested by any host name. They reveal nothing, and health
+        probes often know no right name."""
         self._app = app
         self._any_host = any_host
         self._names = {_plain(name) for name in options.allowed_hosts}
@@ -47,7 +47,7 @@ class KnownHosts:
     def _objection(self, scope: Scope) -> HTTPError | None:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
-        # No browser leaves it out.
+        # Browsers always send a Host header.
         if hosts and scope["path"] not in self._any_host:
             if len(hosts) > 1 or not self._is_known(_name_of(hosts[0])):
                 return _forbidden(
@@ -79,7 +79,7 @@ class KnownHosts:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server at this host is reached from its own machine only."""
+    """Whether a server at this host can be reached only from its own machine."""
     try:
         found = socket.getaddrinfo(host, None)
     except OSError:
@@ -88,7 +88,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a name means this machine on every machine."""
+    """Whether a name means the local machine on every machine."""
     return name == "localhost" or name.endswith(".localhost") or _is_loopback_address(name)
 
 

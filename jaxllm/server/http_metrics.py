@@ -1,7 +1,6 @@
-"""Counts requests over HTTP by path and status, and how long they took, to the end of a stream.
+"""Counts HTTP requests by path and status, and their duration up to the end of a stream.
 
-The names have no prefix: they are those that other servers in Python have. Paths that do not exist
-are counted as one.
+The names have no prefix, as in other Python servers. All paths that do not exist count as one.
 """
 
 import time
@@ -19,7 +18,7 @@ _CLIENT_LEFT = "499"
 
 
 class HTTPMetrics:
-    """As a middleware outside of all others, which may refuse requests."""
+    """A middleware outside of all others, because the others may refuse requests."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class HTTPMetrics:
         try:
             await self._app(scope, receive, watched)
         except Exception:
-            status = "500"  # which is what becomes of it further out
+            status = "500"  # an outer middleware makes this of the exception
             raise
         finally:
             handler = self._handler(scope["path"])
@@ -70,5 +69,5 @@ class HTTPMetrics:
             self._seconds.labels(handler, method).observe(time.perf_counter() - start)
 
     def _handler(self, path: str) -> str:
-        """The path as it was declared: there are only so many of these."""
+        """The declared path. It bounds the number of label values."""
         return next((one.path for one in self._routes if one.path_regex.match(path)), "none")

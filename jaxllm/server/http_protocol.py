@@ -1,4 +1,4 @@
-"""HTTP on one connection: uvicorn's, with limits on the head of a request."""
+"""uvicorn's HTTP protocol, with limits on the head of a request."""
 
 import asyncio
 
@@ -6,11 +6,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 
 def limited_protocol(max_header_bytes: int, timeout_s: float) -> type[HttpToolsProtocol]:
-    """A protocol that closes connections whose heads are too long or take too long."""
+    """Make a protocol that closes connections whose heads are too long or take too long."""
 
     class LimitedProtocol(HttpToolsProtocol):
-        _head_bytes = 0  # of URL, headers and trailers, as the parser tells them
-        _silent_bytes = 0  # that have come since it told anything: of a header without an end
+        _head_bytes = 0  # of URL, headers and trailers, as the parser reports them
+        _silent_bytes = 0  # since the parser's last report: a header without an end
         _was_told = False
         _timer: asyncio.TimerHandle | None = None
 
@@ -48,7 +48,7 @@ def limited_protocol(max_header_bytes: int, timeout_s: float) -> type[HttpToolsP
         def on_headers_complete(self) -> None:
             assert self.parser is not None
             if self.parser.get_http_version() not in ("1.0", "1.1"):
-                # HTTP/0.9 knows no heads: it would take that of our answer for content.
+                # An HTTP/0.9 client would take the head of our answer for content.
                 raise ValueError("no such version")
             super().on_headers_complete()
 
@@ -72,10 +72,10 @@ def limited_protocol(max_header_bytes: int, timeout_s: float) -> type[HttpToolsP
             self._was_told = True
             self._head_bytes += num_bytes
             if self._head_bytes > max_header_bytes:
-                raise ValueError("too long")  # the parser takes it for a bad request
+                raise ValueError("too long")  # the parser answers with "bad request"
 
         def _watch(self) -> None:
-            """From now on a head must be complete within the time."""
+            """Start the time limit of the next head."""
             if self._timer is None:
                 self._timer = self.loop.call_later(timeout_s, self._give_up)
 

@@ -1,4 +1,4 @@
-"""A path that answers a JSON body with a JSON body, computed where the tokenizer is."""
+"""An endpoint with a JSON body and a JSON answer, computed in the tokenizer's thread."""
 
 from collections.abc import Callable
 from functools import partial

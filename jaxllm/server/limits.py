@@ -1,4 +1,4 @@
-"""How much may be under way at once: what comes above it is refused, and may come again later."""
+"""Limits of the work under way. A request above a limit is refused; its client may retry later."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -14,20 +14,20 @@ _ANSWERS, _TOKENS, _BYTES = range(3)
 
 
 class Admission:
-    """Counts answers, tokens of prompts and bytes of bodies under way. `None` means no limit.
+    """Counts answers, prompt tokens and body bytes under way. `None` means no limit.
 
-    A limit holds for all frontends together. What comes is counted first and looked at then: two
-    that come at once may both be refused, but never both pass where there is room for one.
+    A limit holds for all frontends together. A request is counted first and compared with the limit
+    then. So two concurrent requests may both be refused, but never both pass if only one fits.
     """
 
     def __init__(
         self, max_answers: int | None, max_tokens: int | None, max_bytes: int, peers: Peers
     ):
-        self.max_answers = max_answers  # of one request, too
+        self.max_answers = max_answers  # also the limit of one request
         self._max_tokens = max_tokens
         self._max_bytes = max_bytes
         self._peers = peers
-        # Here, by the limit that was met.
+        # Refusals by this frontend, by limit.
         self.num_refused = {
             "max_queued_bytes": 0,
             "max_queued_requests": 0,
@@ -48,7 +48,7 @@ class Admission:
 
     @contextlib.contextmanager
     def body(self) -> Iterator[Callable[[int], None]]:
-        """What is called for every part of a body; it is under way within this context."""
+        """Yield a function to call for every part of a body, which counts within this context."""
         held = 0
 
         def admit(num: int) -> None:
@@ -63,7 +63,7 @@ class Admission:
 
     @contextlib.contextmanager
     def answers(self, num: int) -> Iterator[None]:
-        """So many answers are under way within this context."""
+        """Count `num` answers within this context."""
         if self.max_answers is not None and num > self.max_answers:
             raise refused(
                 "n",
@@ -79,7 +79,7 @@ class Admission:
 
     @contextlib.contextmanager
     def tokens(self, num: int) -> Iterator[None]:
-        """So many tokens of prompts are under way within this context."""
+        """Count `num` prompt tokens within this context."""
         if self._max_tokens is not None and num > self._max_tokens:
             raise refused(
                 "prompt",
@@ -110,8 +110,8 @@ def check_logprobs(
     *,
     num_shown: int,
 ) -> None:
-    """Refuse a request whose logprobs would be too many, at the longest that its answers can be.
-    Their number at one position has a limit of its own.
+    """Refuse a request that may need too many logprobs if its answers have their maximum length.
+    Another limit applies to logprobs per position.
 
     Args:
       num_shown: how often the answer shows each prompt. A token without logprobs counts as one.

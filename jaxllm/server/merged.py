@@ -1,4 +1,4 @@
-"""Several asynchronous streams as one."""
+"""Merges several asynchronous streams into one."""
 
 import asyncio
 import contextlib
@@ -11,14 +11,14 @@ Item = TypeVar("Item")
 async def merged(
     streams: Sequence[AsyncGenerator[Item, None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    """What comes of any of them, with its place; the first error ends all. All are closed in the
-    end."""
+    """Yield the items of all streams, each with the index of its stream. The first error ends all
+    streams. All are closed at the end."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as stream:
             async for item in stream:
                 yield 0, item
         return
-    # Bounded: who is not asked for an item merges it with the next.
+    # Bounded: a stream that waits for its turn merges its next outputs.
     queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(len(streams))
 
     async def pump(place: int, stream: AsyncGenerator[Item, None]) -> None:

@@ -1,7 +1,7 @@
-"""What a server counts of its requests, for Prometheus: how many, how long, how large.
+"""Counts and histograms of a server's requests, for Prometheus.
 
-All of it only grows, so the figures of several servers in front of one engine can be added up. The
-names are those that vLLM's dashboards know, after a prefix.
+All of them only grow, so the values of several frontends of one engine can be added up. The names
+after the prefix are vLLM's, for its dashboards.
 """
 
 import contextlib
@@ -51,16 +51,16 @@ _COUNTS = {"request_num_preemptions": "How often a request was put back to the q
 
 
 class ServerMetrics:
-    """Fed with every output of the engine and every end of a request; on the event loop only."""
+    """Observes every output and every end of a request. Use it only on the event loop."""
 
     def __init__(self, prefix: str, model: str, num_replicas: int, refused: Mapping[str, int]):
-        """Requests that were `refused` are counted elsewhere, by the limit that they met."""
-        disable_created_metrics()  # a second series for each, of no use to a dashboard
+        """`refused` counts refused requests by limit; another object updates it."""
+        disable_created_metrics()  # they are a second series for each metric, which is not needed
         self.registry = CollectorRegistry(auto_describe=False)
         self._prefix = prefix
         self._model = model
-        self._last_piece: dict[str, float] = {}  # of streamed answers under way
-        # By replica. Not prometheus_client's own: they would be a tenth of what a token costs.
+        self._last_piece: dict[str, float] = {}  # of unfinished streamed answers
+        # By replica. prometheus_client's histograms would take a tenth of the time of a token.
         self._histograms = [
             {
                 name: Histogram(bounds)
@@ -80,7 +80,7 @@ class ServerMetrics:
 
     @contextlib.contextmanager
     def watching(self, engine: AsyncLLMEngine) -> Iterator[None]:
-        """Within this context the engine tells what happens."""
+        """Within this context the engine reports outputs and ends."""
         engine.on_output.append(self.observe_output)
         engine.on_end.append(self.observe_end)
         yield
@@ -88,7 +88,7 @@ class ServerMetrics:
         engine.on_end.remove(self.observe_end)
 
     def observe_output(self, output: RequestOutput) -> None:
-        """Take an output of the engine in; all but the last one of a request are pieces of it."""
+        """Observe an output. Every output except a request's last one is a piece of a stream."""
         if output.metrics is None or not output.metrics.num_generation_tokens:
             return
         now = time.monotonic()
@@ -102,14 +102,14 @@ class ServerMetrics:
                 histogram.observe((now - last) / num_tokens, num_tokens)
 
     def observe_end(self, request: FinishedRequest) -> None:
-        """Take in what is known of a request that has ended."""
+        """Observe the end of a request."""
         self._last_piece.pop(request.request_id, None)
         times, params = request.times, request.params
         for reason in request.finish_reasons:
             self._success.labels(self._model, str(times.replica), reason).inc()
         num_tokens = sum(request.num_generation_tokens)
         if not num_tokens:
-            return  # it was aborted before it began
+            return  # it was aborted before its first token
         observed: dict[str, float] = {
             "time_to_first_token_seconds": times.first_token_latency,
             "e2e_request_latency_seconds": request.e2e_s,
@@ -139,7 +139,7 @@ class ServerMetrics:
             self._histograms[times.replica][name].observe(max(value, 0.0))
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Yield the metrics; the registry calls this."""
         for name, text in (_TIMES | _SIZES | _COUNTS).items():
             family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=LABELS)
             for replica, histograms in enumerate(self._histograms):
@@ -156,13 +156,13 @@ class ServerMetrics:
         yield refused
 
     def expose(self, of_engine: Sequence[Metric], reports: Sequence[bytes] = ()) -> bytes:
-        """The page: the engine's figures, which were read a moment ago, then those of this
-        server, with the reports of other frontends added."""
+        """Format the page: the engine's metrics, which the caller has just read, and the server's,
+        with the reports of other frontends added."""
         counted = added(self.registry.collect(), reports)
         return generate_latest(_AsRead([*of_engine, *counted]))
 
     def report(self) -> bytes:
-        """What was counted here, for another frontend's page."""
+        """Encode this frontend's counts for another frontend's page."""
         return report(self.registry.collect())
 
 

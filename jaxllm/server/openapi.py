@@ -1,4 +1,4 @@
-"""GET /openapi.json: the endpoints, described for programs, with the types of the protocol."""
+"""GET /openapi.json: a description of the endpoints, with the types of the protocol."""
 
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
@@ -31,7 +31,7 @@ async def describe(service: Service, request: Request) -> Response:
 
 
 def _bounds(service: Service) -> EngineBounds:
-    """What is described of this engine."""
+    """The bounds of this engine."""
     info, served = service.engine.info, service.served
     most = service.admission.max_answers
     return EngineBounds(
@@ -47,7 +47,7 @@ def _bounds(service: Service) -> EngineBounds:
 def make_document(
     endpoints: Iterable[Endpoint], keys: Keys, engine: EngineBounds = ANY_ENGINE
 ) -> dict[str, Any]:
-    """Describe these endpoints, in front of an engine with these bounds."""
+    """Describe these endpoints for an engine with these bounds."""
     endpoints = list(endpoints)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -68,7 +68,7 @@ def make_document(
 
 
 def _scheme(endpoint: Endpoint, keys: Keys) -> str | None:
-    """The kind of key that an endpoint wants; None if it is open."""
+    """The kind of key that an endpoint needs; None if it is open."""
     if not keys.for_access(endpoint.access):
         return None
     return "admin_key" if endpoint.access is Access.ADMIN and keys.admin else "key"
@@ -105,7 +105,7 @@ def _response(status: int, content: dict[str, Any]) -> dict[str, Any]:
     response: dict[str, Any] = {"description": HTTPStatus(status).phrase}
     if content:
         response["content"] = content
-    if status != 431:  # which is said before there is a request
+    if status != 431:  # sent before there is a request
         response["headers"] = {HEADER: {"schema": {"type": "string"}}}
     if status == 503 and content:
         response["headers"] |= {"Retry-After": {"schema": {"type": "string"}}}
@@ -125,7 +125,7 @@ def _content(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _event(chunk: type) -> Schema:
-    """One event of a stream: a chunk or, if the answer fails on the way, an error; or the end."""
+    """One event of a stream: a chunk, the end, or an error if the answer fails later."""
     message = {"anyOf": [ref(chunk), ref(ErrorBody)]}
     return {
         "description": "With stream=true. One event.",

@@ -55,7 +55,7 @@ class ServerOptions(ParserOptions):
     )
     allowed_methods: tuple[str, ...] = option(("GET", "POST"), "Methods they may use.")
     allowed_headers: tuple[str, ...] = option(("*",), "Headers they may send.")
-    # What requests may do.
+    # Requests.
     chat_template: str | None = option(
         None, "File of a Jinja template in place of the tokenizer's own."
     )
@@ -113,7 +113,7 @@ class ServerOptions(ParserOptions):
     shutdown_timeout: float = option(
         30.0, "Seconds after SIGTERM in which requests under way may finish."
     )
-    # What it tells.
+    # Reports.
     metrics_prefix: str = option("jaxllm", "Of the names in /metrics; 'vllm' fits its dashboards.")
     disable_log_stats: bool = option(False, "Do not log the state of the engine every 10 seconds.")
     disable_page: bool = option(
@@ -122,7 +122,7 @@ class ServerOptions(ParserOptions):
     access_log: bool = option(True, "Log every request.")
 
     def validate(self) -> None:
-        """Refuse what cannot be, before a model is loaded."""
+        """Refuse invalid options before a model is loaded."""
         super().validate()
         if not 0 <= self.port < 2**16:
             raise refused("port", self.port, "ports are 0 to 65535")
@@ -163,7 +163,7 @@ _LOWEST = {
 
 
 def check_key(name: str, key: str) -> None:
-    """A key travels in a header; the error does not show it."""
+    """Refuse a key that cannot be sent in a header. The error does not contain the key."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ValidationError(
             f"{name}: a key must be printable ASCII without spaces, and not empty", parameter=name

@@ -1,8 +1,8 @@
-"""The frontends that serve one engine together, as each of them sees the others.
+"""The frontends of one engine, as each of them sees the others.
 
-They share what a limit must hold for: how much is under way, in a small file that all have in
-memory. Each writes its own numbers and reads everybody's, so that there is no lock to wait for.
-Everything else they ask of each other, over a socket in a folder that only this user may enter.
+They share the counts that limits need, in a small memory-mapped file. Each frontend writes only its
+own counts and reads all, so they need no lock. Other data they request from each other over sockets
+in a folder that only this user may enter.
 """
 
 import asyncio
@@ -13,18 +13,18 @@ from pathlib import Path
 
 NUM_COUNTS = 3  # answers, tokens, bytes
 _BYTES = 8
-# The longest that one may be too busy to answer the others.
+# The longest time that a busy frontend may take to answer the others.
 _ASK_TIMEOUT_S = 5.0
 
 
 class Peers:
-    """One of `num` frontends, and the way to the others."""
+    """One of `num` frontends, and its connection to the others."""
 
     def __init__(self, directory: str, index: int, num: int):
-        """Join the others in a folder that the first one has made ready."""
+        """Join the others in a folder that the first frontend has prepared."""
         self.index = index
         self.num = num
-        self.report: Callable[[], bytes] = bytes  # what the others get when they ask
+        self.report: Callable[[], bytes] = bytes  # makes the answer to the others
         self._directory = Path(directory)
         self._socket: socket.socket | None = None
         if num == 1:
@@ -32,7 +32,7 @@ class Peers:
         else:
             with open(_counts_path(directory), "r+b") as file:
                 memory = memoryview(mmap.mmap(file.fileno(), 0))
-            # Already now: who is asked before it serves answers late, and not never.
+            # Listen already, so that a question before this frontend serves is answered late.
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.bind(self._socket_path(index))
             self._socket.listen()
@@ -41,18 +41,18 @@ class Peers:
 
     @classmethod
     def first(cls, directory: str, num: int) -> "Peers":
-        """Make a folder ready for so many frontends, and be the first one."""
+        """Prepare a folder for `num` frontends and return the first."""
         if num > 1:
             _counts_path(directory).write_bytes(bytes(num * NUM_COUNTS * _BYTES))
         return cls(directory, 0, num)
 
     @classmethod
     def none(cls) -> "Peers":
-        """Of a frontend that is alone."""
+        """Make the peers of a single frontend."""
         return cls("", 0, 1)
 
     def count(self, kind: int, num: int) -> int:
-        """So much more of this kind is under way here, or less; returns how much is everywhere."""
+        """Change this frontend's count by `num`; return the total of all frontends."""
         self._counts[self.index * NUM_COUNTS + kind] += num
         return self.total(kind)
 
@@ -60,13 +60,13 @@ class Peers:
         return sum(self._counts[kind::NUM_COUNTS])
 
     async def listen(self) -> asyncio.Server | None:
-        """From now on the others get answers."""
+        """Begin to answer the others."""
         if self._socket is None:
             return None
         return await asyncio.start_unix_server(self._answer, sock=self._socket)
 
     async def ask(self) -> list[bytes]:
-        """The reports of all others; raises OSError when one is gone, or silent for long."""
+        """Return the reports of all others; raise OSError if one is gone or does not answer."""
         async with asyncio.timeout(_ASK_TIMEOUT_S):
             others = (index for index in range(self.num) if index != self.index)
             return list(await asyncio.gather(*map(self._ask, others)))

@@ -1,4 +1,4 @@
-"""X-Request-Id: the name of a request, of its client's choice or ours, in every answer to it."""
+"""X-Request-Id: the id of a request, chosen by its client or by us, in every answer."""
 
 import uuid
 
@@ -11,7 +11,7 @@ HEADER = "X-Request-Id"
 
 
 class RequestIds:
-    """Gives every request an id, and tells it in the head of the answer."""
+    """Gives every request an id and puts it into the head of the answer."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -21,7 +21,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER, "")
-        # One that cannot be used is replaced; the answer tells by which.
+        # Replace an invalid id; the answer's header shows the new one.
         request_id = given if is_request_id(given) else uuid.uuid4().hex
         scope["request_id"] = request_id
 
@@ -34,5 +34,5 @@ class RequestIds:
 
 
 def request_id_of(scope: Scope) -> str:
-    """The id that a request was given."""
+    """The id of a request."""
     return scope["request_id"]

@@ -1,5 +1,5 @@
-"""A server from its options to its end: the engine, the socket, signals, and what is done when
-either of server and engine has to go."""
+"""Runs a server from its options to its end: the engine, the socket, signals, and the shutdown of
+both when the server or the engine ends."""
 
 import asyncio
 import contextlib
@@ -37,17 +37,17 @@ from jaxllm.server.stats_log import log_stats
 logger = init_logger(__name__)
 
 EXIT_ENGINE_DEAD = 1
-# How soon it is noticed that the engine has ended, and how long clients may see that it has.
+# The interval of checking the engine, and the time in which clients can see that it has ended.
 _LOOK_S = 0.5
 _SHOW_DEATH_S = 1.0
-# After the last answers were ended, what their clients have to take them.
+# The time for clients to read their answers after the last ones were aborted.
 _LAST_WORDS_S = 5.0
 
 _UNCOUNTED = {endpoint.path for endpoint in ENDPOINTS if not endpoint.is_counted}
 
 
 def run_server(options: ServerOptions, config: EngineConfig) -> int:
-    """Serve until a signal, or the end of the engine; returns the exit status."""
+    """Serve until a signal or the end of the engine; return the exit status."""
     options.validate()
     keys = read_keys(options)
     template = options.chat_template and read_given_text(options.chat_template)
@@ -55,7 +55,7 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
         signal.signal(signal.SIGTERM, functools.partial(_end_at_once, stack))
         listener = None
         if not config.parallel.may_follow:
-            # A port that is taken is told before a model is loaded. It does not listen yet.
+            # Report a port in use before the model is loaded. The socket does not listen yet.
             listener = stack.enter_context(bind(options))
         process = EngineProcess(config)
         stack.callback(process.stop, grace_s=0)
@@ -66,7 +66,7 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
             start(listener)
         engine = AsyncLLMEngine(config, process)
         stack.callback(engine.shutdown)
-        # A rank that follows has not come back from there.
+        # On a rank that follows, AsyncLLMEngine() has not returned.
         if listener is None:
             listener = stack.enter_context(bind(options))
             start(listener)
@@ -89,7 +89,7 @@ def make_server(
     peers: Peers | None = None,
     frontends: Frontends | None = None,
 ) -> "Server":
-    """A server in front of an engine, with the frontends beside it and those that it owns."""
+    """Make a server in front of an engine, with its peers and the frontends that it owns."""
     served = ServedModel.of(
         engine,
         options.served_model_name,
@@ -132,9 +132,9 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the server in order; a second one ends it at once."""
+        """End the server in order on SIGTERM or Ctrl-C; at once on the second one."""
         if not self._is_first:
-            yield  # the first one gets them, and tells
+            yield  # the first frontend gets the signals and sends an order
             return
         try:
             loop = asyncio.get_running_loop()
@@ -146,8 +146,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # What is loaded stays. A collector that looks through all of it, as it would again and
-        # again, holds up every stream for 0.2 s.
+        # Loaded objects stay. A garbage collection that scans all of them would delay every
+        # stream by 0.2 s, again and again.
         gc.collect()
         gc.freeze()
         if not self._is_first:
@@ -160,8 +160,7 @@ class Server(uvicorn.Server):
             logger.info("serving %s at %s://%s:%d", names, scheme, host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more requests; let those under way finish, and end them when it takes too
-        long."""
+        """Accept no more requests. Let those under way finish, or abort them after a time limit."""
         self._service.is_stopping = True
         self._frontends.stop(self._service.options.shutdown_timeout + 2 * _LAST_WORDS_S)
         logger.info("stopping; %d requests are under way", len(self._service.request_ids))
@@ -185,7 +184,7 @@ class Server(uvicorn.Server):
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         service = self._service
-        await service.engine.stats()  # from now on it is read what the engine sends
+        await service.engine.stats()  # from here on the engine's messages are read
         listener = await service.peers.listen()
         tasks = [
             asyncio.create_task(self._stop_without_engine()),
@@ -219,7 +218,7 @@ class Server(uvicorn.Server):
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """The address, taken; nobody can connect before the server listens."""
+    """Bind the address. Nobody can connect before the server listens."""
     try:
         ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -241,8 +240,11 @@ def bind(options: ServerOptions) -> socket.socket:
 
 
 def _end_at_once(stack: contextlib.ExitStack, signum: int, frame: object) -> None:
-    """Before the server runs there is nothing to finish, but processes to end. Not by an exception:
-    modules that are being imported may catch it, and some of C exit without a word."""
+    """End the processes. Before the server runs there are no requests to finish.
+
+    An exception would not do: modules that are being imported may catch it, and some C modules exit
+    silently.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stack.close()
     sys.stderr.flush()
@@ -258,11 +260,11 @@ def _log_like_us(access_log: bool) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     access = logging.getLogger("uvicorn.access")
     access.setLevel(logging.INFO if access_log else logging.WARNING)
-    access.addFilter(_is_of_interest)  # which it has once, however often it is added
+    access.addFilter(_is_of_interest)  # adding the same filter again has no effect
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
-    """Not in the access log: that somebody has asked how the server is, and was told."""
+    """Keep successful probes of the server's status out of the access log."""
     match record.args:
         case (_, _, str(target), _, int(status)):
             return target.partition("?")[0] not in _UNCOUNTED or status >= 400

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the model as it is served, and what is under way."""
+"""The state that all endpoints share: the engine, the served model, and the work under way."""
 
 import dataclasses
 import time
@@ -28,7 +28,7 @@ class Service:
         engine: AsyncLLMEngine,
         served: ServedModel,
         options: ServerOptions,
-        peers: Peers | None = None,  # there are none
+        peers: Peers | None = None,  # None: there are no other frontends
     ):
         self.engine = engine
         self.templates = Templates(options.chat_template_timeout)
@@ -37,7 +37,7 @@ class Service:
         self.body_limits = BodyLimits.of(options, engine.info.max_model_len)
         self.peers = peers or Peers.none()
         self.started = int(time.time())
-        self.request_ids: set[str] = set()  # of what is under way in the engine
+        self.request_ids: set[str] = set()  # of requests in the engine
         self.is_stopping = False
         running = engine.info.max_num_seqs * engine.config.parallel.data_parallel_size
         queued = options.max_queued_requests
@@ -64,7 +64,7 @@ class Service:
         return self.engine.is_running and not self.is_stopping
 
     async def check_takes_requests(self) -> None:
-        """Raises if no request can be answered any more."""
+        """Raise if the server cannot answer requests any more."""
         await self.engine.check_health()
         if self.is_stopping:
             raise UnavailableError("the server is stopping")
@@ -72,7 +72,7 @@ class Service:
     async def in_text_thread(
         self, request: object, work: Callable[[], Result], body_size: int
     ) -> Result:
-        """Do work on the text of a request, or of a decoded body, where it holds up nobody but
+        """Run work on the text of a request or of a decoded body, in a thread where it delays only
         requests of its kind."""
         if isinstance(request, ChatRequest):
             return await self.templates.run(
@@ -85,5 +85,5 @@ class Service:
         return await self.engine.in_tokenizer_thread(work, body_size)
 
     async def abort_all(self) -> None:
-        """End what is under way; those who wait are told."""
+        """Abort all requests under way; their clients get an error."""
         await self.engine.abort(list(self.request_ids))

@@ -1,4 +1,4 @@
-"""Server-sent events: an answer as it comes, one `data:` line for each piece."""
+"""Server-sent events: a streamed answer, one `data:` line for each chunk."""
 
 import asyncio
 import contextlib
@@ -12,15 +12,15 @@ from jaxllm.server.errors import Disconnected
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy must not gather what is to be seen at once
+    (b"x-accel-buffering", b"no"),  # a proxy must not buffer the stream
 ]
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 
 
 class EventStream:
-    """Writes events to a client. It begins with the first one: until then the answer may still
-    become an error with a status of its own."""
+    """Writes events to a client. The response starts with the first event. Until then an error can
+    still be a response with its own status."""
 
     def __init__(self, send: Send, timeout_s: float):
         self._send = send
@@ -37,8 +37,8 @@ class EventStream:
 
     @contextlib.asynccontextmanager
     async def kept_alive(self, every_s: float) -> AsyncIterator[None]:
-        """Within this context something is sent after so many seconds without an event, or else a
-        proxy may take the connection for dead. 0 is never."""
+        """Within this context, send a comment after this many seconds without an event, so that no
+        proxy closes the connection as idle. 0 means never."""
         task = asyncio.create_task(self._keep_alive(every_s)) if every_s else None
         try:
             yield
@@ -70,4 +70,4 @@ class EventStream:
                 await self._send(message)
                 self._last_write = asyncio.get_running_loop().time()
         except TimeoutError:
-            raise Disconnected from None  # a client that reads nothing holds what it holds no more
+            raise Disconnected from None  # so that a client that does not read holds no resources

@@ -1,6 +1,6 @@
-"""One line of log about the engine, now and then, while there is something to say.
+"""Logs one line about the engine at intervals, unless it is idle.
 
-Its words are vLLM's: scripts look for them.
+The words are vLLM's, because scripts search for them.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ _EVERY_S = 10.0
 
 
 async def log_stats(engine: AsyncLLMEngine, every_s: float = _EVERY_S) -> None:
-    """Log until cancelled, or the engine has ended."""
+    """Log until the task is cancelled or the engine has ended."""
     before, then = await engine.stats(), time.monotonic()
     was_idle = True
     while engine.is_running:
@@ -30,13 +30,13 @@ async def log_stats(engine: AsyncLLMEngine, every_s: float = _EVERY_S) -> None:
 
 
 def state_line(before: EngineStats, stats: EngineStats, seconds: float) -> str:
-    """What was done in these seconds, and how things are now."""
+    """Describe the work of the last seconds and the current state."""
 
     def more(name: str) -> int:
         return getattr(stats, name) - getattr(before, name)
 
     looked_up = more("prefix_cache_queries")
-    # Of this time; when nothing was looked up in it, of all.
+    # The hit rate of this interval; if it has no lookups, of the whole run.
     hit_rate = more("prefix_cache_hits") / looked_up if looked_up else stats.prefix_cache_hit_rate
     parts = [
         f"Avg prompt throughput: {more('num_prompt_tokens') / seconds:.1f} tokens/s",
@@ -46,7 +46,7 @@ def state_line(before: EngineStats, stats: EngineStats, seconds: float) -> str:
         f"KV cache usage: {stats.kv_cache_usage:.1%}",
         f"Prefix cache hit rate: {hit_rate:.1%}",
     ]
-    # What should not be, if it is.
+    # Report these problems only if they happened.
     if more("num_preemptions"):
         parts.append(f"Preemptions: {more('num_preemptions')}")
     if more("num_compiles_after_warmup"):

@@ -1,4 +1,4 @@
-"""What a server says of itself: whether it lives, what it is, and what it has to do."""
+"""Status of the server: health, version, models, load and metrics."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -40,7 +40,7 @@ async def expose_metrics(service: Service, request: Request) -> Response:
     try:
         reports = await service.peers.ask()
     except OSError:
-        # Without all of them counters would seem to have begun anew.
+        # Without the counts of all frontends the counters would seem to be reset.
         raise UnavailableError("a frontend does not say what it has counted") from None
     page = service.metrics.expose(await service.engine_metrics.read(), reports)
     return Response(page, media_type="text/plain; version=0.0.4")

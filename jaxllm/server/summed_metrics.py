@@ -1,4 +1,4 @@
-"""Figures that each frontend keeps for itself, as of all of them together."""
+"""Adds up the metrics of all frontends."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-# What has been counted can be added up; a gauge is of whoever is asked.
+# Counts can be added up; a gauge cannot, so the frontend that is asked reports its own.
 _ADDED = ("counter", "histogram", "summary")
 
 
@@ -27,7 +27,7 @@ _DECODER = msgspec.msgpack.Decoder(list[_Family])
 
 
 def report(families: Iterable[Metric]) -> bytes:
-    """What one frontend has counted, for another one."""
+    """Encode the counts of one frontend for another frontend."""
     return msgspec.msgpack.encode(
         [
             _Family(
@@ -43,7 +43,7 @@ def report(families: Iterable[Metric]) -> bytes:
 
 
 def added(families: Iterable[Metric], reports: Sequence[bytes]) -> list[Metric]:
-    """These figures, with what the others report added to them."""
+    """Add the reports of other frontends to these metrics."""
     totals = {family.name: family for family in families}
     for one in reports:
         for family in _DECODER.decode(one):
@@ -56,7 +56,7 @@ def _add(total: Metric, samples: Sequence[_Sample]) -> None:
     places = {_key(sample): place for place, sample in enumerate(total.samples)}
     for sample in samples:
         place = places.get(_key(sample))
-        if place is None:  # of labels that have not been seen here
+        if place is None:  # a new combination of labels
             total.samples.append(Sample(sample.name, sample.labels, sample.value))
         else:
             mine = total.samples[place]

@@ -1,4 +1,4 @@
-"""Chat templates of requests, rendered where they hold up nobody who has brought none."""
+"""Renders chat templates so that a slow one delays no requests that use the model's own."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,16 +14,16 @@ Result = TypeVar("Result")
 
 
 class Templates(Renderer):
-    """Two processes that render, each with a thread that waits for it: one for templates and
-    variables that requests bring, so that the other requests need not wait for them. Its thread is
-    also that of long conversations."""
+    """Two processes that render, each with a thread that waits for it. One is for templates and
+    variables from requests, so that other requests need not wait for them. Its thread also works on
+    long conversations."""
 
     def __init__(self, timeout_s: float):
         self._own = _Lane("template", timeout_s)
         self._foreign = _Lane("foreign template", timeout_s)
 
     def start(self) -> None:
-        """Have a process ready when the first request comes."""
+        """Start a process before the first request arrives."""
         self._own.process.start()
 
     def render(self, conversation: Conversation, *, is_foreign: bool) -> str:
@@ -36,8 +36,8 @@ class Templates(Renderer):
         work: Callable[[], Result],
         size: int,
     ) -> Result:
-        """Do work that renders for a request with these, of about so many characters, in the
-        thread for such ones."""
+        """Run work that renders about `size` characters with these arguments of a request, in the
+        thread of its kind."""
         is_slow = size > LONG_TEXT or is_foreign(chat_template, chat_template_kwargs)
         thread = self._lane(is_slow).thread
         return await asyncio.get_running_loop().run_in_executor(thread, work)
@@ -52,7 +52,7 @@ class Templates(Renderer):
 
 
 class _Lane:
-    """A process, and the thread of those who wait for it."""
+    """A process, and the thread that waits for it."""
 
     def __init__(self, name: str, timeout_s: float):
         self.process = TemplateProcess(timeout_s)

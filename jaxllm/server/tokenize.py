@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what the model sees of a text or a conversation, and back."""
+"""/tokenize and /detokenize: token ids of a text or a conversation, and the text of token ids."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +26,7 @@ class TokenizeText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A conversation: of a chat request, what its prompt is made of."""
+    """A conversation: the fields of a chat request that determine its prompt."""
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -36,7 +36,7 @@ class TokenizeChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = None
-    add_special_tokens: Literal[False] = False  # the template writes them
+    add_special_tokens: Literal[False] = False  # the template adds them
     return_token_strs: bool = False
 
 
@@ -58,7 +58,7 @@ class Detokenized(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _MostTokens:
-    """The longest text that is tokenized, which may be longer than a prompt."""
+    """The limit of tokens in a request. It is larger than the longest prompt."""
 
     num: int
 
@@ -130,7 +130,7 @@ def _chat_ids(request: TokenizeChat, served: ServedModel, most: _MostTokens) -> 
 
 
 def detokenize(service: Service, body: object) -> Detokenized:
-    """The text of token ids, with the special ones."""
+    """The text of token ids, including special tokens."""
     request = read_fields(body, DetokenizeRequest)
     service.served.check_name(request.model)
     tokenizer, size = _tokenizer(service), service.engine.info.vocab_size

@@ -1,4 +1,4 @@
-"""Which trace a request is part of, as W3C's Trace Context has it."""
+"""The trace that a request is part of, by the W3C Trace Context headers."""
 
 from starlette.types import Scope
 
@@ -6,7 +6,7 @@ _NAMES = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
 
 
 def trace_headers(scope: Scope) -> dict[str, str] | None:
-    """The headers that say so; of several of one name, one with the values of all."""
+    """Return the headers; join several of one name."""
     found: dict[str, list[str]] = {}
     for name, value in scope["headers"]:
         if name in _NAMES:

@@ -1,1 +1,1 @@
-"""The engine's true scheduler, cache and router against a model of its steps, in simulated time."""
+"""The engine's real scheduler, cache and router with a model of step times, in simulated time."""

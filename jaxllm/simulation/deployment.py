@@ -1,5 +1,4 @@
-"""What is simulated: a replica as planned by `jaxllm plan --json`, or as timed by
-`jaxllm measure-steps`."""
+"""The simulated replica: planned by `jaxllm plan --json`, or timed by `jaxllm measure-steps`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ class _Stage(msgspec.Struct):
 
 
 class _Plan(msgspec.Struct):
-    """What counts of a plan's report."""
+    """The fields of a plan's report that are needed."""
 
     model: str
     chip: str
@@ -39,11 +38,11 @@ class _Plan(msgspec.Struct):
 
 
 class MeasuredLine(msgspec.Struct):
-    """What was measured of one program."""
+    """The measured times of one program."""
 
     bucket: Bucket
     line: Line
-    num_steps: int  # on which it rests
+    num_steps: int  # number of measured steps
 
 
 class Measurement(msgspec.Struct):
@@ -71,7 +70,7 @@ class Deployment:
 def read_plan(
     path: Path, *, name: str | None, efficiency: float, launch_s: float, host_s_per_step: float
 ) -> Deployment:
-    """A replica whose steps take their roofline's time over `efficiency`."""
+    """Make a replica whose steps take their roofline's time divided by `efficiency`."""
     plans = _read_json(path)
     if not isinstance(plans, Mapping) or not plans:
         raise ValidationError(f"{path} is no output of `jaxllm plan --json`")
@@ -115,7 +114,7 @@ def read_plan(
 
 
 def read_measurement(path: Path) -> Deployment:
-    """A replica whose steps take as long as they were measured to take."""
+    """Make a replica whose steps take their measured time."""
     found = _convert(path, _read_json(path), Measurement)
     return Deployment(
         name=f"{found.info.model} on {found.device}",

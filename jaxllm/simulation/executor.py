@@ -1,4 +1,4 @@
-"""Stands where an engine's devices are: says when a step would be done, and runs nothing."""
+"""Replaces an engine's executor: computes when a step would be done, and runs nothing."""
 
 import numpy as np
 
@@ -9,15 +9,15 @@ from jaxllm.plan.buckets import Bucket, BucketTable
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.simulation.step_time import StepTime
 
-# Any token that ends nothing.
+# A token that ends no answer.
 _TOKEN = 11
 
 
 class SimulatedExecutor:
     """One replica's devices, and the clock of its host.
 
-    A step begins when it has been dispatched, the first stage is free, and the tokens that it
-    carries over are there; each stage begins when the one before it is done and it is free itself.
+    A step begins when it is dispatched, the first stage is free, and the tokens that it carries
+    over are computed. Each stage begins when the previous stage is done and it is free itself.
     """
 
     num_compiles_after_warmup = 0
@@ -31,17 +31,17 @@ class SimulatedExecutor:
     ):
         self.info = info
         self.now = 0.0
-        self.busy_s = 0.0  # of the stage that is busiest
+        self.busy_s = 0.0  # of the busiest stage
         self.num_token_rows = 0
         self.pack_s = 0.0
         self.startup: list[Phase] = []
         self._buckets = BucketTable(buckets)
         self._step_time = step_time
-        # Half of it comes before a step is dispatched, half when its tokens are there.
+        # Half of the time passes before a step is dispatched, half when its tokens are there.
         self._half_host_s = host_s_per_step / 2
         self._free_at = [0.0] * step_time.num_stages
         self._busy_s = [0.0] * step_time.num_stages
-        self._done_at: dict[int, float] = {}  # steps on their way
+        self._done_at: dict[int, float] = {}  # of steps in flight
         self._last_done = 0.0
         self._num_collected = 0
 
@@ -69,13 +69,13 @@ class SimulatedExecutor:
         return self._done_at[schedule.step] <= self.now
 
     def collect(self, schedule: Schedule) -> StepResult:
-        """Wait for a step."""
+        """Wait for a step and return its result."""
         self.now = max(self.now, self._done_at.pop(schedule.step))
         self._num_collected += 1
         return StepResult(np.full(schedule.num_rows, _TOKEN, np.int32), None, None)
 
     def handle_tokens(self) -> None:
-        """Let the host do what it does with the tokens that have come."""
+        """Advance the clock by the host's time for the tokens that have arrived."""
         self.now += self._num_collected * self._half_host_s
         self._num_collected = 0
 
@@ -94,9 +94,9 @@ class SimulatedExecutor:
     def shutdown(self) -> None: ...
 
     def _tokens_there(self, schedule: Schedule) -> float:
-        """When the tokens are there that this step takes over from others on their way."""
+        """The time when the tokens exist that this step carries over from steps in flight."""
         if schedule.carried_from is None:
-            # Any of those before may be meant. One stage takes them in order anyway.
+            # Any earlier step may be the source. A single stage runs them in order anyway.
             return self._last_done if len(self._free_at) > 1 else 0.0
         return self._done_at.get(schedule.carried_from, 0.0)
 

@@ -1,4 +1,4 @@
-"""Times the steps of an engine that is here, for simulations of many like it."""
+"""Times the steps of a real engine, for simulations of many like it."""
 
 import random
 import time
@@ -19,7 +19,7 @@ from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.simulation.deployment import MeasuredLine, Measurement
 from jaxllm.simulation.step_time import attended_tokens, fit_line
 
-# Steps of decodes that are timed for each number of rows and each context.
+# Decode steps that are timed for each number of rows and each context.
 _NUM_DECODES = 8
 
 
@@ -31,9 +31,9 @@ def measure_steps(
 ) -> Measurement:
     """Start an engine, and time each of its programs at several contexts.
 
-    Prompts are random tokens. A step is timed until its tokens are on the host, from its dispatch
-    or, if that is later, from the end of the step before it. So what the engine does meanwhile is
-    in it as far as it holds devices up; where they are cores of a CPU, it takes these from them.
+    Prompts are random tokens. A step is timed from its dispatch, or from the end of the previous
+    step if that is later, until its tokens are on the host. So host work counts only if it delays
+    the devices. On a CPU, host work takes cores away from the devices.
     """
     for name in ("data_parallel_size", "pipeline_parallel_size", "nnodes"):
         if config.get(name) != 1:
@@ -45,7 +45,7 @@ def measure_steps(
     try:
         for name, batch in _batches(plan):
             on_batch(name)
-            # What is done for the first time takes longer.
+            # The first run is slower, so do not time it.
             _serve(core, batch, plan, seed=name)
             executor.is_timing = True
             for repetition in range(repetitions):
@@ -56,7 +56,7 @@ def measure_steps(
     finally:
         core.shutdown()
     info = plan.info()
-    info.model_dir = ""  # of this machine
+    info.model_dir = ""  # it differs between machines
     return Measurement(
         device=plan.chip.name,
         num_chips=-(-plan.num_devices // plan.chip.devices_per_chip),
@@ -67,8 +67,8 @@ def measure_steps(
 
 
 def _batches(plan: EnginePlan) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Batches of (prompt tokens, answer tokens), so that every program has steps with little and
-    with much to attend to."""
+    """Batches of (prompt tokens, answer tokens). They give every program steps with short and with
+    long contexts."""
     most = plan.max_model_len - _NUM_DECODES
     for bucket in plan.buckets:
         rows = bucket.num_rows
@@ -106,7 +106,7 @@ def _serve(core: EngineCore, batch: list[tuple[int, int]], plan: EnginePlan, *, 
 def _lines(
     buckets: tuple[Bucket, ...], timed: dict[Bucket, list[tuple[int, float]]]
 ) -> list[MeasuredLine]:
-    """A line for each program; one that no batch could reach has that of the next larger one."""
+    """A line for each program. A program that no batch reached gets the next larger one's line."""
     lines: list[MeasuredLine] = []
     for bucket in reversed(buckets):
         if timed[bucket]:
@@ -118,7 +118,7 @@ def _lines(
 
 
 class _TimingExecutor(UniProcExecutor):
-    """Runs steps, and notes how long they take."""
+    """Runs steps and records their times."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
@@ -132,7 +132,7 @@ class _TimingExecutor(UniProcExecutor):
         return _Timed(self, schedule, super().execute(schedule), start)
 
     def note(self, schedule: Schedule, dispatched_at: float) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         begin, self._last_end = max(dispatched_at, self._last_end), time.perf_counter()
         if self.is_timing:
             bucket = self._table.find(

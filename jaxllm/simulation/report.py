@@ -1,4 +1,4 @@
-"""What a simulation comes to, in the figures that operators know."""
+"""Summarises a simulation in the metrics that operators use."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _MS = 1e3
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Figures of one run. Times are in milliseconds: their mean, and the percentiles by name."""
+    """Metrics of one run. Times are in milliseconds: their mean, and percentiles by name."""
 
     num_replicas: int
     num_chips: int
@@ -29,7 +29,7 @@ class Summary:
     ttft_ms: dict[str, float]
     tpot_ms: dict[str, float]
     e2el_ms: dict[str, float]
-    good_share: float | None  # of all requests that were served as well as asked for
+    good_share: float | None  # the share of requests that met all goals
     kv_cache_usage_mean: float
     kv_cache_usage_max: float
     prefix_cache_hit_rate: float
@@ -49,7 +49,7 @@ def summarize(
     goals_ms: Mapping[str, float],
     price_per_chip_hour: float | None,
 ) -> Summary:
-    """Goals are upper limits of a request's "ttft", "tpot" and "e2el"."""
+    """Compute the metrics. `goals_ms` are upper limits of a request's "ttft", "tpot" and "e2el"."""
     served = ~np.isnan(outcome.finished_at)
     outputs = outcome.num_output_tokens[served]
     first = outcome.first_token_at[served] - trace.arrivals[served]
@@ -57,7 +57,7 @@ def summarize(
     later = outputs > 1
     times = {
         "ttft": first * _MS,
-        # An answer of one token has no time between tokens, and misses no goal for it.
+        # An answer of one token has no time between tokens, and meets any goal for it.
         "tpot": np.where(later, (whole - first) / np.maximum(outputs - 1, 1), 0.0) * _MS,
         "e2el": whole * _MS,
     }
@@ -66,7 +66,7 @@ def summarize(
         good &= times[name] <= limit
     num_chips = num_replicas * chips_per_replica
     num_outputs, num_prompts = int(outputs.sum()), int(trace.num_prompt_tokens[served].sum())
-    seconds = outcome.end or math.inf  # where nobody was served, nothing comes per second
+    seconds = outcome.end or math.inf  # if no request was served, all rates are zero
     cost = None
     if price_per_chip_hour is not None:
         cost = price_per_chip_hour * num_chips * outcome.end / 3600
@@ -97,7 +97,7 @@ def summarize(
 
 
 def as_text(name: str, summary: Summary) -> str:
-    """A page about one run."""
+    """Format a page about one run."""
     header = "".join(f"{f'p{p}':>12}" for p in PERCENTILES)
     lines = [
         f"{name}: {counted(summary.num_replicas, 'replica')} on "

@@ -1,8 +1,8 @@
-"""Lets a trace pass through replicas, event by event, each engine core as it is.
+"""Simulates replicas that serve a trace, event by event, with the real engine core of each.
 
-An event is a request that comes or a replica whose host is free to plan its next step. They are
-taken in the order of their time, so the router sees at every moment what it would see then. What is
-not in it: the frontend, the network, and failures.
+An event is the arrival of a request, or a replica whose host can plan its next step. Events are
+processed in the order of their time, so the router sees at each moment what a real one would see.
+The frontend, the network and failures are not simulated.
 """
 
 import heapq
@@ -25,15 +25,15 @@ from jaxllm.simulation.trace import Trace
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a trace. Arrays have an entry for each request, NaN for refused ones."""
+    """The result of a trace. Arrays have an entry for each request, NaN for refused ones."""
 
     first_token_at: np.ndarray
     finished_at: np.ndarray
     num_output_tokens: np.ndarray
     stats: EngineStats  # of all replicas
-    end: float  # when the last request had its last token
+    end: float  # time of the last token of all
     kv_cache_usage_mean: float  # over replicas and time
-    kv_cache_usage_max: float  # of any replica at any time
+    kv_cache_usage_max: float  # over replicas and time
     busy_share: float  # of the devices' time
 
 
@@ -48,7 +48,7 @@ def simulate(
     enable_prefix_caching: bool = True,
     on_progress: Callable[[int], None] = lambda num_finished: None,
 ) -> Outcome:
-    """Serve a trace."""
+    """Simulate serving a trace."""
     config = EngineConfig.create(
         deployment.info.model,
         pipeline_parallel_size=deployment.step_time.num_stages,
@@ -64,7 +64,7 @@ def simulate(
     num_output_tokens = np.zeros(len(trace), np.int64)
 
     arrivals: list[float] = trace.arrivals.tolist()
-    free_at: list[tuple[float, int]] = []  # a heap of the replicas that have work
+    free_at: list[tuple[float, int]] = []  # a heap of the replicas with work
     num_arrived = num_finished = 0
     while num_arrived < len(arrivals) or free_at:
         if num_arrived < len(arrivals) and (not free_at or arrivals[num_arrived] <= free_at[0][0]):
@@ -122,13 +122,13 @@ class _Replica:
         self._core = EngineCore(config, self._executor, clock=lambda: self._executor.now)
         self.is_busy = False
         self.plans_at = 0.0  # when the host plans the next step
-        self.finished: list[str] = []  # by the last step; the router hears of them when it is over
+        self.finished: list[str] = []  # by the last step; the router learns of them at its end
         self.usage_seconds = 0.0  # of the KV cache, over time
         self.most_usage = 0.0
 
     @property
     def now(self) -> float:
-        """When the host has the tokens of the step before."""
+        """The time when the host has the tokens of the previous step."""
         return self._executor.now
 
     @property
@@ -140,7 +140,7 @@ class _Replica:
         return self._core.stats()
 
     def take(self, request: EngineRequest, now: float) -> bool:
-        """Take a request; true if that ended a rest."""
+        """Add a request; return whether the replica was idle."""
         self._core.add_request(request)
         if self.is_busy:
             return False
@@ -149,8 +149,8 @@ class _Replica:
         return True
 
     def step(self) -> tuple[list[str], list[str]]:
-        """The requests that got their first token in a step, and those that ended. A last one with
-        nothing to do ends the work."""
+        """Run a step; return the requests that got their first token, and those that ended. Without
+        work, become idle."""
         if not self._core.has_work():
             self.is_busy = False
             return [], []
@@ -161,7 +161,7 @@ class _Replica:
         self._executor.handle_tokens()
         for output in outputs:
             if output.stats is None:
-                continue  # nothing has begun or ended
+                continue  # no request has begun or ended
             if output.finish_reason is not None:
                 finished.append(output.request_id)
             if output.stats.first_token_ts == output.stats.last_token_ts:
@@ -173,7 +173,8 @@ class _Replica:
         return begun, finished
 
     def _find_time_to_plan(self) -> float:
-        """As late as an engine's own loop does, which looks for the step's end now and then."""
+        """The latest moment to plan. Like an engine's loop, this checks for the step's end at
+        intervals."""
         executor, now = self._executor, self.now
         while (spare_s := self._core.spare_s) > 0:
             executor.now += min(spare_s, LOOK_S)

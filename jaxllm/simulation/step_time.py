@@ -1,4 +1,4 @@
-"""How long a step takes: by the roofline of a plan, or by what was measured."""
+"""The time of a step: from the roofline of a plan, or from measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ class StepTime(Protocol):
     def num_stages(self) -> int: ...
 
     def seconds(self, bucket: Bucket, schedule: Schedule) -> Sequence[float]:
-        """Of each stage, for a step that runs as this program."""
+        """The time of each stage, for a step that runs as this program."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineTime:
-    """The bound of each stage over the share of it that is reached, and something for the launch.
+    """The bound of each stage divided by an efficiency, plus a constant for the launch.
 
-    Matrices multiply the padding of a program, too; attention sees what is there.
+    Matrices also multiply a program's padding; attention computes only the actual tokens.
     """
 
     stages: tuple[Roofline, ...]
@@ -49,14 +49,15 @@ class RooflineTime:
 
 
 def attended_tokens(schedule: Schedule) -> int:
-    """Pairs of a token of the step and one that it sees; what attention costs goes with it."""
+    """The number of pairs of a token of the step and a token that it sees. The cost of attention is
+    proportional to it."""
     tokens = schedule.num_tokens.astype(np.int64)
     return int((tokens * schedule.context_lens - tokens * (tokens - 1) // 2).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What was measured of one program: seconds as a line over attended tokens."""
+    """The measured times of one program, as a linear function of attended tokens."""
 
     base_s: float
     per_attended_s: float
@@ -64,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTime:
-    """Steps of an engine without a pipeline, as `measure` found them."""
+    """Steps of an engine without a pipeline, from `measure`."""
 
     lines: Mapping[Bucket, Line]
 
@@ -76,9 +77,9 @@ class MeasuredTime:
 
 
 def fit_line(attended: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The line through what was measured of one program, which never falls.
+    """Fit a non-decreasing line to the measured times of one program.
 
-    By the median of the slopes between pairs (Theil and Sen), which single slow steps do not bend.
+    The slope is the median over pairs (Theil-Sen), so single slow steps have little influence.
     """
     x, y = np.asarray(attended, float), np.asarray(seconds, float)
     first, second = np.triu_indices(len(x), k=1)

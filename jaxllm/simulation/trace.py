@@ -1,6 +1,6 @@
-"""The traffic: when requests come, how long their prompts and answers are, and what prompts share.
+"""The traffic: arrival times of requests, lengths of prompts and answers, and shared prefixes.
 
-A trace is arrays, so that a million requests are no burden; prompts are made when they come.
+A trace is arrays, so that it can have a million requests. Prompts are made when requests arrive.
 """
 
 import csv
@@ -17,28 +17,28 @@ from jaxllm.files import parse_json
 from jaxllm.messages import EngineRequest
 from jaxllm.sampling_params import SamplingParams
 
-# Tokens that one id of a shared piece stands for, in traces that have such ids.
+# Tokens per id of a shared piece, in traces with such ids.
 PIECE_TOKENS = 512
 _PARAMS = SamplingParams()
-# Tokens of shared pieces lie below it, those that are a request's own above.
+# Token ids of shared pieces are below this number, those of a single request above.
 _OWN_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Requests in the order in which they come."""
+    """Requests in the order of their arrival."""
 
     arrivals: np.ndarray  # float64 [n], seconds from the first
     num_prompt_tokens: np.ndarray  # int32 [n]
     num_output_tokens: np.ndarray  # int32 [n]
-    # Ids of the pieces at the head of each prompt; equal ids, equal tokens. None: nothing shared.
+    # Ids of the pieces at the start of each prompt; equal ids have equal tokens. None: no sharing.
     pieces: Sequence[Sequence[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.arrivals)
 
     def head(self, num_requests: int) -> "Trace":
-        """The first requests only."""
+        """The first requests of the trace."""
         return Trace(
             arrivals=self.arrivals[:num_requests],
             num_prompt_tokens=self.num_prompt_tokens[:num_requests],
@@ -47,7 +47,7 @@ class Trace:
         )
 
     def at_rate(self, requests_per_second: float) -> "Trace":
-        """The same requests in the same order, faster or slower."""
+        """Scale the arrival times to this rate; keep the requests and their order."""
         span = self.arrivals[-1] if len(self) else 0.0
         if not span:
             raise ValidationError("all requests of the trace come at once; they have no rate")
@@ -60,7 +60,7 @@ class Trace:
         )
 
     def request(self, index: int, max_model_len: int) -> EngineRequest | None:
-        """A request as the engine gets it; None where its prompt leaves no room for an answer."""
+        """Make a request for the engine; None if its prompt leaves no room for an answer."""
         length = int(self.num_prompt_tokens[index])
         if length >= max_model_len:
             return None
@@ -121,9 +121,9 @@ def make_trace(
 ) -> Trace:
     """Random traffic.
 
-    Arrivals have gamma-distributed gaps: with burstiness 1 a Poisson process, below it burstier.
-    Lengths are log-normal around their means, with `spread` as the deviation of the logarithm.
-    Prompts begin with one of `num_prefixes` common heads, if there are any.
+    Arrivals have gamma-distributed gaps: burstiness 1 is a Poisson process, and lower values are
+    burstier. Lengths are log-normal with the given means; `spread` is the deviation of the
+    logarithm. Prompts begin with one of `num_prefixes` common prefixes, if there are any.
     """
     if num_prefixes and (prefix_len < 1 or prefix_len % PIECE_TOKENS):
         raise refused("prefix_len", prefix_len, f"it must be a multiple of {PIECE_TOKENS}")
@@ -183,7 +183,7 @@ def _seconds(text: Any) -> float:
     try:
         return float(text)
     except ValueError:
-        # Some traces have seven digits after the point, one more than Python reads.
+        # Some traces have seven fractional digits, one more than Python reads.
         whole, point, fraction = text.strip().partition(".")
         moment = datetime.datetime.fromisoformat(whole + point + fraction[:6])
         return moment.replace(tzinfo=moment.tzinfo or datetime.UTC).timestamp()

@@ -1,17 +1,17 @@
-"""Training of small models: text to a checkpoint that this engine, and others, can serve.
+"""Training of small models: makes a checkpoint from text that this engine, and others, can serve.
 
-The model that is trained is the very class that is served. Only its attention is another one, over
-whole rows instead of a paged cache.
+The trained model has the same class as the served one. Only its attention differs: it runs on whole
+rows instead of a paged cache.
 
-    corpus.py       files to text: what is read, what is held out
-    tokenizer.py    a byte-level BPE tokenizer of one's own
-    chat_examples.py  conversations made of the functions of Python sources
-    tokens.py       text to arrays of token ids, and batches of them by step
-    bigrams.py      first embeddings, from counts
-    forward.py      logits of whole rows, by the served model
-    objective.py    the loss, of text alone or with a teacher
-    schedule.py     how much of a run is done, and the learning rate there
+    corpus.py       reads files as text, and holds some of them out
+    tokenizer.py    trains a byte-level BPE tokenizer
+    chat_examples.py  makes conversations of the functions of Python sources
+    tokens.py       stores text as arrays of token ids, and makes the batch of each step
+    bigrams.py      fits the first embeddings to counts of bigrams
+    forward.py      computes logits of whole rows with the served model
+    objective.py    the loss, on text alone or with a teacher
+    schedule.py     the progress of a run, and its learning rate
     trainer.py      the loop
-    run_state.py    what a run keeps on disk, and goes on from
-    export.py       weights as a checkpoint in Hugging Face's form
+    run_state.py    checkpoints and the log of a run
+    export.py       writes the weights as a checkpoint in Hugging Face's form
 """

@@ -1,8 +1,8 @@
-"""First embeddings that know which token follows which.
+"""Fits the first embeddings to bigrams.
 
-Counting is cheaper than descent: before the first step, embedding and head are fitted, without the
-layers between them, to the bigrams of the whole training text. A run of few steps then spends them
-on what takes more than one token of context.
+Counting is cheaper than gradient descent. Before the first step, embedding and head are fitted to
+the bigrams of the whole training text, without the layers between them. A run of few steps then
+spends them on longer contexts.
 """
 
 import math
@@ -14,14 +14,14 @@ import optax
 
 from jaxllm.errors import refused
 
-_MAX_VOCAB_SIZE = 16384  # of the table of pairs
-_RMS = 0.25  # of an embedding's entries; the layers write beside it
+_MAX_VOCAB_SIZE = 16384  # limits the table of pairs
+_RMS = 0.25  # of an embedding's entries
 
 
 def bigrams(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each token is followed by any [V], and the probabilities of what follows it [V, V].
+    """Return the count of each token before another [V], and the probabilities of the next [V, V].
 
-    Witten-Bell: after a token with many different successors an unseen one is likelier.
+    Witten-Bell smoothing: an unseen successor is more likely after a token with many successors.
     """
     pairs = tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
     counts = np.bincount(pairs, minlength=vocab_size**2).reshape(vocab_size, vocab_size)
@@ -35,7 +35,7 @@ def bigrams(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray
 def fit_embeddings(
     tokens: np.ndarray, vocab_size: int, hidden_size: int, *, steps: int, seed: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Embedding and head, both [V, D], whose product after a norm gives the bigrams' logits."""
+    """Fit embedding and head, both [V, D], so that their product after a norm gives the bigrams."""
     if vocab_size > _MAX_VOCAB_SIZE:
         raise refused(
             "bigram_steps",
@@ -58,7 +58,7 @@ def fit_embeddings(
     def step(pair, state, following, rate):
         gradient = jax.grad(loss)(pair, following)
         direction, state = optimizer.update(gradient, state)
-        # An embedding counts by its direction alone, and is fifty times as large as the head.
+        # Only an embedding's direction matters, and it is fifty times as large as the head.
         return pair - rate * jnp.array([10.0, 1.0])[:, None, None] * direction, state
 
     state = optimizer.init(pair)

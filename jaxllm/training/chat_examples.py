@@ -1,7 +1,7 @@
-"""Conversations made of the functions of Python sources, in the form of the chat template.
+"""Makes conversations of the functions of Python sources, in the form of the chat template.
 
-A function with a docstring is asked for by its signature and what it does, and what it does is
-asked for by its name, turn about. So a model of code learns when it is its turn, and when to stop.
+Questions alternate: one asks for a function by its signature and summary, the next asks what a
+function does. So a model of code learns the turns of a chat, and when to stop.
 """
 
 import ast
@@ -22,7 +22,7 @@ class Example(NamedTuple):
     answer: str
 
     def render(self) -> str:
-        """As the chat template writes it."""
+        """Format the example like the chat template."""
         turns = [("user", self.question), ("assistant", self.answer)]
         return "".join(f"{START}{role}\n{text}{END}\n" for role, text in turns)
 
@@ -31,7 +31,7 @@ def examples(source: str) -> Iterator[Example]:
     """Conversations about a Python source; none if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old sources have escapes that are no longer such
+            warnings.simplefilter("ignore")  # old sources have escapes that are invalid now
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return

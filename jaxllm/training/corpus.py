@@ -1,7 +1,7 @@
-"""Files to text: what a model learns from, and what is held out to measure it.
+"""Reads files as text, and holds some of them out for evaluation.
 
-Whether a file is held out depends on its name alone, below the folder that was given, and so is the
-same on every machine and in every order.
+Whether a file is held out depends only on its name below the given folder. So it does not depend on
+the machine or on the order of files.
 """
 
 import fnmatch
@@ -19,7 +19,7 @@ SUFFIXES = (".py", ".rst", ".txt", ".md")
 class Document:
     """A file of text."""
 
-    name: str  # relative to the folder that was given, with that folder's own name before it
+    name: str  # relative to the given folder, with that folder's own name before it
     text: str
     is_heldout: bool
 
@@ -28,7 +28,7 @@ class Document:
         return len(self.text.encode())
 
     def manifest_entry(self) -> dict[str, str | int]:
-        """What the model card's manifest says of it."""
+        """The document's entry in the model card's manifest."""
         return {
             "name": self.name,
             "bytes": self.num_bytes,
@@ -43,8 +43,8 @@ def read_corpus(
     """Read files and folders, sorted by name.
 
     Args:
-      exclude: patterns (`test/*`, `*/tests/*`) of names below a folder that are left out. Files
-        that are empty or no UTF-8 are, too.
+      exclude: patterns (`test/*`, `*/tests/*`) of names below a folder that are skipped. Files
+        that are empty or not UTF-8 are skipped, too.
       heldout_share: the share of files, not of bytes, that is held out.
     """
     if not 0 <= heldout_share < 1:
@@ -92,5 +92,5 @@ def _read(path: Path) -> str:
 
 
 def _place(name: str) -> float:
-    """Somewhere from 0 to 1, by name."""
+    """A number from 0 to 1 that depends on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64

@@ -1,4 +1,4 @@
-"""Weights as a checkpoint in Hugging Face's form, which transformers and this engine load."""
+"""Writes a checkpoint in Hugging Face's form, which transformers and this engine load."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def export(
 ) -> None:
     """Write a model directory: weights in bfloat16, config, generation config, tokenizer.
 
-    It is written beside its place, and then put there: a reader finds the old one or the new one.
+    It is written beside its place and then renamed: a reader finds the old one or the new one.
     """
     beside = folder.with_name(folder.name + ".new")
     shutil.rmtree(beside, ignore_errors=True)
@@ -74,7 +74,7 @@ def export(
 
 
 def checkpoint_tensors(model: RowModel, weights: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Weights under the names that checkpoints have, fused ones taken apart."""
+    """Split fused weights and name them as in checkpoints."""
     tensors: dict[str, np.ndarray] = {}
     for name, source in model.sources.items():
         pieces = list(source.rows())

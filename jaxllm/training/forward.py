@@ -1,7 +1,8 @@
-"""Logits of whole rows of tokens, by the model class that serves.
+"""Computes logits of whole rows of tokens with the class of the served model.
 
-Serving attends to a paged cache. Here every row is a whole sequence, so its keys and values are all
-in the batch: `CausalRows` is an attention backend that needs no cache, and can be differentiated.
+In serving, attention reads a paged cache. Here every row is a whole sequence, so the batch has all
+of its keys and values. `CausalRows` is an attention backend that needs no cache and is
+differentiable.
 """
 
 from collections.abc import Mapping
@@ -21,14 +22,14 @@ from jaxllm.models.specs import Architecture
 from jaxllm.weights.loader import load_weights, parameters_of, sources_of
 
 _QUERY_BLOCK = 256  # tokens
-_WRITES = ("o_proj", "down_proj")  # modules that write to the residual stream
+_WRITES = ("o_proj", "down_proj")  # modules that add to the residual stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class CausalRows:
-    """Causal attention within each of the equally long rows of a flat batch.
+    """Causal attention within each row of a flat batch of equally long rows.
 
-    Of an attention backend it has what a model calls.
+    It has only those methods of an attention backend that a model calls.
     """
 
     row_length: int
@@ -44,10 +45,10 @@ class CausalRows:
         *,
         config: AttentionConfig,
     ) -> tuple[jax.Array, Any]:
-        """q [T, N, H], k and v [T, K, H] to [T, N, H]; the cache is handed on as it is."""
+        """Map q [T, N, H], k and v [T, K, H] to [T, N, H]; return the cache unchanged."""
         length, head_size = self.row_length, config.head_size
         group = config.num_heads // config.num_kv_heads
-        # Heads before tokens: the products are then plain matrix products.
+        # Put heads before tokens, so that the products are plain matrix products.
         q = q.reshape(-1, length, config.num_kv_heads, group, head_size).transpose(0, 2, 3, 1, 4)
         k, v = (
             x.reshape(-1, length, config.num_kv_heads, head_size).transpose(0, 2, 1, 3)
@@ -55,7 +56,7 @@ class CausalRows:
         )
         visible = _visible(length, config.sliding_window)
         blocks = []
-        # Block by block, since of the products with later tokens nothing would be left.
+        # Work in blocks, because products with later tokens would be masked anyway.
         for first in range(0, length, _QUERY_BLOCK):
             end = min(first + _QUERY_BLOCK, length)
             scores = config.scale * jnp.einsum(
@@ -82,14 +83,14 @@ class CausalRows:
 
 
 def _visible(length: int, window: int | None) -> jax.Array:
-    """Whether the token of a row sees the token of a column: [length, length]."""
+    """Whether the row's token sees the column's token: [length, length]."""
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 
 
 class RowModel:
-    """A model without its weights: with them, by name, token ids [B, length] become logits."""
+    """A model without weights: maps weights by name and token ids [B, length] to logits."""
 
     def __init__(self, architecture: Architecture):
         model_class = ModelRegistry.resolve([architecture.name])
@@ -101,7 +102,8 @@ class RowModel:
         self._treedef = jax.tree.structure(state)
 
     def initial_weights(self, seed: int) -> dict[str, jax.Array]:
-        """Small random matrices; layers add nothing yet, since what they write is zero."""
+        """Small random matrices. Those that write to the residual stream are zero, so that layers
+        add nothing at first."""
         rng = np.random.default_rng(seed)
         weights = {}
         for name, parameter in self.parameters.items():
@@ -116,16 +118,16 @@ class RowModel:
         return weights
 
     def load(self, model_dir: Path) -> dict[str, jax.Array]:
-        """The weights of a model directory, in float32."""
+        """Load the weights of a model directory in float32."""
         leaves = jax.tree.leaves(load_weights(model_dir, self._abstract))
         return dict(zip(self.parameters, leaves, strict=True))
 
     def logits(self, weights: Mapping[str, jax.Array], token_ids: jax.Array) -> jax.Array:
-        """Float32 logits [B, length, V]."""
+        """Compute float32 logits [B, length, V]."""
         leaves = [weights[name] for name in self.parameters]
         model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
         num_rows, length = token_ids.shape
-        # The rows of a paged batch, which nobody reads here.
+        # The fields of a paged batch, which `CausalRows` does not read.
         nothing = jnp.zeros(0, jnp.int32)
         batch = RaggedBatch(
             query_starts=nothing,

@@ -1,4 +1,4 @@
-"""The optimizer: gradients to directions, which the trainer scales by the learning rate."""
+"""The optimizer: turns gradients into directions. The trainer multiplies by the learning rate."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """AdamW without its learning rate; only matrices decay.
 
-    Embedding and head go at `table_rate` times the rate: they are fitted before the first step, and
-    Adam would move the rows of rare tokens as far as all others, for the noise of a few examples.
+    Embedding and head have `table_rate` times the learning rate. They are fitted before the first
+    step, and Adam would move the rows of rare tokens as far as others because of a few examples.
     """
     return optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
-        # A long memory of the gradients' sizes, since batches are small.
+        # b2 averages the gradients' sizes over many steps, because batches are small.
         optax.scale_by_adam(b1=0.9, b2=0.98),
         optax.add_decayed_weights(
             weight_decay, mask=lambda weights: jax.tree.map(lambda w: w.ndim > 1, weights)

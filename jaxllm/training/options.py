@@ -1,4 +1,4 @@
-"""What the user asks of a training run. `jaxllm train` has a flag for every field."""
+"""The options of a training run. `jaxllm train` has a flag for every field."""
 
 import dataclasses
 import json
@@ -82,7 +82,7 @@ class TeacherOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """All that a user asks of a run, and where it is kept."""
+    """All options of a run, and its folder."""
 
     output: str
     data: DataOptions = DataOptions()
@@ -92,8 +92,8 @@ class TrainOptions:
 
     @classmethod
     def of_folder(cls, output: str, given: Mapping[str, Mapping[str, Any]]) -> "TrainOptions":
-        """Options of a new run, or of the one in that folder, with some of them given anew; by
-        part and name."""
+        """Options of a new run, or of the run in that folder with the given options replaced. The
+        given ones are by part and name."""
         stored = _read(Path(output) / _FILE)
         return cls(
             output=output,
@@ -104,7 +104,7 @@ class TrainOptions:
         )
 
     def keep(self) -> None:
-        """Write them into the folder. What made the data and the model there cannot change."""
+        """Write the options to the folder. Those that made its data and model cannot change."""
         path = Path(self.output) / _FILE
         stored = _read(path)
         new = {name: dataclasses.asdict(getattr(self, name)) for name in PARTS}
@@ -120,7 +120,7 @@ class TrainOptions:
         path.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
 
     def validate(self) -> None:
-        """Refuse values that no data could make right."""
+        """Refuse values that are invalid for any data."""
         run = self.run
         if run.steps is None and run.minutes is None:
             raise ValidationError("a run needs an end; give steps or minutes", parameter="steps")
@@ -161,7 +161,7 @@ _MAYBE_0 = {
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Options by part and name, as they were kept; none if there is no run."""
+    """The stored options by part and name; none if there is no run."""
     if not path.exists():
         return {}
     parts = read_json(path)

@@ -1,4 +1,4 @@
-"""The start of a run: its tokenizer and its token ids, made once and then kept."""
+"""Prepares a run: makes its tokenizer and its token ids once, and keeps them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Teacher(NamedTuple):
 
 
 def prepare_data(options: DataOptions, tokenizer_folder: Path, data_folder: Path) -> TokenData:
-    """Read the text, learn a tokenizer if none is given, and tokenise, unless that is done."""
+    """Read the text, train a tokenizer if none is given, and tokenize, unless that is done."""
     if not has_tokens(data_folder):
         if not options.data:
             raise ValidationError("no data; give files or folders of text", parameter="data")
@@ -56,7 +56,7 @@ def prepare_data(options: DataOptions, tokenizer_folder: Path, data_folder: Path
 
 
 def load_teacher(name: str, tokenizer_folder: Path) -> Teacher:
-    """A model to learn from; its tokens must mean the same."""
+    """Load a model to learn from. It must have the same tokens."""
     model_dir = resolve_model_dir(name)
     _check_tokens("teacher", name, tokenizer_folder, model_dir)
     model = RowModel(read_architecture(read_json(model_dir / "config.json")))
@@ -66,8 +66,8 @@ def load_teacher(name: str, tokenizer_folder: Path) -> Teacher:
 def load_initial_weights(
     name: str, model: RowModel, tokenizer_folder: Path
 ) -> dict[str, jax.Array]:
-    """The weights of a model to go on from. Its tokens must mean the same, and it must compute the
-    same: shapes alone would not tell another rotary embedding."""
+    """Load the weights of a model to continue. It must have the same tokens and the same
+    architecture: shapes alone would not reveal another rotary embedding."""
     model_dir = resolve_model_dir(name)
     _check_tokens("initial_model", name, tokenizer_folder, model_dir)
     ours = model.architecture
@@ -79,7 +79,7 @@ def load_initial_weights(
     return model.load(model_dir)
 
 
-# What of an architecture has no part in the computation.
+# Fields of an architecture that do not affect the computation.
 _MAY_DIFFER = ("dtype", "eos_token_ids", "max_model_len")
 
 

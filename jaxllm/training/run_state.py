@@ -1,8 +1,8 @@
-"""What a run keeps on disk, and goes on from: checkpoints and the log.
+"""The files of a run, from which it can resume: checkpoints and the log.
 
-OUTPUT/options.json       what was asked
+OUTPUT/options.json       the options
 OUTPUT/data/              token ids and the manifest of files
-OUTPUT/checkpoints/STEP/  weights, optimizer, seconds spent; a half-written one has another name
+OUTPUT/checkpoints/STEP/  weights, optimizer, elapsed seconds; an incomplete one has another name
 OUTPUT/log.jsonl          a line for every step
 OUTPUT/model/             the checkpoint to serve, with the tokenizer
 """
@@ -15,13 +15,13 @@ import orbax.checkpoint as ocp
 
 
 class Restored(NamedTuple):
-    step: int  # steps that are done
-    seconds: float  # that they took
+    step: int  # number of finished steps
+    seconds: float  # their duration
     state: Any
 
 
 class Checkpoints:
-    """The last few states of a run. Saving is done when it returns, whole or not at all."""
+    """The last few states of a run. `save` returns when the state is on disk, and is atomic."""
 
     def __init__(self, folder: Path, keep: int):
         self._manager = ocp.CheckpointManager(
@@ -29,7 +29,7 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep,
                 enable_async_checkpointing=False,
-                # What a killed run left half-written.
+                # Removes incomplete checkpoints of a killed run.
                 cleanup_tmp_directories=True,
             ),
             item_names=("state", "progress"),
@@ -50,7 +50,7 @@ class Checkpoints:
         )
 
     def restore(self, like: Any) -> Restored | None:
-        """The latest state, if there is one, with the structure and types of `like`."""
+        """Return the latest state, if any, with the structure and dtypes of `like`."""
         step = self.latest_step
         if step is None:
             return None
@@ -67,13 +67,13 @@ class Checkpoints:
 
 
 class Log:
-    """JSON lines, one for every step; of steps that are done again only the last."""
+    """A JSON line for every step. A repeated step replaces its earlier line."""
 
     def __init__(self, path: Path, *, first_step: int):
         kept = []
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                # The last line of a killed run may be torn.
+                # The last line of a killed run may be incomplete.
                 if line.endswith("\n") and json.loads(line)["step"] <= first_step:
                     kept.append(line)
         path.write_text("".join(kept), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of one's own, with the tokens and the template of a chat."""
+"""Trains a byte-level BPE tokenizer with special tokens and a template for chat."""
 
 import json
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Words with the space before them, numbers by up to three digits, runs of other signs, and
-# indentation together with the line break before it: a line of code then begins with one token.
+# Words with the space before them, numbers of up to three digits, runs of other characters, and
+# indentation together with the line break before it, so that a line of code begins with one token.
 _PIECES = r"\n[ \t]*| ?\p{L}+| ?_*\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[ \t]+(?!\S)|\s"
 
 
@@ -55,7 +55,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     check_is_regular(path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust library raises nothing more special
+    except Exception as error:  # the Rust library raises plain Exceptions
         raise refused("tokenizer", str(path), f"it describes no tokenizer: {error}") from error
     missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
     if missing:
@@ -64,7 +64,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json, and what transformers wants to know about it."""
+    """Write tokenizer.json, and the config that transformers needs for it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     config = {

@@ -1,7 +1,7 @@
-"""Text to arrays of token ids, and the batch of every step.
+"""Stores text as arrays of token ids, and makes the batch of every step.
 
-A batch depends on the seed and the number of the step alone. So a run that was ended and goes on
-sees what it would have seen, and nobody has to remember where it was.
+A batch depends only on the seed and the number of the step. So a resumed run gets the same batches
+as an uninterrupted one, without any stored position.
 """
 
 import functools
@@ -24,37 +24,37 @@ _ENCODE_AT_ONCE = 64  # texts
 
 @dataclass(frozen=True, kw_only=True)
 class TokenData:
-    """Token ids of all text, one after the other, each ended by the end-of-text token."""
+    """Token ids of all texts, concatenated. The end-of-text token ends each text."""
 
     train: np.ndarray  # uint16 [tokens]
     heldout: np.ndarray
-    heldout_bytes: int  # of the text that the held-out tokens stand for
+    heldout_bytes: int  # size of the held-out text
 
 
 def write_tokens(
     folder: Path, tokenizer: Tokenizer, documents: Sequence[Document], *, chat: bool
 ) -> None:
-    """Tokenise a corpus into files; with `chat`, training has conversations among its texts."""
+    """Tokenize a corpus into files; with `chat`, add conversations to the training texts."""
     if tokenizer.get_vocab_size() > 2**16:
         raise refused("tokenizer", tokenizer.get_vocab_size(), "at most 65536 tokens")
     folder.mkdir(parents=True, exist_ok=True)
     train = [d for d in documents if not d.is_heldout]
     heldout = [d for d in documents if d.is_heldout]
-    # Text that looks like a special token is text; in conversations it is meant.
+    # In files, a string like a special token is text. In conversations it is the special token.
     texts = encode(tokenizer, (d.text for d in train), special=False)
     conversations: Iterator[np.ndarray] = iter(())
     if chat:
         found = (e.render() for d in train if d.name.endswith(".py") for e in examples(d.text))
         conversations = encode(tokenizer, found, special=True)
     pieces = [*texts, *conversations]
-    # Files of one folder resemble each other, and conversations are apart from files.
+    # Shuffle, because files of one folder are similar, and conversations come after the files.
     order = np.random.default_rng(0).permutation(len(pieces))
     _write(folder / "train.bin", [pieces[i] for i in order])
     _write(folder / "heldout.bin", encode(tokenizer, (d.text for d in heldout), special=False))
     with open(folder / "manifest.jsonl", "w", encoding="utf-8") as manifest:
         for document in documents:
             manifest.write(json.dumps(document.manifest_entry()) + "\n")
-    # Last, since it says that all is there.
+    # Write this file last: its existence means that all others are complete.
     facts = {"heldout_bytes": sum(d.num_bytes for d in heldout), "num_conversations": 0}
     facts["num_conversations"] = len(pieces) - len(train)
     (folder / "facts.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
@@ -74,10 +74,10 @@ def read_tokens(folder: Path) -> TokenData:
 
 
 class Batches:
-    """Rows of the training tokens, every one once per epoch, in an order of its own each time."""
+    """Rows of the training tokens. An epoch has each row once, in a new order."""
 
     def __init__(self, tokens: np.ndarray, *, batch_size: int, context: int, seed: int):
-        # A row has one token more than the context: what follows the last one.
+        # A row has one token more than the context: the last target.
         self._num_rows = (len(tokens) - 1) // context
         if self._num_rows < batch_size:
             raise refused(
@@ -95,7 +95,7 @@ class Batches:
         return np.stack(rows).astype(np.int32)
 
     def epoch(self, step: int) -> float:
-        """How often the data has been seen before a step."""
+        """The number of epochs before a step."""
         return step * self._batch_size / self._num_rows
 
     def _row(self, number: int) -> np.ndarray:
@@ -110,7 +110,7 @@ def _order(seed: int, epoch: int, num_rows: int) -> np.ndarray:
 
 
 def heldout_rows(tokens: np.ndarray, context: int) -> np.ndarray:
-    """All held-out tokens as rows [n, context + 1]; the last row is filled with -1."""
+    """All held-out tokens as rows [n, context + 1]; -1 pads the last row."""
     num_rows = max(1, -(-(len(tokens) - 1) // context))
     padded = np.full(num_rows * context + 1, -1, np.int32)
     padded[: len(tokens)] = tokens
@@ -119,7 +119,7 @@ def heldout_rows(tokens: np.ndarray, context: int) -> np.ndarray:
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str], *, special: bool) -> Iterator[np.ndarray]:
-    """Token ids of each text, with the end-of-text token behind."""
+    """Token ids of each text, followed by the end-of-text token."""
     end = tokenizer.token_to_id(EOS)
     tokenizer.encode_special_tokens = not special
     for some in _groups(texts, _ENCODE_AT_ONCE):

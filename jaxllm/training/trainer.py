@@ -1,12 +1,12 @@
-"""A training run, from where it is to its end.
+"""A training run, from its current state to its end.
 
-    prepare   text to a tokenizer and token ids, once
-    restore   the latest checkpoint, or first weights
-    loop      a batch, a compiled step, a line of log; sometimes a measurement, a checkpoint
-    export    the weights as a model directory
+    prepare   make a tokenizer and token ids from text, once
+    restore   load the latest checkpoint, or make first weights
+    loop      run a compiled step on a batch, log; at intervals evaluate and save a checkpoint
+    export    write the weights as a model directory
 
-Killed at any moment, it goes on from its last checkpoint and, but for an end by time, comes to the
-very weights that it would have come to.
+A killed run resumes from its last checkpoint. Unless the run ends by time, the resumed run gets
+exactly the same weights as an uninterrupted one.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ logger = init_logger(__name__)
 
 Weights = dict[str, jax.Array]
 
-# How long the end of a run takes at most, as a guess: on a slow disk, with two copies of the state.
+# Estimates of the longest end of a run: on a slow disk, with two copies of the state.
 _WRITE_S = 3.0
 _WRITE_BYTES_PER_S = 50e6
 
@@ -92,7 +92,7 @@ class Trainer:
             logger.info("going on after step %d", restored.step)
         step, seconds, state = restored or (0, 0.0, self._initial_state())
         taught_by = {} if self.teacher is None else self.teacher.weights
-        # Of this process all counts, from its begin on.
+        # The whole time of this process counts.
         started = self._began - seconds
         seconds = time.monotonic() - started
         schedule = self._with_time_to_end(state)
@@ -135,8 +135,8 @@ class Trainer:
         return self._export(state.weights)
 
     def _with_time_to_end(self, state: TrainState) -> Schedule:
-        """The schedule that ends so early that what comes after the last step, a measurement, a
-        checkpoint and the model, is within the time that was given."""
+        """A schedule that ends earlier, so that the evaluation, the checkpoint and the export after
+        the last step are within the given time."""
         if self.schedule.seconds is None:
             return self.schedule
         run = self.options.run
@@ -160,13 +160,13 @@ class Trainer:
         return self._export(restored.state.weights)
 
     def bits_per_byte(self, weights: Weights, max_rows: int | None = None) -> float:
-        """What the held-out text costs, in windows of the context that know nothing of each other;
-        of that many windows, evenly spread."""
+        """Bits per byte of the held-out text, in independent windows of the context: of up to
+        `max_rows` windows, evenly spaced."""
         run = self.options.run
         rows = heldout_rows(self.data.heldout, run.context)
         if max_rows is not None and len(rows) > max_rows:
             rows = rows[np.linspace(0, len(rows) - 1, max_rows).astype(int)]
-        # All calls of one shape; rows of padding cost nothing.
+        # All calls have one shape; rows of padding add nothing to the sum.
         missing = -len(rows) % run.batch_size
         rows = np.pad(rows, ((0, missing), (0, 0)), constant_values=-1)
         nats = num_tokens = 0.0
@@ -196,7 +196,7 @@ class Trainer:
         return TrainState(weights, self.optimizer.init(weights))
 
     def _abstract_state(self) -> TrainState:
-        """A state's structure, for restoring one."""
+        """The structure of a state, to restore one."""
         weights: Any = {
             name: jax.ShapeDtypeStruct(p.shape, jnp.float32)
             for name, p in self.model.parameters.items()
@@ -206,7 +206,7 @@ class Trainer:
     def _take_step(
         self, state: TrainState, teacher_weights: Weights, rows: jax.Array, rate: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update, and the losses before it."""
+        """Make one update; return the losses before it."""
         gradients = jax.value_and_grad(self._losses, has_aux=True)
         (_, losses), gradient = gradients(state.weights, teacher_weights, rows)
         directions, optimizer = self.optimizer.update(gradient, state.optimizer, state.weights)
@@ -216,7 +216,7 @@ class Trainer:
     def _losses(
         self, weights: Weights, teacher_weights: Weights, rows: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """What is minimised, and what it is made of, in nats per token."""
+        """The loss, and its parts, in nats per token."""
         inputs, targets = rows[:, :-1], rows[:, 1:]
         logits = self.model.logits(weights, inputs)
         loss = jnp.mean(surprise(logits, targets))
@@ -229,7 +229,7 @@ class Trainer:
         return (1 - share) * loss + share * apart, {"loss": loss, "teacher_distance": apart}
 
     def _surprise(self, weights: Weights, rows: jax.Array) -> jax.Array:
-        """Surprise in nats at the targets of rows [n, length + 1], padding left out."""
+        """Surprise in nats at the targets of rows [n, length + 1], without padding."""
         logits = self.model.logits(weights, jnp.maximum(rows[:, :-1], 0))
         return surprise(logits, rows[:, 1:])
 

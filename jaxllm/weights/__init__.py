@@ -1,1 +1,1 @@
-"""From a checkpoint on disk to arrays on devices."""
+"""Loads a checkpoint from disk into arrays on devices."""

@@ -1,7 +1,7 @@
 """Checkpoints on disk: finds the directory, and reads safetensors by mmap, tensor by tensor.
 
-Opening a checkpoint reads the headers only and checks that every file is whole; the data of a
-tensor is read when it is asked for, and its memory given back when it is released.
+Opening a checkpoint reads only the headers and checks that every file is complete. The data of a
+tensor is read on access, and `release` frees its memory.
 """
 
 import math
@@ -31,19 +31,19 @@ _BITS = {
     "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8,
     "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
 }  # fmt: skip
-_ELEMENTS_AT_ONCE = 1 << 22  # that are read or compared
+_ELEMENTS_AT_ONCE = 1 << 22  # read or compared in one piece
 _MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 100_000_000
 _MAX_NAME_BYTES = 255
-# Config and tokenizer; the code of a tokenizer is only run with trust_remote_code.
+# Config and tokenizer. A tokenizer's code runs only with trust_remote_code.
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
 def resolve_model_dir(
     model: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path:
-    """The local directory of a model: a bundled one, the given one, or the hub's copy of it."""
+    """The local directory of a model: bundled, given, or downloaded from the hub."""
     if (shipped := bundled.path(model)) is not None:
         return shipped
     local = Path(model).expanduser()
@@ -57,7 +57,7 @@ def resolve_model_dir(
             f"model {model!r}: there is no such directory, and it is not the name of a model on "
             "the hub (organisation/name), nor 'bundled', the one that comes with jaxllm"
         )
-    # A dependency that most starts never need.
+    # Imported here, because most starts do not need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -68,7 +68,7 @@ def resolve_model_dir(
                 revision=revision,
                 cache_dir=download_dir,
                 allow_patterns=[*_SMALL_FILES, "*.safetensors"],
-                # Second copies of the weights, in other layouts.
+                # These are second copies of the weights, in other layouts.
                 ignore_patterns=["original/*", "consolidated*", "*/*"],
             )
         )
@@ -87,7 +87,7 @@ _NO_GGUF = (
 
 
 def _refuse_gguf(directory: Path) -> None:
-    """One that has nothing else has no tokenizer of ours either, of which the error would be."""
+    """Refuse a directory with only GGUF. Otherwise the error would be about a missing tokenizer."""
     names = [file.name for file in directory.iterdir()]
     gguf = sorted(name for name in names if name.endswith(".gguf"))
     if gguf and not any(name.endswith(".safetensors") for name in names):
@@ -102,7 +102,7 @@ def _of_file(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """Where a tensor is, and what its file says it is."""
+    """The place of a tensor in its file, and its dtype and shape."""
 
     file: Path
     dtype: str  # in safetensors' names
@@ -112,7 +112,7 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """The tensors of a model directory. Use it as a context; it holds the open files."""
+    """The tensors of a model directory. A context manager that owns the open files."""
 
     def __init__(self, model_dir: Path):
         self.tensors: dict[str, TensorInfo] = {}
@@ -130,10 +130,10 @@ class Checkpoint:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._maps.clear()  # views that are still alive keep their mapping open
+        self._maps.clear()  # views that are still in use keep their mapping open
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor as a view of its file: slices of it read only what they cover."""
+        """A tensor as a view of its file. A slice reads only its own elements."""
         info = self.tensors[name]
         if info.dtype not in _DTYPES:
             raise UnsupportedModelError(
@@ -151,7 +151,7 @@ class Checkpoint:
         return flat.reshape(info.shape)
 
     def copy(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
-        """Fill the target with a box of a tensor, piece by piece: what is copied is released."""
+        """Fill the target with a box of a tensor, piece by piece; release each piece."""
         values = self.read(name)[box]
         if not values.ndim:
             target[...] = values
@@ -161,14 +161,14 @@ class Checkpoint:
             self.release(name)
 
     def release(self, name: str) -> None:
-        """Give back the memory that reading a tensor took."""
+        """Free the memory that reading from the tensor's file took."""
         mapping = self._maps.get(self.tensors[name].file)
         if mapping is not None:
             mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def row_slices(array: np.ndarray) -> Iterator[slice]:
-    """The rows of an array in pieces of bearable size."""
+    """The rows of an array, in pieces of a limited number of elements."""
     step = max(1, _ELEMENTS_AT_ONCE // max(1, math.prod(array.shape[1:])))
     return (slice(start, start + step) for start in range(0, len(array), step))
 
@@ -240,7 +240,7 @@ def _check_index(index: Path, tensors: dict[str, TensorInfo]) -> None:
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """Read and check the header: 8 bytes with its length, JSON, then the data without gaps."""
+    """Read and check the header. A file has 8 bytes of length, JSON, then data without gaps."""
     with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
@@ -251,7 +251,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             )
         raw = opened.read(length)
     try:
-        # Entry by entry: what is none takes no more memory than its text.
+        # Decode entry by entry, so that a malformed entry takes no more memory than its text.
         header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         tensors = {
@@ -260,7 +260,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         }
     except RecursionError:
         raise CheckpointError(f"{file} has a damaged header: it is nested too deeply") from None
-    except ValueError as error:  # msgspec's are such
+    except ValueError as error:  # the base class of msgspec's errors
         raise CheckpointError(f"{file} has a damaged header: {error}") from error
     wanted = max((info.offset + info.num_bytes for info in tensors.values()), default=8 + length)
     if size != wanted:
@@ -284,7 +284,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Entry(msgspec.Struct):
-    """What a header says of a tensor."""
+    """A tensor's entry in a header."""
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=32)]

@@ -1,7 +1,7 @@
-"""Fills a model's parameters from a checkpoint, using every tensor and parameter exactly once.
+"""Fills a model's parameters from a checkpoint. Each tensor and parameter is used exactly once.
 
-Parameters are made one after the other, and what of a file has been copied is let go, so that
-beside what is kept there is at most one of them in memory.
+Parameters are made one after the other, and pages of a file are released once they are copied. So
+host memory holds at most one parameter beside the ones that stay there.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jaxllm.parallel.sharding import Axes, Part, make_mesh, num_pieces, sharding
 from jaxllm.plural import counted
 from jaxllm.weights.checkpoint import Checkpoint, row_slices, some_of
 
-_DUMMY_PERIOD = 1_000_003  # a prime: no two rows of a matrix are equal
+_DUMMY_PERIOD = 1_000_003  # a prime, so that no two rows of a matrix are equal
 
 
 def load_weights(
@@ -36,10 +36,10 @@ def load_weights(
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
     seed: int = 0,
 ) -> nnx.State:
-    """The arrays for an abstract model, from its directory, or random ones ("dummy").
+    """Load the arrays of an abstract model from its directory, or make random ones ("dummy").
 
-    They lie on the mesh (default: the first device) as their axes say, and of the checkpoint only
-    what goes to devices of this process is read.
+    The arrays are sharded over the mesh (default: the first device) by their axes. A process reads
+    only the parts of the checkpoint that go to its own devices.
     """
     part = (abstract_model, mesh or make_mesh(jax.devices()[:1]))
     (state,) = load_parts(model_dir, [part], load_format=load_format, seed=seed)
@@ -53,8 +53,8 @@ def load_parts(
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
     seed: int = 0,
 ) -> list[nnx.State]:
-    """The same for a model in parts, each on a mesh of its own: together they use what the whole
-    would use, and each gets what it would have there."""
+    """Load a model in parts, each on its own mesh. Together the parts use the tensors of the whole
+    model, and every parameter has the same values as in the whole model."""
     parameters = [parameters_of(abstract_model) for abstract_model, _ in parts]
     if load_format == "dummy":
         arrays = [
@@ -78,7 +78,7 @@ def load_parts(
 
 
 def weights_bytes(abstract_model: Model | nnx.Module, mesh: Mesh) -> int:
-    """What the parameters of a model take on each device of a mesh."""
+    """The bytes of a model's parameters on each device of a mesh."""
     return sum(
         p.size * p.dtype.itemsize // num_pieces(mesh, p.axes)
         for p in parameters_of(abstract_model).values()
@@ -87,7 +87,7 @@ def weights_bytes(abstract_model: Model | nnx.Module, mesh: Mesh) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What a model says of one of its arrays."""
+    """Shape, dtype and metadata of one of a model's arrays."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -101,13 +101,13 @@ class Parameter:
 
     @property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what it is fused of; if it is not, its own, without padding."""
+        """Shapes of the fused tensors; if nothing is fused, its own shape without padding."""
         rows = [part.rows for part in self.parts] or [self.rows]
         return tuple((count, *self.shape[1:]) for count in rows)
 
 
 def abstract_weights(abstract_model: Model | nnx.Module, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and places of the arrays, in the order of the state's leaves."""
+    """Shapes and shardings of the arrays, in the order of the state's leaves."""
     return [
         jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding(mesh, p.axes))
         for p in parameters_of(abstract_model).values()
@@ -132,7 +132,7 @@ def parameters_of(abstract_model: Model | nnx.Module) -> dict[str, Parameter]:
 
 
 def sources_of(parameters: Mapping[str, Parameter], names: CheckpointMap) -> dict[str, Source]:
-    """Where each parameter is in a checkpoint."""
+    """The source of each parameter in a checkpoint."""
     return {name: names.source(name, p.pieces) for name, p in parameters.items()}
 
 
@@ -145,8 +145,8 @@ def _as_state(abstract_model: Model | nnx.Module, arrays: dict[str, jax.Array]) 
 def _check_names(
     checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]], names: CheckpointMap
 ) -> None:
-    """Every tensor and every parameter is used exactly once, or we say which is not. Two parts may
-    share what serves twice: a tied embedding."""
+    """Raise unless every tensor and every parameter is used exactly once. Two parts may share a
+    tied embedding."""
     of_parts = {name: source for part in sources for name, source in part.items()}
     counts = Counter(name for part in sources for name in part)
     shared = {name for name, count in counts.items() if count > 1}
@@ -180,7 +180,7 @@ def _check_names(
 
 
 def _check_rows(used: list[Rows]) -> None:
-    """The map of a family uses each row of a tensor exactly once."""
+    """Assert that a family's map uses each row of a tensor exactly once."""
     end, tensor = 0, used[0].tensor
     for rows in sorted(used, key=lambda rows: rows.first):
         assert rows.tensor == tensor and rows.first == end, f"{tensor.name}: {used}"
@@ -189,7 +189,7 @@ def _check_rows(used: list[Rows]) -> None:
 
 
 def _check_shapes(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]]) -> None:
-    """Before any data is read: is every tensor what config.json says?"""
+    """Compare every tensor's shape with config.json, before any data is read."""
     asked = {
         rows.tensor: checkpoint.tensors[rows.tensor.name].shape
         for of_part in sources
@@ -216,7 +216,7 @@ def _load(checkpoint: Checkpoint, source: Source, parameter: Parameter, mesh: Me
             _read, checkpoint, source, parameter, num_pieces(mesh, parameter.axes[:1])
         ),
     )
-    # Else copies would be on their way to the devices, and in memory, as many as there is time for.
+    # Wait, so that pending copies to the devices do not pile up in host memory.
     return array.block_until_ready()
 
 
@@ -227,7 +227,7 @@ def _read(
     num_shards: int,
     index: tuple[slice, ...] | None,
 ) -> np.ndarray:
-    """A box of a parameter: of a fused one that is cut by rows, whole shards."""
+    """Read a box of a parameter. A box of a fused parameter, cut by rows, has whole shards."""
     whole = (slice(None),) * len(parameter.shape)
     edges = zip(index or whole, parameter.shape, strict=True)
     box = tuple(slice(*cut.indices(size)[:2]) for cut, size in edges)
@@ -238,7 +238,7 @@ def _read(
 
 
 def _places(parameter: Parameter, num_shards: int, box: slice) -> Iterator[tuple[slice, slice]]:
-    """Which rows of the source go to which rows of a box. The rest of the box is padding."""
+    """Yield pairs (rows of the box, rows of the source). The rest of the box is padding."""
     if not parameter.parts:
         end = min(box.stop, parameter.rows)
         if box.start < end:
@@ -266,9 +266,9 @@ def _equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
 
 
 def _dummy(name: str, parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:
-    # Random bits for a whole model would take longer than reading it, so they repeat. And small,
-    # so that activations of a deep model stay finite in every type. Drawn by name, so that they are
-    # the same however the model is cut.
+    # The values repeat, because random bits for a whole model would take longer than reading it.
+    # They are small, so that activations of a deep model stay finite in every dtype. The name is
+    # part of the seed, so that they do not depend on how the model is cut.
     count = min(parameter.size, _DUMMY_PERIOD)
     random = np.random.default_rng((seed % 2**32, zlib.crc32(name.encode())))
     values = 0.1 * (random.random(count, np.float32) - 0.5)

@@ -1,1 +1,1 @@
-"""Kernels and their references, one folder per op. Knows jax and numpy, and nothing of jaxllm."""
+"""Kernels and their references, one folder per op. Imports jax and numpy, and nothing of jaxllm."""

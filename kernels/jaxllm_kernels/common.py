@@ -1,4 +1,4 @@
-"""Small helpers that several ops share."""
+"""Small helpers for several ops."""
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,10 @@ def round_up(a: int, multiple: int) -> int:
 
 
 def storage_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The type in which an array that is updated in place keeps values of a floating type.
+    """The dtype in which an array that is updated in place stores values of this dtype.
 
-    XLA:CPU has no scatter of floats below 32 bits: it converts the whole operand to float32 and
-    back, for every update. So they are kept as their bits.
+    XLA:CPU has no scatter of floats below 32 bits: for every update it converts the whole operand
+    to float32 and back. So these floats are stored as integers of the same bits.
     """
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -28,10 +28,10 @@ def storage_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def to_storage(x: jax.Array) -> jax.Array:
-    """Values as `storage_dtype` keeps them."""
+    """Reinterpret values as their `storage_dtype`."""
     return jax.lax.bitcast_convert_type(x, storage_dtype(x.dtype))
 
 
 def from_storage(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """What `to_storage` was given, as its dtype."""
+    """Reinterpret stored values as a dtype; the inverse of `to_storage`."""
     return jax.lax.bitcast_convert_type(x, dtype)

@@ -1,4 +1,4 @@
-"""What differs between the versions of JAX that the kernels run on, in one place.
+"""The differences between the versions of JAX that the kernels run on, in one place.
 
 Pallas for GPUs is young: names and behaviour change with almost every release of JAX.
 """
@@ -14,12 +14,12 @@ import jax
 
 @contextlib.contextmanager
 def without_source_locations() -> Iterator[None]:
-    """Lower programs that do not say from where in the sources they come.
+    """Lower programs without source locations.
 
-    The body of a Pallas kernel is part of its program's key in the compilation cache, and with it
-    the files and lines of all callers: moving the sources, or starting the same engine in another
-    way, would compile everything again. Names of scopes and operations stay, and so do the
-    tracebacks of errors. A kernel that is compiled by itself, as its tests do, keeps its lines.
+    The body of a Pallas kernel is part of its program's key in the compilation cache, including the
+    files and lines of all callers. So a change of line numbers, or another way to start the same
+    engine, would compile everything again. Names of scopes and operations stay, and so do the
+    tracebacks of errors. A kernel that is compiled on its own, as in its tests, keeps its lines.
     """
     name = "jax_traceback_in_locations_limit"
     before = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
@@ -45,11 +45,11 @@ def why_no_mosaic_gpu() -> str | None:
 
 
 def what_slows_mosaic_gpu() -> str | None:
-    """Why the Mosaic GPU kernels, which this JAX compiles, may be slower than they could be; None
-    if nothing is known."""
+    """Why the Mosaic GPU kernels may be slower with this JAX, which can compile them; None if no
+    reason is known."""
     if jax.__version_info__ < _NVJITLINK_SINCE:
         return None
-    # Whether there is one cannot be told from here: it need not be a package's.
+    # Detecting libnvJitLink is not possible here, because it need not be part of a package.
     return (
         f"JAX {jax.__version__} assembles with libnvJitLink where it finds one (jax[cuda13] "
         "installs it), which leaves kernels of prefills too few registers; JAX 0.11.2 does not"
@@ -57,7 +57,7 @@ def what_slows_mosaic_gpu() -> str | None:
 
 
 def gpu_interpret_params() -> Any:
-    """What makes `plgpu.kernel` run on a CPU: as a GPU would, and looking out for races."""
+    """The parameters that make `plgpu.kernel` run on a CPU like on a GPU, and detect races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -75,10 +75,10 @@ def smem_transforms(tiling: tuple[int, int], swizzle: int | None) -> tuple[Any, 
 
 
 def store_unoptimized(ref: Any, x: jax.Array) -> None:
-    """Store registers to a GPU's memory in whatever pieces their layout gives.
+    """Store registers to a GPU's memory in the pieces that their layout gives.
 
-    JAX 0.12 refuses that unless it is asked for: a plain store has to fill whole cache lines of
-    global memory, or to spare untiled shared memory bank conflicts. JAX 0.11 did it unasked.
+    JAX 0.12 does that only on request: otherwise a store must fill whole cache lines of global
+    memory, or avoid bank conflicts in untiled shared memory. JAX 0.11 does it always.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

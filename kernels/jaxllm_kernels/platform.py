@@ -1,7 +1,7 @@
-"""Facts about chips that a plan or an implementation chooses by.
+"""Facts about chips, by which plans and implementations choose.
 
-A platform is what `jax.Device.platform` says: "cpu", "gpu" or "tpu". A chip is what one JAX device
-is: a whole TPU chip, except where a chip shows each of its cores as a device (v7x).
+A platform is the value of `jax.Device.platform`: "cpu", "gpu" or "tpu". A chip is one JAX device: a
+whole TPU chip, except where each core of a chip is a device (v7x).
 """
 
 import functools
@@ -10,32 +10,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# A jax.Device, a name that type checkers take for a variable.
+# A jax.Device. Type checkers take that name for a variable.
 Device = Any
 
-# Tokens per KV block where nobody asks for a number. On a CPU the XLA attention backend takes one
+# Default tokens per KV block. On a CPU the XLA attention backend takes one
 # block per iteration: in processor time of a decode (benchmarks/attention_xla.py, two cores),
-# blocks of 16 cost 1.7 to 1.9 times those of 64, and blocks of 32 cost 1.0 to 1.2 times; smaller
-# blocks are shared more often between prompts.
+# blocks of 16 cost 1.7 to 1.9 times those of 64, and blocks of 32 cost 1.0 to 1.2 times. Prompts
+# share smaller blocks more often.
 DEFAULT_BLOCK_SIZES = {"cpu": 32, "gpu": 64, "tpu": 64}
 
-# Rows that a matrix product needs before it leaves a slow path. XLA:CPU multiplies one row of
-# 16-bit weights ten times slower than two.
+# Rows that a matrix product needs to avoid a slow path. With 16-bit weights XLA:CPU
+# multiplies one row ten times slower than two.
 MIN_DOT_ROWS = {"cpu": 2, "gpu": 1, "tpu": 1}
 
-# What XLA:GPU may record in a command buffer (CUDA graph): by default all of these but loops, whose
-# every iteration would be launched by the host, after it has waited for the loop's condition.
+# Operations that XLA:GPU may record in a command buffer (CUDA graph). Its default lacks loops: the
+# host would launch every iteration, after it has waited for the loop's condition.
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
 _GPU_OPTIONS = (
     ("xla_gpu_enable_command_buffer", _COMMAND_BUFFER),
-    # Where weights and cache take more than four fifths of the memory, XLA thinks that it has none
-    # left and computes things again that it could keep: 29 more launches in two layers of Llama-8B.
+    # If weights and cache take more than four fifths of the memory, XLA assumes that no memory is
+    # left, and recomputes values that it could keep: 29 more launches in two layers of Llama-8B.
     # Caches are sized so that its temporaries fit.
     ("xla_disable_hlo_passes", "rematerialization"),
 )
 
-# JAX sets this in the environment of a TPU VM, and nowhere else. Said here, it is the same wherever
-# a program for a TPU is compiled.
+# JAX sets this flag in the environment of a TPU VM only. Setting it here makes programs for TPUs
+# the same wherever they are compiled.
 _TPU_OPTIONS = (("xla_tpu_use_enhanced_launch_barrier", "true"),)
 
 _GIB = 1 << 30
@@ -44,20 +44,20 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What a JAX device is made of; zero where a fact does not exist or nobody needs it."""
+    """The properties of a JAX device; zero if a property does not exist or is not needed."""
 
     name: str
     platform: str
-    # Memory that programs can use: what the TPU compiler itself admits, which is less than what the
-    # data sheet says; of a GPU, what is left by driver and context.
+    # Memory for programs. On TPU: the TPU compiler's limit, which is less than in the data sheet.
+    # On GPU: the rest beside driver and context.
     hbm_bytes: int = 0
     # Peak rates, from the makers' data sheets.
     hbm_bytes_per_second: float = 0
     bf16_flops_per_second: float = 0
-    # Out of a device to its neighbours, over all of its links together. A small slice of TPUs,
-    # which is no torus, does not use all of them.
+    # From a device to its neighbours, over all of its links together. A small slice of TPUs, which
+    # is not a torus, does not use all links.
     link_bytes_per_second: float = 0
-    # How many devices a chip shows itself as.
+    # The number of JAX devices of a chip.
     devices_per_chip: int = 1
     # TensorCores of a device of a TPU, streaming multiprocessors of a GPU.
     num_cores: int = 1
@@ -65,9 +65,9 @@ class Chip:
     vmem_bytes: int = 0
     # Scalar memory of a TPU core.
     smem_bytes: int = 0
-    # Of an NVIDIA GPU: (9, 0) is Hopper.
+    # The compute capability of an NVIDIA GPU: (9, 0) is Hopper.
     compute_capability: tuple[int, int] | None = None
-    # What a program for this chip is compiled with, beside XLA's defaults.
+    # The compiler options of programs for this chip, in addition to XLA's defaults.
     compiler_options: tuple[tuple[str, str], ...] = ()
 
 
@@ -131,7 +131,7 @@ CHIPS = {
             devices_per_chip=2,
             compiler_options=(
                 *_TPU_OPTIONS,
-                # Else XLA gives some uses of a 16-bit weight another layout, and copies all of it.
+                # Otherwise XLA gives some uses of a 16-bit weight another layout, and copies it.
                 ("xla_tpu_control_large_2nd_minor_layout_for_x16", "false"),
             ),
             vmem_bytes=64 * _MIB,
@@ -179,9 +179,9 @@ _DEVICE_KINDS = {
 
 
 def chip_of(device: Device) -> Chip:
-    """The chip that a device, real or of a compile-only topology, is.
+    """Return the chip of a device, real or of a compile-only topology.
 
-    One that the table lacks gets its name and what the device itself tells.
+    A chip that the table lacks has the device's name and the facts that the device reports.
     """
     if device.platform == "cpu":
         return CHIPS["cpu"]
@@ -204,7 +204,7 @@ def _version(capability: str) -> tuple[int, int]:
 
 @functools.cache
 def processor() -> str:
-    """This machine's processor and its instructions: programs for a CPU use all of them."""
+    """This machine's processor and its instruction sets. Programs for a CPU use all of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
-"""Devices that need not exist: what the compiler of a chip takes in the place of real ones.
+"""Devices that need not exist: a chip's compiler accepts them in place of real ones.
 
-A TPU slice wants libtpu installed (`pip install jax[tpu]`), a GPU the wheels of jax's CUDA plugin
-and CUDA's compiler; neither wants the hardware. libtpu lets one process at a time use it, unless
+A TPU slice needs libtpu (`pip install jax[tpu]`). A GPU needs the wheels of jax's CUDA plugin and
+CUDA's compiler. Neither needs the hardware. Only one process at a time can use libtpu, unless
 ALLOW_MULTIPLE_LIBTPU_LOAD=1 is in the environment. Programs for such devices can be lowered,
-compiled and looked at, but not run.
+compiled and inspected, but not run.
 """
 
 from importlib import resources
@@ -16,16 +16,16 @@ from jaxllm_kernels.platform import Device
 
 
 class _Slice(NamedTuple):
-    """How libtpu calls a slice."""
+    """libtpu's name for a slice."""
 
     topology: str
-    # Without them a slice of more chips than one host has by default becomes several hosts.
+    # Without this, a slice with more chips than a default host becomes several hosts.
     chips_per_host: tuple[int, int, int] | None = None
     # v4 and v5p count cores, and show both cores of a chip as one device in this mode.
     chip_config: str | None = None
 
 
-# As Google Cloud names them. A host has up to 8 chips of v5e and v6e, 4 of the others.
+# Google Cloud's names. A host has up to 8 chips of v5e and v6e, 4 of the others.
 _TPU_SLICES = {
     "v4-8": _Slice("v4:2x2x1", chip_config="megacore"),
     "v4-16": _Slice("v4:2x2x2", chip_config="megacore"),
@@ -45,7 +45,7 @@ _GPUS = ("h200",)
 
 
 def topology_names() -> tuple[str, ...]:
-    """What `topology_devices` knows."""
+    """The names that `topology_devices` accepts."""
     return (*_TPU_SLICES, *_GPUS, "cpu")
 
 

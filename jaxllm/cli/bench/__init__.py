@@ -1,1 +1,1 @@
-"""`jaxllm bench <what>`, a module for each; `jaxllm.bench` does the work."""
+"""`jaxllm bench <what>`: one module per benchmark. `jaxllm.bench` does the work."""

@@ -1,4 +1,4 @@
-"""`jaxllm bench latency`: how long an engine in this process takes for a batch."""
+"""`jaxllm bench latency`: the time that an engine in this process takes for a batch."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    # The prompts are the same in each run: with the cache only the first would be measured.
+    # All runs have the same prompts. With a prefix cache only the first run would compute them.
     engine = engine_options_from(args)
     engine.setdefault("enable_prefix_caching", False)
     options = LatencyOptions(**options_from(args, LatencyOptions))

@@ -1,4 +1,4 @@
-"""`jaxllm bench serve`: a load for a server that speaks OpenAI's protocol."""
+"""`jaxllm bench serve`: sends a load to a server of OpenAI's protocol."""
 
 import argparse
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`jaxllm bench throughput`: how much an engine in this process does in a second."""
+"""`jaxllm bench throughput`: the throughput of an engine in this process."""
 
 import argparse
 from pathlib import Path
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Through AsyncLLMEngine, whose engine is in a process of its own.",
     )
     parser.add_argument("--output-json", metavar="FILE", help="Where to write the result as JSON.")
-    # The engine's --seed is also that of the prompts.
+    # The engine's --seed also seeds the prompts.
     add_option_arguments(parser, DatasetOptions, without=("seed",))
     add_engine_arguments(parser)
 

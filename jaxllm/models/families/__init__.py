@@ -1,1 +1,1 @@
-"""One file for each family of models; the registry has a line for each of its architectures."""
+"""One file for each family of models. The registry has a line for each architecture."""

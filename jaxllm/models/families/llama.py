@@ -1,7 +1,7 @@
-"""Llama 2, 3, 3.1 and all that keep its architecture: the plain dense decoder.
+"""Llama 2, 3, 3.1 and other models of the same architecture: the plain dense decoder.
 
-A norm before the attention and one before the gated MLP. Biases on all projections of one of them
-or on none; any rope scaling.
+It has a norm before the attention and one before the gated MLP. Either has biases on all of its
+projections or on none. Any rope scaling is supported.
 """
 
 from jaxllm.models.checkpoint_map import LLAMA_NAMES

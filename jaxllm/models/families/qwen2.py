@@ -16,7 +16,7 @@ def read(name: str, config: HFConfig) -> Architecture:
 
 
 def read_qwen(name: str, config: HFConfig, attention: AttentionSpec) -> Architecture:
-    """A Qwen of which this is the attention in layers that see everything."""
+    """Read a Qwen with this attention; layers with a window add the window to it."""
     mlp = read_mlp(config)
     layers = [
         pre_norm_layer(config, dataclasses.replace(attention, window=window), mlp)
@@ -26,14 +26,14 @@ def read_qwen(name: str, config: HFConfig, attention: AttentionSpec) -> Architec
 
 
 def read_windows(config: HFConfig) -> list[int | None]:
-    """The window of every layer."""
+    """The window of every layer; None in layers of full attention."""
     num_layers = config.integer("num_hidden_layers")
     window = None
     if config.flag("use_sliding_window") and config.get("sliding_window", 4096) is not None:
         window = config.integer("sliding_window", 4096)
     kinds = config.layer_types(num_layers, supported=("full_attention", "sliding_attention"))
     if kinds is None:
-        # The first layers see everything, the rest only the window.
+        # The first layers have full attention, the rest have the window.
         first = config.integer("max_window_layers", 28, lowest=0)
         return [None if layer < first else window for layer in range(num_layers)]
     if window is None and "sliding_attention" in kinds:

@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 with a norm on every query and key head, and head_dim apart from hidden_size."""
+"""Qwen3: Qwen2 with a norm on every query and key head, and its own head_dim."""
 
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
 from jaxllm.models.families.qwen2 import read_qwen

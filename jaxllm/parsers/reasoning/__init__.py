@@ -1,1 +1,1 @@
-"""How models write what they think before they answer: one file for each format."""
+"""How models write reasoning: one file for each format."""

@@ -1,8 +1,8 @@
-"""The parser of reasoning: what stands between two tags is reasoning, what follows is content.
+"""The reasoning parser: text between two tags is reasoning, and the text after them is content.
 
-Whether the reasoning has begun is seen in the prompt: chat templates may open it for the model, or
-open and close it where thinking is turned off. Line breaks between tags and text are no part of
-either. Reasoning without an end, as of an answer that was cut off, is all reasoning.
+The prompt shows whether the reasoning has begun: a chat template may open it, or open and close it
+when thinking is turned off. Line breaks between tags and text belong to neither reasoning nor
+content. If an answer is cut off before the closing tag, all of it is reasoning.
 """
 
 import re
@@ -15,16 +15,15 @@ from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
 
 
 class ReasoningFormat(NamedTuple):
-    """The tags of a family of models, and what it does with them."""
+    """The tags of a model family and how the family uses them."""
 
     open_tag: str
     close_tag: str
-    # Answers begin with reasoning even if neither they nor the prompt have opened it.
+    # Answers begin with reasoning even if neither the answer nor the prompt has the opening tag.
     starts_inside: bool
-    # Markers that end the reasoning too, of models that forget to close it; they are content.
+    # Markers that also end the reasoning, because some models forget to close it. They are content.
     other_ends: tuple[str, ...] = ()
-    # The tags are special tokens in some models that use them: decode the answer with
-    # skip_special_tokens=False.
+    # In some models the tags are special tokens: decode the answer with skip_special_tokens=False.
     needs_special_tokens: bool = True
 
 
@@ -35,9 +34,9 @@ _ANYTHING = re.compile(r"(?s:.*)")
 def reasoning_parser(
     reasoning_format: ReasoningFormat, prompt: str = "", enable_thinking: bool = True
 ) -> StreamParser:
-    """A parser that separates one answer's reasoning from its content.
+    """Make a parser that separates one answer's reasoning from its content.
 
-    `prompt` is the rendered prompt, or its end. Without `enable_thinking` the answer is all
+    `prompt` is the rendered prompt, or its end. Without `enable_thinking` the whole answer is
     content.
     """
     text, deltas = TextStream(), DeltaWriter()
@@ -73,4 +72,4 @@ def _read(
 
 
 def _drop(text: str) -> None:
-    """The sink for tags and for the line breaks around them."""
+    """A sink for tags and for the line breaks around them."""

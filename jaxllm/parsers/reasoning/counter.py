@@ -1,4 +1,4 @@
-"""How many tokens of an answer are reasoning."""
+"""Counts the reasoning tokens of an answer."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,13 +7,14 @@ from jaxllm.parsers.stream_parser import StreamParser
 
 
 class ReasoningCounter:
-    """Counts the tokens up to the last one that shows as reasoning: an opening tag among them, the
-    closing one not. Every token is parsed alone, so it does not matter in which pieces they come.
+    """Counts the tokens up to the last one with reasoning text. It includes an opening tag, and
+    not the closing one. Tokens are parsed one by one, so the count does not depend on how the
+    answer is split into steps.
     """
 
     def __init__(self, parser: StreamParser, text_of: Callable[[int], str]):
-        """`parser` is one for the answer's reasoning, of which this is the only reader; `text_of`
-        gives the text of a token alone."""
+        """`parser` is a reasoning parser that nothing else reads; `text_of` returns the text of a
+        single token."""
         self._parser = parser
         self._text_of = text_of
         self._num_seen = 0
@@ -21,7 +22,7 @@ class ReasoningCounter:
         self.num_tokens = 0
 
     def feed(self, token_ids: Sequence[int]) -> None:
-        """The next tokens of the answer."""
+        """Count the next tokens of the answer."""
         for token_id in token_ids:
             if self._is_over:
                 return
@@ -29,7 +30,7 @@ class ReasoningCounter:
             self._take(self._parser.feed(self._text_of(token_id)))
 
     def finish(self) -> None:
-        """The answer has ended."""
+        """End the answer."""
         self._take(self._parser.finish())
 
     def _take(self, deltas: list[Delta]) -> None:

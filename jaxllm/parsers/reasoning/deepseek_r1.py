@@ -1,11 +1,11 @@
-"""DeepSeek R1, QwQ and others that always think: the answer begins inside the reasoning.
+"""DeepSeek R1, QwQ and other models that always think: the answer begins inside the reasoning.
 
     The user wants ...
     </think>
 
     The answer.
 
-The opening tag stands in the prompt; where it does not, the model may or may not write it.
+The opening tag is usually in the prompt. Otherwise the model may or may not write it.
 """
 
 from jaxllm.parsers.reasoning.base import ReasoningFormat

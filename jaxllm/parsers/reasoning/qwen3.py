@@ -1,4 +1,4 @@
-"""Qwen 3 and later: reasoning in tags that the model opens itself, or the chat template does.
+"""Qwen 3 and later: reasoning in tags. The model or the chat template writes the opening tag.
 
     <think>
     The user wants ...
@@ -6,8 +6,8 @@
 
     The answer.
 
-With thinking turned off the template opens and closes the tags in the prompt. Models of version 3.5
-sometimes call a tool without closing the tag first.
+If thinking is turned off, the template writes both tags into the prompt. Models of version 3.5
+sometimes call a tool without closing the reasoning first.
 """
 
 from jaxllm.parsers.reasoning.base import ReasoningFormat

@@ -1,4 +1,4 @@
-"""The formats by the names that `--reasoning-parser` takes."""
+"""Reasoning formats by their names in `--reasoning-parser`."""
 
 from jaxllm.errors import refused
 from jaxllm.parsers.reasoning.base import ReasoningFormat, reasoning_parser
@@ -10,7 +10,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {"deepseek_r1": DEEPSEEK_R1, "qw
 
 
 def find_reasoning_format(name: str) -> ReasoningFormat:
-    """The format of this name; asked for at start, so that a wrong one is refused there."""
+    """Return the format of this name. Called at start, so that a wrong name is refused there."""
     if name not in REASONING_FORMATS:
         raise refused("reasoning_parser", name, f"use one of {', '.join(REASONING_FORMATS)}")
     return REASONING_FORMATS[name]
@@ -19,5 +19,5 @@ def find_reasoning_format(name: str) -> ReasoningFormat:
 def make_reasoning_parser(
     name: str, prompt: str = "", enable_thinking: bool = True
 ) -> StreamParser:
-    """A parser for one answer to this prompt; see `reasoning_parser`."""
+    """Make a parser for one answer to this prompt; see `reasoning_parser`."""
     return reasoning_parser(find_reasoning_format(name), prompt, enable_thinking)

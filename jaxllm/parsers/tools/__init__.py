@@ -1,4 +1,4 @@
-"""How models write calls of tools into their answers: one file for each format.
+"""How models write tool calls into their answers: one file for each format.
 
-`registry` knows the formats by name, `base` has the parser that they all run in.
+`registry` lists the formats by name. `base` has the parser that runs them.
 """

@@ -1,13 +1,13 @@
-"""The parser of tool calls: the same for all formats, which differ in how they read.
+"""The parser of tool calls, which is common to all formats. A format is a function that reads.
 
-Rules that hold for every format:
-- Text that may become a call is held back until it is certain; then the call's name is sent, and
-  its arguments as they come. Text that turns out to be no call becomes content, to the letter.
-- Where a call has begun and then breaks its form, it ends there, with the arguments as far as they
-  came, and content goes on. The same for a call that is cut off by the end of the answer, so that
-  the client sees arguments that are no JSON and does not run half of a call.
-- White space before, between and after calls is no content, if there is nothing else.
-- Arguments in JSON are passed on as the model wrote them.
+Rules for every format:
+- Text that may become a call is held back until that is certain. Then the call's name is sent, and
+  its arguments are streamed. Text that is not a call becomes content, unchanged.
+- A call that violates its form ends there, with the arguments so far, and content continues. A call
+  that the end of the answer cuts off ends likewise. Its arguments are invalid JSON, so that the
+  client does not run an incomplete call.
+- White space before, between and after calls is not content, unless other content is beside it.
+- Arguments in JSON are passed on unchanged.
 """
 
 import secrets
@@ -28,7 +28,7 @@ class Tool(NamedTuple):
 
     @classmethod
     def of(cls, tool: object) -> "Tool":
-        """From OpenAI's form, which chat templates take, too; raises ValidationError."""
+        """Read a tool in OpenAI's form; raise ValidationError for any other form."""
         match tool:
             case {"function": {"name": str(name), **function}}:
                 return cls(name, function.get("parameters") or {})
@@ -37,32 +37,32 @@ class Tool(NamedTuple):
 
 
 def new_call_id() -> str:
-    """An id in the manner of OpenAI's."""
+    """Make an id like OpenAI's."""
     return f"call_{secrets.token_hex(12)}"
 
 
 class ToolCallOutput:
-    """What a format writes while it reads."""
+    """Takes the output of a format while the format reads."""
 
     def __init__(self, deltas: DeltaWriter, new_id: Callable[[], str]):
         self._deltas = deltas
         self._new_id = new_id
-        self._held: list[str] = []  # content, unless a call comes of it
+        self._held: list[str] = []  # becomes content, unless it becomes a call
         self._num_calls = 0
         self.in_call = False
 
     def content(self, text: str) -> None:
-        """Text for the user; what is held before it is, too."""
+        """Write content. Held text becomes content, too."""
         self._release()
         self._deltas.content(text)
 
     def form(self, text: str) -> None:
-        """Text that belongs to the form of a call: held until the call begins, then nothing."""
+        """Hold text that belongs to the form of a call. Within a call, drop it."""
         if not self.in_call:
             self._held.append(text)
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """The text that is held is a call."""
+        """Begin a call and drop the held text, which was its form."""
         assert not self.in_call, name
         self._held.clear()
         self._deltas.tool_call(ToolCallDelta(self._num_calls, call_id or self._new_id(), name))
@@ -70,25 +70,25 @@ class ToolCallOutput:
         self.in_call = True
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that is open."""
+        """Write the next piece of the open call's arguments."""
         assert self.in_call, text
         self._deltas.arguments(self._num_calls - 1, text)
 
     def end_call(self) -> None:
-        """What follows belongs to no call."""
+        """End the open call."""
         self.in_call = False
 
     def drop_form(self) -> None:
-        """What is held was the end of a call."""
+        """Drop the held text, which was the end of a call."""
         self._held.clear()
 
     def release(self) -> None:
-        """No call comes of what is held. Space alone may still stand before one."""
+        """Make held text content. Hold white space alone, because a call may follow it."""
         if not self._holds_space():
             self._release()
 
     def end(self) -> None:
-        """The answer has ended. Space at its end is dropped if it was calls."""
+        """End the answer. White space at the end is dropped after calls."""
         if not (self._num_calls and self._holds_space()):
             self._release()
 
@@ -102,17 +102,17 @@ class ToolCallOutput:
 
 
 class ToolFormat(NamedTuple):
-    """A way to write calls. `read` reads a whole answer, text between calls included."""
+    """A format of tool calls. `read` reads a whole answer, including the text between calls."""
 
     read: Callable[[TextStream, ToolCallOutput, Sequence[Tool]], Reading[None]]
-    # Some of its markers are special tokens in models that use it: decode the answer with
+    # In some models its markers are special tokens: decode the answer with
     # skip_special_tokens=False.
     needs_special_tokens: bool
     new_call_id: Callable[[], str] = new_call_id
 
 
 def tool_parser(tool_format: ToolFormat, tools: Sequence[Tool]) -> StreamParser:
-    """A parser that separates one answer's content from its calls of tools."""
+    """Make a parser that separates one answer's content from its tool calls."""
     text, deltas = TextStream(), DeltaWriter()
     out = ToolCallOutput(deltas, tool_format.new_call_id)
 
@@ -124,9 +124,9 @@ def tool_parser(tool_format: ToolFormat, tools: Sequence[Tool]) -> StreamParser:
 
 
 def read_content(text: TextStream, out: ToolCallOutput, markers: Markers) -> Reading[str | None]:
-    """Read content up to a marker and return the marker, which stays; None at the end.
+    """Read content up to a marker. Return the marker without reading it; None at the end.
 
-    What is held is content now, unless it is space, which waits for what follows it.
+    Held text becomes content, unless it is white space.
     """
     out.release()
     yield from text.take_while(SPACE, out.form)
@@ -134,7 +134,7 @@ def read_content(text: TextStream, out: ToolCallOutput, markers: Markers) -> Rea
 
 
 def read_end(text: TextStream, out: ToolCallOutput, marker: str) -> Reading[bool]:
-    """Read the marker at the end of a call, and space before it, if it comes next."""
+    """Read the end marker of a call, and white space before it, if it comes next."""
     out.release()
     yield from text.take_while(SPACE, out.form)
     found = yield from text.accept(marker, out.form, may_be_cut_off=True)

@@ -8,7 +8,7 @@
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}
     <｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-What follows the separator tells them apart.
+The text after the separator distinguishes them.
 """
 
 import re
@@ -43,7 +43,7 @@ def _read(text: TextStream, out: ToolCallOutput, tools: Sequence[Tool]) -> Readi
 
 
 def _read_call(text: TextStream, out: ToolCallOutput) -> Reading[bool]:
-    """Read one call, all of it. False if something else comes, or it has no end."""
+    """Read one call. Return False if there is none, or if its end is missing."""
     yield from text.take_while(SPACE, out.form)
     if not (yield from text.accept(_CALL, out.form)):
         return False
@@ -51,7 +51,7 @@ def _read_call(text: TextStream, out: ToolCallOutput) -> Reading[bool]:
     if not (yield from text.accept(_SEPARATOR, out.form)):
         return False
     if (yield from text.peek()) != "{":
-        name = yield from text.collect(_NAME, out.form)  # the other one was "function"
+        name = yield from text.collect(_NAME, out.form)  # before the separator was "function"
         yield from text.take_while(SPACE, out.form)
         yield from text.accept("```json", out.form)
         yield from text.take_while(SPACE, out.form)

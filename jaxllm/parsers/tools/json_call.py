@@ -1,8 +1,8 @@
 """Calls as JSON objects, {"name": ..., "arguments": {...}}, and JSON values in general.
 
-A value is passed on to the letter, as it comes. Only strings and brackets are told apart, to see
-where it ends: one counter, so nesting costs nothing, and what is wrong inside is the client's to
-find. A marker that stands outside of strings ends a value that its brackets have not ended.
+A value is streamed unchanged. The reader looks only at strings and brackets, to find the end of the
+value: it needs one counter for any depth. It does not validate the JSON inside; the client does. A
+marker outside of strings ends a value whose brackets are still open.
 """
 
 import json
@@ -16,9 +16,9 @@ _IN_STRING = re.compile(r'[^"\\]*')
 _IN_BRACKETS = re.compile(r'[^"{}\[\]<]*')  # markers begin with "<" or "["
 _IN_SCALAR = re.compile(r'[^\s,"{}\[\]<]*')
 
-_DECODER = json.JSONDecoder(strict=False)  # line breaks within strings, as models write them
+_DECODER = json.JSONDecoder(strict=False)  # models write line breaks within strings
 
-# Keys of the arguments, as formats and models have them, and keys that say nothing.
+# Names of the arguments' key in different formats, and keys that have no meaning.
 _ARGUMENTS = ("arguments", "parameters")
 _EMPTY_KEYS = ("type", "id")
 
@@ -26,10 +26,10 @@ _EMPTY_KEYS = ("type", "id")
 def read_call(
     text: TextStream, out: ToolCallOutput, *, end_marker: str | None = None, is_announced: bool
 ) -> Reading[bool]:
-    """Read an object that may be a call, its brace being next. Returns whether it was one.
+    """Read an object that may be a call, beginning at its brace. Return whether it was one.
 
-    If a marker announced a call, its name makes it certain; otherwise it takes name and arguments,
-    and no key that calls do not have. Keys may come in any order.
+    After a marker, an object with a name is a call. Without a marker, it needs a name and
+    arguments, and no keys that calls do not have. Keys may be in any order.
     """
     name = ""
     early: list[str] = []  # arguments that came before the name
@@ -69,7 +69,7 @@ def read_call(
 
 
 def read_value(text: TextStream, sink: Sink, end_marker: str | None = None) -> Reading[bool]:
-    """Pass on a JSON value. Returns whether it has an end of its own."""
+    """Pass on a JSON value. Return whether it is complete."""
     first = yield from text.peek()
     if first == '"':
         return (yield from _read_string(text, sink))
@@ -96,7 +96,7 @@ def read_value(text: TextStream, sink: Sink, end_marker: str | None = None) -> R
 def _read_arguments(
     text: TextStream, sink: Sink, form: Sink, end_marker: str | None
 ) -> Reading[bool]:
-    """Pass on a call's arguments. Some models write them as a string that has the JSON in it."""
+    """Pass on a call's arguments. Some models write them as a string that contains the JSON."""
     if (yield from text.peek()) != '"':
         return (yield from read_value(text, _both(sink, form), end_marker))
     pieces: list[str] = []
@@ -107,7 +107,7 @@ def _read_arguments(
 
 
 def _read_key(text: TextStream, sink: Sink) -> Reading[str | None]:
-    """Read a key, the colon and the space around them. None if there is something else."""
+    """Read a key, the colon and the space around them. None if there is no key or colon."""
     key = yield from _read_text(text, sink)
     yield from text.take_while(SPACE, sink)
     if key is None or not (yield from text.accept(":", sink)):
@@ -117,7 +117,7 @@ def _read_key(text: TextStream, sink: Sink) -> Reading[str | None]:
 
 
 def _read_text(text: TextStream, sink: Sink) -> Reading[str | None]:
-    """Read a JSON string and return the text that it stands for; None if it is no such thing."""
+    """Read a JSON string and return its text; None if there is no valid string."""
     if (yield from text.peek()) != '"':
         return None
     pieces: list[str] = []
@@ -126,7 +126,7 @@ def _read_text(text: TextStream, sink: Sink) -> Reading[str | None]:
 
 
 def _read_string(text: TextStream, sink: Sink) -> Reading[bool]:
-    """Pass on a JSON string, quotes included. Returns whether it was closed."""
+    """Pass on a JSON string with its quotes. Return whether it was closed."""
     text.take(sink)
     while True:
         yield from text.take_while(_IN_STRING, sink)
@@ -136,15 +136,15 @@ def _read_string(text: TextStream, sink: Sink) -> Reading[bool]:
         text.take(sink)
         if char == '"':
             return True
-        if (yield from text.peek()):  # whatever the backslash escapes
+        if (yield from text.peek()):  # the character that the backslash escapes
             text.take(sink)
 
 
 def _unquote(literal: str) -> str | None:
-    """The text that a JSON string stands for; None if it is not whole or has wrong escapes."""
+    """Decode a JSON string; None if it is incomplete or has invalid escapes."""
     try:
         value: str = _DECODER.decode(literal)
-        value.encode()  # half of a surrogate pair is no text
+        value.encode()  # refuses half of a surrogate pair
     except ValueError:
         return None
     return value

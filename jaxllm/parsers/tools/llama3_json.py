@@ -1,10 +1,10 @@
-"""The format of Llama 3.1 and later: an answer that is JSON objects, bare or after a tag.
+"""The format of Llama 3.1 and later: JSON objects at the beginning of the answer or after a tag.
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}
     <|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}
 
-JSON that is written in the middle of a text is no call: a bare one stands at the beginning of the
-answer or follows another call.
+JSON in the middle of text is not a call: a call without a tag is at the beginning of the answer or
+follows another call.
 """
 
 import re

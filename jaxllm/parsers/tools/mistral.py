@@ -1,11 +1,11 @@
-"""The formats of Mistral: [TOOL_CALLS], then an array of calls, or the name of one.
+"""The formats of Mistral: [TOOL_CALLS], then an array of calls, or the name of one call.
 
     [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]
     [TOOL_CALLS]get_weather{"city": "Paris"}[TOOL_CALLS]get_time{}
     [TOOL_CALLS]get_weather[CALL_ID]9Ae3bDc2F[ARGS]{"city": "Paris"}
 
-The first is that of tokenizers before version 11. Ids are nine letters or digits: Mistral's chat
-templates refuse others when the call comes back in the next request.
+Tokenizers before version 11 use the first format. Ids are nine letters or digits: Mistral's chat
+templates refuse other ids when the next request contains the call.
 """
 
 import re

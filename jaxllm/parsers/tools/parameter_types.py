@@ -1,4 +1,4 @@
-"""Arguments that were written as plain text, turned into JSON as the tool's schema has them."""
+"""Converts arguments that are written as plain text to JSON, by the types of the tool's schema."""
 
 import json
 import re
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from jaxllm.parsers.tools.base import Tool
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-_MAX_SCHEMA_DEPTH = 8  # of alternatives and references within each other
+_MAX_SCHEMA_DEPTH = 8  # of nested alternatives and references
 _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 _STRING = frozenset({"string"})
 
 
 def parameter_types(tools: Sequence[Tool], function: str) -> dict[str, frozenset[str]]:
-    """The JSON types that a function's parameters may have, as far as its schema tells."""
+    """The JSON types of a function's parameters, by its schema; a string if it gives none."""
     for tool in tools:
         properties = tool.parameters.get("properties")
         if tool.name == function and isinstance(properties, Mapping):
@@ -25,9 +25,9 @@ def parameter_types(tools: Sequence[Tool], function: str) -> dict[str, frozenset
 
 
 def to_json(value: str, types: frozenset[str]) -> str:
-    """Write a value as JSON of one of these types; as a string where it is none of the others.
+    """Write a value as JSON of one of these types, or as a string if no other type fits.
 
-    Words may be written in the manner of Python, as chat templates show them to the model.
+    Constants may be written as in Python, because chat templates show them to the model like that.
     """
     word = value.strip()
     lower = word.lower()
@@ -43,7 +43,7 @@ def to_json(value: str, types: frozenset[str]) -> str:
 
 
 def quote(text: str) -> str:
-    """Text as a JSON string."""
+    """Write text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -68,7 +68,7 @@ def _types(schema: object, root: Mapping[str, object], depth: int) -> set[str]:
 
 
 def _resolve(reference: object, root: Mapping[str, object]) -> object:
-    """What a reference of the form "#/$defs/Name" stands for; None for others."""
+    """Resolve a reference of the form "#/$defs/Name"; None for other references."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: object = root
@@ -86,4 +86,4 @@ def _is_json(text: str) -> bool:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(constant)  # NaN and Infinity are no JSON
+    raise ValueError(constant)  # NaN and Infinity are not JSON

@@ -1,4 +1,4 @@
-"""The value of one parameter, on its way from plain text to JSON."""
+"""Converts the value of one parameter from plain text to JSON, as it streams."""
 
 from jaxllm.parsers.line_breaks import LineBreakTrimmer
 from jaxllm.parsers.text_stream import Sink
@@ -9,7 +9,7 @@ _MAX_WORD_SIZE = len("false")
 
 
 class ParameterValue:
-    """Writes JSON while the text comes, where it can only be a string; at its end otherwise."""
+    """Writes JSON while text arrives if the value must be a string, otherwise when it ends."""
 
     def __init__(self, types: frozenset[str] | None, sink: Sink):
         self._sink = sink
@@ -23,11 +23,11 @@ class ParameterValue:
             self._begin_string()
 
     def write(self, text: str) -> None:
-        """Take more of the value, with the line breaks around it."""
+        """Take the next text of the value, including the line breaks around it."""
         self._trimmer.write(text)
 
     def end(self, *, is_whole: bool) -> None:
-        """The value has ended; or the answer has, in the midst of it."""
+        """End the value; `is_whole` is False if the answer ended within it."""
         self._trimmer.end(trim=is_whole)
         if self._is_string:
             if is_whole:

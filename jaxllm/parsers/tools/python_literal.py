@@ -1,4 +1,4 @@
-"""Python's literals, passed on as JSON while they are read."""
+"""Converts Python literals to JSON while they are read."""
 
 import re
 
@@ -19,13 +19,13 @@ _ESCAPES |= {"0": "\0", "\n": "", "\\": "\\", "'": "'", '"': '"'}
 
 
 class _Bracket:
-    """A list, tuple or dict that is open."""
+    """An open list, tuple or dict."""
 
     __slots__ = ("closing", "separator")
 
     def __init__(self, closing: str):
         self.closing = closing
-        self.separator = ""  # what has to stand before the next item
+        self.separator = ""  # required before the next item
 
     @property
     def expects_key(self) -> bool:
@@ -36,10 +36,11 @@ class _Bracket:
 
 
 def read_literal(text: TextStream, sink: Sink) -> Reading[bool]:
-    """Pass on a literal as JSON. False if it is none, or not whole: what could be read of it has
-    been passed on.
+    """Pass on a literal as JSON. Return whether it is a complete literal; otherwise the part that
+    could be read has been passed on.
 
-    Lists and tuples become arrays, keys of dicts strings. Nesting takes memory, no recursion.
+    Lists and tuples become arrays, and keys of dicts become strings. There is no recursion, so deep
+    nesting cannot overflow the stack.
     """
     brackets: list[_Bracket] = []
     while True:
@@ -109,7 +110,7 @@ def _read_string(text: TextStream, sink: Sink) -> Reading[bool]:
 
 
 def _read_escape(text: TextStream, write: Sink, sink: Sink) -> Reading[None]:
-    """What follows a backslash. As in Python, it stays where it escapes nothing."""
+    """Read the text after a backslash. As in Python, a backslash that escapes nothing is kept."""
     kind = yield from text.peek()
     if kind in _ESCAPES:
         text.take(_drop)
@@ -128,7 +129,7 @@ def _read_escape(text: TextStream, write: Sink, sink: Sink) -> Reading[None]:
         digits += digit
     is_whole = len(digits) == _HEX_SIZES[kind]
     if is_whole and kind == "u":
-        sink(f"\\u{digits}")  # JSON knows it too, and joins the halves of a surrogate pair
+        sink(f"\\u{digits}")  # JSON has this escape, too, and joins surrogate pairs
     elif is_whole and _is_character(int(digits, 16)):
         write(chr(int(digits, 16)))
     else:
@@ -140,4 +141,4 @@ def _is_character(code: int) -> bool:
 
 
 def _drop(text: str) -> None:
-    """The sink for what JSON does not need."""
+    """A sink for text that JSON does not need."""

@@ -2,8 +2,8 @@
 
     [get_weather(city='Paris', units="metric"), get_time()]
 
-The list stands at the beginning of the answer, or after <|python_start|>; arguments have names and
-are literals.
+The list is at the beginning of the answer, or after <|python_start|>. All arguments are keyword
+arguments, and their values are literals.
 """
 
 import re
@@ -47,7 +47,7 @@ def _read_list(text: TextStream, out: ToolCallOutput) -> Reading[None]:
 
 
 def _read_call(text: TextStream, out: ToolCallOutput) -> Reading[bool]:
-    """Read one call. Returns whether it was one, and whole."""
+    """Read one call. Return whether there was a complete one."""
     yield from text.take_while(SPACE, out.form)
     name = yield from text.collect(_FUNCTION, out.form)
     if not name or not (yield from text.accept("(", out.form)):
@@ -62,7 +62,7 @@ def _read_call(text: TextStream, out: ToolCallOutput) -> Reading[bool]:
 
 
 def _read_arguments(text: TextStream, out: ToolCallOutput, name: str | None) -> Reading[bool]:
-    """Read the arguments from the first one's value on."""
+    """Read the arguments, beginning with the value of the first; its name has been read."""
     out.arguments("{")
     separator = ""
     while name:
@@ -80,7 +80,7 @@ def _read_arguments(text: TextStream, out: ToolCallOutput, name: str | None) -> 
 
 
 def _read_argument_name(text: TextStream, out: ToolCallOutput) -> Reading[str | None]:
-    """Read an argument's name and the sign after it; "" if there is no name, None if no sign."""
+    """Read an argument's name and "="; return "" if there is no name, None if there is no "="."""
     yield from text.take_while(SPACE, out.form)
     name = yield from text.collect(_ARGUMENT, out.form)
     if not name:

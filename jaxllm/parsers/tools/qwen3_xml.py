@@ -1,4 +1,4 @@
-"""The format of Qwen 3 Coder: tags, with each parameter's value as plain text between them.
+"""The format of Qwen 3 Coder: each parameter's value is plain text between tags.
 
     <tool_call>
     <function=get_weather>
@@ -8,13 +8,13 @@
     </function>
     </tool_call>
 
-The arguments are written as JSON, by the types that the tool's schema gives; parameters that it
-does not know are strings. One line break at each end of a value belongs to the tags.
+The parser writes the arguments as JSON, by the types in the tool's schema. Parameters that are not
+in the schema are strings. One line break at each end of a value belongs to the tags.
 
-Models leave tags out. A call may begin at <function=...>, and end where the next one begins. A
-value ends at </parameter>, if another tag or the end of the answer follows (otherwise it is a part
-of the value), or at a line that begins with the next parameter or the end of the call. What stands
-between parameters and is no parameter becomes content.
+Models omit tags. A call may begin at <function=...> and end where the next call begins. A value
+ends at </parameter> if another tag or the end of the answer follows; otherwise </parameter> is part
+of the value. A value also ends at a line that begins with the next parameter or the end of the
+call. Other text between parameters becomes content.
 """
 
 import re
@@ -72,7 +72,7 @@ def _read_parameters(
             elif (yield from text.peek()):
                 out.content(_PARAMETER + name)
             else:
-                return  # cut off: no brace
+                return  # cut off: the brace stays open
             continue
         if (yield from text.accept(_END_FUNCTION, out.form, may_be_cut_off=True)):
             break

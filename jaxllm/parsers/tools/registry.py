@@ -1,4 +1,4 @@
-"""The formats by the names that `--tool-call-parser` takes."""
+"""Tool call formats by their names in `--tool-call-parser`."""
 
 from collections.abc import Sequence
 
@@ -25,12 +25,12 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 
 
 def find_tool_format(name: str) -> ToolFormat:
-    """The format of this name; asked for at start, so that a wrong one is refused there."""
+    """Return the format of this name. Called at start, so that a wrong name is refused there."""
     if name not in TOOL_FORMATS:
         raise refused("tool_call_parser", name, f"use one of {', '.join(TOOL_FORMATS)}")
     return TOOL_FORMATS[name]
 
 
 def make_tool_parser(name: str, tools: Sequence[Tool] = ()) -> StreamParser:
-    """A parser for one answer to a request with these tools."""
+    """Make a parser for one answer to a request with these tools."""
     return tool_parser(find_tool_format(name), tools)

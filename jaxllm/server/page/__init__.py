@@ -1,1 +1,1 @@
-"""A page to talk to the model, and to watch the engine: HTML, CSS and JavaScript as they are."""
+"""A web page to chat with the model and to watch the engine: HTML, CSS and JavaScript files."""

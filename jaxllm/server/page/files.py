@@ -1,7 +1,7 @@
-"""The page's files as endpoints, with headers under which they can load and run nothing else.
+"""Serves the page's files, with headers that forbid the browser to load or run anything else.
 
-What a model writes is not trusted: scripts make DOM nodes of it as text only, and where one should
-ever fail to, the browser refuses to run what comes out.
+The model's output is not trusted. The scripts insert it into the DOM as text only, and these
+headers are a second defence: the browser does not run scripts from anywhere else.
 """
 
 from pathlib import Path
@@ -56,7 +56,7 @@ def _endpoint(url: str, path: Path) -> Endpoint:
         url,
         by(serve),
         "A file of the page",
-        # The page asks for a key, and brings it with what it fetches.
+        # The page asks the user for a key, and sends it with its own requests.
         access=Access.WITHOUT_KEY,
         content_type=media_type,
     )

@@ -1,1 +1,1 @@
-"""Products with weights."""
+"""Matrix products of activations with weights."""

@@ -1,4 +1,4 @@
-"""Products of activations with a weight: the contract, and the one that everything has."""
+"""The contract of products of activations with a weight, and the default implementation."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""The product on a CPU, in C++: faster than XLA's up to some hundred rows, and free of padding."""
+"""The matrix product on CPU in C++. It beats XLA up to some hundred rows and skips padding."""
 
 import math
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.native.library import Library
 from jaxllm_kernels.platform import processor
 
-# Above it, XLA's products are faster where all rows are used (benchmarks/dense.py).
+# With more rows, XLA's products are faster if all rows are used (benchmarks/dense.py).
 MAX_ROWS = {"float32": 256, "bfloat16": 512}
-# The same of bfloat16 on processors with AMX, which XLA's products use and ours do not.
+# The limit for bfloat16 on processors with AMX, which XLA's products use and ours do not.
 MAX_ROWS_BESIDE_AMX = 128
-# What an accumulator takes at a time, at most.
+# The most inputs that an accumulator takes at a time.
 _STEP = 32
 
 
 @dataclass(frozen=True)
 class NativeMatmul:
-    """`api.Matmul` through the library; what it is not made for goes to XLA."""
+    """`api.Matmul` by the native library. XLA computes what the library does not support."""
 
     library: Library
 
     def max_rows(self, dtype: DTypeLike) -> int:
-        """Up to how many rows are its own; of those it skips zeros at the end."""
+        """The largest number of rows for the native kernel. It skips zero rows at the end."""
         name = jnp.dtype(dtype).name
         if name not in self.library.dtypes:
             return 0

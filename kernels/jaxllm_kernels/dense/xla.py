@@ -1,4 +1,4 @@
-"""Products as XLA does them."""
+"""Matrix products by XLA."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,7 @@ class XlaMatmul:
     """`api.Matmul` on every platform."""
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        # Accelerators multiply float32 in fewer bits unless told otherwise; who asks for float32
-        # means it.
+        # By default accelerators multiply float32 with fewer bits, but a float32 model needs all.
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         return jax.lax.dot_general(
             x,
@@ -25,13 +24,12 @@ class XlaMatmul:
 
 @dataclass(frozen=True)
 class RoundedXlaMatmul:
-    """`api.Matmul` for who rounds the product to x's type before anything else is done with it: it
-    is written as that.
+    """`api.Matmul` for callers that round the product to x's dtype at once. XLA sees the product in
+    that dtype.
 
-    The sum is the same. But half as many bytes go through memory where the product comes from a
-    library (cuBLAS), after which XLA would have to round in a kernel of its own. And where a sum
-    goes over devices each rounds its part, so that they exchange half as many bytes, and XLA adds
-    up a decode's few rows by its quicker way.
+    The sum is the same. If the product comes from a library (cuBLAS), this halves the bytes that go
+    through memory, and XLA needs no kernel to round. If a sum goes over devices, each rounds its
+    part. They exchange half the bytes, and XLA uses its faster all-reduce for a decode's few rows.
     """
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:

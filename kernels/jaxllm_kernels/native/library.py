@@ -1,8 +1,8 @@
-"""The library of our own kernels for CPUs, where XLA's are slow.
+"""The library of native kernels for CPUs, for operations where XLA is slow.
 
-It is compiled on the machine that runs it, for its processor and the types of elements that are
-asked for, by whatever compiler is there, and kept in a directory of the user's. XLA calls it
-through its foreign function interface.
+The machine that runs the library compiles it, for its own processor and the requested dtypes, with
+any C++ compiler. The library is kept in a directory of the user. XLA calls it through its foreign
+function interface.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.platform import processor
 
 _ROOT = Path(__file__).parents[1]
-# What it is made of, and the functions in it that XLA may call: one for each type.
+# Its sources, and the functions for XLA: one for each dtype.
 _HEADERS = ("native/threads.h", "native/vectors.h")
 _FUNCTIONS = {
     "dense/native.cc": "jaxllm_dense",
@@ -38,30 +38,30 @@ _registered: set[str] = set()
 
 
 class NotAvailableError(Exception):
-    """There is no such library on this machine, for a reason."""
+    """The library cannot be used on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """One that is loaded, and known to XLA."""
+    """A library that is loaded and registered with XLA."""
 
-    build: str  # which
-    dtypes: tuple[str, ...]  # of elements: it has its functions for these
+    build: str  # hash of everything that determines the library
+    dtypes: tuple[str, ...]  # for which it has functions
 
     def target(self, function: str, dtype: DTypeLike) -> str:
-        """What XLA calls one of its functions."""
+        """The name by which XLA knows one of its functions."""
         return f"{_symbol(function, jnp.dtype(dtype).name)}_{self.build}"
 
 
 @dataclass(frozen=True)
 class NoLibrary:
-    """None is there."""
+    """The library is not available."""
 
     reason: str
 
 
 def load(directory: Path, dtypes: tuple[str, ...] = DTYPES) -> Library | NoLibrary:
-    """Load the library for this machine, which is built first unless it lies in the directory."""
+    """Load the library for this machine. Build it first unless the directory has it."""
     try:
         return _load(directory, dtypes)
     except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
@@ -85,7 +85,7 @@ def _load(directory: Path, dtypes: tuple[str, ...]) -> Library:
 
 
 def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
-    """All that decides what the library is, hashed."""
+    """A hash of everything that determines the library."""
     facts = (
         *((_ROOT / name).read_text() for name in (*_HEADERS, *_FUNCTIONS)),
         *_FLAGS,
@@ -98,7 +98,7 @@ def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
 
 
 def _make_private(directory: Path) -> Path:
-    """What is in the directory is run, so nobody else may write there."""
+    """Make a directory where nobody else may write, because its contents are executed."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_ours(directory)
     return directory
@@ -111,7 +111,8 @@ def _check_ours(path: Path) -> None:
 
 
 def _compile(compiler: str, dtypes: tuple[str, ...], path: Path) -> None:
-    """Whoever starts at the same time compiles, too: the last one stays, and they are alike."""
+    """Compile the library. Concurrent processes may all do so: the results are equal, and the last
+    one replaces the others."""
     includes = ("-I", jax.ffi.include_dir(), "-I", str(_ROOT))
     wanted = [f"-DJAXLLM_{dtype.upper()}" for dtype in dtypes]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch, ThreadPoolExecutor() as pool:
@@ -129,14 +130,14 @@ def _compile(compiler: str, dtypes: tuple[str, ...], path: Path) -> None:
 
 
 def _run(*command: str) -> str:
-    """What a command prints."""
+    """Return the output of a command."""
     return subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=_SECONDS
     ).stdout
 
 
 def _register(path: Path, library: Library) -> None:
-    """Tell XLA of it: once in a process, wherever the library lies."""
+    """Register the library with XLA, once per process, independent of its path."""
     if library.build in _registered:
         return
     functions = ctypes.cdll.LoadLibrary(str(path))

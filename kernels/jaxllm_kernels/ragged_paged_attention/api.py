@@ -1,9 +1,9 @@
-"""Ragged paged attention: the contract that every implementation keeps.
+"""Ragged paged attention: the contract of every implementation.
 
-One call serves one layer for one step: a flat batch of query tokens, prefill chunks and decodes
-together, attends causally to the keys and values that its rows have in a paged cache, after the
-keys and values of the step itself have been written there. An implementation (a backend) owns the
-layout of the cache; callers only carry the array from call to call.
+One call computes one layer for one step. The query tokens are a flat batch of prefill chunks and
+decodes. The call writes the step's keys and values into the paged cache first. Then each token
+attends causally to its row's keys and values in the cache. An implementation (a backend) defines
+the layout of the cache; callers only pass the array from call to call.
 
 Axis letters: T tokens, R rows (requests of the step), N query heads, K kv heads, H head size,
 P blocks per row.
@@ -22,7 +22,7 @@ from jaxllm_kernels.platform import Chip
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What is static about a layer's attention; equal for layers of the same kind."""
+    """The static part of a layer's attention; equal for layers of the same kind."""
 
     num_heads: int
     num_kv_heads: int
@@ -33,12 +33,12 @@ class AttentionConfig:
     sliding_window: int | None = None
     # Scores become soft_cap * tanh(scores / soft_cap).
     soft_cap: float | None = None
-    # The cache keeps keys and values in this type, scaled per kv head; None: in their own.
+    # The cache stores keys and values in this dtype, with a scale per kv head; None: in their own.
     kv_dtype: Literal["int8", "float8_e4m3fn"] | None = None
 
 
 class KVScales(NamedTuple):
-    """What a cache of a `kv_dtype` is multiplied by to become keys and values."""
+    """The factors that convert a cache with a `kv_dtype` to keys and values."""
 
     k: jax.Array  # float32 [K]
     v: jax.Array  # float32 [K]
@@ -46,7 +46,7 @@ class KVScales(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """The largest batch that a plan will ever make: what memory outside the cache depends on."""
+    """The largest batch of a plan. Memory outside the cache depends on it."""
 
     num_tokens: int
     num_rows: int
@@ -63,19 +63,19 @@ class RaggedBatch:
     last ones of its context. Decodes come first: each of the rows [0, num_decodes) has exactly one
     token, at the flat position equal to its row.
 
-    Padding: rows without tokens repeat the total in query_starts and have context length 0; tokens
-    at or past query_starts[R] belong to no row. They are not written to the cache and their outputs
-    are finite garbage. No row may read a block that another row writes in the same step. No other
-    block or token of the cache than those in the contexts has any
-    influence, whatever it holds.
+    Padding: rows without tokens repeat the total in query_starts and have context length 0. Tokens
+    at or past query_starts[R] belong to no row. They are not written to the cache, and their
+    outputs are arbitrary but finite. No row may read a block that another row writes in the same
+    step. Blocks and tokens of the cache outside of the contexts have no influence, whatever they
+    hold.
     """
 
     query_starts: jax.Array  # int32 [R + 1]
     # Tokens in the cache after this step's have been written.
     context_lens: jax.Array  # int32 [R]
     # Block i of a row holds its tokens [i * block_size, (i + 1) * block_size). Entries at or past
-    # ceil(context_len / block_size) are garbage, possibly out of range, and never followed. Neither
-    # are those whose tokens all lie before a layer's sliding window: their blocks may be gone.
+    # ceil(context_len / block_size) are arbitrary, possibly out of range, and never followed. The
+    # same holds for blocks entirely before a layer's sliding window: they may be freed.
     block_tables: jax.Array  # int32 [R, P]
     num_decodes: jax.Array  # int32 []
     block_size: int = field(metadata={"static": True})
@@ -84,14 +84,14 @@ class RaggedBatch:
 
 
 class TokenPlaces(NamedTuple):
-    """Where the tokens of a batch belong."""
+    """The row and position of each token of a batch."""
 
     rows: jax.Array  # int32 [T]; in range for padding, too
     positions: jax.Array  # int32 [T]: position in the row's context; -1 for padding
 
 
 def locate_tokens(batch: RaggedBatch, num_tokens: int) -> TokenPlaces:
-    """Find row and position of every token of a batch."""
+    """Find the row and position of every token of a batch."""
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     num_rows = batch.context_lens.shape[0]
     if batch.decode_only:
@@ -116,39 +116,39 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which the backend is registered, and by which logs call it."""
+        """The name under which the backend is registered, also used in logs."""
         ...
 
     @property
     def cache_head_axis(self) -> int:
-        """The axis of a layer's cache along which kv heads lie, one after the other: where heads
-        are cut over devices, it is cut with them."""
+        """The axis of kv heads in a layer's cache. If heads are sharded over devices, the cache is
+        sharded along this axis."""
         ...
 
     def tuned_for(self, chip: Chip) -> Self:
-        """The backend with its tunables chosen for a chip."""
+        """Return the backend with its tunables chosen for a chip."""
         ...
 
     def check(
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
-        """Raise ValueError, naming what to change, if this cannot be run on that chip."""
+        """Raise ValueError, which says what to change, if the backend cannot run this."""
         ...
 
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
     ) -> jax.ShapeDtypeStruct:
-        """Shape and type of one layer's cache for keys and values of type dtype.
+        """Shape and dtype of one layer's cache for keys and values of type dtype.
 
-        Caches are born as zeros. The type may differ from dtype (or the config's kv_dtype), where a
-        platform updates another type of the same size faster.
+        New caches are zero. The cache's dtype may differ from dtype (or the config's kv_dtype) if a
+        platform updates another dtype of the same size faster.
         """
         ...
 
     def prepare(
         self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
     ) -> Any:
-        """Do once per step what layers with these configs (repetitions allowed) can share.
+        """Compute once per step what layers with these configs (repetitions allowed) share.
 
         The result is a pytree that `attend` takes for each of the configs.
         """
@@ -170,11 +170,11 @@ class AttentionBackend(Protocol):
         """Write this step's keys and values into the cache, then attend.
 
         Args:
-          q: [T, N, H]; query head n belongs to kv head n // (N // K). Positions are already
-            rotated in, as in k.
-          k, v: [T, K, H], of the dtype that `cache_shape` was asked for.
-          cache: as described by `cache_shape`; donate it, it is updated in place.
-          sinks: [N], logits of a key that every token sees and whose value is zero.
+          q: [T, N, H]; query head n belongs to kv head n // (N // K). q and k are already rotated
+            by their positions.
+          k, v: [T, K, H], of the dtype that was given to `cache_shape`.
+          cache: an array of `cache_shape`. Donate it: it is updated in place.
+          sinks: [N], logits of a key that every token sees, with a value of zero.
           kv_scales: given if and only if the config has a kv_dtype.
 
         Returns:
@@ -187,7 +187,7 @@ _backends: dict[str, AttentionBackend] = {}
 
 
 def register_backend(backend: AttentionBackend) -> None:
-    """Make a backend available under its name, in this process only."""
+    """Register a backend under its name, in this process only."""
     if ":" in backend.name:
         raise ValueError(
             f"an attention backend cannot be registered as {backend.name!r}: names with a colon "
@@ -199,9 +199,10 @@ def register_backend(backend: AttentionBackend) -> None:
 
 
 def get_backend(name: str) -> AttentionBackend:
-    """The backend registered under a name, or the one that 'module:name' says where to find.
+    """Return the backend that is registered under a name, or import the one of 'module:name'.
 
-    The latter runs the code of that module: such names are the operator's, never a request's.
+    The latter runs the module's code. So such names may come only from the operator, never from a
+    request.
     """
     if ":" in name:
         return _import_backend(name)
@@ -216,13 +217,13 @@ def get_backend(name: str) -> AttentionBackend:
 
 
 def _import_backend(spec: str) -> Any:
-    """The object that 'module:name' names, or what it makes if it is a class or a factory."""
+    """Import the object 'module:name'; call it if it is a class or a factory."""
     module, _, name = spec.partition(":")
     if not module or not name:
         raise ValueError(f"attention backend {spec!r} must be written as 'module:name'")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's code: importing it may raise anything
+    except Exception as error:  # importing a user's code may raise anything
         raise ValueError(f"attention backend {spec!r} cannot be imported ({error})") from error
     if isinstance(found, type) or (callable(found) and not hasattr(found, "attend")):
         try:
@@ -251,21 +252,21 @@ def _import_backend(spec: str) -> Any:
 _MEMBERS = ("name", "cache_head_axis", "tuned_for", "check", "cache_shape", "prepare", "attend")
 
 
-# Backends for those who ask for none, best first. On a TPU there is no second best: XLA would copy
-# the whole cache in every step, so what the kernel refuses is refused.
+# The default backends, best first. A TPU has no second choice: XLA would copy the whole cache in
+# every step, so a layer that the kernel refuses is an error.
 _DEFAULTS = {"cpu": ("native", "xla"), "gpu": ("mosaic_sm90", "xla"), "tpu": ("tpu",)}
 
 
 def default_backends(chip: Chip) -> tuple[str, ...]:
-    """Names of the backends for a chip whose user asked for none, best first: the first that
-    accepts all of a model's layers (`check`) is the one to take."""
+    """Names of the default backends of a chip, best first. The plan takes the first one whose
+    `check` accepts all layers of a model."""
     if chip.platform not in _DEFAULTS:
         raise ValueError(f"platform {chip.platform!r} is not one of {', '.join(_DEFAULTS)}")
     return tuple(name for name in _DEFAULTS[chip.platform] if name in _backends)
 
 
 def check_common(config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike) -> None:
-    """Refuse what no backend can run."""
+    """Refuse configurations that no backend can run."""
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
             f"{config.num_heads} query heads cannot share {config.num_kv_heads} kv heads evenly; "

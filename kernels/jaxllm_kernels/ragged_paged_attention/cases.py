@@ -1,10 +1,10 @@
-"""Named batches that every backend must get right, and the truth about them.
+"""Named batches that every backend must compute correctly, and the correct results.
 
-A case is run as an engine would: the history of its rows is computed first, in steps of the same
-shape, so that the cache is filled by the backend itself and no layout is assumed; then comes the
-step of the case. All that no token may look at is NaN or garbage from the start: pages that belong
-to no row, the rest of a row's last page, keys and values of padding, the unused end of block
-tables. The truth is computed in float64 from the unpaged keys and values.
+A case runs as in an engine. First the history of its rows is computed, in steps of the same shape:
+the backend itself fills the cache, so the cases assume no layout. Then the case's step runs.
+Everything that no token may read is NaN or garbage from the start: pages of no row, the rest of a
+row's last page, keys and values of padding, the unused end of block tables. The expected results
+are computed in float64 from unpaged keys and values.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     RaggedBatch,
 )
 
-# Relative error (of norms) that a backend may have.
+# The largest relative error (of norms) of a backend.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
 _OUT_OF_RANGE = (-1, -(2**31), 2**31 - 1, 10**6)
@@ -34,11 +34,11 @@ _OUT_OF_RANGE = (-1, -(2**31), 2**31 - 1, 10**6)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step: its rows as (tokens in this step, context length after it), decodes first."""
+    """One step. A row is (tokens in this step, context length after it); decodes come first."""
 
     name: str
     rows: tuple[tuple[int, int], ...]
-    # Of the program: what rows do not fill is padding.
+    # The shape of the program; entries without rows are padding.
     num_tokens: int = 64
     num_rows: int = 8
     max_blocks: int = 12
@@ -51,9 +51,9 @@ class Case:
     has_sinks: bool = False
     kv_dtype: Literal["int8", "float8_e4m3fn"] | None = None
     decode_only: bool = False
-    # Rows given to the program as decodes; None for all that can be.
+    # Rows given to the program as decodes; None for all that can be decodes.
     num_decodes: int | None = None
-    # What the entries of block tables are drawn from that must not be followed; some are blocks.
+    # Values of block table entries that must not be followed; some are valid blocks.
     unused_entries: tuple[int, ...] = (*_OUT_OF_RANGE, 0, 1)
     is_slow: bool = False
 
@@ -63,7 +63,7 @@ class Case:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
-            # Large enough that some weights are far from equal.
+            # Large enough that weights differ clearly.
             scale=2 * self.head_size**-0.5,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
@@ -89,7 +89,7 @@ CASES = (
     Case(name="starts_on_a_page_border", rows=((1, 17), (1, 33), (16, 32), (5, 69))),
     Case(name="chunk_longer_than_a_page", rows=((60, 60),)),
     Case(name="chunk_longer_than_a_page_over_history", rows=((50, 90),)),
-    # Kernels for hardware refuse such small blocks; the emulated one for TPUs takes them.
+    # Kernels on hardware refuse such small blocks; the emulated TPU kernel accepts them.
     Case(name="chunk_longer_than_a_page_of_8", rows=((60, 60),), block_size=8),
     Case(name="chunk_longer_than_a_page_of_8_over_history", rows=((50, 90),), block_size=8),
     Case(name="out_of_range_block_ids", rows=_MIXED, unused_entries=_OUT_OF_RANGE),
@@ -160,11 +160,11 @@ CASES = (
 
 
 class CaseResult(NamedTuple):
-    """What a backend made of a case's step."""
+    """A backend's results for a case's step."""
 
     out: np.ndarray  # float64 [tokens of the step, N, H]
     expected: np.ndarray  # float64 [tokens of the step, N, H]
-    all_finite: bool  # the outputs of padding, too
+    all_finite: bool  # including the outputs of padding
 
     @property
     def error(self) -> float:
@@ -174,7 +174,7 @@ class CaseResult(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A request: its whole context, unpaged, and where a backend keeps it."""
+    """A request: its whole context, unpaged, and its blocks in the backend's cache."""
 
     q: np.ndarray  # [context, N, H]
     k: np.ndarray  # [context, K, H]
@@ -193,9 +193,9 @@ class _Span(NamedTuple):
 def run_case(
     backend: AttentionBackend, case: Case, dtype: DTypeLike, *, seed: int = 0
 ) -> CaseResult:
-    """Compute a case's history, then its step, with a backend."""
+    """Compute a case's history and then its step with a backend."""
     rng = np.random.default_rng(seed)
-    # Some blocks belong to nobody. Cases of equal shape share programs, so the number is rounded.
+    # Some blocks belong to no row. The number is rounded so that similar cases share programs.
     num_blocks = round_up(1 + sum(cdiv(context, case.block_size) for _, context in case.rows), 64)
     free = rng.permutation(num_blocks).astype(np.int32)
     history, step = [], []
@@ -247,7 +247,7 @@ def _run(q, k, v, batch, cache, *, sinks, kv_scales, backend, config):
 
 
 def _draw_scales(case: Case, rng: np.random.Generator) -> KVScales | None:
-    """Scales with which normal variables fill their type; int8 cuts off a few."""
+    """Scales with which normal variables fill the dtype; int8 clips a few."""
     if case.kv_dtype is None:
         return None
     unit = 0.03 if case.kv_dtype == "int8" else 1.0
@@ -256,7 +256,7 @@ def _draw_scales(case: Case, rng: np.random.Generator) -> KVScales | None:
 
 
 def _as_cached(x: np.ndarray, scale: jax.Array, case: Case) -> np.ndarray:
-    """The values [T, K, H] that a cache of an 8-bit type keeps of x, float64."""
+    """The values [T, K, H] that an 8-bit cache stores for x, as float64."""
     scales = np.asarray(scale)[:, None]
     x = x.astype(np.float32) / scales
     if case.kv_dtype == "int8":
@@ -267,7 +267,7 @@ def _as_cached(x: np.ndarray, scale: jax.Array, case: Case) -> np.ndarray:
 
 
 def _split(spans: list[_Span], case: Case) -> list[list[_Span]]:
-    """Cut spans into steps that a program of the case's shape can take."""
+    """Cut spans into steps that fit a program of the case's shape."""
     steps, room = [[]], case.num_tokens
     for span in spans:
         start = span.start
@@ -281,7 +281,7 @@ def _split(spans: list[_Span], case: Case) -> list[list[_Span]]:
 
 
 def _pack(spans: list[_Span], case: Case, dtype: DTypeLike, rng: np.random.Generator):
-    """The operands (q, k, v, batch) of a step."""
+    """Make the operands (q, k, v, batch) of a step."""
     lengths = np.zeros(case.num_rows, np.int32)
     contexts = np.zeros(case.num_rows, np.int32)
     garbage = np.array(case.unused_entries, np.int32)
@@ -307,7 +307,7 @@ def _pack(spans: list[_Span], case: Case, dtype: DTypeLike, rng: np.random.Gener
     for name, heads in (("q", case.num_heads), ("k", case.num_kv_heads), ("v", case.num_kv_heads)):
         tokens = [getattr(row, name)[start:end] for row, start, end in spans]
         shape = (case.num_tokens - lengths.sum(), heads, case.head_size)
-        # Of padding, only queries may be looked at: their outputs have to be finite.
+        # Of padding only the queries may be read: their outputs must be finite.
         padding = rng.normal(size=shape) if name == "q" else np.full(shape, np.nan)
         operands.append(jnp.asarray(np.concatenate([*tokens, padding.astype(dtype)]), dtype))
     return *operands, batch
@@ -316,7 +316,7 @@ def _pack(spans: list[_Span], case: Case, dtype: DTypeLike, rng: np.random.Gener
 def _attend_float64(
     span: _Span, case: Case, sinks: jax.Array | None, kv_scales: KVScales | None
 ) -> np.ndarray:
-    """The truth about the tokens of a row: [tokens, N, H]."""
+    """The expected results for the tokens of a row: [tokens, N, H]."""
     config = case.config
     group_size = case.num_heads // case.num_kv_heads
     q = span.row.q[span.start : span.end].astype(np.float64)

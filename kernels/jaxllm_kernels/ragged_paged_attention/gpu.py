@@ -1,13 +1,13 @@
 """The implementation for Hopper GPUs, in Pallas Mosaic GPU kernels.
 
-A step's rows are served by two kernels over disjoint rows of the flat batch: decodes by one that
-splits their keys over the chip (`gpu_decode`), prefill chunks by one that keeps its tensor cores
-busy (`gpu_prefill`). What they work through is computed once per step (`gpu_worklist`).
+Two kernels compute disjoint rows of the flat batch. One is for decodes and splits their keys over
+the chip (`gpu_decode`). The other is for prefill chunks and keeps the tensor cores busy
+(`gpu_prefill`). Their worklists are computed once per step (`gpu_worklist`).
 
-Keys and values are written by an XLA scatter before, in place where the cache is donated.
+An XLA scatter writes the keys and values first, in place if the cache is donated.
 
-The modules of the kernels are imported only when they are traced: importing Mosaic takes a while,
-and it changes with every version of JAX (`compat`).
+The kernels' modules are imported only when they are traced: importing Mosaic takes long, and Mosaic
+changes with every version of JAX (`compat`).
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ _MAX_GROUP_SIZE = 32
 
 
 class DecodeKey(NamedTuple):
-    """What the split of the decodes depends on, apart from the batch."""
+    """The parameters, besides the batch, that determine how decodes are split."""
 
     num_kv_heads: int
     sliding_window: int  # 0 for none
@@ -65,7 +65,7 @@ class DecodeKey(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What the layers of a step share."""
+    """The values that the layers of a step share."""
 
     positions: jax.Array  # int32 [T]
     write_blocks: jax.Array  # int32 [T]
@@ -78,11 +78,11 @@ class MosaicGpuBackend:
     """Attention by Mosaic GPU kernels for Hopper (sm_90)."""
 
     name: str = "mosaic_sm90"
-    # Whose measurements to go by.
+    # The chip whose measured tunings apply.
     chip: str = "h200"
     # Thread blocks of the persistent kernels: the multiprocessors of an H100 or H200 (SXM).
     num_workers: int = 132
-    # Run the kernels on a CPU, as a GPU would, with a detector of races: for tests.
+    # Emulate the kernels on a CPU, with a race detector: for tests.
     interpret: bool = False
 
     @property
@@ -90,7 +90,7 @@ class MosaicGpuBackend:
         return HEAD_AXIS
 
     def tuned_for(self, chip: Chip) -> "MosaicGpuBackend":
-        """One thread block for each multiprocessor, where the chip's number is known."""
+        """Use one thread block for each multiprocessor, if the chip's number is known."""
         if self.interpret or chip.num_cores == 1:
             return self
         return dataclasses.replace(self, chip=chip.name, num_workers=chip.num_cores)
@@ -103,7 +103,7 @@ class MosaicGpuBackend:
         def refuse(why: str, change: str = "set --attention-backend xla"):
             raise ValueError(f"attention backend {self.name} {why}; {change}")
 
-        # The chip first: no other JAX would help an A100.
+        # Check the chip first: another version of JAX would not help an A100.
         if not self.interpret and (
             chip.platform != "gpu" or (chip.compute_capability or (0,))[0] != 9
         ):
@@ -134,7 +134,7 @@ class MosaicGpuBackend:
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
     ) -> jax.ShapeDtypeStruct:
-        """Keys and values of a page and a kv head are contiguous: one TMA copy each."""
+        """The keys, or the values, of a page and kv head are contiguous: one TMA copy."""
         return jax.ShapeDtypeStruct(
             (num_blocks, 2, config.num_kv_heads, block_size, config.head_size),
             config.kv_dtype or dtype,
@@ -178,12 +178,13 @@ class MosaicGpuBackend:
         slots = prepared.positions % batch.block_size
         cache = cache.at[prepared.write_blocks, :, :, slots].set(new, mode="drop")
 
-        # The kernels write to disjoint rows of one array; what none of them writes is padding.
+        # The kernels write to disjoint rows of one array; the rows that neither writes are padding.
         scalars = head_scalars(config, sinks, kv_scales)
         zero = jnp.zeros((), q.dtype)
         if not batch.decode_only:
-            # XLA makes equal constants of all layers in one launch and keeps them until they are
-            # used: 64 MiB a layer for 8192 tokens of 32 heads of 128. So each waits for its query.
+            # XLA creates the equal constants of all layers in one launch and keeps them until they
+            # are used: 64 MiB per layer for 8192 tokens of 32 heads of 128. So each constant
+            # depends on its query.
             zero = jnp.minimum(jnp.abs(q[0, 0, 0]), zero)
         out = jax.new_ref(jnp.broadcast_to(zero, q.shape))
         self._decode(q, cache, batch, prepared, scalars, out, config)
@@ -191,9 +192,9 @@ class MosaicGpuBackend:
             self._prefill(q, cache, batch, prepared.prefills, scalars, out, config)
         return jax.freeze(out), cache
 
-    # The seam for other generations: A100 and L4 would want kernels on mma.sync, B200 on tcgen05.
-    # They would be other modules with the two functions imported below, chosen by a field of the
-    # backend; the rest of this file would serve them as it is.
+    # The seam for other generations: A100 and L4 would need kernels on mma.sync, B200 on tcgen05.
+    # These would be other modules with the two functions imported below, chosen by a field of the
+    # backend. The rest of this file would not change.
 
     def _decode(
         self,
@@ -207,7 +208,7 @@ class MosaicGpuBackend:
     ) -> None:
         from jaxllm_kernels.ragged_paged_attention.gpu_decode import decode
 
-        # Decodes are the first rows, and a row is where its token is.
+        # Decodes are the first rows, and a decode's token has the index of its row.
         num_rows = min(batch.context_lens.shape[0], q.shape[0])
         num_kv_heads = config.num_kv_heads
         group_size = config.num_heads // num_kv_heads

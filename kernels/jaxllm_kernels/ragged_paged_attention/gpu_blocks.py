@@ -1,14 +1,14 @@
-"""How blocks of keys and values come from the paged cache into a GPU's shared memory.
+"""Loads blocks of keys and values from the paged cache into a GPU's shared memory.
 
-Both attention kernels have a producer warpgroup that does nothing else. It fills a ring of stages
-with blocks of consecutive tokens of a row and kv head, keys and values alternating; the compute
-warpgroups wait for a stage, use it and give it back. Whatever the cache holds, they find 16-bit
-numbers in the ring, and zeros for values past the end of the context, since a weight of zero would
-not silence garbage that is NaN.
+Both attention kernels have a producer warpgroup that only loads. It fills a ring of stages with
+blocks of consecutive tokens of a row and kv head, keys and values alternating. The compute
+warpgroups wait for a stage, use it and release it. The ring always has 16-bit numbers, whatever the
+cache's dtype, and zeros for values past the end of the context: a weight of zero would not remove
+NaN garbage.
 
-A 16-bit cache is copied straight into the ring, one TMA copy per page. An 8-bit cache is copied to
-a ring of its own and converted by the producer: the matrix instruction wants 16 bits in both
-operands, and the compute warpgroups have no time to spare.
+A 16-bit cache is copied directly to the ring, one TMA copy per page. An 8-bit cache is copied to a
+second ring, and the producer converts it: the matrix instruction needs 16 bits in both operands,
+and the compute warpgroups have no time for conversions.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ KEYS, VALUES = 0, 1
 
 
 class Span(NamedTuple):
-    """Consecutive keys of a row and a kv head; all of its blocks but the last are whole."""
+    """Consecutive keys of a row and a kv head; all of its blocks except the last are full."""
 
     row: jax.Array
     head: jax.Array
@@ -37,33 +37,33 @@ class Span(NamedTuple):
 
 
 class RingRefs(NamedTuple):
-    """A ring's shared memory; block j's keys go through stage 2j, its values through 2j + 1."""
+    """A ring's shared memory. Block j's keys use stage 2j, its values stage 2j + 1."""
 
     stages: Any  # [2 * num_stages, block_tokens, H]
     full: Any  # barriers: a stage may be read
     free: Any  # barriers: a stage has been read
-    # Where what cannot go straight into its stage lands: blocks of 8 bits, and the last values of a
+    # Blocks that cannot be copied directly to their stage: 8-bit blocks, and the last values of a
     # context.
-    staged: Any  # [2 * num_staged, block_tokens, H] of the cache's type; None if that has 16 bits
+    staged: Any  # [2 * num_staged, block_tokens, H] of the cache's dtype; None for 16 bits
     landed: Any  # barriers
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRing:
-    """The static facts of a ring, and what is done with it."""
+    """The static properties of a ring, and its operations."""
 
     block_tokens: int
     page_tokens: int
     head_size: int
     num_stages: int  # blocks in the ring
-    num_staged: int  # blocks of an 8-bit cache in flight to it
+    num_staged: int  # blocks of an 8-bit cache before their conversion
     num_readers: int  # compute warpgroups
     dtype: DTypeLike  # in the ring
     cache_dtype: DTypeLike
 
     @property
     def load_tokens(self) -> int:
-        """Tokens per copy: a page, or the part of it that is a block."""
+        """Tokens per copy: a page, or a block if that is smaller."""
         return min(self.page_tokens, self.block_tokens)
 
     @property
@@ -77,7 +77,7 @@ class BlockRing:
 
     @classmethod
     def of(cls, tuning: Tuning, *, cache: jax.Array, dtype: DTypeLike, num_readers: int):
-        """The ring for a cache."""
+        """Make the ring for a cache."""
         *_, page_tokens, head_size = cache.shape
         return cls(
             block_tokens=tuning.block_tokens,
@@ -91,7 +91,7 @@ class BlockRing:
         )
 
     def scratch(self) -> RingRefs:
-        """The types of the shared memory that a kernel has to allocate."""
+        """The shared memory that a kernel must allocate."""
 
         def blocks(number: int, dtype: DTypeLike):
             shape = (2 * number, self.block_tokens, self.head_size)
@@ -105,8 +105,8 @@ class BlockRing:
             ),
             free=plgpu.Barrier(num_arrivals=self.num_readers, num_barriers=2 * self.num_stages),
             staged=blocks(self.num_staged, self.cache_dtype) if self.converts else None,
-            # Never only one: its address would be known from the start, and the compiler keeps such
-            # a number to the kernel's end, in a register or spilled.
+            # Never a single barrier: its address would be a constant, which the compiler keeps
+            # until the kernel's end, in a register or spilled.
             landed=plgpu.Barrier(
                 num_arrivals=self.num_copies,
                 num_barriers=2 * self.num_staged if self.converts else 2,
@@ -114,12 +114,12 @@ class BlockRing:
         )
 
     def count_blocks(self, span: Span):
-        """The blocks that a span has."""
+        """The number of a span's blocks."""
         return lax.div(
             span.end - span.start + (self.block_tokens - 1), jnp.int32(self.block_tokens)
         )
 
-    # What the readers do.
+    # Operations of the readers.
 
     def wait(self, refs: RingRefs, which: int, block):
         """Wait for the keys or values of a block, counted from the kernel's start: [tokens, H]."""
@@ -128,13 +128,13 @@ class BlockRing:
         return refs.stages.at[stage]
 
     def release(self, refs: RingRefs, which: int, block):
-        """Give them back."""
+        """Release the keys or values of a block."""
         plgpu.barrier_arrive(refs.free.at[self._stage(which, block)])
 
-    # What the producer does.
+    # Operations of the producer.
 
     def send(self, span: Span, cache, block_tables, refs: RingRefs, sent):
-        """Send the blocks of a span; sent counts the blocks before, the result those after it."""
+        """Send the blocks of a span. `sent` counts the blocks before; return the count after."""
         num_blocks = self.count_blocks(span)
 
         def copy(which, i, target, barrier):
@@ -148,8 +148,8 @@ class BlockRing:
             copy(KEYS, i, refs.stages.at[stage], refs.full.at[stage])
             self._send_values(refs, sent + i, count_tokens(i), copy, i)
 
-        # Keys and values are converted alike, and the first blocks are copied like those after
-        # them: where the code has each of these once, the compiler keeps fewer addresses for it.
+        # One code path converts keys and values, and one copies all blocks, including the first:
+        # then the compiler keeps fewer addresses.
         lead = 2 * self.num_staged
 
         def stage_or_convert(n, _):
@@ -171,7 +171,7 @@ class BlockRing:
         return sent + num_blocks
 
     def drain(self, refs: RingRefs, sent):
-        """Wait until all has been read."""
+        """Wait until the readers have read everything."""
         for age in range(self.num_stages, 0, -1):
             for which in (KEYS, VALUES):
 
@@ -203,8 +203,8 @@ class BlockRing:
         def _():
             copy(VALUES, i, values, refs.full.at[stage])
 
-        # The last values of a context land behind another barrier, lose what follows them, and are
-        # announced to the readers as if every copy had just arrived.
+        # The last values of a context arrive at another barrier. After their end is zeroed, the
+        # readers are signalled as if every copy had just arrived.
         @pl.when(~is_whole)
         def _():
             landed = refs.landed.at[lax.rem(block, jnp.int32(2))]
@@ -225,7 +225,7 @@ class BlockRing:
         def _(part, row):
             narrow = refs.staged.at[slot].at[part]
             wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA, optimized=False)  # pyright: ignore[reportCallIssue]
-            # There is no instruction from 8-bit floats to bfloat16.
+            # There is no instruction that converts 8-bit floats to bfloat16.
             if wide.dtype == jnp.float8_e4m3fn:
                 wide = wide.astype(jnp.float16)
             target[part] = wide.astype(self.dtype)
@@ -238,7 +238,7 @@ class BlockRing:
         plgpu.barrier_arrive(refs.full.at[stage])
 
     def _zero_end(self, values, num_tokens):
-        """Zero what follows the first tokens of a block."""
+        """Zero the rows after the first tokens of a block."""
 
         @self._for_each_part
         def _(part, row):
@@ -246,7 +246,7 @@ class BlockRing:
             values[part] = _zero_from(kept, num_tokens - row)
 
     def _copy(self, span: Span, which, i, cache, block_tables, target, barrier):
-        """Start copying block i of a span; absent pages count as copied."""
+        """Start to copy block i of a span; absent pages count as copied."""
         size = self.load_tokens
         for j in range(self.num_copies):
             token = span.start + i * self.block_tokens + j * size
@@ -265,10 +265,10 @@ class BlockRing:
                 plgpu.barrier_arrive(barrier)
 
     def _for_each_part(self, body):
-        """Call body with the index of every part of a block that few registers can hold.
+        """Call body with the index and the first row of each part of a block.
 
-        And with the part's first row. It is a loop because the time JAX takes to find layouts
-        grows quickly with the number of references.
+        A part fits in few registers. This is a loop, because JAX's search for layouts slows down
+        quickly with the number of references.
         """
         columns = operand_columns(self.head_size)
         num_across = self.head_size // columns
@@ -283,9 +283,9 @@ class BlockRing:
 
 
 def operand_transforms(width: int, dtype: DTypeLike):
-    """The layout in shared memory of a matrix product's operand with rows of a width.
+    """The layout in shared memory of a matrix product's operand with rows of this width.
 
-    Tiles of eight rows, as wide as the widest swizzle that divides the rows.
+    Tiles have eight rows, and are as wide as the widest swizzle that divides the rows.
     """
     columns = operand_columns(width)
     swizzle = columns * jnp.dtype(dtype).itemsize
@@ -298,13 +298,13 @@ def operand_columns(width: int) -> int:
 
 
 def _split(n):
-    """Keys or values, and of which block, if both alternate."""
+    """Split an index of alternating keys and values into which of both, and the block."""
     return lax.rem(n, jnp.int32(2)), lax.div(n, jnp.int32(2))
 
 
 def _zero_from(x, row):
     """x [tokens, columns] with zeros from a row on."""
-    # One number per row; the compiler does not see that those of a row's elements are the same.
+    # One number per row: the compiler does not recognise that a row's elements are equal.
     layout = plgpu.Layout.WGMMA.reduce(1)
     rows = plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=layout)
     return jnp.where(lax.broadcast_in_dim(rows < row, x.shape, [0]), x, jnp.zeros_like(x))

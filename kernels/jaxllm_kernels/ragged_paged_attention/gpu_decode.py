@@ -1,15 +1,15 @@
 """Decode attention on Hopper GPUs: one query token per row against its paged context.
 
-A decode reads every key and value of its context once and does two products per byte with them, so
-memory bandwidth is all that matters: the keys are split evenly over all multiprocessors
-(`gpu_worklist`), and a producer warpgroup keeps several blocks in flight (`gpu_blocks`).
+A decode reads every key and value of its context once and does two products per byte. So only
+memory bandwidth matters: the keys are split evenly over all multiprocessors (`gpu_worklist`), and a
+producer warpgroup keeps several blocks in flight (`gpu_blocks`).
 
-One warpgroup computes. Its matrix instruction wants 64 rows in one operand and a multiple of 8 in
-the other. The few query heads that share a kv head are the narrow operand and the keys the wide
-one, so scores are [keys, heads] and outputs [head size, heads]; queries padded to 64 rows instead
-would cost eight times the products.
+One warpgroup computes. Its matrix instruction needs 64 rows in one operand and a multiple of 8 in
+the other. The keys are the wide operand, and the few query heads that share a kv head are the
+narrow one. So scores are [keys, heads] and outputs are [head size, heads]. Padding the queries to
+64 rows instead would cost eight times the products.
 
-Each item of work leaves a partial softmax in float32; a second kernel merges those of a row.
+Each item of work makes a partial softmax in float32. A second kernel merges those of a row.
 """
 
 import functools
@@ -34,7 +34,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalar
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import Tuning
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeItems, DecodeWork
 
-# Per thread. Together no more than the two warpgroups start with, 240 each, or one waits forever.
+# Per thread. The two warpgroups start with 240 each. If the sum is larger, one waits forever.
 _PRODUCER_REGISTERS = 88
 _COMPUTE_REGISTERS = 240
 
@@ -44,7 +44,7 @@ _QUERY_SLOTS = 2
 
 
 class Partials(NamedTuple):
-    """Unnormalised softmaxes over the keys of each item; G is the padded group."""
+    """Unnormalised softmaxes over the keys of each item; G is the padded group size."""
 
     weighted: jax.Array  # float32 [W, H, G]
     largest: jax.Array  # float32 [W, G]
@@ -65,7 +65,7 @@ def decode(
 ) -> None:
     """Write the attention of queries [R, K, G, H] to the first rows of out [T, N, H].
 
-    G is the padded group; the sinks are [K, G]. Rows that the work lacks are not written.
+    G is the padded group size; the sinks are [K, G]. Rows without work are not written.
     """
     ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=1)
     partials = _attend_items(q, cache, block_tables, work, scalars, config, ring, interpret)
@@ -82,7 +82,7 @@ def _attend_items(
     ring: BlockRing,
     interpret: Any,
 ) -> Partials:
-    """The partial softmax of every item."""
+    """Compute the partial softmax of every item."""
     num_items = work.items.row.shape[0]
     num_workers = work.worker_items.shape[0] - 1
     group_size, head_size = q.shape[2:]
@@ -141,7 +141,7 @@ def _attend_items(
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
             def attend_item(i, carry):
-                # The next item is read early: its latency hides behind this one's blocks.
+                # Read the next item early, so that this item's blocks hide the latency.
                 item, used = carry
                 next_item = read_item(jnp.minimum(i + 1, num_items - 1))
                 slot = lax.rem(i - first, _QUERY_SLOTS)
@@ -193,7 +193,7 @@ def _attend_items(
                     (
                         tuple(filled((_PANEL, group_size), 0, _MATRIX) for _ in panels),
                         filled((group_size,), UNSEEN, _PER_HEAD),
-                        # Per key of a block, summed up once at the end.
+                        # One sum per key of a block; they are added up at the end.
                         filled((block_tokens, group_size), 0, _MATRIX),
                     ),
                 )
@@ -233,7 +233,7 @@ def _attend_items(
             weights=plgpu.SMEM(
                 (group_size, block_tokens),
                 ring.dtype,
-                # A product's operands have the same swizzle.
+                # Both operands of a product must have the same swizzle.
                 transforms=operand_transforms(head_size, ring.dtype),
             ),
             query_full=plgpu.Barrier(num_barriers=_QUERY_SLOTS),
@@ -287,7 +287,7 @@ def _merge(
                 first, last, merge_item, (zeros, sink, jnp.ones_like(sink))
             )
             merged = weighted * _over_rows(scalars_ref.value_scales[head] / total, _PANEL)
-            # Panels that overlap are also written one after the other.
+            # Overlapping panels must be written one after the other.
             plgpu.wait_smem_to_gmem(0, wait_read_only=head_size % _PANEL == 0)
             store_unoptimized(
                 panel_smem.T,
@@ -317,8 +317,8 @@ def _merge(
     )(partials, work.pair_first, work.pair_last, scalars, out)
 
 
-# Rows of an output at a time: what the matrix instruction computes. The last of the panels overlaps
-# the one before where the head size is not a multiple; both then compute the same values.
+# Rows of an output per matrix instruction. If the head size is not a multiple, the last panel
+# overlaps the one before; both then compute the same values.
 _PANEL = 64
 
 

@@ -1,14 +1,15 @@
 """Prefill attention on Hopper GPUs: tiles of query tokens against their row's paged context.
 
-A tile's products grow with its tokens while the keys it reads do not, so the tensor cores are what
-to keep busy. A tile of one query head is 128 tokens, 64 for each of two compute warpgroups; they
-read the same blocks, which a producer warpgroup fetches (`gpu_blocks`), and take turns: one
-computes its weights while the other has the tensor cores (the ping-pong of FlashAttention-3).
+A tile's products grow with its tokens, but the keys that it reads do not. So the limit is the
+tensor cores. A tile is 128 tokens of one query head: 64 for each of two compute warpgroups. Both
+read the same blocks, which a producer warpgroup fetches (`gpu_blocks`). They take turns: one
+computes its softmax weights while the other uses the tensor cores (the ping-pong of
+FlashAttention-3).
 
-Chunks start anywhere in the flat batch, which the copy engine's tiled loads and stores of queries
-and outputs do not allow. So queries come through registers, once per tile; and outputs leave in
-pieces of 64, 32, ... tokens, as the bits of their number say. That costs a few percent of a tile
-over 2,000 keys (by counting, not measured), and nothing outside the row is touched.
+Chunks start anywhere in the flat batch. The copy engine's tiled loads and stores do not allow that.
+So queries are loaded through registers, once per tile, and outputs are stored in pieces of 64, 32,
+... tokens, by the bits of their number. That costs a few percent of a tile over 2,000 keys
+(computed, not measured), and no store touches another row.
 """
 
 from typing import Any
@@ -36,9 +37,9 @@ from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles
 _GROUP_TOKENS = 64  # of a compute warpgroup: the rows of a matrix instruction
 _NUM_GROUPS = PREFILL_TILE_TOKENS // _GROUP_TOKENS
 
-# Per thread: the producer's, and those of each compute warpgroup. A thread block starts with 168
-# for each of its three warpgroups, and one that asks for more than the others gave back waits
-# forever: the sum is at most 504. A producer that converts blocks holds parts of them.
+# Registers per thread: of the producer, and of each compute warpgroup. A thread block starts with
+# 168 for each of its three warpgroups. A warpgroup that requests more than the others have released
+# waits forever, so the sum is at most 504. A producer that converts blocks needs more registers.
 _REGISTERS = (40, 232)
 _REGISTERS_IF_CONVERTING = (56, 224)
 
@@ -60,7 +61,7 @@ def prefill(
     tuning: Tuning,
     interpret: Any,
 ) -> None:
-    """Write the attention of those queries [T, N, H] that are in tiles to out [T, N, H]."""
+    """Write the attention of the queries [T, N, H] in tiles to out [T, N, H]."""
     ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=_NUM_GROUPS)
     _, num_heads, head_size = q.shape
     heads_per_kv_head = num_heads // config.num_kv_heads
@@ -88,7 +89,7 @@ def prefill(
             return lax.div(lax.max(num_items + num_workers - 1, 0), jnp.int32(num_workers))
 
         def read_item(i) -> tuple[PrefillTiles, jax.Array, Span]:
-            # Heads of a tile side by side: those that share a kv head find its keys in the L2.
+            # Adjacent items are heads of one tile: heads that share a kv head find its keys in L2.
             item = lax.axis_index("worker") + i * num_workers
             index, head = lax.div(item, jnp.int32(num_heads)), lax.rem(item, jnp.int32(num_heads))
             tile = PrefillTiles(
@@ -121,12 +122,12 @@ def prefill(
             def attend_item(i, used):
                 tile, head, span = read_item(i)
                 num_blocks = ring.count_blocks(span)
-                # Flat position, and position in the context, of this warpgroup's first query.
+                # The first query of this warpgroup: its flat position, and its position in the row.
                 first_token = tile.token + group * _GROUP_TOKENS
                 first_query = tile.position + group * _GROUP_TOKENS
                 factor = scalars_ref.score_factors[span.head]
 
-                # The outputs of the item before are in the same memory.
+                # The previous item's outputs are in the same memory.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 rows = pl.ds(first_token, _GROUP_TOKENS)
                 queries[group] = plgpu.load(q_ref.at[rows, head], layout=_MATRIX, optimized=False)  # pyright: ignore[reportCallIssue]
@@ -149,8 +150,8 @@ def prefill(
                     scores = to_scores(products, factor, config)
                     if is_masked:
                         first_key = span.start + j * block_tokens
-                        # Positions within the block; one number per key and per query, because
-                        # those per score take registers, of which head size 256 leaves none.
+                        # Positions within the block: one number per key and one per query. One
+                        # number per score would need registers that head size 256 does not leave.
                         key = _over_rows(_iota(block_tokens, _PER_KEY), _GROUP_TOKENS)
                         query = _iota(_GROUP_TOKENS, _PER_TOKEN) + (first_query - first_key)
                         seen = key <= _over_columns(query, block_tokens)
@@ -164,7 +165,7 @@ def prefill(
                     p = jnp.exp2(scores - _over_columns(new_largest, block_tokens))
                     weighted = weighted * _over_columns(decay, head_size)
                     total = total * decay + p.sum(axis=1)
-                    # All of this belongs before the turn of the other warpgroup ends.
+                    # All of this must be computed before the other warpgroup's turn ends.
                     weighted, new_largest, total, p = lax.optimization_barrier(
                         (weighted, new_largest, total, p.astype(ring.dtype))
                     )
@@ -190,7 +191,7 @@ def prefill(
                 )
                 num_whole = jnp.int32(0)
                 if config.sliding_window is None:
-                    # Those that even the first query sees all of.
+                    # The number of blocks that even the first query sees completely.
                     num_whole = lax.div(first_query + 1, jnp.int32(block_tokens))
                     num_whole = jnp.minimum(num_whole, num_blocks)
                 pl.when(group == 1)(take_turn)
@@ -217,8 +218,8 @@ def prefill(
     matrix = (_NUM_GROUPS, _GROUP_TOKENS, head_size)
     scratch: dict[str, Any] = dict(
         blocks=ring.scratch(),
-        # A warpgroup's outputs replace its own queries, which lie in the same place; interpret mode
-        # would take the two parts of a union for one, and see a race.
+        # A warpgroup's outputs replace its own queries in the same memory. Interpret mode would
+        # take the two parts of a union for one, and report a race.
         queries_or_outputs=(_pair if interpret else plgpu.RefUnion)(
             plgpu.SMEM(matrix, ring.dtype, transforms=operand_transforms(head_size, ring.dtype)),
             plgpu.SMEM(matrix, ring.dtype, transforms=_row_transforms(head_size, ring.dtype)),
@@ -244,7 +245,7 @@ def prefill(
         interpret=interpret,
         kernel_name="paged_prefill",
     )(
-        # A tile may reach behind the last token.
+        # A tile may extend past the last token.
         jnp.pad(q, ((0, PREFILL_TILE_TOKENS - 1), (0, 0), (0, 0))),
         cache,
         block_tables,
@@ -255,9 +256,9 @@ def prefill(
 
 
 def _accumulate(weighted, p, values, staged):
-    """weighted + p @ values, with p from registers; through shared memory in interpret mode.
+    """weighted + p @ values, with p in registers; in interpret mode through shared memory.
 
-    Interpret mode knows neither left operands in registers nor accumulators with a value.
+    Interpret mode supports neither left operands in registers nor accumulators with a value.
     """
     if staged is None:
         return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, p, values))(
@@ -276,19 +277,19 @@ def _accumulate(weighted, p, values, staged):
 
 
 def _stage_rows(target, x):
-    """Write a warpgroup's outputs to where `_store_rows` takes them from."""
+    """Write a warpgroup's outputs to the memory from which `_store_rows` copies them."""
     if _row_transforms(x.shape[-1], x.dtype):
         target[...] = x
     else:
-        # Without tiles there is no way around bank conflicts.
+        # Bank conflicts are unavoidable without tiles.
         store_unoptimized(target, x)
 
 
 def _store_rows(source, group, out_ref, head, token, num_tokens):
-    """Start storing the first rows of a warpgroup's outputs."""
+    """Start to store the first `num_tokens` rows of a warpgroup's outputs."""
     for size in (64, 32, 16, 8, 4, 2, 1):
         done = num_tokens & (-2 * size)
-        # A group known only at run time and a dynamic slice do not go together in JAX 0.11.2.
+        # JAX 0.11.2 cannot combine a group known only at run time with a dynamic slice.
         for g in range(_NUM_GROUPS):
 
             @pl.when(((num_tokens & size) != 0) & (group == g))
@@ -303,9 +304,9 @@ def _store_rows(source, group, out_ref, head, token, num_tokens):
 
 
 def _row_transforms(width: int, dtype):
-    """A layout in shared memory whose rows can be stored one by one."""
+    """A layout in shared memory from which single rows can be stored."""
     if width % 256 == 0:
-        # No swizzle of so long rows spares a warp's stores to several of them bank conflicts.
+        # No swizzle of such long rows avoids bank conflicts of a warp's stores to several rows.
         return ()
     columns = operand_columns(width)
     return smem_transforms((1, columns), columns * jnp.dtype(dtype).itemsize)

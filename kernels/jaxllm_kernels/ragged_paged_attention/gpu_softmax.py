@@ -1,4 +1,4 @@
-"""Scores as the GPU kernels keep them: in units of log2(e), so that weights are powers of two."""
+"""Scores in the GPU kernels: in units of log2(e), so that weights are powers of two."""
 
 import math
 from typing import NamedTuple
@@ -10,17 +10,18 @@ from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, KVScales
 
 LOG2_E = math.log2(math.e)
 
-# The score of a key that is not seen. It is finite, so that a query may meet such keys alone: their
-# weights, all one, are multiplied by 2 ** (UNSEEN - score) = 0 as soon as it sees a key.
+# The score of a key that is not seen. It is finite, because a block may have only such keys for a
+# query: their weights are one. As soon as the query sees a key, 2 ** (UNSEEN - score) = 0
+# multiplies them.
 UNSEEN = -1e30
 
 
 class HeadScalars(NamedTuple):
-    """What the kernels need to know about heads beside their matrices."""
+    """Scalars per head that the kernels need."""
 
     score_factors: jax.Array  # float32 [K]: see `to_scores`
-    value_scales: jax.Array  # float32 [K]: what cached values are multiplied by
-    sinks: jax.Array  # float32 [N]: scores of a key without value; UNSEEN where there is none
+    value_scales: jax.Array  # float32 [K]: factors of the cached values
+    sinks: jax.Array  # float32 [N]: scores of a key without value; UNSEEN if there is none
 
 
 def head_scalars(
@@ -39,7 +40,7 @@ def head_scalars(
 
 
 def to_scores(products, factor, config: AttentionConfig):
-    """Scores of products of queries and keys, with the factor of their kv head."""
+    """Scores from products of queries and keys, with the factor of their kv head."""
     scores = products * factor
     if config.soft_cap is not None:
         scores = config.soft_cap * LOG2_E * jnp.tanh(scores)

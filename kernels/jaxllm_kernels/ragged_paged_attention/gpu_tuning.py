@@ -1,4 +1,4 @@
-"""How the GPU kernels are cut: blocks of keys and the stages they wait in."""
+"""Tunables of the GPU kernels: blocks of keys, and the stages of their ring."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,45 +7,45 @@ from jaxllm_kernels.common import round_up
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tuned import Key, log_if_missing, lookup
 
-# What a thread block of a Hopper GPU may allocate, less what the kernels need beside queries and
+# The most shared memory of a thread block on Hopper, less what the kernels need besides queries and
 # stages: barriers; and, for a decode, weights and the scratch of reductions.
 _SHARED_BYTES = {"decode": (227 - 12) * 1024, "prefill": (227 - 3) * 1024}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The free parameters of a kernel."""
+    """The tunable parameters of a kernel."""
 
     block_tokens: int  # keys per block
-    num_stages: int  # blocks that wait for the matrix instructions
-    num_staged: int  # blocks of an 8-bit cache that wait to be converted
+    num_stages: int  # blocks that are ready for the matrix instructions, or in flight
+    num_staged: int  # blocks of an 8-bit cache that are not converted yet
 
 
-# Query tokens of a prefill tile: what two warpgroups' matrix instructions take.
+# Query tokens of a prefill tile: the operands of two warpgroups' matrix instructions.
 PREFILL_TILE_TOKENS = 128
 
 
 def padded_group_size(config: AttentionConfig) -> int:
-    """Query heads per kv head, as the matrix instruction of a decode wants them."""
+    """Query heads per kv head, padded for the matrix instruction of a decode."""
     return round_up(config.num_heads // config.num_kv_heads, 8)
 
 
 def choose_tuning(
     kernel: Literal["decode", "prefill"], config: AttentionConfig, chip: str
 ) -> Tuning:
-    """The parameters of a kernel for a layer: those measured on the chip, or else by a formula."""
+    """The parameters of a kernel for a layer: measured ones for the chip, or from a formula."""
     measured = lookup(chip, *_tuned_key(kernel, config))
     return default_tuning(kernel, config) if measured is None else Tuning(**measured)
 
 
 def log_untuned(config: AttentionConfig, chip: str) -> None:
-    """Say of which kernels of a layer nothing was measured on the chip."""
+    """Log which kernels of a layer have no measurements on the chip."""
     for kernel in ("decode", "prefill"):
         log_if_missing(chip, *_tuned_key(kernel, config))
 
 
 def _tuned_key(kernel: Literal["decode", "prefill"], config: AttentionConfig) -> tuple[str, Key]:
-    """The kernel, and what its measured parameters depend on."""
+    """The kernel's name, and the facts that its measured parameters depend on."""
     return f"gpu_{kernel}", {
         "group_size": config.num_heads // config.num_kv_heads,
         "head_size": config.head_size,
@@ -54,17 +54,17 @@ def _tuned_key(kernel: Literal["decode", "prefill"], config: AttentionConfig) ->
 
 
 def default_tuning(kernel: Literal["decode", "prefill"], config: AttentionConfig) -> Tuning:
-    """What nobody has measured.
+    """Parameters for cases without measurements.
 
-    Blocks of 128 keys where several fit, and as many stages as there is room for: about 33 KB in
-    flight per multiprocessor cover the latency of an H200's memory at full bandwidth (4.3 TB/s for
-    a microsecond), and more than four blocks are of no use. The formula has not been timed.
+    Blocks have 128 keys if several fit, and there are as many stages as fit, up to four. About
+    33 KB in flight per multiprocessor cover the latency of an H200's memory at full bandwidth
+    (4.3 TB/s for a microsecond), so more than four do not help. The formula has not been timed.
     """
     head_size = config.head_size
     block_tokens = 128 if head_size <= 128 else 64
     block_bytes = 2 * block_tokens * head_size  # keys and values of one byte
     if kernel == "decode":
-        # Queries of two items, because those of the next are fetched early.
+        # Queries of two items, because the producer fetches the next item's queries early.
         query_rows, most_stages, most_staged = 2 * padded_group_size(config), 4, 2
     else:
         query_rows, most_stages, most_staged = PREFILL_TILE_TOKENS, 2, 1

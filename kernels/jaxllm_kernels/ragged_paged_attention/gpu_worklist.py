@@ -1,8 +1,8 @@
-"""What the GPU kernels of a step work through, computed on the device once for all its layers.
+"""The worklists of the GPU kernels, computed on the device once per step for all layers.
 
 Both kernels are persistent: a fixed number of workers (thread blocks, one per multiprocessor) share
-out as much work as the batch turns out to hold. The arrays below have static sizes; what is real in
-them is dynamic. All of it is plain JAX.
+the batch's work. The arrays below have static sizes, but the number of valid entries is dynamic.
+All of this is plain JAX.
 """
 
 from typing import NamedTuple
@@ -15,18 +15,19 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
 
 class DecodeItems(NamedTuple):
-    """Spans of keys that a worker attends to in one go; each leaves a partial softmax behind.
+    """Spans of keys. A worker computes a partial softmax for each.
 
-    The blocks of all (row, kv head) pairs, laid end to end, are cut at the borders of pairs and at
-    the borders of equal shares, one share per worker. So no worker has more than one block above
-    the average, whatever the lengths, and there are at most as many items as pairs and workers.
+    The blocks of all (row, kv head) pairs are concatenated. They are cut at the borders of pairs
+    and at the borders of equal shares, one share per worker. So no worker has more than one block
+    above the average, whatever the lengths, and there are at most as many items as pairs plus
+    workers.
     """
 
     row: jax.Array  # int32 [W]
     head: jax.Array  # int32 [W]
     start: jax.Array  # int32 [W]: position of the first key to load
-    end: jax.Array  # int32 [W]: position past the last; start for an item without keys
-    first_seen: jax.Array  # int32 [W]: position of the first key inside the row's window
+    end: jax.Array  # int32 [W]: position after the last key; equals start if there are no keys
+    first_seen: jax.Array  # int32 [W]: position of the first key in the row's window
 
 
 class DecodeWork(NamedTuple):
@@ -35,18 +36,18 @@ class DecodeWork(NamedTuple):
     items: DecodeItems
     # Worker w takes the items [worker_items[w], worker_items[w + 1]).
     worker_items: jax.Array  # int32 [workers + 1]
-    # The partial results of pair p = row * K + head are those of the items [first, last).
+    # Pair p = row * K + head has the partial results of the items [first, last).
     pair_first: jax.Array  # int32 [R * K]
     pair_last: jax.Array  # int32 [R * K]
 
 
 class PrefillTiles(NamedTuple):
-    """Consecutive query tokens of rows that are not decodes, those with the most keys first."""
+    """Consecutive query tokens of rows that are not decodes; tiles with most keys come first."""
 
     row: jax.Array  # int32 [W]
-    token: jax.Array  # int32 [W]: flat position of the first one
+    token: jax.Array  # int32 [W]: flat position of the first token
     num_tokens: jax.Array  # int32 [W]: at most the tile size
-    position: jax.Array  # int32 [W]: of the first one, in its row's context
+    position: jax.Array  # int32 [W]: position of the first token in its row's context
     num_tiles: jax.Array  # int32 [1]: the rest are padding
 
 
@@ -59,9 +60,9 @@ def split_decodes(
     load_tokens: int,
     num_workers: int,
 ) -> DecodeWork:
-    """Share out the keys of a batch's decodes, in blocks, among the workers.
+    """Divide the keys of a batch's decodes, in blocks, among the workers.
 
-    A row's blocks begin at a multiple of load_tokens, so that no block loads a page from before the
+    A row's blocks begin at a multiple of load_tokens, so that no block loads a page before the
     window.
     """
     num_rows = batch.context_lens.shape[0]
@@ -81,7 +82,7 @@ def split_decodes(
 
     cuts = jnp.sort(jnp.concatenate([pair_start, jnp.minimum(worker_start[1:-1], total)]))
     next_cuts = jnp.append(cuts[1:], total)
-    # Where pairs without blocks share a start with others, this finds the last, which has blocks.
+    # Pairs without blocks have the same start as the next pair. This finds the last, with blocks.
     pair = _count_at_most(pair_start, cuts) - 1
     row = pair // num_kv_heads
     start = row_start[row] + (cuts - pair_start[pair]) * block_tokens
@@ -94,7 +95,7 @@ def split_decodes(
             end=jnp.maximum(start, jnp.minimum(end, lengths[row])),
             first_seen=first_seen[row],
         ),
-        # The items at the very end are empty and nobody's.
+        # The items at the end are empty, and no worker has them.
         worker_items=_count_below(cuts, jnp.minimum(worker_start, total)),
         pair_first=_count_below(cuts, pair_start),
         pair_last=_count_below(cuts, pair_end),

@@ -1,7 +1,7 @@
 """The implementation for CPUs in C++: one call of the library of native kernels per layer.
 
-The cache is [blocks, K, 2 (keys, values), tokens of a page, H], as `native.cc` describes: a block
-of keys is transposed inside, and pages have tokens for whole vectors.
+The cache is [blocks, K, 2 (keys, values), tokens of a page, H]; `native.cc` describes it. A block
+of keys is transposed inside. A page has room for whole vectors of tokens.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ _LANES = 16
 
 @dataclass(frozen=True)
 class NativeBackend:
-    """Attention by threads that each take tiles of queries."""
+    """Attention by threads; each takes tiles of queries."""
 
-    # As registered it has none: whoever loads the library makes a backend with it.
+    # The registered backend has no library. The plan loads one and makes a backend with it.
     library: Library | NoLibrary = NoLibrary("nothing has loaded it")
     name: str = "native"
 

@@ -1,7 +1,7 @@
-"""The plainest correct implementation of the op: the specification of all others.
+"""The simplest correct implementation of the op: the specification for all others.
 
-Every token by itself looks at the whole block table of its row, in float32. The cost is that of
-the longest possible context for every token, so it is for tests.
+Each token separately attends to the whole block table of its row, in float32. Every token costs as
+much as the longest possible context, so this is for tests only.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from jaxllm_kernels.ragged_paged_attention.pages import (
 
 @dataclass(frozen=True)
 class ReferenceBackend:
-    """Attention token by token, over every block that a row could have."""
+    """Attention token by token, over every possible block of a row."""
 
     name: str = "reference"
 
@@ -102,7 +102,7 @@ def _attend_one(
     visible = kv_positions <= position
     if config.sliding_window is not None:
         visible &= kv_positions > position - config.sliding_window
-    # What is not visible may hold anything, also NaN, which a weight of zero would not silence.
+    # Keys and values that are not visible may be NaN, which a weight of zero would not remove.
     keys, values = jnp.where(visible[:, None], kv, 0)
 
     grouped = q.reshape(num_kv_heads, -1, head_size).astype(jnp.float32)
@@ -118,6 +118,6 @@ def _attend_one(
     weights = jnp.exp(scores - largest)
     total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink_scores - largest)
     out = jnp.einsum("kgt,kth->kgh", weights, values, precision="highest")
-    # A token of padding sees nothing; zero by tiny is zero.
+    # A token of padding sees nothing: zero divided by tiny is zero.
     out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return out.reshape(q.shape).astype(q.dtype)

@@ -1,10 +1,10 @@
 """The implementation for TPUs: two Pallas kernels, one for decodes and one for prefill chunks.
 
-A layer's cache is one array [blocks, K, block_size, W]: a token's key and value lie side by side in
-a row of whole 128-lane registers, so no dimension is padded by the compiler, one copy brings a page
-with all of its heads, and any number of heads is as good as another. See `TokenLayout`.
+A layer's cache is one array [blocks, K, block_size, W]. A token's key and value are side by side in
+a row of whole 128-lane registers. So the compiler pads no dimension, one copy loads a page with all
+of its heads, and any number of heads works equally well. See `TokenLayout`.
 
-A step that is not decode_only runs both kernels; each writes its own rows' keys and values.
+A step that is not decode_only runs both kernels. Each writes the keys and values of its own rows.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from jaxllm_kernels.ragged_paged_attention.tuned import Key, log_if_missing, loo
 
 
 class Prepared(NamedTuple):
-    """What the layers of a step share: the work of both kernels, by the tokens of their steps."""
+    """The values that the layers of a step share: the work of both kernels, by tokens per step."""
 
     decodes: dict[int, Work]
     prefills: dict[int, Work]
@@ -51,17 +51,17 @@ class Prepared(NamedTuple):
 class TpuBackend:
     """Attention by Pallas kernels.
 
-    A bare Pallas call cannot be partitioned: under tensor parallelism call `attend` within a
-    shard_map over heads, with the config of a shard. Every number of kv heads is possible there.
+    XLA cannot partition a bare Pallas call. Under tensor parallelism call `attend` within a
+    shard_map over heads, with the config of a shard. Any number of kv heads per shard is possible.
     """
 
     name: str = "tpu"
-    # The chip to compile for, or to emulate; None until `tuned_for` says it.
+    # The chip to compile for, or to emulate; None until `tuned_for` sets it.
     chip: str | None = None
-    # None: what was measured for the chip, or else a guess.
+    # None: measured sizes for the chip, or else a formula.
     decode_tuning: Tuning | None = None
     prefill_tuning: Tuning | None = None
-    # Emulate the kernels on a CPU, and look for races.
+    # Emulate the kernels on a CPU, with a race detector.
     interpret: bool = False
 
     @property
@@ -108,7 +108,7 @@ class TpuBackend:
         except ValueError as error:
             advice = self._advice(config, limits, dtype=dtype, chip=chip)
             raise ValueError(f"{error}; {advice}") from error
-        # Not before: sizes of what is refused, or only tried for advice, are of no interest.
+        # Log only now: missing sizes do not matter for a refused config, or one tried for advice.
         for for_decodes in (True, False):
             if self._asked(for_decodes) is None:
                 log_if_missing(chip.name, *_tuned_key(config, limits.block_size, for_decodes))
@@ -150,14 +150,14 @@ class TpuBackend:
         sinks: jax.Array | None = None,
         kv_scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        # Pallas takes a while to import, and the other platforms can do without.
+        # Importing Pallas takes long, and other platforms do not need it.
         from jaxllm_kernels.ragged_paged_attention.tpu_call import attend_segments, interpreter
 
         num_tokens, _, head_size = q.shape
         num_kv_heads = config.num_kv_heads
         layout = token_layout(head_size)
         k, v = to_cached(k, v, config, kv_scales)
-        # Values of the small types are exact in q's.
+        # Values of the small dtypes are exact in q's dtype.
         new = _side_by_side(k.astype(q.dtype), v.astype(q.dtype), layout)  # [T, K, W]
         padding = ((0, 0), (0, 0), (0, layout.lanes - head_size))
         queries = jnp.pad(q, padding).reshape(num_tokens, num_kv_heads, -1, layout.lanes)
@@ -192,8 +192,8 @@ class TpuBackend:
                 **shared,
             )
             prefill_out = prefill_out[:, :, :num_tokens].transpose(2, 0, 1, 3)
-            # Neither kernel has anything but zeros for the other's tokens. Added to rows of the
-            # prefills in place, XLA would copy all of them first.
+            # Each kernel returns zeros for the other's tokens. For an in-place addition to rows of
+            # the prefill output XLA would copy that output first.
             out = prefill_out + jnp.pad(out, ((0, num_tokens - num_decodes), *[(0, 0)] * 3))
 
         out = out[..., layout.out_start : layout.out_start + head_size]
@@ -206,7 +206,7 @@ class TpuBackend:
     def _check_vmem(
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
-        """Raise ValueError if a kernel has no sizes that fit into a core's memory."""
+        """Raise ValueError if no sizes of a kernel fit into a core's memory."""
         for for_decodes in (True, False):
             choose_sizes(
                 config,
@@ -222,10 +222,10 @@ class TpuBackend:
     def _advice(
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> str:
-        """What to change where `_check_vmem` refuses."""
+        """Say what to change if `_check_vmem` refuses."""
         tile = sublane_tile(config.kv_dtype or dtype)
         while limits.block_size % (2 * tile) == 0:
-            # Contexts stay as long.
+            # The longest context stays the same.
             limits = dataclasses.replace(
                 limits, block_size=limits.block_size // 2, max_blocks=limits.max_blocks * 2
             )
@@ -275,7 +275,7 @@ class TpuBackend:
 
 
 def _tuned_key(config: AttentionConfig, block_size: int, for_decodes: bool) -> tuple[str, Key]:
-    """The kernel, and what its measured sizes depend on."""
+    """The kernel's name, and the facts that its measured sizes depend on."""
     return f"tpu_{'decode' if for_decodes else 'prefill'}", {
         "num_heads": config.num_heads,
         "num_kv_heads": config.num_kv_heads,
@@ -290,7 +290,7 @@ def _max_decodes(batch: RaggedBatch, num_tokens: int) -> int:
 
 
 def _side_by_side(k: jax.Array, v: jax.Array, layout: TokenLayout) -> jax.Array:
-    """Keys and values, both [T, K, H], as rows of the cache: [T, K, W]."""
+    """Join keys and values, both [T, K, H], to rows of the cache: [T, K, W]."""
     head_size = k.shape[-1]
     between = layout.value_start - head_size
     after = layout.width - layout.value_start - head_size
@@ -304,7 +304,7 @@ def _per_head(sinks: jax.Array, num_kv_heads: int) -> jax.Array:
 
 
 def _pad_to(x: jax.Array, multiple: int, *, axis: int) -> jax.Array:
-    """x with zeros behind it, up to a multiple."""
+    """Pad x with zeros at the end, to a multiple."""
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, padding)

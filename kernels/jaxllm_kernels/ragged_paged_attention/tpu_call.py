@@ -1,4 +1,4 @@
-"""How the TPU kernel is called: which memory holds what, and what moves from step to step."""
+"""The `pallas_call` of the TPU kernel: the memory of each operand, and the blocks of each step."""
 
 import functools
 from typing import Literal
@@ -39,7 +39,7 @@ def attend_segments(
       kv_scales: float32 [K, 1, 2], of keys and of values.
 
     Returns:
-      The output, shaped as q, zero where no segment is; and the updated cache.
+      The output, shaped like q, zero for tokens without a segment; and the updated cache.
     """
     num_kv_heads, block_size, width = cache.shape[1:]
     group_size = config.num_heads // num_kv_heads
@@ -51,7 +51,7 @@ def attend_segments(
     assert num_steps % sizes.row_groups == 0, (num_steps, sizes)
 
     def block(shape: tuple[int | None, ...], *index: str) -> pl.BlockSpec:
-        """What moves from step to step, with the axes of head groups and steps by their names."""
+        """The BlockSpec of an operand; `index` names the axes of head groups and steps."""
 
         def at(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
             where = {
@@ -64,7 +64,7 @@ def attend_segments(
 
     if sizes.for_decodes:
         q_block = block((sizes.step_tokens, heads, group_size, lanes), "step", "heads", "", "")
-        # Blocks have whole tiles of rows, or all that there are.
+        # Blocks have whole tiles of rows, or all rows.
         new = new.reshape(num_tokens, sizes.head_groups, heads, width)
         new_block = block((sizes.step_tokens, None, heads, width), "step", "heads", "", "")
     else:
@@ -114,13 +114,13 @@ def attend_segments(
             jax.ShapeDtypeStruct(cache.shape, cache.dtype),
         ],
         input_output_aliases={len(operands) - 1: 1},
-        # Groups share nothing, so a chip with two cores gives each its own. The steps of a group
-        # follow each other: their items are one sequence.
+        # Groups share nothing, so a chip with two cores runs one on each. The steps of a group run
+        # in order, because their items are one sequence.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=sizes.vmem_limit_bytes,
-            # A page's check takes longer than to issue its copy. Only blocks of contexts are ever
-            # followed; the emulator, which always checks, is what tests that.
+            # Checking a page's bounds takes longer than issuing its copy. Only blocks of contexts
+            # are followed; tests in the emulator, which always checks bounds, verify that.
             disable_bounds_checks=True,
         ),
         cost_estimate=_estimate_cost(config, q, new, cache, work, max_blocks),
@@ -131,10 +131,11 @@ def attend_segments(
 
 
 def interpreter(chip: Chip) -> pltpu.InterpretParams:
-    """What emulates a chip on a CPU, checking every access for races and bounds.
+    """The parameters that emulate a chip on a CPU, with checks for races and bounds.
 
-    Copies are done as they start: one that nobody waits for is then a race with what follows.
-    Done as they are waited for, such a copy would not be done at all, which no one may notice.
+    A copy is done when it starts. If the kernel does not wait for it, the emulator then reports a
+    race. If copies were done when they are waited for, a copy without a wait would never happen,
+    and tests might miss that.
     """
     return pltpu.InterpretParams(
         detect_races=True, dma_execution_mode="eager", num_cores_or_threads=chip.num_cores
@@ -149,9 +150,9 @@ def _estimate_cost(
     work: Work,
     max_blocks: int,
 ) -> pl.CostEstimate:
-    """The cost if rows had half of the context that their block tables have room for.
+    """Estimate the cost for rows with half of the longest context.
 
-    Lengths are not known when a program is compiled, but no more can be read than there is.
+    Lengths are unknown at compile time, but a kernel cannot read more than the cache has.
     """
     num_blocks, _, block_size, _ = cache.shape
     num_queries = q.size // q.shape[-1]

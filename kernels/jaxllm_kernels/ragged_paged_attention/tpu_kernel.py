@@ -1,18 +1,18 @@
 """The Pallas kernel of the TPU backend: attention over pages that it fetches and updates itself.
 
-The grid walks over steps of query tokens. The tokens of a step that belong to the same row are a
-segment: a decode, or the part of a prefill chunk that lies in the step's tile. A segment attends to
-the pages of its row item by item, an item being as many pages as a slot of on-chip memory holds.
-The items of all segments form one sequence, and the pages of later items are on their way while one
-is computed, across the borders of segments and steps.
+The grid walks over steps of query tokens. A segment is the tokens of a step that belong to one row:
+a decode, or the part of a prefill chunk in the step's tile. A segment attends to its row's pages
+item by item; an item is as many pages as a slot of on-chip memory holds. The items of all segments
+form one sequence. While the kernel computes an item it fetches the pages of later items, across the
+borders of segments and steps.
 
-The last items of a segment also hold the places of its own tokens. Their keys and values are put
-there on chip, which is where this segment sees them, and then travel back to the cache. Who writes
-what, and when others may read it:
-  - The pages that a row writes belong to it alone, so decodes never wait for each other. The tile
-    of tokens around a new one travels from a buffer of its own and is waited for two segments on.
-  - Tiles of one chunk read what the tiles before them wrote. So whatever a tile writes has arrived
-    before any later page is asked for.
+The last items of a segment also contain the places of its own tokens. The kernel inserts their keys
+and values on chip, where the segment reads them, and then copies them back to the cache. Rules for
+writes and reads:
+  - A row writes only pages of its own, so decodes never wait for each other. The tile of tokens
+    around a new one is copied from its own buffer, and the kernel waits for it two segments later.
+  - Tiles of one chunk read what earlier tiles have written. So all writes of a tile are complete
+    before any later page is fetched.
 
 Axis letters besides those of api.py: G query heads per kv head, M query lines of a segment
 (G x tokens), D lanes of a query, W lanes of a token's key and value in the cache.
@@ -34,24 +34,25 @@ from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import LANES, KernelSizes
 from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
 
-# The score of a key that is not seen; finite, so that a query may meet such keys alone: their
-# weights, all one, are multiplied by exp(_UNSEEN - score) = 0 as soon as it sees a key.
+# The score of a key that is not seen. It is finite, because a chunk may have only such keys for a
+# query: their weights are one. As soon as the query sees a key, exp(_UNSEEN - score) = 0 multiplies
+# them.
 _UNSEEN = float(jnp.finfo(jnp.float32).min)
 
-# A reference to memory. (Type checkers take `jax.Ref` for less than it can do.)
+# A reference to memory. (Type checkers know only a part of `jax.Ref`.)
 Ref = Any
 
-# What the kernel remembers from item to item: the item to fetch next, its slot, the slot whose turn
-# it is to be computed, and how many decodes have sent their token.
+# The kernel's state between items: the next item to fetch, its slot, the next slot to compute, and
+# the number of decodes that have sent their token.
 _FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT, _COMPUTE_SLOT, _NUM_SENT = range(NUM_STATES := 5)
 
 
 class Scratch(NamedTuple):
-    """On-chip memory that lives as long as the call."""
+    """On-chip memory with the lifetime of the call."""
 
     pages: Ref  # [slots, K, tokens of a slot, W]
-    written: Ref  # [2, K, sublane tile, W]: what decodes send back
-    largest: Ref  # [K, M, LANES]: running softmax; the lanes are equal
+    written: Ref  # [2, K, sublane tile, W]: tiles that decodes copy back
+    largest: Ref  # [K, M, LANES]: running softmax; all lanes are equal
     total: Ref  # [K, M, LANES]
     weighted: Ref  # [K, M, D]
     state: Ref  # int32 [NUM_STATES]
@@ -60,13 +61,13 @@ class Scratch(NamedTuple):
 
 
 def compute_step(*refs: Ref, has_scales: bool, has_sinks: bool, **static: Any) -> None:
-    """Give the references names, and compute the step."""
+    """Name the references, and compute the step."""
     unnamed = iter(refs)
     work = Work(*itertools.islice(unnamed, len(Work._fields)))
     q, new = next(unnamed), next(unnamed)
     kv_scales = next(unnamed) if has_scales else None
     sinks = next(unnamed) if has_sinks else None
-    next(unnamed)  # the cache as an operand: the same memory as the result
+    next(unnamed)  # the cache as an operand; it is the same memory as the result
     out, cache = next(unnamed), next(unnamed)
     _Step(
         work=work,
@@ -90,10 +91,10 @@ class _Pages(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A step of the grid, while it is traced."""
+    """A step of the grid, during tracing."""
 
     work: Work
-    # The step's part, as are `new` and `out`.
+    # The step's part of the operand; likewise `new` and `out`.
     q: Ref
     new: Ref
     kv_scales: Ref | None
@@ -152,15 +153,15 @@ class _Step:
         _for_each(0, num_items, attend_item)
         self._store_output(segment)
 
-    # Where things are.
+    # Indices and places.
 
     @property
     def _heads(self) -> int:
-        """Number of kv heads of this group."""
+        """The number of kv heads of this group."""
         return self.scratch.pages.shape[1]
 
     def _all_heads(self) -> Any:
-        """The kv heads of this group, in the cache."""
+        """This group's kv heads in the cache."""
         group = lax.div(pl.program_id(0), self.sizes.row_groups)
         return pl.ds(group * self._heads, self._heads)
 
@@ -169,7 +170,7 @@ class _Step:
         return self.cache.shape[2]
 
     def _all_pages(self, segment: jax.Array) -> _Pages:
-        """The pages that a segment sees: not those that lie before its first token's window."""
+        """The pages that a segment sees, without those before its first token's window."""
         position = self.work.positions[segment]
         first = jnp.zeros_like(position)
         if self.config.sliding_window is not None:
@@ -189,7 +190,7 @@ class _Step:
         return _Pages(first, jnp.minimum(first + self.sizes.slot_pages, pages.end))
 
     def _offset(self, segment: jax.Array) -> jax.Array:
-        """The place of a segment's first token in its step."""
+        """The index of a segment's first token in its step."""
         return lax.rem(self.work.tokens[segment], self.sizes.step_tokens)
 
     def _block(self, segment: jax.Array, page: jax.Array) -> jax.Array:
@@ -204,7 +205,7 @@ class _Step:
         slot: jax.Array,
         action: Callable[[Any], None],
     ) -> None:
-        """Do something with the copies that bring pages into a slot."""
+        """Call action with each copy of pages to a slot."""
 
         def act(page: jax.Array) -> None:
             action(
@@ -222,7 +223,7 @@ class _Step:
         return self.cache.at[block, self._all_heads()]
 
     def _in_slot(self, slot: jax.Array, index: jax.Array) -> Ref:
-        """The memory of one page."""
+        """The memory of one page in a slot."""
         start = _multiple_of(index * self._block_size, self._block_size)
         return self.scratch.pages.at[slot, :, pl.ds(start, self._block_size)]
 
@@ -241,17 +242,17 @@ class _Step:
             state[_FETCH_SLOT] = self._next_slot(slot)
 
     def _next_segment(self, segment: jax.Array) -> jax.Array:
-        """The one after a segment in this group of rows."""
+        """The next segment in this group of rows."""
         segment += 1
         if self.sizes.row_groups == 1:
             return segment
-        # Decodes: a step has as many segments as tokens, and the next steps are of other groups.
+        # Decodes: a step has as many segments as tokens, and other groups have the next steps.
         others = (self.sizes.row_groups - 1) * self.sizes.step_tokens
         is_first = lax.rem(segment, self.sizes.step_tokens) == 0
         return jnp.where(is_first, segment + others, segment)
 
     def _take_slot(self) -> jax.Array:
-        """The slot of the item to be computed."""
+        """Return the slot of the next item to compute, and advance."""
         slot = self.scratch.state[_COMPUTE_SLOT]
         self.scratch.state[_COMPUTE_SLOT] = self._next_slot(slot)
         return slot
@@ -262,7 +263,7 @@ class _Step:
     # Writing.
 
     def _insert_token(self, segment: jax.Array, pages: _Pages, slot: jax.Array) -> None:
-        """Put a decode's key and value into the slot of its last pages, and send them."""
+        """Insert a decode's key and value into the slot of its last pages, and send them."""
         scratch, tile = self.scratch, self.scratch.written.shape[2]
         position = self.work.positions[segment]
         start = position - lax.rem(position, tile)
@@ -286,7 +287,7 @@ class _Step:
         copy.start()
 
     def _token_copy(self, block: int | jax.Array, start: int | jax.Array, buffer: jax.Array) -> Any:
-        """The copy of a tile of tokens around a new one to its block; all are of one size."""
+        """The copy of the tile of tokens around a new one to its block; all have one size."""
         tile = self.scratch.written.shape[2]
         return pltpu.make_async_copy(
             self.scratch.written.at[buffer],
@@ -295,7 +296,7 @@ class _Step:
         )
 
     def _insert_tokens(self, segment: jax.Array, pages: _Pages, slot: jax.Array) -> None:
-        """Put those keys and values of a tile whose places are in a slot there, and send them."""
+        """Insert the keys and values of a tile whose places are in a slot, and send the pages."""
         block_size, tile = self._block_size, self.sizes.step_tokens
         start, length = self.work.positions[segment], self.work.lengths[segment]
         precision = _precision(self.q.dtype)
@@ -318,7 +319,7 @@ class _Step:
             in_slot = pl.ds(first, block_size)
 
             def insert_head(head: jax.Array) -> None:
-                # A zero does not silence what is not a number in other rows' tokens.
+                # A factor of zero would not remove NaN in other rows' tokens.
                 new = jnp.where(is_ours(0), self.new[head].astype(jnp.float32), 0)
                 moved = jnp.dot(
                     moves,
@@ -367,7 +368,7 @@ class _Step:
         scratch.weighted[...] = jnp.zeros_like(scratch.weighted)
 
     def _attend_pages(self, segment: jax.Array, pages: _Pages, slot: jax.Array) -> None:
-        """Fold the pages in a slot into the softmax of a segment's queries."""
+        """Fold the pages of a slot into the softmax of a segment's queries."""
         chunk_tokens = self.sizes.chunk_pages * self._block_size
         start, length = self.work.positions[segment], self.work.lengths[segment]
 
@@ -384,7 +385,7 @@ class _Step:
         _for_each(0, _cdiv(pages.end - pages.first, self.sizes.chunk_pages), attend_chunk)
 
     def _is_seen(self, segment: jax.Array, first: jax.Array) -> jax.Array:
-        """Which keys of a chunk, its first at a position, the queries see: [M or 1, keys]."""
+        """Whether the queries see the keys of a chunk that begins at `first`: [M or 1, keys]."""
         keys = self.sizes.chunk_pages * self._block_size
         if self.sizes.for_decodes:
             key = lax.broadcasted_iota(jnp.int32, (1, keys), 1)
@@ -418,7 +419,7 @@ class _Step:
         lanes = q.shape[-1]
         kv = scratch.pages[slot, heads, tokens, :]  # [heads, keys, W]
         keys = kv[..., :lanes].astype(dtype)
-        # Past the context lies garbage, which a weight of zero does not silence if it is NaN.
+        # Values past the context are garbage. A weight of zero would not remove NaN.
         values = _keep_first_rows(kv[..., -lanes:], num_keys).astype(dtype)
 
         scores = _batch_dot(q, keys, contract=(2, 2)) * self.config.scale
@@ -426,7 +427,7 @@ class _Step:
             scores *= self.kv_scales[heads, :, 0:1]
         if self.config.soft_cap is not None:
             scores = self.config.soft_cap * jnp.tanh(scores / self.config.soft_cap)
-        # This also replaces what came of garbage keys.
+        # This also replaces scores of garbage keys.
         scores = jnp.where(is_seen[None], scores, _UNSEEN)
 
         largest = scratch.largest[heads]  # [heads, M, LANES]
@@ -447,7 +448,7 @@ class _Step:
         return q.reshape(q.shape[0], -1, q.shape[-1])
 
     def _store_output(self, segment: jax.Array) -> None:
-        """Store what the softmax has come to."""
+        """Store the result of the softmax."""
         scratch = self.scratch
 
         def output(heads: Any) -> jax.Array:
@@ -478,12 +479,12 @@ def _for_each(start: int | jax.Array, end: int | jax.Array, body: Callable) -> N
 
 
 def _multiple_of(x: int | jax.Array, n: int) -> Any:
-    """x, of which the compiler may know that n divides it."""
+    """Tell the compiler that n divides x."""
     return x if isinstance(x, int) else pl.multiple_of(x, n)
 
 
 def _cdiv(a: jax.Array, b: int) -> jax.Array:
-    """Divide what is not negative and round up."""
+    """Divide a non-negative number and round up."""
     return lax.div(a + (b - 1), b)
 
 
@@ -504,17 +505,17 @@ def _batch_dot(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.
 
 
 def _cast(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A float32 array of values that the dtype has."""
+    """Convert a float32 array whose values are exact in the dtype."""
     if jnp.issubdtype(dtype, jnp.integer):
         x = x.astype(jnp.int32)
     return x.astype(dtype)
 
 
 def _keep_first_rows(x: jax.Array, num_rows: jax.Array) -> jax.Array:
-    """x [batch, rows, lanes] with zeros from a row on.
+    """x [batch, rows, lanes] with zeros from row `num_rows` on.
 
-    Rows share 32-bit words with their neighbours, so words are masked: not every chip compares or
-    selects in the small types.
+    Rows share 32-bit words with their neighbours, and not every chip compares or selects in small
+    dtypes. So this masks words.
     """
     rows_per_word = 4 // x.dtype.itemsize
     batch, rows, lanes = x.shape

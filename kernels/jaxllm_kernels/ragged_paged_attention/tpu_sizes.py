@@ -1,4 +1,4 @@
-"""How the TPU kernel cuts its work: block sizes, and the on-chip memory that they take."""
+"""Sizes of the TPU kernel's blocks, and the on-chip memory that they take."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,27 +10,27 @@ from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, BatchLimits
 
-# Lanes of a vector register: the minor dimension of every array comes in multiples of them.
+# Lanes of a vector register. The minor dimension of every array is padded to a multiple.
 LANES = 128
 
 _MIB = 1 << 20
 
 
 def sublane_tile(dtype: DTypeLike) -> int:
-    """Rows of the smallest piece of an array that can be moved or stored by itself."""
+    """Rows of the smallest piece of an array that can be copied or stored separately."""
     return 32 // jnp.dtype(dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLayout:
-    """Where the key and the value of a token and kv head lie in their row of the cache.
+    """The places of a token's key and value in its row of the cache, for one kv head.
 
-    They are side by side. Where both fit into one register's lanes they share them: queries have
-    zeros where the value is, and outputs are cut from there. Otherwise each is padded to whole
-    registers by itself.
+    They are side by side. If both fit into one register's lanes, they share it: queries have zeros
+    in the lanes of the value, and outputs are cut from those lanes. Otherwise each is padded to
+    whole registers.
     """
 
-    # Of a query, and of what keys and values are multiplied as.
+    # Of a query; also the width in which keys and values are multiplied.
     lanes: int
     # Of the row.
     width: int
@@ -40,7 +40,7 @@ class TokenLayout:
 
     @property
     def is_shared(self) -> bool:
-        """Whether key and value lie in the same lanes."""
+        """Whether key and value share the same lanes."""
         return self.width == self.lanes
 
 
@@ -54,24 +54,24 @@ def token_layout(head_size: int) -> TokenLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSizes:
-    """How a kernel cuts its work."""
+    """The sizes into which a kernel cuts its work."""
 
-    # Decodes: a segment is one token, and a step has several. Otherwise a step is a tile of
-    # consecutive tokens, and each row with tokens in it has a segment.
+    # Decodes: a segment is one token, and a step has several segments. Otherwise a step is a tile
+    # of consecutive tokens, with a segment for each row in it.
     for_decodes: bool
     # Tokens of a step.
     step_tokens: int
-    # Pages that are fetched into a slot, and that are computed at once.
+    # Pages that are fetched into a slot, and pages that are computed together.
     slot_pages: int
     chunk_pages: int
     num_slots: int
-    # Kv heads that are computed at once.
+    # Kv heads that are computed together.
     batch_heads: int
-    # Parts into which the kv heads are split, and to which decodes' steps are dealt in turn: each
-    # combination of them is a sequence of steps of its own.
+    # The kv heads are split into head groups. The steps of decodes are dealt to row groups in turn.
+    # Each combination of both is a separate sequence of steps.
     head_groups: int
     row_groups: int = 1
-    # On-chip memory that the compiler may take for it.
+    # The compiler's limit of on-chip memory for the kernel.
     vmem_limit_bytes: int = 0
 
     def lines(self, group_size: int) -> int:
@@ -85,7 +85,7 @@ class KernelSizes:
         block_size: int,
         dtype: DTypeLike,
     ) -> int:
-        """On-chip memory of a core that a kernel for queries of that dtype takes, at most."""
+        """An upper bound of a core's on-chip memory for a kernel with queries of that dtype."""
         dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(config.kv_dtype or dtype)
         heads = config.num_kv_heads // self.head_groups
         group_size = config.num_heads // config.num_kv_heads
@@ -103,65 +103,65 @@ class KernelSizes:
             q = _padded_bytes((heads, group_size, self.step_tokens, layout.lanes), dtype)
             new = _padded_bytes((heads, self.step_tokens, layout.width), dtype)
         per_head = _padded_bytes((heads, group_size + 1, LANES), jnp.float32)
-        # What moves between steps is there twice. The rest is intermediate results: scores and
-        # what becomes of them, and keys and values in the type that they are multiplied in.
+        # Operands that move between steps are double-buffered. The rest is intermediate: scores and
+        # their weights, and keys and values in the dtype of the product.
         scores = _padded_bytes((self.batch_heads, lines, chunk_tokens), jnp.float32)
         chunk = _padded_bytes((self.batch_heads, chunk_tokens, layout.width), jnp.float32)
         intermediate = 5 * scores + 3 * chunk + _VMEM_RESERVE
         return slots + written + softmax + 2 * (2 * q + new + per_head) + intermediate
 
 
-# On-chip memory that the compiler takes for itself, rounded up.
+# On-chip memory that the compiler itself needs, rounded up.
 _VMEM_RESERVE = _MIB // 2
 
 
 def _padded_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """Bytes of an array whose last two dimensions come in whole tiles."""
+    """Bytes of an array whose last two dimensions are padded to whole tiles."""
     *major, rows, lanes = shape
     tile = round_up(rows, sublane_tile(dtype)) * round_up(lanes, LANES)
     return math.prod(major) * tile * jnp.dtype(dtype).itemsize
 
 
 def smem_bytes(limits: BatchLimits) -> int:
-    """Scalar memory that a kernel takes: block tables, and four numbers of each segment."""
+    """Scalar memory of a kernel: block tables, and four numbers per segment."""
     num_tiles = cdiv(limits.num_tokens, MIN_TILE_TOKENS)
     segments = limits.num_rows + num_tiles
     return 4 * (limits.num_rows * limits.max_blocks + 4 * segments + num_tiles) + _SMEM_RESERVE
 
 
-# Scalar memory that the compiler and the pipeline of blocks take for themselves, rounded up.
+# Scalar memory that the compiler and the pipeline of blocks need, rounded up.
 _SMEM_RESERVE = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What can be tuned about a kernel: the fields of an entry of tuned/<chip>.json."""
+    """The tunable parameters of a kernel: the fields of an entry of tuned/<chip>.json."""
 
-    # Tokens of a step, keys that are fetched into a slot, and keys that are computed at once;
-    # each is cut to what there is.
+    # Tokens of a step, keys that are fetched into a slot, and keys that are computed together. The
+    # actual sizes limit each.
     step_tokens: int
     slot_tokens: int
     chunk_tokens: int
-    # Two for prefills: a tile may not fetch before the tile before it has written.
+    # Two for prefills: a tile may not fetch before the previous tile has written.
     num_slots: int
 
 
 def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) -> Tuning:
-    """A guess for what nobody has measured."""
+    """A formula for cases without measurements."""
     if for_decodes:
-        # A slot takes as long to fetch as a fetch takes to begin, and three are under way.
+        # Fetching a slot takes as long as starting a fetch, and three slots are in flight.
         kv_bytes = jnp.dtype(config.kv_dtype or jnp.bfloat16).itemsize
         token_bytes = config.num_kv_heads * token_layout(config.head_size).width * kv_bytes
         slot_tokens = int(chip.hbm_bytes_per_second * 0.5e-6 / token_bytes)
         return Tuning(
             step_tokens=16,
             slot_tokens=min(max(slot_tokens, 512), 2048),
-            # The products of one head alone are too few to hide each other's latency.
+            # One head has too few products to hide their latency.
             chunk_tokens=256 if config.num_kv_heads > 2 else 512,
             num_slots=4,
         )
-    # 256 query lines (tokens x heads of a group) against 512 keys: of what was compiled for v5e and
-    # v6e, fewer lines or keys take more instructions per score, and more keys waste on short rows.
+    # 256 query lines (tokens x heads of a group) against 512 keys. Compiled for v5e and v6e, fewer
+    # lines or keys need more instructions per score; more keys are wasted on short rows.
     lines = 256 * config.num_kv_heads // config.num_heads
     tile = max(min(1 << max(lines.bit_length() - 1, 0), 256), MIN_TILE_TOKENS)
     return Tuning(step_tokens=tile, slot_tokens=512, chunk_tokens=512, num_slots=2)
@@ -178,7 +178,7 @@ def choose_sizes(
     dtype: DTypeLike,
     chip: Chip,
 ) -> KernelSizes:
-    """What the tuning asks for, or the next smaller that fits into a core's memory."""
+    """The sizes of the tuning, or the largest smaller ones that fit into a core's memory."""
     assert for_decodes or tuning.num_slots == 2, tuning
     budget, taken = vmem_budget(chip), 0
     for head_groups in _head_groups(config.num_kv_heads, chip.num_cores):
@@ -209,29 +209,29 @@ def choose_sizes(
     )
 
 
-# Kv heads of a decode whose products of few lines are issued together, to hide their latency.
+# Kv heads of a decode whose products are issued together, to hide the latency of few lines.
 _MAX_BATCH_HEADS = 8
 
-# Tiles of prefill chunks start where an array of 16 bits can be cut.
+# Tiles of prefill chunks start at multiples, where a 16-bit array can be cut.
 MIN_TILE_TOKENS = 16
 
 
 def step_tokens(tuning: Tuning, num_tokens: int, *, for_decodes: bool) -> int:
-    """Tokens of a step: the only size that the lists of work depend on."""
+    """Tokens of a step, the only size that the worklists depend on."""
     if for_decodes:
         return min(tuning.step_tokens, num_tokens)
     return max(min(tuning.step_tokens, 1 << (num_tokens - 1).bit_length()), MIN_TILE_TOKENS)
 
 
 def vmem_budget(chip: Chip) -> int:
-    """On-chip memory that a kernel may take.
+    """On-chip memory that a kernel may use.
 
-    The compiler keeps weights of the layers to come in the rest of a large one.
+    The compiler uses the rest of a large memory for weights of the next layers.
     """
     return min(chip.vmem_bytes * 3 // 4, 32 * _MIB)
 
 
 def _head_groups(num_kv_heads: int, num_cores: int) -> list[int]:
-    """Ways to split kv heads evenly, fewest first, but one for every core if that is possible."""
+    """Ways to split kv heads evenly, fewest groups first; one for every core if possible."""
     divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
     return [n for n in divisors if n % num_cores == 0] or divisors

@@ -1,4 +1,4 @@
-"""The work of a call of the TPU kernel, as lists that its scalar core reads."""
+"""The worklists of a call of the TPU kernel, which its scalar core reads."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
 
 class Work(NamedTuple):
-    """The segments of a call in the order of its steps: what the kernel's scalar core reads."""
+    """The segments of a call in the order of its steps."""
 
     # Step i has the segments [first_segments[i], first_segments[i + 1]).
     first_segments: jax.Array  # int32 [steps + 1]
-    rows: jax.Array  # int32 [segments], as are the others
+    rows: jax.Array  # int32 [segments], like the others
     tokens: jax.Array  # flat position of the first token
     lengths: jax.Array  # tokens
     positions: jax.Array  # of the first token, in the row's context
@@ -22,7 +22,7 @@ class Work(NamedTuple):
 
 
 def decode_work(batch: RaggedBatch, max_decodes: int, step: int, num_cores: int) -> Work:
-    """Decodes: segment i is row i and token i. Every core gets as many steps."""
+    """The work of decodes: segment i is row i and token i. All cores get equally many steps."""
     index = jnp.arange(max_decodes, dtype=jnp.int32)
     num_steps = round_up(cdiv(max_decodes, step), num_cores)
     steps = jnp.arange(num_steps + 1, dtype=jnp.int32)
@@ -37,7 +37,7 @@ def decode_work(batch: RaggedBatch, max_decodes: int, step: int, num_cores: int)
 
 
 def prefill_work(batch: RaggedBatch, num_tokens: int, tile: int) -> Work:
-    """Everything else: rows are cut where a tile of the flat batch ends."""
+    """The work of all other rows, cut at the tiles of the flat batch."""
     num_rows, num_tiles = batch.context_lens.shape[0], cdiv(num_tokens, tile)
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
     is_prefill = (ends > starts) & (jnp.arange(num_rows) >= batch.num_decodes)

@@ -1,12 +1,12 @@
-"""Block sizes that were measured, in tuned/<chip>.json beside this file.
+"""Measured block sizes, in tuned/<chip>.json beside this file.
 
-A file has a list of entries for each kernel. An entry says what it is for (`key`), what is best
-there (`sizes`), and how one knows (`measured`: time, command, versions, date):
+A file has a list of entries for each kernel. An entry has the case (`key`), its best sizes
+(`sizes`), and the evidence (`measured`: time, command, versions, date):
 
     {"tpu_decode": [{"key": {"num_heads": 32, ...}, "sizes": {"slot_tokens": 512, ...},
                      "measured": {"microseconds": 41.0, "command": "...", "jax": "...", ...}}]}
 
-There are no entries without a measurement. What is missing is chosen by formula.
+Every entry needs a measurement. A formula chooses the sizes of other cases.
 """
 
 import functools
@@ -23,7 +23,7 @@ Key = dict[str, int | str | None]
 
 
 def lookup(chip: str, kernel: str, key: Key) -> dict[str, Any] | None:
-    """The sizes measured for a kernel on a chip, if there are any."""
+    """The sizes that were measured for a kernel on a chip, if any."""
     for entry in _read(chip).get(kernel, []):
         if entry["key"] == key:
             return entry["sizes"]
@@ -31,7 +31,7 @@ def lookup(chip: str, kernel: str, key: Key) -> dict[str, Any] | None:
 
 
 def log_if_missing(chip: str, kernel: str, key: Key) -> None:
-    """Say, once, that nothing is measured for a kernel that is going to run."""
+    """Log once that a kernel about to run has no measured sizes."""
     if lookup(chip, kernel, key) is None:
         _log_missing(chip, kernel, ", ".join(f"{name}={key[name]}" for name in sorted(key)))
 

@@ -1,17 +1,17 @@
-"""The implementation in plain XLA: what runs where there is no kernel.
+"""The implementation in plain XLA, for chips without a kernel.
 
-The queries of a row are cut into tiles of consecutive tokens. One loop takes the tiles, a loop
-within takes the blocks in which the tile sees a key, and folds them into the running softmax of the
-tile's queries. Both loops are as long as the batch asks for, so the cost follows the tokens that
-are attended to, not the lengths that are possible, and scores never exist for more than the tiles
-and blocks of one iteration.
+The queries of a row are cut into tiles of consecutive tokens. An outer loop takes the tiles. An
+inner loop takes the blocks with keys that the tile sees, and folds them into the running softmax of
+the tile's queries. The batch determines the length of both loops. So the cost depends on the actual
+context lengths, not on the largest possible ones. Scores exist only for the tiles and blocks of one
+iteration.
 
-How many tiles and blocks that is depends on the chip. A CPU takes one and one: XLA:CPU copies a
-slice of the cache several times faster than it gathers or concatenates several, and blocks of 32
-tokens and more make the loop's own cost small. An accelerator takes many, since each iteration
-costs it some microseconds; tiles that run together have contexts of similar length.
+The number of tiles and blocks per iteration depends on the chip. A CPU takes one of each: XLA:CPU
+copies a slice of the cache several times faster than it gathers or concatenates several, and with
+blocks of 32 or more tokens the overhead of the loop is small. An accelerator takes many, because
+each iteration costs some microseconds; tiles that run together have contexts of similar length.
 
-Decodes are tiles of one token, and have a loop to themselves; prefill chunks have larger ones.
+Decodes are tiles of one token and have their own loop; tiles of prefill chunks are larger.
 """
 
 import dataclasses
@@ -43,22 +43,22 @@ from jaxllm_kernels.ragged_paged_attention.pages import (
     write_pages,
 )
 
-# The score of a key that is not seen. It is finite, so that a query may meet such keys alone: their
-# weights, all one, are multiplied by exp(_UNSEEN - score) = 0 as soon as it sees a key, and none
-# ends without its own.
+# The score of a key that is not seen. It is finite, because a block may have only such keys for a
+# query: their weights are one. As soon as the query sees a key, exp(_UNSEEN - score) = 0 multiplies
+# them, and every query sees at least its own key.
 _UNSEEN = float(jnp.finfo(jnp.float32).min)
 
 
 class Tile(NamedTuple):
-    """Consecutive query tokens of a row; scalars, or arrays over the tiles of a batch."""
+    """Consecutive query tokens of a row: scalars, or arrays over the tiles of a batch."""
 
     row: jax.Array  # int32
-    token: jax.Array  # int32: flat position of the first one
+    token: jax.Array  # int32: flat position of the first token
     num_tokens: jax.Array  # int32: at most the tile size
 
 
 class Prepared(NamedTuple):
-    """What the layers of a step share."""
+    """The values that the layers of a step share."""
 
     positions: jax.Array  # int32 [T]
     write_blocks: jax.Array  # int32 [T]
@@ -78,12 +78,12 @@ class XlaBackend:
     # Tokens of a prefill tile. On two CPU cores, in processor time of benchmarks/attention_xla.py
     # with blocks of 64: 32 beats 64 and 128 by a quarter on prompts of 128 and 2048 tokens.
     tile_size: int = 32
-    # What one iteration takes: decodes or prefill tiles, and keys of each, as whole blocks.
+    # Per iteration: the number of decodes or prefill tiles, and of keys of each, as whole blocks.
     decodes_at_once: int = 1
     tiles_at_once: int = 1
     keys_at_once: int = 1
-    # Whether products are computed in float32. CPUs without 16-bit arithmetic spend more on
-    # rounding to 16 bits than on the products.
+    # Whether products are computed in float32. CPUs without 16-bit arithmetic take longer to round
+    # to 16 bits than to multiply.
     widen: bool = True
 
     @property
@@ -93,8 +93,7 @@ class XlaBackend:
     def tuned_for(self, chip: Chip) -> "XlaBackend":
         if chip.platform == "cpu":
             return self
-        # Not measured: sized so that an iteration fills a chip, and its scores stay below 100 MB
-        # for 32 heads.
+        # Estimates: an iteration fills a chip, and its scores stay below 100 MB for 32 heads.
         return dataclasses.replace(
             self,
             tile_size=64,
@@ -160,7 +159,7 @@ class XlaBackend:
         )
         num_tokens = q.shape[0]
         tile_size = 1 if batch.decode_only else self._tile_size(num_tokens)
-        # The last tile may reach behind the last token. The outputs are float32, because XLA:CPU
+        # The last tile may extend past the last token. The outputs are float32, because XLA:CPU
         # converts a whole 16-bit array to update a slice of it.
         queries = jnp.pad(q, ((0, tile_size - 1), (0, 0), (0, 0))).astype(dtype)
         out = jnp.zeros(queries.shape, jnp.float32)
@@ -185,7 +184,7 @@ class XlaBackend:
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """What all tiles of a call attend to, and how."""
+    """The inputs that all tiles of a call share."""
 
     config: AttentionConfig
     batch: RaggedBatch
@@ -198,7 +197,7 @@ class _Layer:
 
 
 def _decode_tiles(batch: RaggedBatch, *, by_length: bool) -> Tile:
-    """The rows that are decodes, which come first, as tiles; the shortest context last."""
+    """The decode rows, which come first, as tiles; `by_length` sorts long contexts first."""
     rows = jnp.arange(batch.context_lens.shape[0], dtype=jnp.int32)
     if by_length:
         lengths = jnp.where(rows < batch.num_decodes, batch.context_lens, -1)
@@ -207,7 +206,7 @@ def _decode_tiles(batch: RaggedBatch, *, by_length: bool) -> Tile:
 
 
 def _cut_tiles(batch: RaggedBatch, num_tokens: int, tile_size: int) -> tuple[Tile, jax.Array]:
-    """Cut the rows that are not decodes into tiles; returns them and their number."""
+    """Cut the rows that are not decodes into tiles; return them and their number."""
     num_rows = batch.context_lens.shape[0]
     lengths = jnp.diff(batch.query_starts)
     lengths = jnp.where(jnp.arange(num_rows) < batch.num_decodes, 0, lengths)
@@ -236,13 +235,13 @@ def _attend_tiles(
     tile_size: int,
     at_once: int,
 ) -> jax.Array:
-    """Put the attention of the first num_tiles tiles into out [T, N, H]."""
+    """Write the attention of the first num_tiles tiles to out [T, N, H]."""
     if at_once == 1:
 
         def attend_one(i: jax.Array, out: jax.Array) -> jax.Array:
             tile = jax.tree.map(lambda x: x[i], tiles)
             tile_q = lax.dynamic_slice_in_dim(queries, tile.token, tile_size)
-            # A tile may also reach into the next row's tokens; they come later and overwrite it.
+            # A tile may extend into the next row's tokens; those come later and overwrite it.
             return lax.dynamic_update_slice_in_dim(
                 out, _attend_tile(layer, tile_q, tile), tile.token, axis=0
             )
@@ -265,7 +264,7 @@ def _attend_tiles(
 
 
 def _attend_tile(layer: _Layer, q: jax.Array, tile: Tile) -> jax.Array:
-    """Attention of a tile's queries [tile size, N, H], as float32."""
+    """Compute the attention of a tile's queries [tile size, N, H] in float32."""
     config, batch = layer.config, layer.batch
     tile_size, num_heads, head_size = q.shape
     num_kv_heads = config.num_kv_heads
@@ -277,7 +276,7 @@ def _attend_tile(layer: _Layer, q: jax.Array, tile: Tile) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
 
-    # Per kv head, a line for every token and every query head that shares it.
+    # Per kv head, one line for each token and each query head of its group.
     lines = q.reshape(tile_size, num_kv_heads, group_size, head_size).swapaxes(0, 1)
     lines = lines.reshape(num_kv_heads, -1, head_size)
     scale = jnp.float32(config.scale)
@@ -289,7 +288,7 @@ def _attend_tile(layer: _Layer, q: jax.Array, tile: Tile) -> jax.Array:
     start = jnp.zeros_like(end)
     if config.sliding_window is not None:
         start = jnp.maximum(position - config.sliding_window + 1, 0)
-    # Tokens behind the row's last one see what that sees, and never what lies behind the context.
+    # Tokens past the row's end get the last position, so that they see nothing past the context.
     positions = position + jnp.arange(lines.shape[1], dtype=jnp.int32)[:, None] // group_size
     positions = jnp.minimum(positions, end - 1)
     first_block = start // block_size
@@ -306,13 +305,13 @@ def _attend_tile(layer: _Layer, q: jax.Array, tile: Tile) -> jax.Array:
         scores = scale * product("klh,kbh->klb", lines, key)
         if config.soft_cap is not None:
             scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
-        # This also replaces what came of garbage keys.
+            # This also replaces scores of garbage keys.
         scores = jnp.where(is_seen, scores, _UNSEEN)
 
         new_largest = jnp.maximum(largest, scores.max(axis=-1))
         weights = jnp.exp(scores - new_largest[..., None])
         decay = jnp.exp(largest - new_largest)
-        # A weight of zero does not silence garbage that is NaN.
+        # A weight of zero does not remove NaN garbage.
         value = jnp.where(((start <= keys) & (keys < end))[:, None], value, 0)
         new_weighted = product("klb,kbh->klh", weights.astype(layer.product_dtype), value)
         return (
@@ -347,7 +346,7 @@ def _fetch_blocks(layer: _Layer, row: jax.Array, first: jax.Array) -> jax.Array:
         page = lax.dynamic_index_in_dim(cache, tables[row, first], keepdims=False)
     else:
         blocks = first + jnp.arange(layer.blocks_at_once, dtype=jnp.int32)
-        # Behind the context lies garbage: it is clipped here, and masked by whoever looks at it.
+        # Entries past the context are garbage: they are clipped here and masked by the caller.
         pages = cache.at[tables.at[row, blocks].get(mode="clip")].get(mode="clip")
         page = pages.transpose(1, 2, 0, 3, 4).reshape(*cache.shape[1:3], -1, cache.shape[4])
     return from_storage(page, layer.cached_dtype).astype(layer.product_dtype)

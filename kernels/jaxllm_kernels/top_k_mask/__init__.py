@@ -1,1 +1,1 @@
-"""Cutting the tail off each row's distribution: min-p, top-k and top-p in one mask."""
+"""Cuts the tail off each row's distribution: min-p, top-k and top-p in one mask."""

@@ -1,4 +1,4 @@
-"""The plain way: sort every row. This is what the api promises, in numpy and float64 sums."""
+"""The reference: sorts every row. It defines the api's contract, in numpy with float64 sums."""
 
 import numpy as np
 
