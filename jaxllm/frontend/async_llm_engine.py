@@ -33,8 +33,6 @@ from jaxllm.messages import (
     GetStats,
     IsSleeping,
     Outputs,
-    PromptType,
-    RequestOutput,
     ResetPrefixCache,
     Sleep,
     StartProfile,
@@ -46,6 +44,8 @@ from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.memory import EngineMemory
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
+from jaxllm.outputs import RequestOutput
+from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)

@@ -20,9 +20,11 @@ from jaxllm.frontend.input_processor import (
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.output_processor import OutputProcessor
 from jaxllm.frontend.tokenizer import Tokenizer
-from jaxllm.messages import EngineInfo, PromptType, RequestOutput
+from jaxllm.messages import EngineInfo
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
+from jaxllm.outputs import RequestOutput
+from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
 
 
