@@ -2,7 +2,6 @@
 carry. No pickle."""
 
 import enum
-from typing import Any
 
 import msgspec
 
@@ -169,60 +168,12 @@ class Abort(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
-class GetStats(msgspec.Struct, tag=True):
-    """The figures of each replica as of now: a list of EngineStats."""
-
-
-class GetMemory(msgspec.Struct, tag=True):
-    """What process and devices have in memory as of now: EngineMemory."""
-
-
-class ResetPrefixCache(msgspec.Struct, tag=True):
-    """Forget all cached prompt blocks: whether that was possible."""
-
-
-class StartProfile(msgspec.Struct, tag=True):
-    """Begin a profile, in the directory that the engine was started with."""
-
-
-class StopProfile(msgspec.Struct, tag=True):
-    """End the profile and write it out."""
-
-
-class Sleep(msgspec.Struct, tag=True):
-    """Give memory back and compute nothing until woken up."""
-
-    level: int
-    mode: str
-
-
-class WakeUp(msgspec.Struct, tag=True):
-    """Take memory back: all, or what the tags name."""
-
-    tags: list[str] | None
-
-
-class IsSleeping(msgspec.Struct, tag=True):
-    """Whether the engine sleeps."""
-
-
-Command = (
-    GetStats
-    | GetMemory
-    | ResetPrefixCache
-    | StartProfile
-    | StopProfile
-    | Sleep
-    | WakeUp
-    | IsSleeping
-)
-
-
 class Call(msgspec.Struct, tag=True):
-    """Ask the engine for something beside requests; answered by a Returned of the same number."""
+    """A command for the engine, which answers with a Returned or a CallFailed of the same number.
+    The engine's loop reads the command, so that one that cannot be read is answered, too."""
 
     number: int
-    command: Command
+    command: msgspec.Raw
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -254,9 +205,17 @@ class Failure(msgspec.Struct):
 
 
 class Returned(msgspec.Struct, tag=True):
+    """A command's answer, as bytes: its type is the command's."""
+
     number: int
-    value: Any = None
-    failure: Failure | None = None
+    answer: msgspec.Raw
+
+
+class CallFailed(msgspec.Struct, tag=True):
+    """Why a command has no answer."""
+
+    number: int
+    failure: Failure
 
 
 class Beat(msgspec.Struct, tag=True):
@@ -269,4 +228,4 @@ class Dead(msgspec.Struct, tag=True):
     failure: Failure
 
 
-FromEngine = Ready | Outputs | Returned | Beat | Dead
+FromEngine = Ready | Outputs | Returned | CallFailed | Beat | Dead
