@@ -19,15 +19,15 @@ _PUBLIC = {
     "AnswerFormat": "jaxllm.parsers.answer_format",
     "SchedulingPolicy": "jaxllm.scheduler.policy",
     "register_scheduling_policy": "jaxllm.scheduler.policy",
-    "RequestOutput": "jaxllm.messages",
-    "CompletionOutput": "jaxllm.messages",
-    "Logprob": "jaxllm.messages",
-    "RequestStateStats": "jaxllm.messages",
-    "BeamSearchOutput": "jaxllm.messages",
-    "BeamSearchSequence": "jaxllm.messages",
-    "TextPrompt": "jaxllm.messages",
-    "TokensPrompt": "jaxllm.messages",
-    "PromptType": "jaxllm.messages",
+    "RequestOutput": "jaxllm.outputs",
+    "CompletionOutput": "jaxllm.outputs",
+    "Logprob": "jaxllm.outputs",
+    "RequestStateStats": "jaxllm.outputs",
+    "BeamSearchOutput": "jaxllm.outputs",
+    "BeamSearchSequence": "jaxllm.outputs",
+    "TextPrompt": "jaxllm.prompts",
+    "TokensPrompt": "jaxllm.prompts",
+    "PromptType": "jaxllm.prompts",
     "JaxLLMError": "jaxllm.errors",
     "ValidationError": "jaxllm.errors",
     "CheckpointError": "jaxllm.errors",
@@ -51,19 +51,17 @@ if TYPE_CHECKING:
     from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
     from jaxllm.frontend.llm_engine import LLMEngine
     from jaxllm.llm import LLM
-    from jaxllm.messages import (
+    from jaxllm.models.registry import ModelRegistry
+    from jaxllm.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
         Logprob,
-        PromptType,
         RequestOutput,
         RequestStateStats,
-        TextPrompt,
-        TokensPrompt,
     )
-    from jaxllm.models.registry import ModelRegistry
     from jaxllm.parsers.answer_format import AnswerFormat
+    from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
     from jaxllm.sampling.logits_processor import LogitsProcessor
     from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jaxllm.scheduler.policy import SchedulingPolicy, register_scheduling_policy

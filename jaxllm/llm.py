@@ -17,8 +17,9 @@ from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import render_chat
-from jaxllm.messages import BeamSearchOutput, PromptType, RequestOutput, TokensPrompt
 from jaxllm.metrics.reader import Metric, read_metrics
+from jaxllm.outputs import BeamSearchOutput, RequestOutput
+from jaxllm.prompts import PromptType, TokensPrompt
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Messages = list[dict[str, Any]]

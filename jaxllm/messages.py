@@ -1,9 +1,7 @@
-"""What crosses a boundary: between frontend and engine core (typed structs that msgpack can
-carry, no pickle), and between the engine and its user (outputs with vLLM's names)."""
+"""What crosses a process: messages between frontends and an engine, typed structs that msgpack can
+carry. No pickle."""
 
 import enum
-from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
@@ -11,26 +9,6 @@ from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import EngineConfig
 from jaxllm.metrics.startup import Phase
 from jaxllm.sampling_params import SamplingParams
-
-# ---- what a user may pass as a prompt
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-    cache_salt: NotRequired[str]
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt` is only carried through to the output."""
-
-    prompt_token_ids: list[int]
-    prompt: NotRequired[str]
-    cache_salt: NotRequired[str]
-
-
-PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 # ---- frontend -> engine core
 
@@ -196,60 +174,12 @@ class Abort(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
-class GetStats(msgspec.Struct, tag=True):
-    """The figures of each replica as of now: a list of EngineStats."""
-
-
-class GetMemory(msgspec.Struct, tag=True):
-    """What process and devices have in memory as of now: EngineMemory."""
-
-
-class ResetPrefixCache(msgspec.Struct, tag=True):
-    """Forget all cached prompt blocks: whether that was possible."""
-
-
-class StartProfile(msgspec.Struct, tag=True):
-    """Begin a profile, in the directory that the engine was started with."""
-
-
-class StopProfile(msgspec.Struct, tag=True):
-    """End the profile and write it out."""
-
-
-class Sleep(msgspec.Struct, tag=True):
-    """Give memory back and compute nothing until woken up."""
-
-    level: int
-    mode: str
-
-
-class WakeUp(msgspec.Struct, tag=True):
-    """Take memory back: all, or what the tags name."""
-
-    tags: list[str] | None
-
-
-class IsSleeping(msgspec.Struct, tag=True):
-    """Whether the engine sleeps."""
-
-
-Command = (
-    GetStats
-    | GetMemory
-    | ResetPrefixCache
-    | StartProfile
-    | StopProfile
-    | Sleep
-    | WakeUp
-    | IsSleeping
-)
-
-
 class Call(msgspec.Struct, tag=True):
-    """Ask the engine for something beside requests; answered by a Returned of the same number."""
+    """A command for the engine, which answers with a Returned or a CallFailed of the same number.
+    The engine's loop reads the command, so that one that cannot be read is answered, too."""
 
     number: int
-    command: Command
+    command: msgspec.Raw
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -281,9 +211,17 @@ class Failure(msgspec.Struct):
 
 
 class Returned(msgspec.Struct, tag=True):
+    """A command's answer, as bytes: its type is the command's."""
+
     number: int
-    value: Any = None
-    failure: Failure | None = None
+    answer: msgspec.Raw
+
+
+class CallFailed(msgspec.Struct, tag=True):
+    """Why a command has no answer."""
+
+    number: int
+    failure: Failure
 
 
 class Beat(msgspec.Struct, tag=True):
@@ -296,109 +234,4 @@ class Dead(msgspec.Struct, tag=True):
     failure: Failure
 
 
-FromEngine = Ready | Outputs | Returned | Beat | Dead
-
-# ---- engine -> user
-
-
-class Logprob(msgspec.Struct, gc=False):
-    """The log probability of a token at one position. There may be many of them: none is a reason
-    to look for garbage."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-@dataclass(slots=True)
-class RequestStateStats:
-    """Times of a request: arrival on time.time(), the others on time.monotonic()."""
-
-    arrival_time: float = 0.0
-    queued_ts: float = 0.0
-    scheduled_ts: float = 0.0
-    first_token_ts: float = 0.0
-    last_token_ts: float = 0.0
-    first_token_latency: float = 0.0  # seconds from arrival to the first token
-    num_generation_tokens: int = 0
-    num_preemptions: int = 0
-    is_corrupted: bool = False  # the logits of an answer were no numbers, which ended it
-    replica: int = 0  # that served it; 0 if it ended before its first token
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One of the n answers to a prompt."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    lora_request: None = None  # vLLM's name; there is no LoRA yet
-
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    def extend(self, delta: "CompletionOutput") -> None:
-        """Add what is new."""
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        if self.logprobs is not None:
-            self.logprobs += delta.logprobs or ()
-        self.cumulative_logprob = delta.cumulative_logprob
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """The answers to one prompt, as far as they are known."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    outputs: list[CompletionOutput]
-    finished: bool
-    metrics: RequestStateStats | None = None
-    num_cached_tokens: int | None = None
-    # vLLM's names for what we do not have yet.
-    lora_request: None = None
-    encoder_prompt: None = None
-    encoder_prompt_token_ids: None = None
-    kv_transfer_params: None = None
-
-    def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
-        """Take a later output of the same request in: with `aggregate` a delta, which is added,
-        else one that replaces."""
-        self.finished |= next_output.finished
-        mine = {answer.index: i for i, answer in enumerate(self.outputs)}
-        for answer in next_output.outputs:
-            place = mine.get(answer.index)
-            if place is None:
-                self.outputs.append(answer)
-            elif aggregate:
-                self.outputs[place].extend(answer)
-            else:
-                self.outputs[place] = answer
-
-
-@dataclass(slots=True)
-class BeamSearchSequence:
-    """One beam: `tokens` includes the prompt."""
-
-    tokens: list[int]
-    logprobs: list[dict[int, Logprob]]
-    cum_logprob: float = 0.0
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class BeamSearchOutput:
-    """The best beams of one prompt, best first."""
-
-    sequences: list[BeamSearchSequence] = field(default_factory=list)
+FromEngine = Ready | Outputs | Returned | CallFailed | Beat | Dead

@@ -14,13 +14,14 @@ import msgspec
 from jaxllm.batch.custom_ids import CustomIds
 from jaxllm.batch.input import Item
 from jaxllm.errors import ValidationError, refused
-from jaxllm.messages import CompletionOutput, PromptType, RequestOutput, TextPrompt, TokensPrompt
 from jaxllm.openai.answer import check_finished
 from jaxllm.openai.endpoints import ENDPOINTS, Endpoint, Request, find_endpoint
 from jaxllm.openai.errors import error_body
 from jaxllm.openai.logprobs import Position
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import why_not_json
+from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 

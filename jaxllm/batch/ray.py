@@ -14,8 +14,9 @@ from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import render_chat
-from jaxllm.messages import PromptType, RequestOutput, TokensPrompt
 from jaxllm.openai.answer import check_finished
+from jaxllm.outputs import RequestOutput
+from jaxllm.prompts import PromptType, TokensPrompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

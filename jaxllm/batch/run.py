@@ -21,9 +21,9 @@ from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.logging import init_logger
-from jaxllm.messages import RequestOutput
 from jaxllm.openai.errors import AnswerError
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.outputs import RequestOutput
 from jaxllm.watch import Work
 
 logger = init_logger(__name__)

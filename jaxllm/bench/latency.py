@@ -9,7 +9,7 @@ import numpy as np
 from jaxllm.config import EngineConfig, option
 from jaxllm.errors import JaxLLMError, refused
 from jaxllm.llm import LLM
-from jaxllm.messages import TokensPrompt
+from jaxllm.prompts import TokensPrompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)

@@ -13,7 +13,7 @@ from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.llm import LLM
-from jaxllm.messages import RequestOutput
+from jaxllm.outputs import RequestOutput
 from jaxllm.plural import counted
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 

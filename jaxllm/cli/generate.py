@@ -17,8 +17,9 @@ from jaxllm.cli.arguments import (
 )
 from jaxllm.errors import JaxLLMError, ValidationError, not_utf8
 from jaxllm.files import parse_json
-from jaxllm.messages import PromptType, RequestOutput
+from jaxllm.outputs import RequestOutput
 from jaxllm.plural import counted
+from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from jaxllm.cli.conversation import Message, note
 from jaxllm.errors import JaxLLMError
 from jaxllm.frontend.tokenizer import render_chat
-from jaxllm.messages import CompletionOutput, TokensPrompt
+from jaxllm.outputs import CompletionOutput
+from jaxllm.prompts import TokensPrompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

@@ -1,14 +1,18 @@
 """The engine's own loop: take in what has come, step, hand on what it brought.
 
-It touches no socket and no bytes: queues lead to the threads that do, so no client can change its
-pace. It sleeps while there is nothing to do, and wakes at once when something comes. While the
-device has a step to run it plans the next one as late as it can: more may come for it.
+It touches no socket, and no bytes but those of commands: queues lead to the threads that do, so no
+client can change its pace. It sleeps while there is nothing to do, and wakes at once when something
+comes. While the device has a step to run it plans the next one as late as it can: more may come for
+it.
 """
 
 import contextlib
 import queue
 from typing import Any, NamedTuple
 
+import msgspec
+
+from jaxllm.engine.commands import Command, decode
 from jaxllm.engine.launch import Engine
 from jaxllm.engine.pace import LOOK_S
 from jaxllm.errors import EngineDeadError, JaxLLMError
@@ -17,24 +21,16 @@ from jaxllm.messages import (
     Abort,
     Add,
     Call,
-    Command,
+    CallFailed,
     EngineOutput,
     EngineRequest,
     Failure,
     FinishReason,
-    GetMemory,
-    GetStats,
     Hello,
-    IsSleeping,
     Ready,
-    ResetPrefixCache,
     Returned,
-    Sleep,
-    StartProfile,
     Stop,
-    StopProfile,
     ToEngine,
-    WakeUp,
 )
 from jaxllm.watch import Work
 
@@ -42,8 +38,6 @@ logger = init_logger(__name__)
 
 # How often an engine without work is asked whether it lives.
 _CHECK_S = 1.0
-# What moves all weights, or writes much to a disk.
-_TAKE_LONG = (Sleep, WakeUp, StartProfile, StopProfile)
 
 
 class Letter(NamedTuple):
@@ -68,7 +62,7 @@ class BusyLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._num_turns = 0
-        self._long_command: Command | None = None  # that is being obeyed
+        self._long_command: Command[Any, Any] | None = None  # that is being obeyed
 
     def at_work(self) -> list[Work]:
         """What should get on: the loop itself, and the steps of each replica that has any, which
@@ -134,39 +128,22 @@ class BusyLoop:
         except JaxLLMError as error:
             self._outbox.put([_refusal(request.request_id, str(error))])
 
-    def _call(self, call: Call) -> Returned:
-        """What was asked for, or why not: a bad call is the caller's concern and nobody else's."""
-        self._long_command = call.command if isinstance(call.command, _TAKE_LONG) else None
+    def _call(self, call: Call) -> Returned | CallFailed:
+        """Obey a command. One that fails, or whose answer cannot be sent, is the concern of the
+        frontend that asked, and of nobody else."""
         try:
-            return Returned(call.number, self._obey(call.command))
+            command = decode(call.command)
+            self._long_command = command if command.takes_long else None
+            answer = msgspec.msgpack.encode(self._engine.call(command))
+            return Returned(call.number, msgspec.Raw(answer))
         except EngineDeadError:
             raise
         except Exception as error:
             if not isinstance(error, JaxLLMError):
-                logger.exception("%s failed", type(call.command).__name__)
-            return Returned(call.number, failure=failure_of(error))
+                logger.exception("a command failed")
+            return CallFailed(call.number, failure_of(error))
         finally:
             self._long_command = None
-
-    def _obey(self, command: Command) -> Any:
-        engine = self._engine
-        match command:
-            case GetStats():
-                return engine.replica_stats()
-            case GetMemory():
-                return engine.memory()
-            case ResetPrefixCache():
-                return engine.reset_prefix_cache()
-            case StartProfile():
-                return engine.start_profile()
-            case StopProfile():
-                return engine.stop_profile()
-            case Sleep(level, mode):
-                return engine.sleep(level, mode)
-            case WakeUp(tags):
-                return engine.wake_up(tags)
-            case IsSleeping():
-                return engine.is_sleeping
 
 
 def failure_of(error: Exception) -> Failure:

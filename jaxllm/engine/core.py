@@ -10,17 +10,17 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.commands import Answer, Command, obey
 from jaxllm.engine.pace import Pace
-from jaxllm.engine.sleep import KV_CACHE, WEIGHTS, parts_named, parts_of
-from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError, refused
+from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError
 from jaxllm.executor.base import Executor, PendingResult
 from jaxllm.executor.profiler import Profiler
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest, FinishReason
-from jaxllm.metrics.memory import DeviceMemory, EngineMemory, resident_bytes
 from jaxllm.metrics.startup import Phase
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler.kv.manager import KVCacheManager
@@ -45,15 +45,15 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
     ):
         policy = get_scheduling_policy(config.scheduler.scheduling_policy)
-        self._executor = executor
+        self.executor = executor
         self._clock = clock
-        self.info: EngineInfo = self._executor.info
+        self.info: EngineInfo = self.executor.info
         overlap = config.scheduler.async_scheduling
         self._num_stages = config.parallel.pipeline_parallel_size
         self._stats = EngineStats(overlap=overlap)
         if not overlap:
             logger.info("async_scheduling is off: the device waits for the host at every step")
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             max_num_seqs=self.info.max_num_seqs,
             max_num_batched_tokens=self.info.max_num_batched_tokens,
             max_model_len=self.info.max_model_len,
@@ -81,10 +81,10 @@ class EngineCore:
         self._idle_since: float | None = None  # or since then; None: nobody wanted the device
         self._pace = Pace() if overlap and self._num_stages == 1 else None
         # Parts that sleep; no step is dispatched while there are any.
-        self._asleep: frozenset[str] = frozenset()
-        self._late_outputs: list[EngineOutput] = []  # of what ended as it fell asleep
-        self._is_on_one_host = config.parallel.nnodes == 1
-        self._profiler = Profiler(config.profiler.profile_dir)
+        self.asleep: frozenset[str] = frozenset()
+        self.late_outputs: list[EngineOutput] = []  # of what ended as it fell asleep
+        self.is_on_one_host = config.parallel.nnodes == 1
+        self.profiler = Profiler(config.profiler.profile_dir)
         self._num_ended = 0  # steps that have come back or failed
         # Set when there is nothing to go on with.
         self._end: JaxLLMError | None = None
@@ -93,28 +93,28 @@ class EngineCore:
         """Take over a validated request; a duplicate id is refused."""
         if self._end is not None:
             raise self._end
-        if not self._scheduler.has_unfinished_requests():
+        if not self.scheduler.has_unfinished_requests():
             self._idle_since = None  # for want of work
-        self._scheduler.add_request(request)
+        self.scheduler.add_request(request)
         self._nobody_can_go_on = False
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests at any moment, without output: whoever aborts a request has let go of it.
         Unknown and finished ones are ignored."""
-        self._scheduler.abort_requests(request_ids)
+        self.scheduler.abort_requests(request_ids)
         self._nobody_can_go_on = False
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        if self._asleep or self._late_outputs:
-            return bool(self._late_outputs)
-        return bool(self._in_flight) or self._scheduler.has_unfinished_requests()
+        if self.asleep or self.late_outputs:
+            return bool(self.late_outputs)
+        return bool(self._in_flight) or self.scheduler.has_unfinished_requests()
 
     def check(self) -> None:
         """Raise if there is no engine any more."""
         if self._end is not None:
             raise self._end
-        self._executor.check()
+        self.executor.check()
 
     def progress(self) -> list[int | None]:
         """How many steps have ended, or None if there is nothing to do; of each replica, and there
@@ -127,7 +127,7 @@ class EngineCore:
         meanwhile is in the next one, and not in the one after it."""
         if self._pace is None or len(self._in_flight) != 1:
             return 0.0
-        if self._scheduler.num_running == self.info.max_num_seqs:
+        if self.scheduler.num_running == self.info.max_num_seqs:
             return 0.0  # nobody else can be in it
         _, running = self._in_flight[0]
         if running.is_ready():
@@ -137,7 +137,7 @@ class EngineCore:
     @property
     def is_due(self) -> bool:
         """Whether it is time for `step`, and that would not wait for the device."""
-        if not self._in_flight or self._late_outputs:
+        if not self._in_flight or self.late_outputs:
             return True
         if self._in_flight[0][1].is_ready():
             return True
@@ -149,8 +149,8 @@ class EngineCore:
         if that is still on the device and nobody wants to wait, a later call returns it."""
         if self._end is not None:
             raise self._end
-        outputs, self._late_outputs = self._late_outputs, []
-        if self._asleep:
+        outputs, self.late_outputs = self.late_outputs, []
+        if self.asleep:
             return outputs
         start = self._clock()
         if len(self._in_flight) <= self._num_kept:
@@ -163,60 +163,25 @@ class EngineCore:
         self._stats.step_s += self._clock() - start
         return outputs
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False when some are in use."""
-        return self._scheduler.reset_prefix_cache()
+    def call(self, command: Command[Any, Answer]) -> Answer:
+        """Do what a command says."""
+        return obey(command, [self])
 
-    @property
-    def is_sleeping(self) -> bool:
-        return bool(self._asleep)
-
-    def sleep(self, level: int = 1, mode: str = "keep") -> None:
-        """Give memory of the devices back, and compute nothing until `wake_up`; requests may come
-        and wait. All cached prefixes are forgotten, except at level 0."""
-        parts = parts_of(level, mode)
-        if not self._is_on_one_host:
-            raise refused("level", level, "an engine on several hosts cannot sleep")
+    def settle(self) -> None:
+        """Wait for the steps that are under way. The next step returns what they brought."""
         while self._in_flight:
-            self._late_outputs += self._collect()
+            self.late_outputs += self._collect()
         if self._end is not None:
             raise self._end
-        self._idle_since = None
-        if mode == "abort":
-            self._late_outputs += self._scheduler.end_all(FinishReason.ABORT)
-        self._asleep |= parts
-        if level:
-            # Those that run will compute their KV again.
-            self._scheduler.restart()
-            self._executor.sleep(keep_weights=level == 1)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back: all that was given, or what is named. When nothing sleeps any more, the
-        engine goes on."""
-        if self._end is not None:
-            raise self._end
-        parts = parts_named(tags) & self._asleep
-        if WEIGHTS in parts:
-            self._executor.wake_weights()
-        if KV_CACHE in parts:
-            self._executor.wake_cache()
-        self._asleep -= parts
-
-    def start_profile(self) -> None:
-        """Begin a profile of this process and its devices."""
-        self._profiler.start()
-
-    def stop_profile(self) -> None:
-        """End the profile and write it out."""
-        self._profiler.stop()
+        self._idle_since = None  # nobody wants the device any more
 
     def stats(self) -> EngineStats:
         """The figures as of now; they do not change any more."""
         return dataclasses.replace(
             self._stats,
-            num_token_rows=self._executor.num_token_rows,
-            pack_s=self._executor.pack_s,
-            num_compiles_after_warmup=self._executor.num_compiles_after_warmup,
+            num_token_rows=self.executor.num_token_rows,
+            pack_s=self.executor.pack_s,
+            num_compiles_after_warmup=self.executor.num_compiles_after_warmup,
             step_sizes=list(self._stats.step_sizes),
         )
 
@@ -225,29 +190,18 @@ class EngineCore:
         """Share of the KV cache that requests hold now."""
         return self._stats.kv_cache_usage
 
-    def replica_stats(self) -> list[EngineStats]:
-        """The same, of each replica: there is one."""
-        return [self.stats()]
-
-    def device_memory(self) -> list[DeviceMemory]:
-        return self._executor.device_memory()
-
-    def memory(self) -> EngineMemory:
-        """What the process and the devices have in memory, as of now."""
-        return EngineMemory(resident_bytes(), [self.device_memory()])
-
     @property
     def startup(self) -> list[Phase]:
         """What was done before the engine was ready."""
-        return self._executor.startup
+        return self.executor.startup
 
     def shutdown(self) -> None:
         self._end = ValidationError("the engine has been shut down; make a new one")
         self._in_flight.clear()
         try:
-            self._profiler.close()
+            self.profiler.close()
         finally:
-            self._executor.shutdown()
+            self.executor.shutdown()
 
     @property
     def _num_kept(self) -> int:
@@ -258,7 +212,7 @@ class EngineCore:
 
     def _dispatch_next(self) -> None:
         start = self._clock()
-        schedule = self._scheduler.schedule()
+        schedule = self.scheduler.schedule()
         # When a step has come back, somebody may.
         self._nobody_can_go_on = schedule is None and bool(self._in_flight)
         if schedule is not None:
@@ -277,8 +231,8 @@ class EngineCore:
         if len(self._in_flight) == 1 and self._idle_since is not None:
             self._stats.device_idle_s += self._clock() - self._idle_since
         try:
-            with self._profiler.step(schedule.step):
-                pending = self._executor.execute(schedule)
+            with self.profiler.step(schedule.step):
+                pending = self.executor.execute(schedule)
         except Exception as error:
             self._in_flight[-1] = (schedule, _NotDispatched(error))
             return
@@ -312,7 +266,7 @@ class EngineCore:
         if self._pace is not None:
             self._pace.end(ready, was_seen)
         self._note_begin()
-        outputs = self._scheduler.update(schedule, result)
+        outputs = self.scheduler.update(schedule, result)
         self._stats.device_wait_s += ready - start
         self._stats.update_s += self._clock() - ready
         self._idle_since = ready
@@ -329,15 +283,15 @@ class EngineCore:
         lost = [schedule for schedule, _ in self._in_flight]
         logger.exception("a step failed; %d steps in flight are lost", len(lost), exc_info=error)
         message = f"{type(error).__name__}: {error}"[:500]
-        outputs = [out for schedule in lost for out in self._scheduler.fail(schedule, message)]
+        outputs = [out for schedule in lost for out in self.scheduler.fail(schedule, message)]
         self._in_flight.clear()
         self._num_ended += len(lost)
         self._nobody_can_go_on = False
         if isinstance(error, EngineDeadError):
             self._end = error
-            return outputs + self._scheduler.end_all(FinishReason.ERROR, message)
-        self._scheduler.restart()
-        self._executor.reset()
+            return outputs + self.scheduler.end_all(FinishReason.ERROR, message)
+        self.scheduler.restart()
+        self.executor.reset()
         return outputs
 
 

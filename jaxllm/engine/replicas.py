@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from jaxllm.engine.commands import Answer, Command, obey
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.router import Router
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
-from jaxllm.metrics.memory import EngineMemory, resident_bytes
 from jaxllm.metrics.startup import Phase
-from jaxllm.metrics.stats import EngineStats
 
 # How often it is looked which of the devices are done.
 _LOOK_S = 0.0005
@@ -75,35 +75,9 @@ class Replicas:
     def _due(self) -> list[EngineCore]:
         return [core for core in self._cores if core.has_work() and core.is_due]
 
-    def reset_prefix_cache(self) -> bool:
-        return all([core.reset_prefix_cache() for core in self._cores])
-
-    @property
-    def is_sleeping(self) -> bool:
-        return any(core.is_sleeping for core in self._cores)
-
-    def sleep(self, level: int = 1, mode: str = "keep") -> None:
-        for core in self._cores:
-            core.sleep(level, mode)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        for core in self._cores:
-            core.wake_up(tags)
-
-    def start_profile(self) -> None:
-        self._cores[0].start_profile()  # a profile is of the whole process
-
-    def stop_profile(self) -> None:
-        self._cores[0].stop_profile()
-
-    def stats(self) -> EngineStats:
-        return EngineStats.total(self.replica_stats())
-
-    def replica_stats(self) -> list[EngineStats]:
-        return [core.stats() for core in self._cores]
-
-    def memory(self) -> EngineMemory:
-        return EngineMemory(resident_bytes(), [core.device_memory() for core in self._cores])
+    def call(self, command: Command[Any, Answer]) -> Answer:
+        """Do what a command says, in each core or in one for all."""
+        return obey(command, self._cores)
 
     @property
     def startup(self) -> list[Phase]:

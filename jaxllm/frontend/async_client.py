@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from jaxllm import errors
+from jaxllm.engine.commands import Answer, Command, decode_answer, encode
 from jaxllm.errors import EngineDeadError
 from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
 from jaxllm.logging import init_logger
@@ -17,7 +18,7 @@ from jaxllm.messages import (
     OWNER_MARK,
     Beat,
     Call,
-    Command,
+    CallFailed,
     Dead,
     EngineInfo,
     EngineRequest,
@@ -49,7 +50,7 @@ class AsyncClient:
         self._input = self._connect(process.assignment.input_address)
         self._output = self._connect(process.assignment.output_address)
         self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, asyncio.Future[Returned | CallFailed]] = {}
         self._receiver: threading.Thread | None = None
         self._closing = threading.Event()
         limit_s = process.assignment.config.liveness.engine_heartbeat_timeout
@@ -99,26 +100,22 @@ class AsyncClient:
                 raise message
             if isinstance(message, Dead):
                 raise _error_of(message.failure, EngineDeadError)
-            if not isinstance(message, Returned):
+            if not isinstance(message, Returned | CallFailed):
                 return message
             future = self._calls.pop(message.number, None)
             if future is not None and not future.done():
                 future.set_result(message)
 
-    async def call(self, command: Command) -> Any:
-        """Ask the engine for something; somebody must be receiving."""
+    async def call(self, command: Command[Any, Answer]) -> Answer:
+        """Have the engine do what a command says; somebody must be receiving."""
         number = next(self._numbers)
-        call = self._encoder.encode(Call(number, command))
-        try:
-            msgspec.msgpack.decode(call, type=Call)  # what the engine cannot read has no answer
-        except msgspec.ValidationError as error:
-            raise errors.ValidationError(f"{type(command).__name__}: {error}") from None
+        call = Call(number, encode(command))
         future = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._input.send(call, zmq.NOBLOCK)
-        returned: Returned = await future
-        if returned.failure is not None:
-            raise _error_of(returned.failure, errors.JaxLLMError)
-        return returned.value
+        self.send(call)
+        message = await future
+        if isinstance(message, CallFailed):
+            raise _error_of(message.failure, errors.JaxLLMError)
+        return decode_answer(command, message.answer)
 
     def fail_calls(self, error: BaseException) -> None:
         for future in self._calls.values():

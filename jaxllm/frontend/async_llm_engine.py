@@ -11,9 +11,19 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import msgspec
-
 from jaxllm.config import EngineConfig
+from jaxllm.engine.commands import (
+    Answer,
+    Command,
+    GetMemory,
+    GetStats,
+    IsSleeping,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
 from jaxllm.errors import EngineDeadError, ValidationError, refused
 from jaxllm.frontend.async_client import AsyncClient
 from jaxllm.frontend.client import load_engine_tokenizer
@@ -26,26 +36,17 @@ from jaxllm.logging import init_logger
 from jaxllm.messages import (
     Abort,
     Add,
-    Command,
     EngineInfo,
     EngineOutput,
-    GetMemory,
-    GetStats,
-    IsSleeping,
     Outputs,
-    PromptType,
-    RequestOutput,
-    ResetPrefixCache,
-    Sleep,
-    StartProfile,
     Stop,
-    StopProfile,
-    WakeUp,
 )
 from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.memory import EngineMemory
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
+from jaxllm.outputs import RequestOutput
+from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
@@ -201,44 +202,50 @@ class AsyncLLMEngine:
         thread = self._text_thread if size <= LONG_TEXT else self._long_text_thread
         return await asyncio.get_running_loop().run_in_executor(thread, function)
 
+    async def call(self, command: Command[Any, Answer]) -> Answer:
+        """Have the engine do what a command says, between two steps."""
+        self._check()
+        self._start_reading()
+        return await self._client.call(command)
+
     async def stats(self) -> EngineStats:
         """The engine's figures as of now; of several replicas, as of one."""
         return EngineStats.total(await self.replica_stats())
 
     async def replica_stats(self) -> list[EngineStats]:
         """The figures of each replica as of now."""
-        return msgspec.convert(await self._call(GetStats()), list[EngineStats])
+        return await self.call(GetStats())
 
     async def memory(self) -> EngineMemory:
         """What the engine's process and its devices have in memory, as of now."""
-        return msgspec.convert(await self._call(GetMemory()), EngineMemory)
+        return await self.call(GetMemory())
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt blocks; False, and nothing happens, when some are in use."""
-        return await self._call(ResetPrefixCache())
+        return await self.call(ResetPrefixCache())
 
     async def sleep(self, level: int = 1, mode: str = "keep") -> None:
         """Give memory back until `wake_up`: at level 1 the weights go to the host's memory and the
         KV cache is dropped, at level 2 the weights are dropped, too; level 0 only pauses. Requests
         that are under way wait (mode 'keep') or end ('abort'); new ones wait."""
-        await self._call(Sleep(level, mode))
+        await self.call(Sleep(level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back and go on. With tags, only of 'weights', 'kv_cache' or 'scheduling'."""
-        await self._call(WakeUp(None if tags is None else list(tags)))
+        await self.call(WakeUp(tags))
 
     async def is_sleeping(self) -> bool:
         """Whether a part of the engine sleeps, so that it computes nothing."""
-        return await self._call(IsSleeping())
+        return await self.call(IsSleeping())
 
     async def start_profile(self) -> None:
         """Begin a profile of the engine, for TensorBoard or xprof, in the directory
         `profile_dir`."""
-        await self._call(StartProfile())
+        await self.call(StartProfile())
 
     async def stop_profile(self) -> None:
         """End the profile and write it out."""
-        await self._call(StopProfile())
+        await self.call(StopProfile())
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Wait until no request is under way; False if some still are after this time."""
@@ -307,11 +314,6 @@ class AsyncLLMEngine:
         self._idle.clear()
         collector = self._collectors[request_id] = OutputCollector()
         return collector
-
-    async def _call(self, command: Command) -> Any:
-        self._check()
-        self._start_reading()
-        return await self._client.call(command)
 
     def _end(self, request_id: str) -> None:
         """End a request, if it has not ended; its last output goes to whoever waits."""

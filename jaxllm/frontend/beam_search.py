@@ -5,13 +5,9 @@ import itertools
 from collections.abc import Callable
 
 from jaxllm.errors import JaxLLMError, ValidationError, refused
-from jaxllm.messages import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    EngineInfo,
-    RequestOutput,
-    TokensPrompt,
-)
+from jaxllm.messages import EngineInfo
+from jaxllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from jaxllm.prompts import TokensPrompt
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 
 Generate = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]

@@ -1,14 +1,13 @@
 """How the frontend reaches an engine core. The only file on this side that knows the engine."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.commands import Answer, Command
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
 from jaxllm.metrics.startup import Phase
-from jaxllm.metrics.stats import EngineStats
 
 
 class EngineClient(Protocol):
@@ -27,22 +26,9 @@ class EngineClient(Protocol):
 
     def has_work(self) -> bool: ...
 
-    def reset_prefix_cache(self) -> bool: ...
-
-    @property
-    def is_sleeping(self) -> bool: ...
-
-    def sleep(self, level: int = 1, mode: str = "keep") -> None: ...
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
-
-    def start_profile(self) -> None: ...
-
-    def stop_profile(self) -> None: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def replica_stats(self) -> list[EngineStats]: ...
+    def call(self, command: Command[Any, Answer]) -> Answer:
+        """Do what a command says, between two steps."""
+        ...
 
     @property
     def startup(self) -> list[Phase]: ...

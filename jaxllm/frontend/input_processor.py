@@ -19,8 +19,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import Tokenizer
-from jaxllm.messages import EngineInfo, EngineRequest, PromptType
+from jaxllm.messages import EngineInfo, EngineRequest
 from jaxllm.plural import counted
+from jaxllm.prompts import PromptType
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
 from jaxllm.sampling_params import Limits, SamplingParams, check_is_text
 

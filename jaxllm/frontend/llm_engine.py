@@ -10,6 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.commands import (
+    Answer,
+    Command,
+    GetStats,
+    IsSleeping,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.client import EngineClient, load_engine_tokenizer, start_engine
 from jaxllm.frontend.input_processor import (
@@ -20,9 +31,11 @@ from jaxllm.frontend.input_processor import (
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.output_processor import OutputProcessor
 from jaxllm.frontend.tokenizer import Tokenizer
-from jaxllm.messages import EngineInfo, PromptType, RequestOutput
+from jaxllm.messages import EngineInfo
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
+from jaxllm.outputs import RequestOutput
+from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -145,7 +158,7 @@ class LLMEngine:
         Ctrl-C is raised when the step is over, and what the step brought is returned by the next.
         """
         waits = self._output_processor.has_unfinished() and not self._outputs
-        if waits and self.is_sleeping() and not self._engine.has_work():
+        if waits and not self._engine.has_work() and self.is_sleeping():
             raise ValidationError("the engine sleeps, and requests wait for it; call wake_up()")
         with InterruptsBetweenSteps():
             processed = self._output_processor.process(self._engine.step())
@@ -173,6 +186,10 @@ class LLMEngine:
             raise ValidationError("there is no tokenizer: skip_tokenizer_init=True")
         return self.tokenizer.hf
 
+    def call(self, command: Command[Any, Answer]) -> Answer:
+        """Have the engine do what a command says, between two steps."""
+        return self._engine.call(command)
+
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
@@ -183,37 +200,37 @@ class LLMEngine:
         ):
             if value:
                 raise refused(name, value, "it is not supported yet; leave it at False")
-        return self._engine.reset_prefix_cache()
+        return self.call(ResetPrefixCache())
 
     def is_sleeping(self) -> bool:
         """Whether a part of the engine sleeps, so that it computes nothing."""
-        return self._engine.is_sleeping
+        return self.call(IsSleeping())
 
     def sleep(self, level: int = 1, mode: str = "keep") -> None:
         """Give memory back until `wake_up`: at level 1 the weights go to the host's memory and the
         KV cache is dropped, at level 2 the weights are dropped, too; level 0 only pauses. Requests
         that are under way wait (mode 'keep') or end ('abort'); new ones wait."""
-        self._engine.sleep(level, mode)
+        self.call(Sleep(level, mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back and go on. With tags, only of 'weights', 'kv_cache' or 'scheduling'."""
-        self._engine.wake_up(tags)
+        self.call(WakeUp(tags))
 
     def start_profile(self) -> None:
         """Begin a profile, for TensorBoard or xprof, in the directory `profile_dir`."""
-        self._engine.start_profile()
+        self.call(StartProfile())
 
     def stop_profile(self) -> None:
         """End the profile and write it out."""
-        self._engine.stop_profile()
+        self.call(StopProfile())
 
     def stats(self) -> EngineStats:
         """The engine's figures as of now; of several replicas, as of one."""
-        return self._engine.stats()
+        return EngineStats.total(self.replica_stats())
 
     def replica_stats(self) -> list[EngineStats]:
         """The figures of each replica as of now."""
-        return self._engine.replica_stats()
+        return self.call(GetStats())
 
     def shutdown(self) -> None:
         self._engine.shutdown()

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from jaxllm.messages import Logprob, PositionLogprobs
+from jaxllm.messages import PositionLogprobs
+from jaxllm.outputs import Logprob
 
 
 def logprobs_by_token(

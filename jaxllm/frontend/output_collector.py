@@ -2,7 +2,7 @@
 
 import asyncio
 
-from jaxllm.messages import RequestOutput
+from jaxllm.outputs import RequestOutput
 
 
 class OutputCollector:

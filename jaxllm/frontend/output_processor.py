@@ -20,16 +20,9 @@ from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.frontend.logprobs import logprobs_by_token
 from jaxllm.frontend.stop_strings import StopStrings
 from jaxllm.frontend.tokenizer import Tokenizer
-from jaxllm.messages import (
-    CompletionOutput,
-    EngineOutput,
-    FinishReason,
-    Logprob,
-    RequestOutput,
-    RequestStateStats,
-    RequestStats,
-)
+from jaxllm.messages import EngineOutput, FinishReason, RequestStats
 from jaxllm.metrics.finished_request import FinishedRequest
+from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 

@@ -21,7 +21,7 @@ from jaxllm.frontend.chat_template import Conversation, render
 from jaxllm.frontend.detokenizer import Detokenizer
 from jaxllm.frontend.long_text import Encode, Shape, encode_at_most, encode_end
 from jaxllm.frontend.tokenizer_files import SmallFiles, defect
-from jaxllm.messages import TokensPrompt
+from jaxllm.prompts import TokensPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxllm.messages import RequestStateStats
+from jaxllm.outputs import RequestStateStats
 from jaxllm.sampling_params import SamplingParams
 
 

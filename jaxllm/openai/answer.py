@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxllm.messages import RequestOutput
 from jaxllm.openai.errors import AnswerError
+from jaxllm.outputs import RequestOutput
 
 
 class PromptTokensDetails(msgspec.Struct):

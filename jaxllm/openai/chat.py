@@ -5,12 +5,13 @@ from typing import Any, ClassVar
 
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import TextLength, render_chat
-from jaxllm.messages import CompletionOutput, PromptType, TokensPrompt
 from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import ChatLogprobs, chat_logprobs
 from jaxllm.openai.message import MessageParser
 from jaxllm.openai.served_model import ServedModel, id_as_text
 from jaxllm.openai.tools import Tool, offered_tools
+from jaxllm.outputs import CompletionOutput
+from jaxllm.prompts import PromptType, TokensPrompt
 from jaxllm.sampling_params import SamplingParams
 
 MAX_MESSAGES = 8192

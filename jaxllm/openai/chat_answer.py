@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxllm.messages import CompletionOutput, RequestOutput
 from jaxllm.openai.answer import Usage, check_finished, usage_of
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.logprobs import ChatLogprobs, Position
 from jaxllm.openai.message import ChatMessage, MessageParser
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.outputs import CompletionOutput, RequestOutput
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxllm.messages import CompletionOutput, RequestOutput
 from jaxllm.openai.answer import Usage, check_finished
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import finish_reason
@@ -13,6 +12,7 @@ from jaxllm.openai.logprobs import ChatLogprobs
 from jaxllm.openai.message import ChatDelta, MessageParser
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.streaming import UsageMeter
+from jaxllm.outputs import CompletionOutput, RequestOutput
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxllm.messages import CompletionOutput, RequestOutput
 from jaxllm.openai.answer import Usage, check_finished, usage_of
 from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.logprobs import CompletionLogprobs, Position, TextOf, completion_logprobs
 from jaxllm.openai.served_model import ServedModel, id_as_text
+from jaxllm.outputs import CompletionOutput, RequestOutput
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):

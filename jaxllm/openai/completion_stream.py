@@ -3,13 +3,13 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxllm.messages import RequestOutput
 from jaxllm.openai.answer import Usage, check_finished
 from jaxllm.openai.completion_answer import shown
 from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.logprobs import CompletionLogprobs, Position
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.streaming import UsageMeter
+from jaxllm.outputs import RequestOutput
 
 
 class CompletionChunkChoice(msgspec.Struct, kw_only=True):

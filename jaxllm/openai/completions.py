@@ -3,9 +3,9 @@
 from typing import Any, ClassVar
 
 from jaxllm.errors import refused
-from jaxllm.messages import PromptType, TextPrompt, TokensPrompt
 from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
 from jaxllm.sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024

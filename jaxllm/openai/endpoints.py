@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Protocol, Self
 from msgspec import Struct
 
 from jaxllm.errors import ValidationError
-from jaxllm.messages import PromptType, RequestOutput
 from jaxllm.openai.answer import Usage
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import answer_chat
@@ -16,6 +15,8 @@ from jaxllm.openai.completion_stream import CompletionStream
 from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.errors import NotFoundError
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.outputs import RequestOutput
+from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from jaxllm.messages import Logprob
+from jaxllm.outputs import Logprob
 
 Position = dict[int, Logprob]  # the sampled or prompt token first, then the most likely tokens
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 
 from msgspec import UNSET, UnsetType
 
-from jaxllm.messages import RequestOutput
 from jaxllm.openai.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxllm.openai.fields import StreamOptions
+from jaxllm.outputs import RequestOutput
 
 
 class UsageMeter:

@@ -15,10 +15,10 @@ from starlette.types import Receive, Scope, Send
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.frontend.input_processor import ProcessedInput
-from jaxllm.messages import RequestOutput
 from jaxllm.openai.answer import TIMEOUT
 from jaxllm.openai.endpoints import Endpoint, Request
 from jaxllm.openai.errors import UnavailableError
+from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.body import decode_json, read_body
 from jaxllm.server.disconnect import while_connected

@@ -14,8 +14,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
-from jaxllm.messages import RequestOutput
 from jaxllm.metrics.finished_request import FinishedRequest
+from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.server.histogram import Histogram
 from jaxllm.server.summed_metrics import added, report

@@ -184,7 +184,7 @@ def break_engine(engine, monkeypatch):
     core = engine._engine
 
     def break_engine(is_bad):
-        monkeypatch.setattr(core, "_executor", FaultyExecutor(core._executor, is_bad))
+        monkeypatch.setattr(core, "executor", FaultyExecutor(core.executor, is_bad))
 
     return break_engine
 

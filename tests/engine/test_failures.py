@@ -185,7 +185,7 @@ def run(core, step=lambda core: core.step()):
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 5, 6, 8, 11, 14])
 def test_failed_step_ends_its_own_requests_and_no_others(make_core, expected, step, where):
     core = make_core(Fault(step, where, RuntimeError("out of luck")))
-    executor = core._executor
+    executor = core.executor
     outcomes = run(core)
     assert executor.has_failed and executor.lost
     assert {prompt for prompt, outcome in outcomes.items() if outcome.failed} == executor.lost
@@ -220,7 +220,7 @@ def test_interrupt_while_waiting_for_the_device_loses_nothing(make_core, expecte
 
     core = make_core(Fault(step, "result", KeyboardInterrupt()))
     outcomes = run(core, step_on)
-    assert core._executor.has_failed
+    assert core.executor.has_failed
     assert {prompt: outcome.token_ids for prompt, outcome in outcomes.items()} == expected
 
 
@@ -236,7 +236,7 @@ def test_interrupt_while_a_step_is_dispatched_costs_no_more_than_that_step(
 
     core = make_core(Fault(step, "execute", KeyboardInterrupt()))
     outcomes = run(core, step_on)
-    assert core._executor.has_failed
+    assert core.executor.has_failed
     for prompt, outcome in outcomes.items():
         if not outcome.failed:
             assert outcome.token_ids == expected[prompt]

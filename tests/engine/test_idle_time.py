@@ -1,60 +1,20 @@
 """For how long work was there and the device had none."""
 
-from typing import ClassVar
-
-import numpy as np
 import pytest
 
 from jaxllm import SamplingParams
-from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import EngineConfig
+from jaxllm.engine.commands import Sleep, WakeUp
 from jaxllm.engine.core import EngineCore
-from jaxllm.messages import EngineInfo, EngineRequest
-from jaxllm.scheduler.schedule import StepResult
-
-
-class Device:
-    """Done with every step at once."""
-
-    info = EngineInfo(
-        model="model",
-        model_dir="",
-        vocab_size=100,
-        max_model_len=256,
-        max_logprobs=0,
-        eos_token_ids=[],
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        cache_groups=(CacheGroup(window=None, num_blocks=64, max_blocks_per_request=16),),
-        block_size=16,
-    )
-    num_token_rows = num_compiles_after_warmup = 0
-    pack_s = 0.0
-    startup: ClassVar = []
-
-    def execute(self, schedule):
-        self._num_rows = schedule.num_rows
-        return self
-
-    def is_ready(self):
-        return True
-
-    def result(self):
-        return StepResult(np.full(self._num_rows, 11, np.int32), None, None)
-
-    def sleep(self, *, keep_weights): ...
-
-    def wake_weights(self): ...
-
-    def wake_cache(self): ...
+from jaxllm.messages import EngineRequest
 
 
 @pytest.fixture(params=["overlap", "plain"])
-def core_at_work(request):
+def core_at_work(request, make_device):
     """An engine core in the midst of a request, and its clock."""
     now = [0.0]
     config = EngineConfig.create("model", async_scheduling=request.param == "overlap")
-    core = EngineCore(config, Device(), clock=lambda: now[0])
+    core = EngineCore(config, make_device(), clock=lambda: now[0])
     add(core, "first")
     core.step()
     core.step()
@@ -109,9 +69,9 @@ def test_time_after_the_last_request_has_ended_is_not(core_at_work):
 @pytest.mark.parametrize("level", [0, 1])
 def test_sleep_is_not(core_at_work, level):
     core, now = core_at_work
-    core.sleep(level)
+    core.call(Sleep(level))
     now[0] += 3600.0
-    core.wake_up()
+    core.call(WakeUp())
     drain(core)
     assert core.stats().device_idle_s == 0
 

@@ -21,6 +21,7 @@ from jaxllm import (
     ValidationError,
 )
 from jaxllm.config import EngineArgs
+from jaxllm.engine.commands import Order
 from jaxllm.frontend.tokenizer import LONG_TEXT
 from jaxllm.testing import make_tiny_checkpoint
 
@@ -332,9 +333,13 @@ def _runs(pid):
         return False
 
 
+class Dance(Order, frozen=True):
+    """A command that no engine knows."""
+
+
 @pytest.mark.slow
 def test_calls_beside_requests_are_answered_or_refused_and_harm_no_request(options, tmp_path):
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
     async def use(engine):
         whole = asyncio.create_task(last(engine, "a", params, "0"))
@@ -345,6 +350,7 @@ def test_calls_beside_requests_are_answered_or_refused_and_harm_no_request(optio
             (engine.sleep(7), "level=7"),
             (engine.sleep("a"), "Sleep: Expected `int`"),
             (engine.wake_up(["eyes"]), "tags='eyes'"),
+            (engine.call(Dance()), "unknown command 'Dance'; there are GetStats"),
         ):
             with pytest.raises(ValidationError, match=message):
                 await call
@@ -362,7 +368,7 @@ def test_calls_beside_requests_are_answered_or_refused_and_harm_no_request(optio
         async for output in stream:
             tokens = output.outputs[0].token_ids
         assert [output.outputs[0].token_ids for output in outputs] == [tokens] * 2
-        assert len(tokens) == 60
+        assert len(tokens) == 200
         assert list((tmp_path / "p").rglob("*.xplane.pb"))
 
         stream = engine.generate("a", params, "3")

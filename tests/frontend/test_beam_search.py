@@ -8,7 +8,8 @@ import pytest
 
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.beam_search import beam_search
-from jaxllm.messages import CompletionOutput, EngineInfo, Logprob, RequestOutput
+from jaxllm.messages import EngineInfo
+from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams
 
 VOCAB_SIZE, EOS = 4, 0

@@ -12,11 +12,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from jaxllm import SamplingParams, ValidationError
 from jaxllm.config import EngineArgs
-from jaxllm.messages import RequestStateStats
 from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.otel import RequestTracer, make_exporter
 from jaxllm.metrics.startup import Phase
 from jaxllm.metrics.tracing import start_tracing
+from jaxllm.outputs import RequestStateStats
 
 ARRIVAL = 1_700_000_000.25
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

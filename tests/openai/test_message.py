@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from jaxllm import SamplingParams, ValidationError
-from jaxllm.messages import CompletionOutput, RequestOutput
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import answer_chat
 from jaxllm.openai.chat_stream import ChatStream
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.parsers.answer_format import AnswerFormat
 
 CALLS = (

@@ -1,0 +1,225 @@
+"""Commands: what an engine can be asked for beside answers to requests.
+
+A command is data. It says what it does in one engine core, and what the answers of several become;
+`call(command)` carries it there from every frontend, through a socket if need be. A new one is a
+class here and a line in COMMANDS.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, get_type_hints
+
+import msgspec
+
+from jaxllm.engine.sleep import KV_CACHE, WEIGHTS, parts_named, parts_of
+from jaxllm.errors import ValidationError, refused
+from jaxllm.messages import EngineOutput, FinishReason
+from jaxllm.metrics.memory import DeviceMemory, EngineMemory, resident_bytes
+from jaxllm.metrics.stats import EngineStats
+
+if TYPE_CHECKING:  # frontends make commands, and have no need of an engine's parts
+    from jaxllm.executor.base import Executor
+    from jaxllm.executor.profiler import Profiler
+    from jaxllm.scheduler.scheduler import Scheduler
+
+Part = TypeVar("Part")
+Answer = TypeVar("Answer")
+
+
+class Core(Protocol):
+    """What a command may use of an engine core."""
+
+    scheduler: "Scheduler"
+    executor: "Executor"
+    profiler: "Profiler"
+    is_on_one_host: bool
+    asleep: frozenset[str]  # parts; while there are any, no step is dispatched
+    late_outputs: list[EngineOutput]  # which the next step returns
+
+    def check(self) -> None:
+        """Raise if there is no engine any more."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the steps that are under way; raises if there is no engine any more."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class Command(msgspec.Struct, Generic[Part, Answer], frozen=True, tag=True):
+    """Something to do between two steps. What `run` raises reaches whoever asked and nobody else;
+    so it refuses before it changes anything."""
+
+    takes_long: ClassVar[bool] = False  # it moves all weights, or writes much to a disk
+    is_for_process: ClassVar[bool] = False  # done once, however many cores the process has
+
+    def run(self, core: Core) -> Part:
+        """Do it in one engine core."""
+        raise NotImplementedError
+
+    def join(self, answers: list[Part]) -> Answer:
+        """The answer of several cores, given that of each. What it returns crosses processes as the
+        type that it is annotated with."""
+        raise NotImplementedError
+
+
+class Order(Command[None, None], frozen=True):
+    """A command without an answer."""
+
+    def join(self, answers: list[None]) -> None:
+        pass
+
+
+class GetStats(Command[EngineStats, list[EngineStats]], frozen=True):
+    """The figures of each replica as of now."""
+
+    def run(self, core: Core) -> EngineStats:
+        return core.stats()
+
+    def join(self, answers: list[EngineStats]) -> list[EngineStats]:
+        return answers
+
+
+class GetMemory(Command[list[DeviceMemory], EngineMemory], frozen=True):
+    """What the process and its devices have in memory as of now."""
+
+    def run(self, core: Core) -> list[DeviceMemory]:
+        return core.executor.device_memory()
+
+    def join(self, answers: list[list[DeviceMemory]]) -> EngineMemory:
+        return EngineMemory(resident_bytes(), answers)
+
+
+class ResetPrefixCache(Command[bool, bool], frozen=True):
+    """Forget all cached prompt blocks; False where some are in use."""
+
+    def run(self, core: Core) -> bool:
+        return core.scheduler.reset_prefix_cache()
+
+    def join(self, answers: list[bool]) -> bool:
+        return all(answers)
+
+
+class StartProfile(Order, frozen=True):
+    """Begin a profile of the process and its devices, in the directory that the engine was started
+    with."""
+
+    takes_long = True
+    is_for_process = True
+
+    def run(self, core: Core) -> None:
+        core.profiler.start()
+
+
+class StopProfile(Order, frozen=True):
+    """End the profile and write it out."""
+
+    takes_long = True
+    is_for_process = True
+
+    def run(self, core: Core) -> None:
+        core.profiler.stop()
+
+
+class Sleep(Order, frozen=True):
+    """Give memory of the devices back, and compute nothing until woken up; requests may come and
+    wait. All cached prefixes are forgotten, except at level 0."""
+
+    level: int = 1
+    mode: str = "keep"
+
+    takes_long = True
+
+    def run(self, core: Core) -> None:
+        parts = parts_of(self.level, self.mode)
+        if not core.is_on_one_host:
+            raise refused("level", self.level, "an engine on several hosts cannot sleep")
+        core.settle()
+        if self.mode == "abort":
+            core.late_outputs += core.scheduler.end_all(FinishReason.ABORT)
+        core.asleep |= parts
+        if self.level:
+            # Requests that run will compute their KV again.
+            core.scheduler.restart()
+            core.executor.sleep(keep_weights=self.level == 1)
+
+
+class WakeUp(Order, frozen=True):
+    """Take memory back: all that was given, or what the tags name. When nothing sleeps any more,
+    the engine goes on."""
+
+    tags: Sequence[str] | None = None
+
+    takes_long = True
+
+    def run(self, core: Core) -> None:
+        core.check()
+        parts = parts_named(self.tags) & core.asleep
+        if WEIGHTS in parts:
+            core.executor.wake_weights()
+        if KV_CACHE in parts:
+            core.executor.wake_cache()
+        core.asleep -= parts
+
+
+class IsSleeping(Command[bool, bool], frozen=True):
+    """Whether a part of the engine sleeps."""
+
+    def run(self, core: Core) -> bool:
+        return bool(core.asleep)
+
+    def join(self, answers: list[bool]) -> bool:
+        return any(answers)
+
+
+COMMANDS: tuple[type[Command[Any, Any]], ...] = (
+    GetStats,
+    GetMemory,
+    ResetPrefixCache,
+    StartProfile,
+    StopProfile,
+    Sleep,
+    WakeUp,
+    IsSleeping,
+)
+
+
+def obey(command: Command[Any, Answer], cores: Sequence[Core]) -> Answer:
+    """Run a command in the cores of one process."""
+    if type(command) not in COMMANDS:
+        raise _unknown(type(command).__name__)
+    some = cores[:1] if command.is_for_process else cores
+    return command.join([command.run(core) for core in some])
+
+
+def encode(command: Command[Any, Any]) -> msgspec.Raw:
+    """A command as bytes."""
+    return msgspec.Raw(msgspec.msgpack.encode(command))
+
+
+def decode(data: msgspec.Raw) -> Command[Any, Any]:
+    """The command that `encode` was given; refuses what is none, or has fields of other types."""
+    name = msgspec.msgpack.decode(data, type=_Name).type
+    kind = next((one for one in COMMANDS if one.__name__ == name), None)
+    if kind is None:
+        raise _unknown(name)
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise ValidationError(f"{name}: {error}") from None
+
+
+def decode_answer(command: Command[Any, Answer], data: msgspec.Raw) -> Answer:
+    """The answer to a command."""
+    return msgspec.msgpack.decode(data, type=get_type_hints(type(command).join)["return"])
+
+
+class _Name(msgspec.Struct):
+    """What all commands have: the name of the class."""
+
+    type: str
+
+
+def _unknown(name: str) -> ValidationError:
+    known = ", ".join(one.__name__ for one in COMMANDS)
+    return ValidationError(f"unknown command {name!r:.80}; there are {known}")

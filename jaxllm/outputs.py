@@ -1,0 +1,108 @@
+"""What a user gets: the answers to a prompt, as far as they are known. Names are vLLM's."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class Logprob(msgspec.Struct, gc=False):
+    """The log probability of a token at one position. There may be many of them: none is a reason
+    to look for garbage."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestStateStats:
+    """Times of a request: arrival on time.time(), the others on time.monotonic()."""
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0  # seconds from arrival to the first token
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    is_corrupted: bool = False  # the logits of an answer were no numbers, which ended it
+    replica: int = 0  # that served it; 0 if it ended before its first token
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n answers to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: None = None  # vLLM's name; there is no LoRA yet
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def extend(self, delta: "CompletionOutput") -> None:
+        """Add what is new."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if self.logprobs is not None:
+            self.logprobs += delta.logprobs or ()
+        self.cumulative_logprob = delta.cumulative_logprob
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answers to one prompt, as far as they are known."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestStateStats | None = None
+    num_cached_tokens: int | None = None
+    # vLLM's names for what we do not have yet.
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
+
+    def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
+        """Take a later output of the same request in: with `aggregate` a delta, which is added,
+        else one that replaces."""
+        self.finished |= next_output.finished
+        mine = {answer.index: i for i, answer in enumerate(self.outputs)}
+        for answer in next_output.outputs:
+            place = mine.get(answer.index)
+            if place is None:
+                self.outputs.append(answer)
+            elif aggregate:
+                self.outputs[place].extend(answer)
+            else:
+                self.outputs[place] = answer
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam: `tokens` includes the prompt."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
