@@ -66,7 +66,7 @@ def test_who_has_taken_over_its_blocks_starts_over_once(make_glitching, make_req
         engine.step()
     assert {one.last.num_cached_tokens for one in (healthy, corrupted)} == {len(HEAD)}
     # What both have taken over turns out to be no numbers; and so does all that one computes.
-    for request in engine.scheduler._running:
+    for request in engine.scheduler._places.running:
         engine.device.is_corrupted[request.slot] = request.request_id in "ab"
     engine.device.glitch_token = 11
     engine.drain()
