@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.features import host_features
 from jaxllm.engine.pace import Pace
 from jaxllm.engine.sleep import KV_CACHE, WEIGHTS, parts_named, parts_of
 from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError, refused
@@ -70,6 +71,7 @@ class EngineCore:
                 else None
             ),
             policy=policy,
+            features=host_features(config),
             check_invariants=config.scheduler.check_invariants,
             stats=self._stats,
         )

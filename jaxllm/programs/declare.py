@@ -16,6 +16,7 @@ from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan, logits_sharding
 from jaxllm.programs.compile import Program
+from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.state import DeviceState, abstract_tokens
@@ -33,7 +34,12 @@ TABLE_WRITES = 1024  # block updates per call of WRITE_TABLES
 
 def make_packer(plan: EnginePlan) -> StepPacker:
     """What turns Schedules into the inputs of the steps."""
-    return StepPacker(plan.buckets, num_slots=plan.max_num_seqs, processors=plan.logits_processors)
+    return StepPacker(
+        plan.buckets,
+        num_slots=plan.max_num_seqs,
+        processors=plan.logits_processors,
+        features=device_features(plan),
+    )
 
 
 class StageKey(NamedTuple):
@@ -136,9 +142,7 @@ def declare_stage_programs(
 def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
     everywhere: Any = sharding(stage.mesh)
     logits: Any = logits_sharding(stage.mesh) if plan.leaves_logits else None
-    return StepOutputs(
-        tokens=everywhere, logprobs=everywhere, prompt_logprobs=everywhere, logits=logits
-    )
+    return StepOutputs(tokens=everywhere, logprobs=everywhere, slices=everywhere, logits=logits)
 
 
 def _arriving(

@@ -5,11 +5,12 @@ requests wait.
 """
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from jaxllm.messages import EngineOutput, FinishReason
 from jaxllm.metrics.stats import EngineStats
+from jaxllm.scheduler.features import Feature
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.request import NO_LANE, Request, RequestStatus
 from jaxllm.scheduler.waiting_queue import WaitingQueue
@@ -18,12 +19,20 @@ from jaxllm.scheduler.waiting_queue import WaitingQueue
 class Places:
     """Every unfinished request, in exactly one place."""
 
-    def __init__(self, *, max_num_seqs: int, kv: KVCacheManager, stats: EngineStats) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        kv: KVCacheManager,
+        features: Sequence[Feature],
+        stats: EngineStats,
+    ) -> None:
         self.requests: dict[str, Request] = {}  # all unfinished ones
         self.running: list[Request] = []  # in policy order
         self.waiting = WaitingQueue()
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))  # taken from the end
         self._kv = kv
+        self._features = features
         self._stats = stats
 
     @property
@@ -35,6 +44,8 @@ class Places:
         prompt is not."""
         leader = self.requests.get(prefix_leader_id or "")
         self.requests[request.request_id] = request
+        for feature in self._features:
+            feature.add(request)
         if leader is not None:
             self._kv.group(leader, request)
         if leader is not None and leader.num_computed_tokens < leader.num_prompt_tokens:
@@ -104,6 +115,8 @@ class Places:
             self.waiting.forget_finished()
         if request.followers:
             self.release_followers(request)
+        for feature in self._features:
+            feature.drop(request)
         self._stats.num_requests_finished += 1
 
     def drop_finished(self) -> None:

@@ -2,15 +2,16 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineOutput, FinishReason
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler.corruption import CORRUPTED, corrupted_rows
-from jaxllm.scheduler.draft import PromptSpan
+from jaxllm.scheduler.features import Brought, Feature
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
-from jaxllm.scheduler.logprobs import prompt_logprobs, row_logprobs
+from jaxllm.scheduler.logprobs import row_logprobs
 from jaxllm.scheduler.places import Places
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.schedule import Schedule, StepResult
@@ -24,24 +25,35 @@ class Dispatched(NamedTuple):
 
     schedule: Schedule
     rows: list[Request | None]  # None: what comes back is of no use
-    prompt_spans: list[PromptSpan]
 
 
 class Results:
     """The steps on their way, and what becomes of their requests when they come back."""
 
-    def __init__(self, places: Places, kv: KVCacheManager, stats: EngineStats) -> None:
+    def __init__(
+        self,
+        places: Places,
+        *,
+        kv: KVCacheManager,
+        features: Sequence[Feature],
+        stats: EngineStats,
+    ) -> None:
         self.dispatched: deque[Dispatched] = deque()  # the oldest first
         self._places = places
         self._kv = kv
+        self._features = features
         self._stats = stats
 
     def update(self, schedule: Schedule, result: StepResult) -> list[EngineOutput]:
         """Take in what the oldest dispatched step brought; return what is new for whom."""
         step = self._take_oldest(schedule)
         now = time.monotonic()
-        prompt_parts = prompt_logprobs(result, step.rows, step.prompt_spans)
-        corrupted = corrupted_rows(schedule, result, step.prompt_spans)
+        corrupted = corrupted_rows(schedule, result)
+        parts: dict[int, list[Brought]] = {}  # of features, by row
+        for brought in self._read_slices(step, result):
+            corrupted.update(brought.corrupted)
+            for row in brought.rows:
+                parts.setdefault(row, []).append(brought)
         num_new_tokens = 0
         any_finished = False
         wants_logprobs = schedule.wants_logprobs
@@ -58,12 +70,11 @@ class Results:
                 any_finished = True
                 continue
             if not samples:
-                if row in prompt_parts:
-                    outputs.append(
-                        EngineOutput(
-                            request_id=request.request_id, new_prompt_logprobs=prompt_parts[row]
-                        )
-                    )
+                if row in parts:
+                    output = EngineOutput(request_id=request.request_id)
+                    outputs.append(output)
+                    for brought in parts[row]:
+                        brought.add_to(output, row)
                 continue
             request.output_token_ids.append(token)
             num_new_tokens += 1
@@ -84,8 +95,9 @@ class Results:
                 output.new_logprobs = [
                     row_logprobs(result.logprobs, row, request.sampling_params.logprobs, logits)
                 ]
-            if prompt_parts:
-                output.new_prompt_logprobs = prompt_parts.get(row)
+            if row in parts:
+                for brought in parts[row]:
+                    brought.add_to(output, row)
             finish = request.finish_after(token)
             if finish is not None:
                 output.finish_reason, output.stop_reason = finish
@@ -114,6 +126,14 @@ class Results:
             self._kv.forget(request)
         self._places.drop_finished()
         return outputs
+
+    def _read_slices(self, step: Dispatched, result: StepResult) -> list[Brought]:
+        slices = step.schedule.slices
+        return [
+            feature.read(step.schedule, result, step.rows)
+            for feature in self._features
+            if feature.name in slices
+        ]
 
     def _take_oldest(self, schedule: Schedule) -> Dispatched:
         step = self.dispatched.popleft()

@@ -17,13 +17,14 @@ finished.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jaxllm.errors import ValidationError
 from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler import invariants
 from jaxllm.scheduler.draft import StepDraft
+from jaxllm.scheduler.features import Feature
 from jaxllm.scheduler.kv_cache_manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.limits import make_limits
@@ -48,6 +49,7 @@ class Scheduler:
         policy: SchedulingPolicy = fcfs,
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
+        features: Sequence[Feature] = (),
         stats: EngineStats | None = None,
         check_invariants: bool = False,
     ) -> None:
@@ -66,16 +68,20 @@ class Scheduler:
         self._kv = kv
         self._lanes = lanes
         self._policy = policy
-        self._limits = make_limits(
-            enable_chunked_prefill=enable_chunked_prefill,
-            long_prefill_token_threshold=long_prefill_token_threshold,
+        self._features = features
+        self._limits = (
+            *(feature.limit for feature in features),
+            *make_limits(
+                enable_chunked_prefill=enable_chunked_prefill,
+                long_prefill_token_threshold=long_prefill_token_threshold,
+            ),
         )
         self._check_invariants = check_invariants
         self.stats = stats if stats is not None else EngineStats()
         self.stats.num_blocks = kv.pool.num_blocks
 
-        self._places = Places(max_num_seqs=max_num_seqs, kv=kv, stats=self.stats)
-        self._results = Results(self._places, kv, self.stats)
+        self._places = Places(max_num_seqs=max_num_seqs, kv=kv, features=features, stats=self.stats)
+        self._results = Results(self._places, kv=kv, features=features, stats=self.stats)
         self._num_arrivals = 0
         self._num_steps = 0
 
@@ -141,7 +147,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule | None:
         """Plan the next step, or return None if no request can compute a token now."""
-        draft = StepDraft()
+        draft = StepDraft(self._features)
         budget, preempted = self._schedule_running(draft, self._max_num_batched_tokens)
         # What was just freed goes to those who were short of it, not to newcomers.
         if not preempted:
@@ -157,9 +163,9 @@ class Scheduler:
             return None
         if self._lanes is not None:
             draft.carried_from = self._lanes.carried_from(rows)
-        schedule, spans = draft.build(self._num_steps, rows)
+        schedule = draft.build(self._num_steps, rows)
         self._num_steps += 1
-        self._results.dispatched.append(Dispatched(schedule, [*rows], spans))
+        self._results.dispatched.append(Dispatched(schedule, [*rows]))
         self._advance(rows)
         if self._lanes is not None:
             self._lanes.dispatch(schedule.step, rows)

@@ -39,7 +39,7 @@ class Device:
         return True
 
     def result(self):
-        return StepResult(np.full(self._num_rows, 11, np.int32), None, None)
+        return StepResult(np.full(self._num_rows, 11, np.int32), None)
 
     def sleep(self, *, keep_weights): ...
 

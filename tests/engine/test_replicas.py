@@ -57,7 +57,7 @@ class Pending:
 
     def result(self):
         assert not self._device.is_busy, "the whole engine would wait for one device"
-        return StepResult(np.full(self._num_rows, 11, np.int32), None, None)
+        return StepResult(np.full(self._num_rows, 11, np.int32), None)
 
 
 @pytest.fixture
