@@ -69,7 +69,7 @@ class TimedStep:
 
     def result(self) -> StepResult:
         time.sleep(max(0.0, self._done_at - time.perf_counter()))
-        return StepResult(np.full(self._num_rows, 11, np.int32), None, None)
+        return StepResult(np.full(self._num_rows, 11, np.int32), None)
 
 
 def main() -> None:

@@ -84,9 +84,7 @@ class Steps:
         assert schedule is not None, "there is a request"
         pending = self._executor.execute(schedule)
         # The scheduler hears at once that all went well; it does not matter which tokens came.
-        self._scheduler.update(
-            schedule, StepResult(np.zeros(schedule.num_rows, np.int32), None, None)
-        )
+        self._scheduler.update(schedule, StepResult(np.zeros(schedule.num_rows, np.int32), None))
         return schedule, pending
 
     def run(self, num_steps: int, prompt_tokens: int = 0) -> tuple[float, float]:

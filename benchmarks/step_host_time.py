@@ -20,11 +20,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxllm.cache_groups import CacheSizes, group_windows
+from jaxllm.config import EngineConfig
+from jaxllm.engine.features import host_features
 from jaxllm.messages import EngineRequest
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.plan.buckets import make_ladder
+from jaxllm.prompt_logprobs.device import PromptLogprobs
 from jaxllm.runner.packer import StepPacker
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.schedule import Schedule, StepResult
 from jaxllm.scheduler.scheduler import Scheduler
@@ -97,7 +100,7 @@ class Arrivals:
 
 def fake_device(schedule: Schedule) -> StepResult:
     """Answer at once, and never with the end of a sequence."""
-    return StepResult(np.full(schedule.num_rows, 11, np.int32), None, None)
+    return StepResult(np.full(schedule.num_rows, 11, np.int32), None)
 
 
 def measure(args: argparse.Namespace, num_waiting: int) -> dict:
@@ -120,6 +123,7 @@ def measure(args: argparse.Namespace, num_waiting: int) -> dict:
             block_size=args.block_size,
             enable_prefix_caching=not args.no_prefix_caching,
         ),
+        features=host_features(EngineConfig()),
         stats=stats,
     )
     arrivals = Arrivals(args.max_output, args.seed)
@@ -138,6 +142,7 @@ def measure(args: argparse.Namespace, num_waiting: int) -> dict:
         num_slots=args.running,
         num_cache_groups=len(windows),
         processors=(),
+        features=[PromptLogprobs(MAX_STEP_LOGPROBS)],
     )
     clock = time.thread_time_ns if args.cpu_time else time.perf_counter_ns
     in_flight: deque[tuple[Schedule, StepResult]] = deque()
@@ -151,7 +156,7 @@ def measure(args: argparse.Namespace, num_waiting: int) -> dict:
         if schedule is not None:
             in_flight.append((schedule, fake_device(schedule)))
             steps.rows.append(schedule.num_rows)
-            steps.only_decodes.append(schedule.num_decodes == schedule.num_rows)
+            steps.only_decodes.append(schedule.decode_only)
             schedule_ns.append(planned - begin)
             begin = clock()
             for admission in schedule.admissions:

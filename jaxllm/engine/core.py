@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.commands import Answer, Command, obey
+from jaxllm.engine.features import host_features
 from jaxllm.engine.pace import Pace
 from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError
 from jaxllm.executor.base import Executor, PendingResult
@@ -70,6 +71,7 @@ class EngineCore:
                 else None
             ),
             policy=policy,
+            features=host_features(config),
             check_invariants=config.scheduler.check_invariants,
             stats=self._stats,
         )

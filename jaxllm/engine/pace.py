@@ -22,8 +22,7 @@ class Pace:
 
     def begin(self, schedule: Schedule, now: float) -> None:
         """The device begins with a step."""
-        is_decode = schedule.num_decodes == schedule.num_rows
-        self._kind = is_decode, schedule.total_tokens.bit_length()
+        self._kind = schedule.decode_only, schedule.total_tokens.bit_length()
         self._began = now
 
     def planned(self, seconds: float) -> None:

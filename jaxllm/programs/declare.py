@@ -16,6 +16,7 @@ from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan, logits_sharding
 from jaxllm.programs.compile import Program
+from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.state import DeviceState, abstract_tokens
@@ -38,6 +39,7 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         num_slots=plan.max_num_seqs,
         num_cache_groups=len(plan.cache_groups),
         processors=plan.logits_processors,
+        features=device_features(plan),
     )
 
 
@@ -141,9 +143,7 @@ def declare_stage_programs(
 def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
     everywhere: Any = sharding(stage.mesh)
     logits: Any = logits_sharding(stage.mesh) if plan.leaves_logits else None
-    return StepOutputs(
-        tokens=everywhere, logprobs=everywhere, prompt_logprobs=everywhere, logits=logits
-    )
+    return StepOutputs(tokens=everywhere, logprobs=everywhere, slices=everywhere, logits=logits)
 
 
 def _arriving(

@@ -6,6 +6,7 @@ planning take its size. One upload per step, whatever the number of fields.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,9 @@ import jax
 import numpy as np
 
 from jaxllm.plan.buckets import Bucket
+from jaxllm.runner.slices import DeviceSlice
 from jaxllm.scheduler.schedule import Schedule
 
-NO_TARGET = -1
 # The token of padding: in no vocabulary, so that its embedding is zero.
 PADDING_TOKEN = np.iinfo(np.int32).max
 
@@ -37,7 +38,7 @@ class StepInputs:
     samples: jax.Array  # bool [R]
     row_params: jax.Array  # i32 [R, columns]: encoded sampling parameters
     block_updates: jax.Array  # i32 [U, 3]: row of the tables (`table_row`), index in it, block
-    prompt_targets: jax.Array | None  # i32 [T], mixed steps only; NO_TARGET where unwanted
+    slices: dict[str, dict[str, jax.Array]]  # of the features in this program, i32
 
 
 class SlotTables:
@@ -57,9 +58,18 @@ class InputLayout:
     """Where each field of a bucket's StepInputs lies in the packed buffer."""
 
     def __init__(
-        self, bucket: Bucket, *, num_slots: int, num_cache_groups: int, num_param_columns: int
+        self,
+        bucket: Bucket,
+        *,
+        num_slots: int,
+        num_cache_groups: int,
+        num_param_columns: int,
+        features: Sequence[DeviceSlice] = (),
     ):
         self.bucket = bucket
+        # Those that are in the programs of this bucket, and the names of their fields.
+        self.features = [feature for feature in features if feature.fields(bucket)]
+        self._slices: dict[str, list[str]] = {}
         self._num_slots = num_slots
         self._num_table_rows = num_slots * num_cache_groups
         tokens, rows = bucket.num_tokens, bucket.num_rows
@@ -78,8 +88,11 @@ class InputLayout:
             shapes |= {
                 "token_rows": (tokens,),
                 "query_starts": (rows + 1,),
-                "prompt_targets": (tokens,),
             }
+        for feature in self.features:
+            its = feature.fields(bucket)
+            shapes |= {_field(feature.name, name): shape for name, shape in its.items()}
+            self._slices[feature.name] = list(its)
         self._fields: dict[str, tuple[slice, tuple[int, ...]]] = {}
         offset = 0
         for name, shape in shapes.items():
@@ -121,10 +134,9 @@ class InputLayout:
             view["token_rows"][tokens:] = self.bucket.num_rows - 1
             np.cumsum(schedule.num_tokens, out=view["query_starts"][1 : rows + 1])
             view["query_starts"][rows + 1 :] = tokens
-            targets = view["prompt_targets"]
-            targets[...] = NO_TARGET
-            if schedule.prompt_targets is not None:
-                targets[:tokens] = schedule.prompt_targets
+        for feature in self.features:
+            its = {name: view[_field(feature.name, name)] for name in self._slices[feature.name]}
+            feature.pack(its, schedule.slices.get(feature.name))
         return buffer
 
     def overflow(self, schedule: Schedule) -> np.ndarray:
@@ -146,4 +158,13 @@ class InputLayout:
             rows = jax.numpy.arange(self.bucket.num_rows + 1, dtype=np.int32)
             field["token_rows"] = rows[:-1]
             field["query_starts"] = jax.numpy.minimum(rows, field["num_decodes"])
-        return StepInputs(**{"prompt_targets": None, **field})
+        slices = {
+            feature: {name: field.pop(_field(feature, name)) for name in names}
+            for feature, names in self._slices.items()
+        }
+        return StepInputs(**field, slices=slices)
+
+
+def _field(feature: str, name: str) -> str:
+    """A field of a slice, among those of all."""
+    return f"{feature}.{name}"

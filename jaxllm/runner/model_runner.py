@@ -40,8 +40,8 @@ class PendingStep:
     def __init__(self, schedule: Schedule, outputs: StepOutputs):
         self._outputs = outputs
         self._wants_logprobs = schedule.wants_logprobs
-        self._wants_prompt_logprobs = schedule.prompt_targets is not None
         self._wants_logits = schedule.wants_logits
+        self._features = list(schedule.slices)
         for array in jax.tree.leaves(self._wanted()):
             array.copy_to_host_async()
 
@@ -51,12 +51,12 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """Wait for the device and hand over numpy arrays."""
-        tokens, logprobs, prompt_logprobs, logits = jax.tree.map(np.asarray, self._wanted())
+        tokens, logprobs, logits, slices = jax.tree.map(np.asarray, self._wanted())
         return StepResult(
             token_ids=tokens,
             logprobs=LogprobArrays(*logprobs) if logprobs else None,
-            prompt_logprobs=LogprobArrays(*prompt_logprobs) if prompt_logprobs else None,
             logits=logits,
+            slices=slices,
         )
 
     def _wanted(self) -> tuple[Any, Any, Any, Any]:
@@ -65,8 +65,8 @@ class PendingStep:
         return (
             outputs.tokens,
             outputs.logprobs if self._wants_logprobs else None,
-            outputs.prompt_logprobs if self._wants_prompt_logprobs else None,
             outputs.logits if self._wants_logits else None,
+            {name: outputs.slices[name] for name in self._features},
         )
 
 

@@ -1,11 +1,13 @@
 """The host half of a step on the device side: which program runs it, and the buffer it gets."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxllm.plan.buckets import Bucket, BucketTable
 from jaxllm.runner.inputs import InputLayout, SlotTables
+from jaxllm.runner.slices import DeviceSlice
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.scheduler.schedule import Admission, Schedule
@@ -32,6 +34,7 @@ class StepPacker:
         num_slots: int,
         num_cache_groups: int,
         processors: tuple[LogitsProcessor, ...],
+        features: Sequence[DeviceSlice] = (),
     ):
         columns = row_params.num_columns(processors)
         self.layouts = {
@@ -40,6 +43,7 @@ class StepPacker:
                 num_slots=num_slots,
                 num_cache_groups=num_cache_groups,
                 num_param_columns=columns,
+                features=features,
             )
             for bucket in buckets
         }
@@ -60,9 +64,7 @@ class StepPacker:
         bucket = self._buckets.find(
             num_tokens=schedule.total_tokens,
             num_rows=schedule.num_rows,
-            decode_only=(
-                schedule.num_decodes == schedule.num_rows and schedule.prompt_targets is None
-            ),
+            decode_only=schedule.decode_only,
         )
         layout = self.layouts[bucket]
         return PackedStep(

@@ -28,13 +28,9 @@ from jaxllm.plan.stages import StagePlan
 from jaxllm.runner.inputs import InputLayout, StepInputs, table_row
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling import row_params
-from jaxllm.sampling.choose import most_likely
-from jaxllm.sampling.logprobs import LogprobOutput, token_logprobs
+from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.sampling.sampler import sample
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, NO_TOKEN
-
-# Prompt logprobs are computed for this many positions at a time: their logits are large.
-_PROMPT_LOGPROB_CHUNK = 64
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +40,7 @@ class StepOutputs:
 
     tokens: jax.Array  # i32 [R]; NO_TOKEN where the logits were no numbers
     logprobs: LogprobOutput  # [R, 1 + k]; zeros when no row asked
-    prompt_logprobs: LogprobOutput | None  # [T, 1 + k]; mixed steps only
+    slices: dict[str, dict[str, jax.Array]]  # of the features in this program
     # f32 [R, V], after each row's last token; only if requests may ask for more than k logprobs.
     # It costs nothing to leave it, and it stays on the device unless a row did ask.
     logits: jax.Array | None
@@ -120,7 +116,8 @@ def make_step(
             block_tables=block_tables,
         )
         if stage.part.has_head:
-            return _sample(plan, model, inputs, context_lens, hidden, state)
+            slices = _compute_slices(layout, inputs, model, hidden)
+            return _sample(plan, model, inputs, context_lens, hidden, state, slices)
         return state, hidden
 
     return step
@@ -133,6 +130,7 @@ def _sample(
     context_lens: jax.Array,
     hidden: jax.Array,
     state: DeviceState,
+    slices: dict[str, dict[str, jax.Array]],
 ) -> tuple[DeviceState, StepOutputs]:
     """The end of a step: from hidden states to tokens."""
     assert state.tokens is not None and state.slots is not None
@@ -157,18 +155,23 @@ def _sample(
     new_state = dataclasses.replace(
         state, tokens=state.tokens.at[kept].set(sampled.tokens, mode="drop"), slots=sampled.state
     )
-    prompt_logprobs = None
-    if inputs.prompt_targets is not None:
-        wants_more = jnp.any((params.flags & row_params.MORE_PROMPT_LOGPROBS) != 0)
-        prompt_logprobs = _prompt_logprobs(
-            model, hidden, inputs.prompt_targets, k=plan.step_logprobs, wants_more=wants_more
-        )
     return new_state, StepOutputs(
         tokens=jnp.where(sampled.is_valid, sampled.tokens, NO_TOKEN),
         logprobs=sampled.logprobs,
-        prompt_logprobs=prompt_logprobs,
+        slices=slices,
         logits=logits if plan.leaves_logits else None,
     )
+
+
+def _compute_slices(
+    layout: InputLayout, inputs: StepInputs, model: Any, hidden: jax.Array
+) -> dict[str, dict[str, jax.Array]]:
+    """What the features leave."""
+    slices = {}
+    for feature in layout.features:
+        with jax.named_scope(feature.name):
+            slices[feature.name] = feature.compute(inputs.slices[feature.name], model, hidden)
+    return slices
 
 
 def update_block_tables(block_tables: jax.Array, updates: jax.Array) -> jax.Array:
@@ -195,28 +198,3 @@ def _positions(inputs: StepInputs, context_lens: jax.Array) -> jax.Array:
     offsets = jnp.arange(len(inputs.token_ids)) - inputs.query_starts[inputs.token_rows]
     real = jnp.arange(len(inputs.token_ids)) < inputs.query_starts[-1]
     return jnp.where(real, first[inputs.token_rows] + offsets, 0)
-
-
-def _prompt_logprobs(
-    model: Any, hidden: jax.Array, targets: jax.Array, *, k: int, wants_more: jax.Array
-) -> LogprobOutput:
-    """Logprobs of the prompt token that follows each position, if any row asked for them."""
-    tokens = len(targets)
-    chunk = min(_PROMPT_LOGPROB_CHUNK, tokens)
-
-    def one_chunk(first: jax.Array) -> LogprobOutput:
-        # A gather and no slice: XLA:GPU keeps loops that slice out of its command buffers.
-        places = jnp.minimum(first + jnp.arange(chunk, dtype=jnp.int32), tokens - 1)
-        chosen = jnp.maximum(targets[places], 0)
-        logits = model.compute_logits(hidden[places])
-        return token_logprobs(logits, chosen, most_likely(logits), k=k, wants_more=wants_more)
-
-    def compute() -> LogprobOutput:
-        out = jax.lax.map(one_chunk, jnp.arange(0, tokens, chunk, dtype=jnp.int32))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], out)
-
-    def skip() -> LogprobOutput:
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(compute))
-
-    with jax.named_scope("prompt_logprobs"):
-        return jax.lax.cond(jnp.any(targets >= 0), compute, skip)

@@ -27,8 +27,7 @@ MIN_TOKENS = 1 << 3
 PENALTIES = 1 << 4
 LOGPROBS = 1 << 5
 MORE_LOGPROBS = 1 << 6  # of the step's own, more than the best token's
-MORE_PROMPT_LOGPROBS = 1 << 7
-ALLOWED_IDS = 1 << 8
+ALLOWED_IDS = 1 << 7
 _FIRST_PROCESSOR = 1 << 16
 _PROCESSORS = ((1 << MAX_LOGITS_PROCESSORS) - 1) * _FIRST_PROCESSOR
 
@@ -90,13 +89,8 @@ def request_flags(params: SamplingParams) -> int:
             or params.repetition_penalty != 1
         )
         | LOGPROBS * (params.logprobs is not None)
-        | MORE_LOGPROBS * _wants_more(params.logprobs)
-        | MORE_PROMPT_LOGPROBS * _wants_more(params.prompt_logprobs)
+        | MORE_LOGPROBS * (1 < (params.logprobs or 0) <= MAX_STEP_LOGPROBS)
     )
-
-
-def _wants_more(num_logprobs: int | None) -> bool:
-    return 1 < (num_logprobs or 0) <= MAX_STEP_LOGPROBS
 
 
 def encode(

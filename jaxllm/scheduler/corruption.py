@@ -9,11 +9,8 @@ together, so NaN may reach keys and values of earlier tokens. A corrupted reques
 over blocks therefore starts over, once, with blocks of its own.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from jaxllm.scheduler.draft import PromptSpan
 from jaxllm.scheduler.schedule import NO_TOKEN, Schedule, StepResult
 
 CORRUPTED = (
@@ -22,15 +19,7 @@ CORRUPTED = (
 )
 
 
-def corrupted_rows(
-    schedule: Schedule, result: StepResult, spans: Sequence[PromptSpan]
-) -> frozenset[int]:
-    """Return the rows of a step that sampled nothing, or that brought logprobs of their prompt
-    which are no numbers."""
+def corrupted_rows(schedule: Schedule, result: StepResult) -> set[int]:
+    """Return the rows of a step that should have sampled a token, and have not."""
     tokens = result.token_ids[: schedule.num_rows]
-    rows = np.flatnonzero((tokens == NO_TOKEN) & schedule.samples).tolist()
-    if spans:
-        assert result.prompt_logprobs is not None, f"{len(spans)} rows want prompt logprobs"
-        of_targets = result.prompt_logprobs.logprobs[:, 0]
-        rows += [s.row for s in spans if not np.isfinite(of_targets[s.start : s.end]).all()]
-    return frozenset(rows)
+    return set(np.flatnonzero((tokens == NO_TOKEN) & schedule.samples).tolist())

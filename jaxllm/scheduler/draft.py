@@ -3,28 +3,22 @@ Schedule. Arrays are made once, at the end, from whole lists."""
 
 import itertools
 from array import array
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
+from jaxllm.scheduler.features import Feature
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, Admission, Schedule
 
 
-class PromptSpan(NamedTuple):
-    """Prompt positions of one row whose logprobs a step brings."""
-
-    row: int
-    start: int  # flat token positions of the step
-    end: int
-
-
 class StepDraft:
     """Rows are added after `Request.num_computed_tokens` has been advanced, and the sampled
-    tokens are counted after `build`, which also marks prompt logprobs as dispatched."""
+    tokens are counted after `build`, in which features take the step for dispatched."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: Sequence[Feature] = ()) -> None:
+        self._features = features
         self.decodes: list[Request] = []  # compute one token
         self.chunks: list[Request] = []  # compute more
         self.chunk_sizes: list[int] = []
@@ -73,8 +67,8 @@ class StepDraft:
     def rows(self) -> list[Request]:
         return self.decodes + self.chunks
 
-    def build(self, step: int, rows: list[Request]) -> tuple[Schedule, list[PromptSpan]]:
-        """Return the Schedule, and where it computes logprobs of prompt tokens."""
+    def build(self, step: int, rows: list[Request]) -> Schedule:
+        """Return the Schedule."""
         num_decodes = len(self.decodes)
         num_tokens = np.ones(len(rows), np.int32)
         num_tokens[num_decodes:] = self.chunk_sizes
@@ -87,14 +81,17 @@ class StepDraft:
         updates = [
             self._update_groups, self._update_slots, self._update_indices, self._update_blocks
         ]  # fmt: skip
-        prompt_targets, spans = self._prompt_targets(rows, num_tokens)
+        drafted = {
+            feature.name: its
+            for feature in self._features
+            if (its := feature.draft(rows, num_tokens)) is not None
+        }
         counts = [
             r.sampling_params.logprobs
             for r in rows
             if r.sampling_params.logprobs is not None and r.num_computed_tokens == r.num_tokens
         ]
-        prompt_counts = [rows[span.row].sampling_params.prompt_logprobs or 0 for span in spans]
-        schedule = Schedule(
+        return Schedule(
             step=step,
             num_decodes=num_decodes,
             slots=np.array([r.slot for r in rows], np.int32),
@@ -106,11 +103,14 @@ class StepDraft:
             block_updates=np.ascontiguousarray(np.array(updates, np.int32).T),
             admissions=self._admissions,
             wants_logprobs=bool(counts),
-            wants_logits=max(counts + prompt_counts, default=0) > MAX_STEP_LOGPROBS,
-            prompt_targets=prompt_targets,
+            wants_logits=(
+                max(counts, default=0) > MAX_STEP_LOGPROBS
+                or any(its.wants_logits for its in drafted.values())
+            ),
+            slices={name: its.slice for name, its in drafted.items()},
+            needs_mixed=any(its.needs_mixed for its in drafted.values()),
             carried_from=self.carried_from,
         )
-        return schedule, spans
 
     def _token_ids(self) -> np.ndarray:
         newest: list[int] = []
@@ -128,27 +128,3 @@ class StepDraft:
             end = request.num_computed_tokens
             flat.fromlist(request.known_tokens(end - size, end))
         return np.frombuffer(flat, np.int32)
-
-    @staticmethod
-    def _prompt_targets(
-        rows: list[Request], num_tokens: np.ndarray
-    ) -> tuple[np.ndarray | None, list[PromptSpan]]:
-        wanted = [row for row, request in enumerate(rows) if request.wants_prompt_logprobs]
-        if not wanted:
-            return None, []
-        row_ends = np.cumsum(num_tokens)
-        targets = np.full(row_ends[-1], -1, np.int32)
-        spans = []
-        for row in wanted:
-            request = rows[row]
-            # The token at position p gives the logprob of the prompt token at p + 1. What was
-            # dispatched before a preemption is not asked for again.
-            first = request.next_prompt_logprob
-            end = min(request.num_computed_tokens + 1, request.num_prompt_tokens)
-            if first < end:
-                offset = int(row_ends[row]) - request.num_computed_tokens - 1
-                span = PromptSpan(row, first + offset, end + offset)
-                targets[span.start : span.end] = request.prompt_token_ids[first:end]
-                spans.append(span)
-                request.next_prompt_logprob = end
-        return (targets, spans) if spans else (None, [])

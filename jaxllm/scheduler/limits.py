@@ -2,12 +2,12 @@
 
 A limit takes the request, the number of tokens `n` it would get so far and what is left of the
 step's token budget, and returns `n` or less. 0 means that the request cannot run in this step.
-Requests that want a single token (decodes) are not subject to limits.
+Requests that want a single token (decodes) are not subject to limits. Those of the features
+(`features.Feature.limit`) come before these.
 """
 
 from collections.abc import Callable
 
-from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 from jaxllm.scheduler.request import Request
 
 Limit = Callable[[Request, int, int], int]
@@ -16,16 +16,6 @@ Limit = Callable[[Request, int, int], int]
 def within_budget(request: Request, n: int, budget: int) -> int:
     """Take what is left of the budget."""
     return min(n, budget)
-
-
-def one_at_a_time_for_logits(request: Request, n: int, budget: int) -> int:
-    """Go no further than the next prompt token whose logprobs are made of logits: a step brings
-    those of a row's last position and of no other. As slow as decoding, like all that is done with
-    so many logprobs."""
-    count = request.sampling_params.prompt_logprobs
-    if count is None or count <= MAX_STEP_LOGPROBS or not request.wants_prompt_logprobs:
-        return n
-    return min(n, request.next_prompt_logprob - request.num_computed_tokens)
 
 
 def whole_or_nothing(request: Request, n: int, budget: int) -> int:
@@ -48,8 +38,8 @@ def make_limits(
     """Choose the limits by configuration. The threshold is a chunk size, so it has no meaning
     without chunks; 0 turns it off."""
     if not enable_chunked_prefill:
-        return (one_at_a_time_for_logits, whole_or_nothing)
+        return (whole_or_nothing,)
     if long_prefill_token_threshold:
         threshold = long_prefill(long_prefill_token_threshold)
-        return (one_at_a_time_for_logits, threshold, within_budget)
-    return (one_at_a_time_for_logits, within_budget)
+        return (threshold, within_budget)
+    return (within_budget,)

@@ -4,15 +4,11 @@ A step computes MAX_STEP_LOGPROBS for a position at most. Whoever wants more get
 the position's logits: the cost is the request's own, and the step is no slower for the others.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from jaxllm.messages import PositionLogprobs
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
-from jaxllm.scheduler.draft import PromptSpan
-from jaxllm.scheduler.request import Request
-from jaxllm.scheduler.schedule import LogprobArrays, StepResult
+from jaxllm.scheduler.schedule import LogprobArrays
 
 
 def row_logprobs(
@@ -29,27 +25,6 @@ def row_logprobs(
     token_ids = np.concatenate([arrays.token_ids[index, :1], best])
     logprobs = logits[token_ids] - arrays.normalisers[index]
     return PositionLogprobs(token_ids.tolist(), logprobs.tolist(), rank)
-
-
-def prompt_logprobs(
-    result: StepResult, rows: Sequence[Request | None], spans: list[PromptSpan]
-) -> dict[int, list[PositionLogprobs]]:
-    """Return, by row, the logprobs of the prompt tokens in its span."""
-    if not spans:
-        return {}
-    arrays = result.prompt_logprobs
-    assert arrays is not None, f"no prompt logprobs came back for {len(spans)} rows"
-    parts = {}
-    for span in spans:
-        request = rows[span.row]
-        assert request is not None, span
-        count = request.sampling_params.prompt_logprobs
-        assert count is not None, rows[span.row]
-        # A span of whom needs logits has one position, which is the row's last (see `limits`).
-        logits = None if result.logits is None else result.logits[span.row]
-        positions = range(span.start, span.end)
-        parts[span.row] = [row_logprobs(arrays, index, count, logits) for index in positions]
-    return parts
 
 
 def _most_likely(logits: np.ndarray, count: int) -> np.ndarray:

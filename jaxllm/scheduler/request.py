@@ -44,7 +44,7 @@ class Request:
         "max_tokens",
         "min_tokens",
         "next_block_at",
-        "next_prompt_logprob",
+        "num_cache_bars",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_counted_prompt_tokens",
@@ -87,9 +87,8 @@ class Request:
         self.max_num_tokens = self.num_prompt_tokens + message.max_tokens
         self.num_computed_tokens = 0
         self.num_counted_prompt_tokens = 0  # up to where the statistics have them
-        # The next prompt position whose logprob is to be computed; past the prompt when none is.
-        wants_prompt_logprobs = params.prompt_logprobs is not None
-        self.next_prompt_logprob = 1 if wants_prompt_logprobs else self.num_prompt_tokens
+        # How many features want it to compute its tokens itself, and not to find them cached.
+        self.num_cache_bars = 0
 
         self.status = RequestStatus.WAITING
         self.order: tuple = ()  # set once, by the scheduling policy
@@ -120,11 +119,6 @@ class Request:
     def num_in_flight(self) -> int:
         """Sampled tokens whose ids have not arrived yet."""
         return self.num_tokens - self.num_known_tokens
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether logprobs of some prompt tokens are still to be dispatched."""
-        return self.next_prompt_logprob < self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -18,6 +18,10 @@ GO_ON = -1
 # In StepResult.token_ids: the model's logits were no numbers, so there is nothing to choose from.
 NO_TOKEN = -1
 
+# What a feature adds to a step, or what a step brought for it: its arrays, by the names that it
+# gives them. Plain data, since it travels between hosts.
+Slice = dict[str, np.ndarray]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
@@ -56,9 +60,8 @@ class Schedule:
     wants_logprobs: bool = False  # some sampling row does
     # Some row wants more of them than a step computes (MAX_STEP_LOGPROBS), for its last token.
     wants_logits: bool = False
-    # By flat token position: the prompt token that follows, where its logprob is wanted; else -1.
-    # None when no row wants prompt logprobs.
-    prompt_targets: np.ndarray | None = None  # int32 [sum(num_tokens)]
+    slices: dict[str, Slice] = field(default_factory=dict)  # of features that some row uses
+    needs_mixed: bool = False  # a slice of these does, see `decode_only`
     # The newest step that samples a CARRIED_TOKEN of this one, -1 if there is none; None: any of
     # those before may.
     carried_from: int | None = None
@@ -70,6 +73,11 @@ class Schedule:
     @property
     def total_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether a program for decodes can run it."""
+        return self.num_decodes == len(self.slots) and not self.needs_mixed
 
 
 class LogprobArrays(NamedTuple):
@@ -87,7 +95,6 @@ class StepResult(NamedTuple):
 
     token_ids: np.ndarray  # int32 [>= rows]; meaningful where `samples` is set
     logprobs: LogprobArrays | None  # by row, if wants_logprobs
-    # By flat token position t of the step: the logprobs of prompt_targets[t].
-    prompt_logprobs: LogprobArrays | None
     # By row: all logits after its last token, if wants_logits.
     logits: np.ndarray | None = None  # float32 [>= rows, >= vocabulary]; padding is -inf
+    slices: dict[str, Slice] = {}  # of the features in Schedule.slices; never changed

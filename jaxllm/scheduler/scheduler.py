@@ -10,43 +10,29 @@ token that is still on the device is counted, and scheduled as CARRIED_TOKEN. Th
 its request is then found out one step late, and the row dispatched in between is dropped. Slot and
 blocks of a finished request are free at once nevertheless, see `kv.manager`.
 
+Planning is here. Where each request is stands in `places`; what comes back goes to `results`.
+
 Not thread safe; the cost of a step depends on its rows, never on how many requests wait or have
 finished.
 """
 
-import bisect
 import time
-from collections import deque
-from collections.abc import Iterable
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from jaxllm.errors import ValidationError
-from jaxllm.logging import init_logger
 from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler import invariants
-from jaxllm.scheduler.corruption import CORRUPTED, corrupted_rows
-from jaxllm.scheduler.draft import PromptSpan, StepDraft
+from jaxllm.scheduler.draft import StepDraft
+from jaxllm.scheduler.features import Feature
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.limits import make_limits
-from jaxllm.scheduler.logprobs import prompt_logprobs, row_logprobs
+from jaxllm.scheduler.places import Places
 from jaxllm.scheduler.policy import SchedulingPolicy, checked_key, fcfs
-from jaxllm.scheduler.request import NO_LANE, Request, RequestStatus
+from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.results import Dispatched, Results
 from jaxllm.scheduler.schedule import Schedule, StepResult
-from jaxllm.scheduler.waiting_queue import WaitingQueue
-
-logger = init_logger(__name__)
-
-
-class _Dispatched(NamedTuple):
-    """A step on its way. The requests themselves, since a slot or an id may be reused before the
-    step comes back."""
-
-    schedule: Schedule
-    rows: list[Request | None]  # None: what comes back is of no use
-    prompt_spans: list[PromptSpan]
 
 
 class Scheduler:
@@ -63,6 +49,7 @@ class Scheduler:
         policy: SchedulingPolicy = fcfs,
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
+        features: Sequence[Feature] = (),
         stats: EngineStats | None = None,
         check_invariants: bool = False,
     ) -> None:
@@ -81,20 +68,21 @@ class Scheduler:
         self._kv = kv
         self._lanes = lanes
         self._policy = policy
-        self._limits = make_limits(
-            enable_chunked_prefill=enable_chunked_prefill,
-            long_prefill_token_threshold=long_prefill_token_threshold,
+        self._features = features
+        self._limits = (
+            *(feature.limit for feature in features),
+            *make_limits(
+                enable_chunked_prefill=enable_chunked_prefill,
+                long_prefill_token_threshold=long_prefill_token_threshold,
+            ),
         )
         self._check_invariants = check_invariants
         self.stats = stats if stats is not None else EngineStats()
         self.stats.group_blocks = [group.num_blocks for group in kv.groups]
         self.stats.group_blocks_used = kv.num_blocks_used
 
-        self._requests: dict[str, Request] = {}  # all unfinished ones
-        self._running: list[Request] = []  # in policy order
-        self._waiting = WaitingQueue()
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))  # taken from the end
-        self._dispatched: deque[_Dispatched] = deque()
+        self._places = Places(max_num_seqs=max_num_seqs, kv=kv, features=features, stats=self.stats)
+        self._results = Results(self._places, kv=kv, features=features, stats=self.stats)
         self._num_arrivals = 0
         self._num_steps = 0
 
@@ -102,18 +90,18 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._places.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._requests) - len(self._running)
+        return self._places.num_waiting
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        return bool(self._places.requests)
 
     def add_request(self, message: EngineRequest) -> None:
         """Take a validated request in."""
-        if message.request_id in self._requests:
+        if message.request_id in self._places.requests:
             raise ValidationError(
                 f"request_id={message.request_id!r} belongs to a request that has not finished; "
                 "use another id or wait for that one to end",
@@ -129,21 +117,28 @@ class Scheduler:
         request.order = (*checked_key(self._policy, request), self._num_arrivals)
         self._num_arrivals += 1
         request.stats.queued_ts = time.monotonic()
-        leader = self._requests.get(message.prefix_leader_id or "")
-        self._requests[request.request_id] = request
-        if leader is not None:
-            self._kv.let_share(leader, request)
-        if leader is not None and leader.num_computed_tokens < leader.num_prompt_tokens:
-            request.status = RequestStatus.PARKED
-            leader.followers.append(request)
-        else:
-            self._waiting.push(request)
+        self._places.add(request, message.prefix_leader_id)
         self._settle()
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """End requests now. Ids that are unknown, or finished already, are ignored."""
-        found = map(self._requests.get, request_ids)
+        found = map(self._places.requests.get, request_ids)
         return self._end_all((one for one in found if one is not None), FinishReason.ABORT)
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
+        """End every request that there is."""
+        return self._end_all(list(self._places.requests.values()), reason, error)
+
+    def restart(self) -> None:
+        """Let all running requests start over, and forget every prefix: the device's KV cache is
+        lost. No step may be on its way."""
+        dispatched, running = self._results.dispatched, self._places.running
+        assert not dispatched, f"{len(dispatched)} steps are on their way"
+        while running:
+            self._places.preempt(running.pop())
+        forgotten = self._kv.reset()
+        assert forgotten, "blocks are in use, and no request runs"
+        self._settle()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing happens, while a request holds blocks."""
@@ -153,7 +148,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule | None:
         """Plan the next step, or return None if no request can compute a token now."""
-        draft = StepDraft()
+        draft = StepDraft(self._features)
         budget, preempted = self._schedule_running(draft, self._max_num_batched_tokens)
         # What was just freed goes to those who were short of it, not to newcomers.
         if not preempted:
@@ -162,16 +157,16 @@ class Scheduler:
         if not rows and preempted:
             return self.schedule()  # a lane that had to go leaves its room to the next
         if not rows:
-            assert self._dispatched or not self._requests, (
-                f"{len(self._requests)} unfinished requests, and none of them can ever run"
+            assert self._results.dispatched or not self._places.requests, (
+                f"{len(self._places.requests)} unfinished requests, and none of them can ever run"
             )
             self._settle()
             return None
         if self._lanes is not None:
             draft.carried_from = self._lanes.carried_from(rows)
-        schedule, spans = draft.build(self._num_steps, rows)
+        schedule = draft.build(self._num_steps, rows)
         self._num_steps += 1
-        self._dispatched.append(_Dispatched(schedule, [*rows], spans))
+        self._results.dispatched.append(Dispatched(schedule, [*rows]))
         self._advance(rows)
         if self._lanes is not None:
             self._lanes.dispatch(schedule.step, rows)
@@ -181,8 +176,9 @@ class Scheduler:
 
     def _schedule_running(self, draft: StepDraft, budget: int) -> tuple[int, bool]:
         """Serve running requests. Return the budget left, and whether one was preempted."""
-        num_running = len(self._running)
-        running = self._running if self._lanes is None else self._lanes.take_turn(self._running)
+        everyone = self._places.running
+        num_running = len(everyone)
+        running = everyone if self._lanes is None else self._lanes.take_turn(everyone)
         add_decode = draft.decodes.append
         index = 0
         while index < len(running) and budget:
@@ -208,7 +204,7 @@ class Scheduler:
                 draft.add_row(request, n)
             if num_computed < request.num_prompt_tokens:
                 self.stats.num_prompt_tokens += request.count_prompt_tokens(n)
-        return budget, len(self._running) < num_running
+        return budget, len(everyone) < num_running
 
     def _make_room(self, request: Request, num_tokens: int, served: list[Request]) -> bool:
         """Give a running request blocks for so many tokens, if need be by preempting those served
@@ -218,35 +214,22 @@ class Scheduler:
         request itself was the last one and had to go.
         """
         while not self._kv.extend(request, num_tokens):
-            victim = self._running.pop()
+            victim = self._places.running.pop()
             if served and served[-1] is victim:  # another list, with lanes
                 served.pop()
-            self._preempt(victim)
+            self._places.preempt(victim)
             if victim is request:
                 return False
         return True
-
-    def _preempt(self, request: Request) -> None:
-        """Send a running request back to wait. It computes its tokens anew, except for those
-        whose blocks are still cached when it returns."""
-        self._give_back(request)
-        request.num_computed_tokens = 0
-        request.stats.num_preemptions += 1
-        request.has_new_stats = True
-        self.stats.num_preemptions += 1
-        if request.num_in_flight:
-            request.status = RequestStatus.PARKED  # until `update` brings the token
-        else:
-            request.status = RequestStatus.WAITING
-            self._waiting.push(request)
 
     def _schedule_waiting(self, draft: StepDraft, budget: int) -> int:
         """Admit waiting requests in policy order, as far as budget, slots and blocks go.
 
         The first that does not fit ends the round: nobody overtakes it, so it cannot starve.
         """
-        while budget and self._free_slots:
-            request = self._waiting.peek()
+        places = self._places
+        while budget and places.free_slots:
+            request = places.waiting.peek()
             if request is None:
                 break
             prefix = self._kv.find_prefix(request)
@@ -254,12 +237,9 @@ class Scheduler:
             n = self._limit(request, request.num_tokens - num_cached, budget)
             # One block in reserve for each running request, or else the newcomer would soon be
             # preempted by one that grows.
-            if n == 0 or not self._kv.admit(request, prefix, reserve=len(self._running)):
+            if n == 0 or not self._kv.admit(request, prefix, reserve=len(places.running)):
                 break
-            self._waiting.pop()
-            request.status = RequestStatus.RUNNING
-            request.slot = self._free_slots.pop()
-            bisect.insort(self._running, request, key=attrgetter("order"))
+            places.admit_first()
             if not request.stats.scheduled_ts:
                 request.stats.scheduled_ts = time.monotonic()
                 request.num_cached_tokens = num_cached
@@ -287,213 +267,46 @@ class Scheduler:
             if num_computed >= request.next_block_at:
                 self._kv.advance(request)
             if request.followers and num_computed >= request.num_prompt_tokens:
-                self._release_followers(request)
+                self._places.release_followers(request)
 
     # ---- taking results in
 
     def update(self, schedule: Schedule, result: StepResult) -> list[EngineOutput]:
         """Take in what the oldest dispatched step brought; return what is new for whom."""
-        step = self._take_oldest(schedule)
-        now = time.monotonic()
-        prompt_parts = prompt_logprobs(result, step.rows, step.prompt_spans)
-        corrupted = corrupted_rows(schedule, result, step.prompt_spans)
-        num_new_tokens = 0
-        any_finished = False
-        wants_logprobs = schedule.wants_logprobs
-        finished, parked = RequestStatus.FINISHED, RequestStatus.PARKED
-        outputs: list[EngineOutput] = []
-        token_ids = result.token_ids[: len(step.rows)].tolist()
-        for row, (request, samples, token) in enumerate(
-            zip(step.rows, schedule.samples.tolist(), token_ids, strict=True)
-        ):
-            if request is None or request.status is finished:
-                continue  # it ended, or started over, after this row had been dispatched
-            if row in corrupted:
-                outputs += self._end_corrupted(request)
-                any_finished = True
-                continue
-            if not samples:
-                if row in prompt_parts:
-                    outputs.append(
-                        EngineOutput(
-                            request_id=request.request_id, new_prompt_logprobs=prompt_parts[row]
-                        )
-                    )
-                continue
-            request.output_token_ids.append(token)
-            num_new_tokens += 1
-            stats = request.stats
-            stats.last_token_ts = now
-            output = EngineOutput(
-                request_id=request.request_id,
-                new_token_ids=[token],
-                num_cached_tokens=request.num_cached_tokens,
-            )
-            outputs.append(output)
-            if request.has_new_stats:
-                stats.first_token_ts = stats.first_token_ts or now
-                output.stats = request.report_stats()
-            if wants_logprobs and request.sampling_params.logprobs is not None:
-                assert result.logprobs is not None, f"step {schedule.step} brought no logprobs"
-                logits = None if result.logits is None else result.logits[row]
-                output.new_logprobs = [
-                    row_logprobs(result.logprobs, row, request.sampling_params.logprobs, logits)
-                ]
-            if prompt_parts:
-                output.new_prompt_logprobs = prompt_parts.get(row)
-            finish = request.finish_after(token)
-            if finish is not None:
-                output.finish_reason, output.stop_reason = finish
-                output.stats = request.report_stats()
-                self._finish(request)
-                any_finished = True
-            elif request.status is parked and not request.num_in_flight:
-                request.status = RequestStatus.WAITING
-                self._waiting.push(request)
-        self.stats.num_generation_tokens += num_new_tokens
-        if any_finished:
-            self._drop_finished()
-        else:
-            self._settle()
+        outputs = self._results.update(schedule, result)
+        self._settle()
         return outputs
 
     def fail(self, schedule: Schedule, message: str) -> list[EngineOutput]:
-        """End the requests of the oldest dispatched step, which did not run.
-
-        Steps dispatched after it read the KV and the tokens that it should have written, so their
-        requests end too. Nothing that any of them may have filled can be found again.
-        """
-        step = self._take_oldest(schedule)
-        outputs = []
-        touched = [request for later in (step, *self._dispatched) for request in later.rows]
-        for request in filter(None, touched):
-            if not request.is_finished:
-                outputs.append(self._end(request, FinishReason.ERROR, error=message))
-            self._kv.forget(request)
-        self._drop_finished()
+        """End the requests of the oldest dispatched step, which did not run, and of those after
+        it."""
+        outputs = self._results.fail(schedule, message)
+        self._settle()
         return outputs
 
-    def _take_oldest(self, schedule: Schedule) -> _Dispatched:
-        step = self._dispatched.popleft()
-        assert step.schedule is schedule, (
-            f"step {schedule.step} came back, step {step.schedule.step} is the oldest"
-        )
-        return step
-
-    def end_all(self, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
-        """End every request that there is."""
-        return self._end_all(list(self._requests.values()), reason, error)
-
-    def restart(self) -> None:
-        """Let all running requests start over, and forget every prefix: the device's KV cache is
-        lost. No step may be on its way."""
-        assert not self._dispatched, f"{len(self._dispatched)} steps are on their way"
-        while self._running:
-            self._preempt(self._running.pop())
-        forgotten = self._kv.reset()
-        assert forgotten, "blocks are in use, and no request runs"
-        self._settle()
-
-    # ---- ends
+    # ---- bookkeeping
 
     def _end_all(
         self, requests: Iterable[Request], reason: FinishReason, error: str | None = None
     ) -> list[EngineOutput]:
-        outputs = [self._end(request, reason, error) for request in requests]
-        self._drop_finished()
-        return outputs
-
-    def _end(
-        self, request: Request, reason: FinishReason, error: str | None = None
-    ) -> EngineOutput:
-        """Finish a request from outside, not because of a token."""
-        self._finish(request)
-        return EngineOutput(
-            request_id=request.request_id,
-            finish_reason=reason,
-            num_cached_tokens=request.num_cached_tokens,
-            stats=request.report_stats(),
-            error=error,
-        )
-
-    def _end_corrupted(self, request: Request) -> list[EngineOutput]:
-        """Finish a request whose logits are not finite, or let it start over if blocks that it has
-        taken over may be the cause. No other request finds its blocks any more."""
-        self._kv.forget(request)
-        if request.has_taken_over_blocks and request.hash_root is not None:
-            self._start_over(request)
-            return []
-        if not self.stats.num_requests_corrupted:
-            logger.error("%s ended: %s. More are only counted.", request.request_id, CORRUPTED)
-        self.stats.num_requests_corrupted += 1
-        request.stats.is_corrupted = True
-        output = self._end(request, FinishReason.ERROR, CORRUPTED)
-        self._kv.forget(request)  # what its end has registered
-        return [output]
-
-    def _start_over(self, request: Request) -> None:
-        """Compute a request anew, in blocks of its own; `_drop_finished` must follow. The results
-        of its rows in steps under way are dropped."""
-        for step in self._dispatched:
-            step.rows[:] = [None if row is request else row for row in step.rows]
-        request.hash_root = None
-        request.num_tokens = request.num_known_tokens
-        if request.status is RequestStatus.RUNNING:
-            self._preempt(request)
-        else:  # preempted before, it waited for this token
-            request.status = RequestStatus.WAITING
-            self._waiting.push(request)
-
-    def _finish(self, request: Request) -> None:
-        """Let go of a request; `_drop_finished` must follow."""
-        status = request.status
-        request.status = RequestStatus.FINISHED
-        del self._requests[request.request_id]
-        if status is RequestStatus.RUNNING:
-            self._give_back(request)
-        elif status is RequestStatus.WAITING:
-            self._waiting.forget_finished()
-        if request.followers:
-            self._release_followers(request)
-        self.stats.num_requests_finished += 1
-
-    def _drop_finished(self) -> None:
-        self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
+        outputs = self._places.end_all(requests, reason, error)
         self._settle()
-
-    def _give_back(self, request: Request) -> None:
-        """Take slot and blocks from a request that ran."""
-        self._kv.free(request)
-        self._free_slots.append(request.slot)
-        request.slot, request.lane = -1, NO_LANE
-
-    def _release_followers(self, leader: Request) -> None:
-        for follower in leader.followers:
-            if not follower.is_finished:
-                follower.status = RequestStatus.WAITING
-                self._waiting.push(follower)
-        leader.followers = []
-
-    # ---- bookkeeping
+        return outputs
 
     def _settle(self) -> None:
         """Bring the gauges up to date, and check that all is well if that was asked for."""
-        stats = self.stats
-        stats.num_requests_running = self.num_running
-        stats.num_requests_waiting = self.num_waiting
-        stats.num_requests_deferred = self.num_waiting - len(self._waiting)
-        stats.group_blocks_used = self._kv.num_blocks_used
+        self._places.count()
         if self._check_invariants:
             self.check()
 
     def check(self) -> None:
         """Assert that nothing is lost, doubled or over its limit. Looks at everything."""
         invariants.check(
-            requests=self._requests,
-            running=self._running,
-            waiting=self._waiting,
-            dispatched=self._dispatched,
-            free_slots=self._free_slots,
+            requests=self._places.requests,
+            running=self._places.running,
+            waiting=self._places.waiting,
+            dispatched=self._results.dispatched,
+            free_slots=self._places.free_slots,
             kv=self._kv,
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,

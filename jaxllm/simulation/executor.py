@@ -52,7 +52,7 @@ class SimulatedExecutor:
         bucket = self._buckets.find(
             num_tokens=schedule.total_tokens,
             num_rows=schedule.num_rows,
-            decode_only=schedule.num_decodes == schedule.num_rows,
+            decode_only=schedule.decode_only,
         )
         self.num_token_rows += bucket.num_tokens
         self.now += self._half_host_s
@@ -72,7 +72,7 @@ class SimulatedExecutor:
         """Wait for a step and return its result."""
         self.now = max(self.now, self._done_at.pop(schedule.step))
         self._num_collected += 1
-        return StepResult(np.full(schedule.num_rows, _TOKEN, np.int32), None, None)
+        return StepResult(np.full(schedule.num_rows, _TOKEN, np.int32), None)
 
     def handle_tokens(self) -> None:
         """Advance the clock by the host's time for the tokens that have arrived."""

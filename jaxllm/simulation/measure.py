@@ -138,7 +138,7 @@ class _TimingExecutor(UniProcExecutor):
             bucket = self._table.find(
                 num_tokens=schedule.total_tokens,
                 num_rows=schedule.num_rows,
-                decode_only=schedule.num_decodes == schedule.num_rows,
+                decode_only=schedule.decode_only,
             )
             self.timed[bucket].append((attended_tokens(schedule), self._last_end - begin))
 

@@ -122,7 +122,7 @@ def test_a_step_of_another_rank_alone_is_ready_when_its_result_is_there(peer_and
         MultiHostExecutor(inbox, replica, [1], INFO, None).execute(SCHEDULE) for replica in (1, 2)
     ]
     assert not any(step.is_ready() for step in steps)
-    result = StepResult(ONE, None, None)
+    result = StepResult(ONE, None)
     peer.send(encode(StepDone(replica=2, result=result, figures=Figures())))
     assert becomes_ready(steps[1])
     assert not steps[0].is_ready()

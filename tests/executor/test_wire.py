@@ -20,6 +20,10 @@ def assert_same(one, other):
     elif isinstance(one, tuple):
         for mine, its in zip(one, other, strict=True):
             assert_same(mine, its)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, mine in one.items():
+            assert_same(mine, other[key])
     else:
         assert one == other
 
@@ -47,6 +51,8 @@ def test_a_schedule_travels_whole():
         block_updates=np.zeros((0, 4), np.int32),
         admissions=[admission],
         wants_logprobs=True,
+        slices={"grammar": {"masks": np.ones((2, 3), np.int32), "count": np.array(2, np.int32)}},
+        needs_mixed=True,
     )
     message = decode_from_leader(encode(Execute(3, schedule)))
     assert isinstance(message, Execute) and message.replica == 3
@@ -62,7 +68,8 @@ def test_a_result_travels_whole():
         np.full(2, 1.5, np.float32),
     )
     logits = np.arange(6, dtype=np.float32).reshape(2, 3)
-    result = StepResult(np.arange(2, dtype=np.int32), logprobs, None, logits)
+    slices = {"pooling": {"sums": np.full((2, 4), 0.5, np.float32)}}
+    result = StepResult(np.arange(2, dtype=np.int32), logprobs, logits, slices)
     message = decode_to_leader(encode(StepDone(1, result, Figures(num_token_rows=5))))
     assert isinstance(message, StepDone) and message.figures == Figures(num_token_rows=5)
     assert_same(result, message.result)

@@ -1,9 +1,11 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from jaxllm.plan.buckets import Bucket
-from jaxllm.runner.inputs import NO_TARGET, PADDING_TOKEN, InputLayout, SlotTables
+from jaxllm.runner.inputs import PADDING_TOKEN, InputLayout, SlotTables
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, Schedule
 
 NUM_SLOTS = 6
@@ -17,8 +19,14 @@ def int32(*values):
     return np.array(values, np.int32)
 
 
-def layout(bucket: Bucket) -> InputLayout:
-    return InputLayout(bucket, num_slots=NUM_SLOTS, num_cache_groups=2, num_param_columns=COLUMNS)
+def layout(bucket: Bucket, *features) -> InputLayout:
+    return InputLayout(
+        bucket,
+        num_slots=NUM_SLOTS,
+        num_cache_groups=2,
+        num_param_columns=COLUMNS,
+        features=features,
+    )
 
 
 def unpacked(layout: InputLayout, schedule: Schedule):
@@ -39,7 +47,6 @@ def mixed_schedule() -> Schedule:
         samples=np.array([True, False]),
         token_ids=int32(CARRIED_TOKEN, 11, 12, 13),
         block_updates=int32(0, 1, 0, 9, 1, 1, 1, 3).reshape(2, 4),
-        prompt_targets=int32(NO_TARGET, 12, 13, 14),
     )
 
 
@@ -57,7 +64,7 @@ def test_mixed_step_arrives_as_it_was_packed(mixed_schedule):
     assert inputs.row_params.tolist() == [[12, 13, 14], [3, 4, 5], [0, 0, 0]]
     assert inputs.block_updates[:2].tolist() == [[1, 0, 9], [NUM_SLOTS + 1, 1, 3]]
     assert inputs.block_updates[2:, 0].tolist() == [2 * NUM_SLOTS, 2 * NUM_SLOTS]
-    assert inputs.prompt_targets.tolist() == [NO_TARGET, 12, 13, 14] + [NO_TARGET] * 4
+    assert inputs.slices == {}
 
 
 def test_decode_step_has_a_token_per_row():
@@ -78,7 +85,7 @@ def test_decode_step_has_a_token_per_row():
     assert inputs.token_rows.tolist() == [0, 1, 2, 3]
     assert inputs.query_starts.tolist() == [0, 1, 2, 2, 2]
     assert inputs.slots.tolist() == [2, 5, NUM_SLOTS, NUM_SLOTS]
-    assert inputs.prompt_targets is None
+    assert inputs.slices == {}
 
 
 def test_block_updates_beyond_the_room_are_left_over(mixed_schedule):
@@ -93,3 +100,48 @@ def test_each_step_gets_a_buffer_of_its_own(mixed_schedule):
     first = layout(bucket).pack(mixed_schedule, TABLES)
     second = layout(bucket).pack(mixed_schedule, TABLES)
     assert not np.shares_memory(first, second)
+
+
+class Doubled:
+    """A feature with a number for each row, and one for a step; the latter in mixed steps only."""
+
+    name = "doubled"
+
+    def fields(self, bucket):
+        return {"rows": (bucket.num_rows,)} | ({} if bucket.decode_only else {"all": ()})
+
+    def pack(self, fields, its):
+        assert not any(field.any() for field in fields.values())
+        if its is None:
+            fields["rows"][...] = -1
+            return
+        fields["rows"][: len(its["rows"])] = 2 * its["rows"]
+        if "all" in fields:
+            fields["all"][...] = its["rows"].sum()
+
+
+class MixedOnly(Doubled):
+    name = "mixed_only"
+
+    def fields(self, bucket):
+        return {} if bucket.decode_only else super().fields(bucket)
+
+
+def test_slices_arrive_as_their_features_have_packed_them(mixed_schedule):
+    bucket = Bucket(decode_only=False, num_tokens=8, num_rows=3, max_block_updates=4)
+    both = layout(bucket, Doubled(), MixedOnly())
+    schedule = dataclasses.replace(mixed_schedule, slices={"doubled": {"rows": int32(5, 6)}})
+    inputs = unpacked(both, schedule)
+    its = inputs.slices["doubled"]
+    assert its["rows"].tolist() == [10, 12, 0] and its["all"] == 11
+    # Who has no slice in the Schedule has been switched off.
+    assert inputs.slices["mixed_only"]["rows"].tolist() == [-1, -1, -1]
+    # Nothing else has moved.
+    assert inputs.token_ids.tolist() == unpacked(layout(bucket), schedule).token_ids.tolist()
+    assert both.size == layout(bucket).size + 2 * (3 + 1)
+
+
+def test_a_feature_without_fields_is_not_in_the_program():
+    bucket = Bucket(decode_only=True, num_tokens=4, num_rows=4, max_block_updates=4)
+    assert [f.name for f in layout(bucket, Doubled(), MixedOnly()).features] == ["doubled"]
+    assert layout(bucket, MixedOnly()).size == layout(bucket).size

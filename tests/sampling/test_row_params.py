@@ -70,7 +70,7 @@ def test_values_below_float32_stay_on():
         ({"logprobs": 20}, row_params.LOGPROBS | row_params.MORE_LOGPROBS),
         ({"logprobs": 21}, row_params.LOGPROBS),
         ({"prompt_logprobs": 1}, 0),
-        ({"prompt_logprobs": 20}, row_params.MORE_PROMPT_LOGPROBS),
+        ({"prompt_logprobs": 20}, 0),
         ({"logit_bias": {}}, 0),
     ],
 )

@@ -22,6 +22,8 @@ from jaxllm.messages import (
     PositionLogprobs,
     RequestStats,
 )
+from jaxllm.prompt_logprobs.host import PromptLogprobs
+from jaxllm.prompt_logprobs.slice import NAME as PROMPT_LOGPROBS
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
@@ -124,7 +126,9 @@ class FakeDevice:
             for slot, start, end, _ in rows:
                 self.write(slot, start, end, POISON)
             garbage = np.zeros(len(rows), np.int32)
-            return StepResult(garbage, self.no_logprobs(len(rows)), self.no_logprobs(ends[-1]))
+            prompt_logprobs = self.no_logprobs(ends[-1])._asdict()
+            slices = {PROMPT_LOGPROBS: prompt_logprobs}
+            return StepResult(garbage, self.no_logprobs(len(rows)), slices=slices)
         # Every row reads before any row writes: a kernel promises no order within a step.
         written: list[set[int]] = [set() for _ in self.groups]
         read: list[set[int]] = [set() for _ in self.groups]
@@ -175,10 +179,12 @@ class FakeDevice:
                 self.last_token[slot] = token
                 self.sampled_in[slot] = schedule.step
             sampled.append(NO_TOKEN if self.is_corrupted[slot] else token)
-        prompt_logprobs = None
-        if schedule.prompt_targets is not None:
+        slices = {}
+        if PROMPT_LOGPROBS in schedule.slices:
+            targets = schedule.slices[PROMPT_LOGPROBS]["targets"]
             prompt_logprobs = self.no_logprobs(schedule.total_tokens)
-            for position, target in enumerate(schedule.prompt_targets.tolist()):
+            slices[PROMPT_LOGPROBS] = prompt_logprobs._asdict()
+            for position, target in enumerate(targets.tolist()):
                 if target >= 0:
                     prompt_logprobs.token_ids[position, 0] = target
                     value = logprob(flat_histories[position], target)
@@ -190,7 +196,7 @@ class FakeDevice:
         return StepResult(
             np.array(sampled + [7], np.int32),  # padding rows come back too
             row_logprobs if schedule.wants_logprobs else None,
-            prompt_logprobs,
+            slices=slices,
         )
 
     def write(self, slot: int, start: int, end: int, values: list[int] | int) -> None:
@@ -304,6 +310,7 @@ class FakeEngine:
             kv=self.kv,
             lanes=lanes or (Lanes(num_stages) if num_stages > 1 else None),
             policy=policy,
+            features=(PromptLogprobs(),),
             check_invariants=True,
             **options,
         )

@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
-from jaxllm.scheduler.draft import PromptSpan, StepDraft
+from jaxllm.prompt_logprobs.host import PromptLogprobs
+from jaxllm.scheduler.draft import StepDraft
+from jaxllm.scheduler.features import Drafted
 from jaxllm.scheduler.kv.tables import BlockTable
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON
@@ -15,15 +17,15 @@ def placed(message, *, slot, computed, outputs=(), in_flight=0):
     return request
 
 
-def build(*rows):
-    draft = StepDraft()
+def build(*rows, features=()):
+    draft = StepDraft(features)
     for request, num_tokens in rows:
         draft.add_row(request, num_tokens)
     return draft.build(7, draft.rows)
 
 
 def test_single_tokens_come_first(make_request):
-    schedule, _ = build(
+    schedule = build(
         (placed(make_request("chunk", [1, 2, 3, 4, 5]), slot=0, computed=4), 3),
         (placed(make_request("known", [1, 2]), slot=1, computed=3, outputs=[8]), 1),
         (placed(make_request("carried", [1, 2]), slot=2, computed=3, in_flight=1), 1),
@@ -36,11 +38,11 @@ def test_single_tokens_come_first(make_request):
     assert schedule.context_lens.tolist() == [3, 3, 2, 4]
     assert schedule.starts.tolist() == [GO_ON] * 4
     assert schedule.samples.tolist() == [True, True, False, False]
-    assert schedule.prompt_targets is None
+    assert schedule.slices == {}
 
 
 def test_arrays_have_the_types_that_the_runner_expects(make_request):
-    schedule, _ = build((placed(make_request("a", [1, 2]), slot=0, computed=2), 2))
+    schedule = build((placed(make_request("a", [1, 2]), slot=0, computed=2), 2))
     for name in ("slots", "num_tokens", "context_lens", "starts", "token_ids"):
         assert getattr(schedule, name).dtype == np.int32, name
     assert schedule.samples.dtype == np.bool_
@@ -60,7 +62,7 @@ def test_block_updates_name_group_slot_index_and_block(make_request):
     draft.add_blocks(grown)
     draft.add_row(request, 2)
     draft.add_row(grown, 1)
-    schedule, _ = draft.build(0, draft.rows)
+    schedule = draft.build(0, draft.rows)
     of_admitted, of_grown = [[0, 2, 0, 5], [0, 2, 1, 9], [1, 2, 1, 8]], [[0, 1, 2, 7]]
     assert schedule.block_updates.tolist() == of_admitted + of_grown
     assert schedule.slots.tolist() == [1, 2]
@@ -69,8 +71,8 @@ def test_block_updates_name_group_slot_index_and_block(make_request):
 
 def test_logprobs_are_wanted_only_by_rows_that_sample(make_request):
     message = make_request("a", 6, logprobs=1)
-    assert not build((placed(message, slot=0, computed=4), 4))[0].wants_logprobs
-    assert build((placed(message, slot=0, computed=6), 6))[0].wants_logprobs
+    assert not build((placed(message, slot=0, computed=4), 4)).wants_logprobs
+    assert build((placed(message, slot=0, computed=6), 6)).wants_logprobs
 
 
 @pytest.mark.parametrize(("count", "wants_logits"), [(20, False), (21, True)])
@@ -78,27 +80,43 @@ def test_logits_are_wanted_for_more_logprobs_than_a_step_computes(
     make_request, count, wants_logits
 ):
     of_outputs = make_request("a", 6, logprobs=count)
-    assert not build((placed(of_outputs, slot=0, computed=4), 4))[0].wants_logits
-    assert build((placed(of_outputs, slot=0, computed=6), 6))[0].wants_logits == wants_logits
-    of_prompts = make_request("a", 6, prompt_logprobs=count)
-    assert build((placed(of_prompts, slot=0, computed=1), 1))[0].wants_logits == wants_logits
+    assert not build((placed(of_outputs, slot=0, computed=4), 4)).wants_logits
+    assert build((placed(of_outputs, slot=0, computed=6), 6)).wants_logits == wants_logits
 
 
-def test_prompt_targets_are_the_tokens_that_follow(make_request):
-    asking = placed(make_request("a", [10, 11, 12, 13, 14], prompt_logprobs=1), slot=0, computed=3)
-    other = placed(make_request("b", [1, 2]), slot=1, computed=2)
-    schedule, spans = build((other, 2), (asking, 3))
-    assert schedule.prompt_targets.tolist() == [-1, -1, 11, 12, 13]
-    assert spans == [PromptSpan(row=1, start=2, end=5)]
-    asking.num_computed_tokens = 5
-    schedule, spans = build((other, 2), (asking, 2))
-    assert schedule.prompt_targets.tolist() == [-1, -1, 14, -1]
-    assert spans == [PromptSpan(row=1, start=2, end=3)]
-    assert not asking.wants_prompt_logprobs
+class Halving:
+    """A feature that some rows use; its slice says which."""
+
+    name = "halving"
+
+    def __init__(self, *, needs_mixed=False, wants_logits=False):
+        self.says = needs_mixed, wants_logits
+
+    def draft(self, rows, num_tokens):
+        using = [row for row, request in enumerate(rows) if request.priority]
+        if not using:
+            return None
+        return Drafted({"rows": np.array(using), "tokens": num_tokens[using]}, *self.says)
 
 
-def test_prompt_targets_are_not_repeated_when_computed_again(make_request):
-    asking = placed(make_request("a", [10, 11, 12, 13], prompt_logprobs=1), slot=0, computed=4)
-    asking.next_prompt_logprob = 3
-    schedule, _ = build((asking, 4))
-    assert schedule.prompt_targets.tolist() == [-1, -1, 13, -1]
+def test_a_slice_is_there_if_a_row_uses_its_feature(make_request):
+    features = [Halving(), PromptLogprobs()]
+    one = (placed(make_request("a", 6), slot=0, computed=6), 6)
+    assert build(one, features=features).slices == {}
+    other = (placed(make_request("b", 6, priority=1), slot=1, computed=4), 3)
+    schedule = build(one, other, features=features)
+    assert list(schedule.slices) == ["halving"]
+    assert schedule.slices["halving"]["rows"].tolist() == [1]
+    assert schedule.slices["halving"]["tokens"].tolist() == [3]
+
+
+@pytest.mark.parametrize("needs_mixed", [False, True])
+@pytest.mark.parametrize("wants_logits", [False, True])
+def test_a_slice_says_what_its_step_needs(make_request, needs_mixed, wants_logits):
+    features = [Halving(needs_mixed=needs_mixed, wants_logits=wants_logits)]
+    decode = (placed(make_request("a", 6, priority=1), slot=0, computed=6), 1)
+    schedule = build(decode, features=features)
+    assert schedule.decode_only is not needs_mixed
+    assert schedule.wants_logits is wants_logits
+    chunk = (placed(make_request("b", 6), slot=1, computed=6), 6)
+    assert not build(decode, chunk, features=features).decode_only

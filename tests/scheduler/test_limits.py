@@ -22,22 +22,3 @@ def test_tokens_granted_in_a_step(make_request, chunked, threshold, n, budget, g
     for limit in limits:
         n = limit(request, n, budget)
     assert n == granted
-
-
-@pytest.mark.parametrize("chunked", [True, False])
-def test_prompt_logprobs_made_of_logits_come_one_at_a_time(make_request, chunked):
-    limits = make_limits(enable_chunked_prefill=chunked, long_prefill_token_threshold=0)
-    request = Request(make_request("a", 10, prompt_logprobs=21))
-
-    def granted(computed, first):
-        request.num_computed_tokens, request.next_prompt_logprob = computed, first
-        n = 10 - computed
-        for limit in limits:
-            n = limit(request, n, 64)
-        return n
-
-    assert [granted(0, 1), granted(5, 6), granted(8, 9)] == [1, 1, 1]
-    # After a preemption, up to where it was; and at once when all are there.
-    assert [granted(0, 6), granted(0, 10)] == [6, 10]
-    request.sampling_params.prompt_logprobs = 20
-    assert granted(0, 1) == 10

@@ -1,10 +1,8 @@
 import numpy as np
 import pytest
 
-from jaxllm.scheduler.draft import PromptSpan
-from jaxllm.scheduler.logprobs import prompt_logprobs, row_logprobs
-from jaxllm.scheduler.request import Request
-from jaxllm.scheduler.schedule import LogprobArrays, StepResult
+from jaxllm.scheduler.logprobs import row_logprobs
+from jaxllm.scheduler.schedule import LogprobArrays
 
 ARRAYS = LogprobArrays(
     np.arange(12, dtype=np.int32).reshape(3, 4),
@@ -33,15 +31,3 @@ def test_more_than_a_step_computes_is_made_of_logits():
     assert entry.logprobs[:4] == [-2.5, 1.5, 0.5, 0.5]
     assert row_logprobs(ARRAYS, 1, 21, logits).token_ids == entry.token_ids[:22]
     assert entry.rank == 6
-
-
-def test_spans_go_to_their_rows(make_request):
-    rows = [Request(make_request("a", 4)), Request(make_request("b", 4, prompt_logprobs=0))]
-    result = StepResult(np.zeros(2, np.int32), None, ARRAYS)
-    parts = prompt_logprobs(result, rows, [PromptSpan(row=1, start=1, end=3)])
-    assert list(parts) == [1]
-    assert [entry.token_ids for entry in parts[1]] == [[4], [8]]
-
-
-def test_no_spans_need_no_arrays():
-    assert prompt_logprobs(StepResult(np.zeros(1, np.int32), None, None), [], []) == {}

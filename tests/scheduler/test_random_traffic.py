@@ -132,7 +132,7 @@ def test_the_oldest_request_is_served_in_every_step(make_engine, make_request, d
             length = int(rng.integers(1, 40))
             max_tokens = int(rng.integers(1, MAX_MODEL_LEN - length + 1))
             engine.add(make_request(f"{next(arrived)}", length, max_tokens))
-        oldest = next(iter(engine.scheduler._requests.values()))
+        oldest = next(iter(engine.scheduler._places.requests.values()))
         progress = oldest.num_computed_tokens
         schedule = engine.dispatch()
         assert oldest.status is RequestStatus.RUNNING

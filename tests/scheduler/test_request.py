@@ -45,11 +45,3 @@ def test_finish_after_a_token(make_request, outputs, min_tokens, finish):
     message = make_request("a", [1], 4, min_tokens=min_tokens, eos_token_ids=[8])
     message.stop_token_ids = [9, 8]
     assert with_outputs(message, outputs).finish_after(outputs[-1]) == finish
-
-
-@pytest.mark.parametrize(
-    ("count", "length", "wants"), [(None, 3, False), (0, 3, True), (2, 1, False)]
-)
-def test_prompt_logprobs_are_wanted_from_the_second_token_on(make_request, count, length, wants):
-    request = Request(make_request("a", length, prompt_logprobs=count))
-    assert request.wants_prompt_logprobs is wants

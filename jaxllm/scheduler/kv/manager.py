@@ -55,9 +55,8 @@ class KVCacheManager:
         follower.hash_root = leader.hash_root
 
     def may_read(self, request: Request) -> bool:
-        """Whether a request may take over computed blocks. The logprobs of a prompt come from
-        computing it, so until then a request that wants them may not."""
-        return request.hash_root is not None and not request.wants_prompt_logprobs
+        """Whether a request may take over computed blocks, and need not compute all itself."""
+        return request.hash_root is not None and not request.num_cache_bars
 
     def find_prefix(self, request: Request) -> int:
         """Return how many blocks of the request's tokens need not be computed: every group knows

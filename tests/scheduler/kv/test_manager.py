@@ -92,12 +92,15 @@ def test_hashes_survive_preemption_and_are_not_computed_again(manager, new):
     assert all(a is b for a, b in zip(before, request.block_hashes, strict=True))
 
 
-def test_prompt_logprobs_are_not_read_from_the_cache(manager, new):
+def test_a_request_reads_nothing_while_it_is_barred(manager, new):
     computed(manager, new(list(range(12))), 12)
-    asking = new(list(range(12)), prompt_logprobs=1)
-    assert manager.find_prefix(asking) == 0
-    asking.next_prompt_logprob = 12
-    assert manager.find_prefix(asking) == 2
+    barred = new(list(range(12)))
+    barred.num_cache_bars = 2
+    assert manager.find_prefix(barred) == 0
+    barred.num_cache_bars = 1
+    assert manager.find_prefix(barred) == 0
+    barred.num_cache_bars = 0
+    assert manager.find_prefix(barred) == 2
 
 
 def test_forgotten_blocks_are_not_found(manager, new):

@@ -1,0 +1,125 @@
+"""Logprobs of prompt tokens, on the host: asks for those of each chunk, and hands them out.
+
+They come from computing the prompt, so a request that wants some takes no prefix over from the
+cache until all of them are on their way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxllm.messages import EngineOutput, PositionLogprobs
+from jaxllm.prompt_logprobs.slice import NAME, NO_TARGET
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS
+from jaxllm.scheduler.features import Drafted
+from jaxllm.scheduler.logprobs import row_logprobs
+from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.schedule import LogprobArrays, Schedule, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """The logprobs that a step brought, by row."""
+
+    rows: dict[int, list[PositionLogprobs]]
+    corrupted: set[int]
+
+    def add_to(self, output: EngineOutput, row: int) -> None:
+        output.new_prompt_logprobs = self.rows[row]
+
+
+class PromptLogprobs:
+    """The feature's host half."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        # Of requests that want more of them: the next prompt position to ask for.
+        self._next: dict[str, int] = {}
+
+    def add(self, request: Request) -> None:
+        """Note a request that wants some; the first prompt token has none."""
+        wants = request.sampling_params.prompt_logprobs is not None
+        if wants and request.num_prompt_tokens > 1:
+            self._next[request.request_id] = 1
+            request.num_cache_bars += 1
+
+    def drop(self, request: Request) -> None:
+        self._next.pop(request.request_id, None)
+
+    def limit(self, request: Request, n: int, budget: int) -> int:
+        """Go no further than the next prompt token whose logprobs are made of logits: a step brings
+        those of a row's last position and of no other. As slow as decoding, like all that is done
+        with so many logprobs."""
+        first = self._next.get(request.request_id)
+        if first is None or _count(request) <= MAX_STEP_LOGPROBS:
+            return n
+        return min(n, first - request.num_computed_tokens)
+
+    def draft(self, rows: Sequence[Request], num_tokens: np.ndarray) -> Drafted | None:
+        if not self._next:
+            return None
+        wanted = [row for row, request in enumerate(rows) if request.request_id in self._next]
+        if not wanted:
+            return None
+        row_ends = np.cumsum(num_tokens)
+        targets = np.full(row_ends[-1], NO_TARGET, np.int32)
+        spans = []
+        for row in wanted:
+            request = rows[row]
+            # The token at position p gives the logprob of the prompt token at p + 1. What was
+            # dispatched before a preemption is not asked for again.
+            first = self._next[request.request_id]
+            end = min(request.num_computed_tokens + 1, request.num_prompt_tokens)
+            if first < end:
+                offset = int(row_ends[row]) - request.num_computed_tokens - 1
+                spans.append((row, first + offset, end + offset))
+                targets[first + offset : end + offset] = request.prompt_token_ids[first:end]
+                self._move_on(request, end)
+        if not spans:
+            return None
+        counts = [_count(rows[row]) for row, _, _ in spans]
+        wants_more = any(1 < count <= MAX_STEP_LOGPROBS for count in counts)
+        return Drafted(
+            {
+                "targets": targets,
+                "wants_more": np.array(wants_more, np.int32),
+                "spans": np.array(spans, np.int32),
+            },
+            needs_mixed=True,
+            wants_logits=max(counts) > MAX_STEP_LOGPROBS,
+        )
+
+    def read(
+        self, schedule: Schedule, result: StepResult, rows: Sequence[Request | None]
+    ) -> PromptParts:
+        arrays = LogprobArrays(**result.slices[NAME])
+        parts: dict[int, list[PositionLogprobs]] = {}
+        corrupted: set[int] = set()
+        for row, start, end in schedule.slices[NAME]["spans"].tolist():
+            request = rows[row]
+            if request is None or request.is_finished:
+                continue
+            if not np.isfinite(arrays.logprobs[start:end, 0]).all():
+                corrupted.add(row)
+                continue
+            # A span of whom needs logits has one position, which is the row's last (see `limit`).
+            logits = None if result.logits is None else result.logits[row]
+            count = _count(request)
+            parts[row] = [row_logprobs(arrays, i, count, logits) for i in range(start, end)]
+        return PromptParts(parts, corrupted)
+
+    def _move_on(self, request: Request, position: int) -> None:
+        """All before this position are on their way."""
+        if position < request.num_prompt_tokens:
+            self._next[request.request_id] = position
+        else:
+            del self._next[request.request_id]
+            request.num_cache_bars -= 1
+
+
+def _count(request: Request) -> int:
+    count = request.sampling_params.prompt_logprobs
+    assert count is not None, request
+    return count

@@ -1,0 +1,138 @@
+"""Where every request is: in the waiting queue, parked, or running with a slot and blocks.
+
+Requests move between these places here and nowhere else. A move costs what it moves, however many
+requests wait.
+"""
+
+import bisect
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+from jaxllm.messages import EngineOutput, FinishReason
+from jaxllm.metrics.stats import EngineStats
+from jaxllm.scheduler.features import Feature
+from jaxllm.scheduler.kv.manager import KVCacheManager
+from jaxllm.scheduler.request import NO_LANE, Request, RequestStatus
+from jaxllm.scheduler.waiting_queue import WaitingQueue
+
+
+class Places:
+    """Every unfinished request, in exactly one place."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        kv: KVCacheManager,
+        features: Sequence[Feature],
+        stats: EngineStats,
+    ) -> None:
+        self.requests: dict[str, Request] = {}  # all unfinished ones
+        self.running: list[Request] = []  # in policy order
+        self.waiting = WaitingQueue()
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))  # taken from the end
+        self._kv = kv
+        self._features = features
+        self._stats = stats
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.requests) - len(self.running)
+
+    def add(self, request: Request, prefix_leader_id: str | None) -> None:
+        """Let a new request wait; until the leader's prompt is dispatched, if it has a leader whose
+        prompt is not."""
+        leader = self.requests.get(prefix_leader_id or "")
+        self.requests[request.request_id] = request
+        for feature in self._features:
+            feature.add(request)
+        if leader is not None:
+            self._kv.let_share(leader, request)
+        if leader is not None and leader.num_computed_tokens < leader.num_prompt_tokens:
+            request.status = RequestStatus.PARKED
+            leader.followers.append(request)
+        else:
+            self.waiting.push(request)
+
+    def admit_first(self) -> None:
+        """Let the first of those who wait run. It has its blocks already."""
+        request = self.waiting.pop()
+        request.status = RequestStatus.RUNNING
+        request.slot = self.free_slots.pop()
+        bisect.insort(self.running, request, key=attrgetter("order"))
+
+    def wait(self, request: Request) -> None:
+        """Let a request wait that was parked, or that ran."""
+        request.status = RequestStatus.WAITING
+        self.waiting.push(request)
+
+    def preempt(self, request: Request) -> None:
+        """Send a running request back to wait; the caller takes it out of `running`. It computes
+        its tokens anew, except for those whose blocks are still cached when it returns."""
+        self._give_back(request)
+        request.num_computed_tokens = 0
+        request.stats.num_preemptions += 1
+        request.has_new_stats = True
+        self._stats.num_preemptions += 1
+        if request.num_in_flight:
+            request.status = RequestStatus.PARKED  # until its token has come
+        else:
+            self.wait(request)
+
+    def release_followers(self, leader: Request) -> None:
+        for follower in leader.followers:
+            if not follower.is_finished:
+                self.wait(follower)
+        leader.followers = []
+
+    def end_all(
+        self, requests: Iterable[Request], reason: FinishReason, error: str | None = None
+    ) -> list[EngineOutput]:
+        """Finish requests from outside, not because of a token."""
+        outputs = [self.end(request, reason, error) for request in requests]
+        self.drop_finished()
+        return outputs
+
+    def end(self, request: Request, reason: FinishReason, error: str | None = None) -> EngineOutput:
+        """Finish a request from outside; `drop_finished` must follow."""
+        self.finish(request)
+        return EngineOutput(
+            request_id=request.request_id,
+            finish_reason=reason,
+            num_cached_tokens=request.num_cached_tokens,
+            stats=request.report_stats(),
+            error=error,
+        )
+
+    def finish(self, request: Request) -> None:
+        """Let go of a request; `drop_finished` must follow."""
+        status = request.status
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+        if status is RequestStatus.RUNNING:
+            self._give_back(request)
+        elif status is RequestStatus.WAITING:
+            self.waiting.forget_finished()
+        if request.followers:
+            self.release_followers(request)
+        for feature in self._features:
+            feature.drop(request)
+        self._stats.num_requests_finished += 1
+
+    def drop_finished(self) -> None:
+        """Keep only those in `running` who still run."""
+        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+
+    def count(self) -> None:
+        """Bring the gauges up to date."""
+        stats = self._stats
+        stats.num_requests_running = len(self.running)
+        stats.num_requests_waiting = self.num_waiting
+        stats.num_requests_deferred = self.num_waiting - len(self.waiting)
+        stats.group_blocks_used = self._kv.num_blocks_used
+
+    def _give_back(self, request: Request) -> None:
+        """Take slot and blocks from a request that ran."""
+        self._kv.free(request)
+        self.free_slots.append(request.slot)
+        request.slot, request.lane = -1, NO_LANE

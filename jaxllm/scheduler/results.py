@@ -1,0 +1,170 @@
+"""Takes in what steps bring, in the order of their dispatch: tokens, failures, corrupted rows."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxllm.logging import init_logger
+from jaxllm.messages import EngineOutput, FinishReason
+from jaxllm.metrics.stats import EngineStats
+from jaxllm.scheduler.corruption import CORRUPTED, corrupted_rows
+from jaxllm.scheduler.features import Brought, Feature
+from jaxllm.scheduler.kv.manager import KVCacheManager
+from jaxllm.scheduler.logprobs import row_logprobs
+from jaxllm.scheduler.places import Places
+from jaxllm.scheduler.request import Request, RequestStatus
+from jaxllm.scheduler.schedule import Schedule, StepResult
+
+logger = init_logger(__name__)
+
+
+class Dispatched(NamedTuple):
+    """A step on its way. The requests themselves, since a slot or an id may be reused before the
+    step comes back."""
+
+    schedule: Schedule
+    rows: list[Request | None]  # None: what comes back is of no use
+
+
+class Results:
+    """The steps on their way, and what becomes of their requests when they come back."""
+
+    def __init__(
+        self,
+        places: Places,
+        *,
+        kv: KVCacheManager,
+        features: Sequence[Feature],
+        stats: EngineStats,
+    ) -> None:
+        self.dispatched: deque[Dispatched] = deque()  # the oldest first
+        self._places = places
+        self._kv = kv
+        self._features = features
+        self._stats = stats
+
+    def update(self, schedule: Schedule, result: StepResult) -> list[EngineOutput]:
+        """Take in what the oldest dispatched step brought; return what is new for whom."""
+        step = self._take_oldest(schedule)
+        now = time.monotonic()
+        corrupted = corrupted_rows(schedule, result)
+        parts: dict[int, list[Brought]] = {}  # of features, by row
+        for brought in self._read_slices(step, result):
+            corrupted.update(brought.corrupted)
+            for row in brought.rows:
+                parts.setdefault(row, []).append(brought)
+        num_new_tokens = 0
+        any_finished = False
+        wants_logprobs = schedule.wants_logprobs
+        finished, parked = RequestStatus.FINISHED, RequestStatus.PARKED
+        outputs: list[EngineOutput] = []
+        token_ids = result.token_ids[: len(step.rows)].tolist()
+        for row, (request, samples, token) in enumerate(
+            zip(step.rows, schedule.samples.tolist(), token_ids, strict=True)
+        ):
+            if request is None or request.status is finished:
+                continue  # it ended, or started over, after this row had been dispatched
+            if row in corrupted:
+                outputs += self._end_corrupted(request)
+                any_finished = True
+                continue
+            if not samples:
+                if row in parts:
+                    output = EngineOutput(request_id=request.request_id)
+                    outputs.append(output)
+                    for brought in parts[row]:
+                        brought.add_to(output, row)
+                continue
+            request.output_token_ids.append(token)
+            num_new_tokens += 1
+            stats = request.stats
+            stats.last_token_ts = now
+            output = EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=[token],
+                num_cached_tokens=request.num_cached_tokens,
+            )
+            outputs.append(output)
+            if request.has_new_stats:
+                stats.first_token_ts = stats.first_token_ts or now
+                output.stats = request.report_stats()
+            if wants_logprobs and request.sampling_params.logprobs is not None:
+                assert result.logprobs is not None, f"step {schedule.step} brought no logprobs"
+                logits = None if result.logits is None else result.logits[row]
+                output.new_logprobs = [
+                    row_logprobs(result.logprobs, row, request.sampling_params.logprobs, logits)
+                ]
+            if row in parts:
+                for brought in parts[row]:
+                    brought.add_to(output, row)
+            finish = request.finish_after(token)
+            if finish is not None:
+                output.finish_reason, output.stop_reason = finish
+                output.stats = request.report_stats()
+                self._places.finish(request)
+                any_finished = True
+            elif request.status is parked and not request.num_in_flight:
+                self._places.wait(request)
+        self._stats.num_generation_tokens += num_new_tokens
+        if any_finished:
+            self._places.drop_finished()
+        return outputs
+
+    def fail(self, schedule: Schedule, message: str) -> list[EngineOutput]:
+        """End the requests of the oldest dispatched step, which did not run.
+
+        Steps dispatched after it read the KV and the tokens that it should have written, so their
+        requests end too. Nothing that any of them may have filled can be found again.
+        """
+        step = self._take_oldest(schedule)
+        outputs = []
+        touched = [request for later in (step, *self.dispatched) for request in later.rows]
+        for request in filter(None, touched):
+            if not request.is_finished:
+                outputs.append(self._places.end(request, FinishReason.ERROR, error=message))
+            self._kv.forget(request)
+        self._places.drop_finished()
+        return outputs
+
+    def _read_slices(self, step: Dispatched, result: StepResult) -> list[Brought]:
+        slices = step.schedule.slices
+        return [
+            feature.read(step.schedule, result, step.rows)
+            for feature in self._features
+            if feature.name in slices
+        ]
+
+    def _take_oldest(self, schedule: Schedule) -> Dispatched:
+        step = self.dispatched.popleft()
+        assert step.schedule is schedule, (
+            f"step {schedule.step} came back, step {step.schedule.step} is the oldest"
+        )
+        return step
+
+    def _end_corrupted(self, request: Request) -> list[EngineOutput]:
+        """Finish a request whose logits are not finite, or let it start over if blocks that it has
+        taken over may be the cause. No other request finds its blocks any more."""
+        self._kv.forget(request)
+        if request.has_taken_over_blocks and request.hash_root is not None:
+            self._start_over(request)
+            return []
+        if not self._stats.num_requests_corrupted:
+            logger.error("%s ended: %s. More are only counted.", request.request_id, CORRUPTED)
+        self._stats.num_requests_corrupted += 1
+        request.stats.is_corrupted = True
+        output = self._places.end(request, FinishReason.ERROR, CORRUPTED)
+        self._kv.forget(request)  # what its end has registered
+        return [output]
+
+    def _start_over(self, request: Request) -> None:
+        """Compute a request anew, in blocks of its own; `drop_finished` must follow. The results
+        of its rows in steps under way are dropped."""
+        for step in self.dispatched:
+            step.rows[:] = [None if row is request else row for row in step.rows]
+        request.hash_root = None
+        request.num_tokens = request.num_known_tokens
+        if request.status is RequestStatus.RUNNING:
+            self._places.preempt(request)
+        else:  # preempted before, it waited for this token
+            self._places.wait(request)
