@@ -76,8 +76,8 @@ class Journal:
         self.num_pending_bytes += len(line) + 1
 
     def commit(self) -> None:
-        """Make all appended results durable. Raise OSError, for example if the disk is full; earlier
-        commits are not affected."""
+        """Make all appended results durable. Raise OSError, for example if the disk is full;
+        earlier commits are not affected."""
         if not self._pending:
             return
         # Empty the buffers first: after an error nothing may be written twice.
