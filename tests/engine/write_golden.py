@@ -1,8 +1,8 @@
 """Rewrites the tokens in golden.json from transformers: `python tests/engine/write_golden.py`.
 
 The cases are in the same file: edit `family`, `seed` or `config` there, or add a case without
-tokens, then run this with torch installed. A case with a near tie between tokens is refused; give it
-another seed.
+tokens, then run this with torch installed. A case with a near tie between tokens is refused; give
+it another seed.
 """
 
 import json

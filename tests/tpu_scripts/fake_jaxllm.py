@@ -1,8 +1,8 @@
 """Replaces `jaxllm` on a host of the fake TPU: it answers a batch line with the line in upper case.
 
 $CLOUD/preempt_when names a file: when that exists and half of the batch is done, the TPU is
-preempted. $CLOUD/fail_with has the exit status of a failing batch. $CLOUD/hold names a file that the
-batch waits for.
+preempted. $CLOUD/fail_with has the exit status of a failing batch. $CLOUD/hold names a file that
+the batch waits for.
 """
 
 import json
