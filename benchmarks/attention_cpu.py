@@ -1,10 +1,10 @@
-"""Attention on a CPU: XLA's loops and our own kernel, in turns.
+"""Attention on a CPU: XLA's loops and our own kernel, alternating.
 
     python benchmarks/attention_cpu.py [--only decode] [--block-size 32]
 
-Of 16 query heads, 8 kv heads and head size 64. A program chains layers with caches of their own, so
-that keys and values are not found in a processor's cache. The time is that of the processor, of all
-threads: other programs on the machine disturb it least. The least of several counts.
+The shape is 16 query heads, 8 kv heads and head size 64. A program chains layers, each with its own
+cache, so that keys and values are not in a processor's cache. The time is the CPU time of all
+threads, because other programs on the machine disturb it least. The minimum of several runs counts.
 """
 
 import argparse

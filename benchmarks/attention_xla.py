@@ -1,10 +1,10 @@
-"""Time the XLA attention backend per layer, beside dense masked attention in the same run.
+"""Times the XLA attention backend per layer, beside dense masked attention in the same run.
 
     python benchmarks/attention_xla.py [--dtypes bfloat16,float32] [--repeats 20]
 
 The dense form computes every query against contiguous keys and values of the longest context,
-[B, K, T, H], written by nobody: it is the floor of what plain XLA does without pages. Each program
-chains several layers with caches of their own, so that caches do not stay in the processor's.
+[B, K, T, H], which nothing writes: it is the floor of plain XLA without pages. Each program chains
+several layers, each with its own cache, so that keys and values do not stay in a processor's cache.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CONFIG = AttentionConfig(num_heads=16, num_kv_heads=8, head_size=64, scale=0.125
 
 
 class Times(NamedTuple):
-    """Microseconds per layer: the shortest, and the processor time of all threads (median)."""
+    """Microseconds per layer: the minimum, and the CPU time of all threads (median)."""
 
     best: float
     cpu: float

@@ -1,15 +1,16 @@
-"""How well a trained model knows text that it has not seen: bits per byte, beside other predictors.
+"""How well a trained model predicts unseen text: bits per byte, beside other predictors.
 
     python benchmarks/bundled_model.py MODEL --data FOLDER ... [--exclude PATTERN ...]
 
-The text is read and split as `jaxllm train` does it, so data, exclude and heldout-share must be
-those of the training run (the model card has them); the hashes in the model's manifest are checked.
-The peers: `gzip -9` and `xz -9` on the held-out files one after the other, and a byte 5-gram model
-with interpolated Kneser-Ney smoothing, counted on the very text that the model was trained on. The
-model sees the held-out text in windows of its context that know nothing of each other.
+The text is read and split as in `jaxllm train`, so data, exclude and heldout-share must be those of
+the training run (the model card has them). The hashes in the model's manifest are checked. The
+peers are `gzip -9` and `xz -9` on the concatenated held-out files, and a byte 5-gram model with
+interpolated Kneser-Ney smoothing, counted on the model's training text. The model sees the held-out
+text in independent windows of its context.
 
-With --draft, also how often a draft model agrees with the model on that text: in its likeliest
-token, and in what speculative sampling would accept (the overlap of their distributions).
+With --draft, it also reports how often a draft model agrees with the model on that text: in the
+most likely token, and in the share that speculative sampling would accept (the overlap of
+distributions).
 """
 
 import argparse
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def check_manifest(path: Path, documents: Sequence[Document]) -> None:
-    """Refuse text that is not what the model was trained on, or that it has seen."""
+    """Refuse text that differs from the training run's, or is in its training set."""
     known = {entry["name"]: entry for entry in map(json.loads, path.read_text().splitlines())}
     found = {d.name: d.manifest_entry() for d in documents}
     wrong = [n for n in known.keys() | found.keys() if known.get(n) != found.get(n)]
@@ -81,7 +82,7 @@ def check_manifest(path: Path, documents: Sequence[Document]) -> None:
 
 
 def model_bits(folder: Path, documents: Sequence[Document]) -> float:
-    """What these texts cost the model as it is shipped, computed in float32."""
+    """The bits that the model needs for these texts, computed in float32."""
     model, weights = load(folder)
 
     @jax.jit
@@ -94,7 +95,7 @@ def model_bits(folder: Path, documents: Sequence[Document]) -> float:
 
 
 def agreement(folder: Path, draft_folder: Path, documents: Sequence[Document]) -> dict[str, float]:
-    """How often a draft says what the model says, by token of these texts."""
+    """How often a draft agrees with the model, over the tokens of these texts."""
     model, weights = load(folder)
     draft, draft_weights = load(draft_folder)
 
@@ -122,7 +123,7 @@ def load(folder: Path) -> tuple[RowModel, dict[str, jax.Array]]:
 
 
 def batches(folder: Path, documents: Sequence[Document]) -> Iterator[np.ndarray]:
-    """Texts as rows of the model's context, a few at a time; -1 is padding."""
+    """Texts as batches of rows of the model's context; -1 is padding."""
     tokenizer = load_tokenizer(folder)
     tokens = np.concatenate(list(encode(tokenizer, (d.text for d in documents), special=False)))
     rows = heldout_rows(tokens, read_json(folder / "config.json")["max_position_embeddings"])
@@ -131,10 +132,10 @@ def batches(folder: Path, documents: Sequence[Document]) -> Iterator[np.ndarray]
 
 
 class NGramModel:
-    """Interpolated Kneser-Ney over bytes, one discount for each order.
+    """Interpolated Kneser-Ney over bytes, with one discount for each order.
 
-    The highest order counts occurrences, the lower ones the different bytes that come before; the
-    last resort is that all bytes are equally likely.
+    The highest order counts occurrences. Lower orders count the different bytes before. The order
+    of zero is the uniform distribution.
     """
 
     def __init__(self, text: bytes, order: int):
@@ -143,11 +144,11 @@ class NGramModel:
         grams, counts = np.unique(_grams(text, order), return_counts=True)
         for n in range(order, 0, -1):
             self._tables[n] = _Counts(grams, counts)
-            # How many different bytes precede each shorter gram.
+            # Count the different bytes before each shorter gram.
             grams, counts = np.unique(grams & (256 ** (n - 1) - 1), return_counts=True)
 
     def bits_per_byte(self, text: bytes) -> float:
-        """Of all bytes but the first ones, which lack a context."""
+        """Of all bytes except the first ones, which lack a context."""
         found = _grams(text, self._order)
         probability = np.full(len(found), 1 / 256)
         for n in range(1, self._order + 1):
@@ -167,7 +168,7 @@ class _Counts:
         self._kinds = np.diff(np.append(first, len(grams)))  # different bytes after a context
 
     def refine(self, grams: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """Probabilities of the newest bytes, from those that the next shorter context gives."""
+        """Probabilities of the newest bytes, given those from the next shorter context."""
         counts = _look_up(self._grams, self._counts, grams)
         totals = _look_up(self._contexts, self._totals, grams >> 8)
         kinds = _look_up(self._contexts, self._kinds, grams >> 8)
@@ -178,7 +179,7 @@ class _Counts:
 
 
 def _grams(text: bytes, n: int) -> np.ndarray:
-    """Every n bytes in a row, as numbers."""
+    """All n-grams of bytes, as numbers."""
     raw = np.frombuffer(text, np.uint8).astype(np.int64)
     length = len(raw) - n + 1
     total = np.zeros(length, np.int64)
@@ -188,7 +189,7 @@ def _grams(text: bytes, n: int) -> np.ndarray:
 
 
 def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Values of sorted keys; 0 of those that are not there."""
+    """Values of sorted keys; 0 for missing keys."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
 

@@ -1,20 +1,20 @@
-"""Whether clients disturb the engine: its step pace with a thousand connections, against none.
+"""Whether clients disturb the engine: its steps per second with and without a thousand connections.
 
     python benchmarks/connections.py
     python benchmarks/connections.py --connections 300 --rounds 3
 
-A server runs a fixed number of streams, and a number of its steps is timed: alone, and beside
-connections of three kinds, in turns, each time with new streams:
+A server runs a fixed number of streams. A number of its steps is timed, alternately alone and
+beside connections of three kinds, each time with new streams:
 
-- idle ones, half of which have sent a part of a request's head;
-- slow ones: streams that are asked for and not read, with small buffers;
-- ones that ask for a stream and are reset, one after another, so many in a second (--resets).
+- idle ones; half of them have sent a part of a request's head;
+- slow ones: streams that are requested and not read, with small buffers;
+- ones that request a stream and are reset, a given number per second (--resets).
 
-Reported are steps per second, as a ratio, and the CPU time of both processes per step, which other
-programs on the machine disturb less. Half of the streams that are measured are read slowly. The
-requests of the connections wait behind those streams, which are urgent, and the streams begin when
-all connections are there: so the batch is the same in both, down to the length of its contexts,
-and a difference is the connections' own doing.
+It reports steps per second, as a ratio, and the CPU time of both processes per step, which other
+programs on the machine disturb less. Half of the measured streams are read slowly. The requests of
+the connections wait behind the streams, which have priority. The streams begin when all connections
+exist. So the batch is the same in both cases, including the lengths of its contexts, and any
+difference is caused by the connections.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import servers
 import side_by_side
 
 KINDS = ("idle", "slow", "reset")
-_ON_THE_WAY_S = 0.5  # from a request to its place in the engine's queue
+_ON_THE_WAY_S = 0.5  # from sending a request to its place in the engine's queue
 
 
 def main() -> None:
@@ -58,14 +58,14 @@ def main() -> None:
 
 
 async def measure(server: servers.Server, args: argparse.Namespace) -> list[dict[str, float]]:
-    """A row for each round, alone and beside the connections."""
+    """Measure a row for each round, alone and beside the connections."""
     engine_pid, rounds = server.engine_pid, []
     for number in range(args.rounds):
         row = {}
-        # Now this one first, now the other: neither has the warmer machine.
+        # Alternate the order, so that neither case has the warmer machine.
         for kind in ("alone", "beside") if number % 2 else ("beside", "alone"):
             async with contextlib.AsyncExitStack() as stack:
-                # These keep the places until the crowd is there.
+                # These streams occupy the slots until the connections exist.
                 holders = await stack.enter_async_context(contextlib.AsyncExitStack())
                 await holders.enter_async_context(streams(server.port, args.streams))
                 crowd = args.connections if kind == "beside" else 0
@@ -84,7 +84,7 @@ async def measure(server: servers.Server, args: argparse.Namespace) -> list[dict
 async def until(
     server: servers.Server, metric: str, value: float, *, at_most: bool = False
 ) -> None:
-    """Wait until a figure of the server is at least, or at most, so much."""
+    """Wait until a metric of the server is at least, or at most, this value."""
     while True:
         found = await asyncio.to_thread(server.metric, metric)
         if found <= value if at_most else found >= value:
@@ -109,7 +109,7 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 async def step_figures(server: servers.Server, engine_pid: int, num_steps: int) -> dict[str, float]:
-    """Steps per second, and CPU milliseconds of a step."""
+    """Measure steps per second, and CPU milliseconds of a step."""
 
     async def look() -> tuple[float, float, float, float]:
         steps = await asyncio.to_thread(server.metric, "engine_steps_total")
@@ -132,8 +132,8 @@ async def step_figures(server: servers.Server, engine_pid: int, num_steps: int) 
 async def streams(
     port: int, num_streams: int, when_asked: Callable[[], Awaitable[object]] | None = None
 ):
-    """Streams for as long as the context lasts, which begins when all have; every other one is
-    read slowly. When they have been asked for something may make room for them."""
+    """Run streams within this context, which begins when all of them have begun. Every other stream
+    is read slowly. `when_asked` runs after all have been requested, and may make room for them."""
     have_begun = asyncio.Semaphore(0)
 
     async def stream(pause_s: float) -> None:
@@ -160,7 +160,7 @@ async def streams(
 
 @contextlib.asynccontextmanager
 async def connections(port: int, number: int, resets_per_s: float):
-    """So many connections of the three kinds, from the beginning to the end."""
+    """Hold this many connections of the three kinds within this context."""
     of_kind = {kind: number // len(KINDS) for kind in KINDS}
     held = [await _open(port) for _ in range(of_kind["idle"] + of_kind["slow"])]
     for place, one in enumerate(held[: of_kind["idle"]]):
@@ -170,7 +170,7 @@ async def connections(port: int, number: int, resets_per_s: float):
         one.send(request(max_tokens=1000))
 
     async def reset() -> None:
-        """One after another asks and is gone, without goodbye."""
+        """Send requests, one after another, and reset each connection."""
         while True:
             one = await _open(port)
             one.send(request(max_tokens=1000))

@@ -1,9 +1,9 @@
-"""Products of rows with a weight on a CPU: XLA's and our own kernel, in turns.
+"""Products of rows with a weight on a CPU: XLA's and our own kernel, alternating.
 
     python benchmarks/dense.py
 
-Ten weights are multiplied one after another, so that none is found in a cache. The least of several
-times counts: other programs on the machine only add to it.
+Ten weights are multiplied one after another, so that none is in a cache. The minimum of several
+runs counts, because other programs on the machine only add to it.
 """
 
 import sys
@@ -21,7 +21,7 @@ NUM_OUTPUTS, NUM_INPUTS, NUM_WEIGHTS, REPETITIONS = 5632, 1024, 10, 12
 
 
 def seconds(matmul, x, weights) -> float:
-    """Of one product."""
+    """The time of one product."""
 
     @jax.jit
     def run(x, weights):
@@ -29,7 +29,7 @@ def seconds(matmul, x, weights) -> float:
         for weight in weights:
             y = matmul(x, weight)
             outputs.append(y.sum())
-            x = x + (y[:, :1] * 0).astype(x.dtype)  # the next one waits for this one
+            x = x + (y[:, :1] * 0).astype(x.dtype)  # the next product depends on this one
         return outputs
 
     jax.block_until_ready(run(x, weights))

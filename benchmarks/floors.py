@@ -1,8 +1,8 @@
-"""The least time that a decode, a prompt or a whole batch can take on a device with given ceilings.
+"""The least time of a decode, a prompt or a whole batch on a device with given ceilings.
 
-What a model reads and computes follows from its config.json alone, so floors are the same for every
-engine. The ceilings are rates that a device was seen to reach, not those of its data sheet: a share
-of 1 can be come near to.
+A model's config.json determines its bytes and operations, so floors are the same for every engine.
+The ceilings are measured rates of a device, not those of its data sheet, so a share near 1 is
+possible.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def ceilings(text: str) -> tuple[float, float]:
 
 
 def of_llama(config: Mapping[str, Any], dtype: str, rates: tuple[float, float]) -> Roofline:
-    """Of a dense decoder with Llama's layers, whose head is a matrix in any case."""
+    """The roofline of a dense decoder with Llama's layers; the head is always a matrix."""
     hidden, item_size = config["hidden_size"], {"bfloat16": 2, "float32": 4}[dtype]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = config.get("head_dim") or hidden // heads
@@ -48,18 +48,18 @@ def of_llama(config: Mapping[str, Any], dtype: str, rates: tuple[float, float]) 
 
 
 def decode_s(line: Roofline, batch: int, context: float) -> float:
-    """A step in which each request of a batch gets a token."""
+    """The time of a step that decodes one token for each request of a batch."""
     num_bytes, num_flops = line.attention(1, context)
     return line.bound(batch, batch, (batch * num_bytes, batch * num_flops)).seconds
 
 
 def prefill_s(line: Roofline, tokens: int) -> float:
-    """A prompt in one step, with nothing else in it."""
+    """The time of a prompt alone in one step."""
     return line.bound(tokens, 1, line.attention(tokens, tokens)).seconds
 
 
 def serial_s(line: Roofline, batch: int, prompt: int, answer: int) -> float:
-    """The serial model of a saturated engine: a batch of equal requests, all their prompts first,
-    one after the other, and then their decodes."""
+    """The serial model of a saturated engine: a batch of equal requests. First it computes all
+    prompts one after the other, and then the decodes."""
     decodes = answer * decode_s(line, batch, prompt + answer / 2)
     return batch * prefill_s(line, prompt) + decodes

@@ -1,17 +1,16 @@
-"""What the frontend can take: tokens per second of one process, HTTP included; and the client.
+"""The capacity of a frontend, in tokens per second of one process with HTTP, and of the client.
 
     python benchmarks/frontend.py
     python benchmarks/frontend.py --streams 256 --output-len 128
 
-1. The client of `jaxllm bench`, against a server that costs nothing (prepared bytes, in a process
-   of its own): how many tokens it takes per second of its own CPU time. Above that the client
-   would be what is measured.
-2. The frontend, in front of a real engine on a tiny model: tokens per second of the frontend's CPU
-   time, tokenizing, streaming and all. A frontend is one event loop, so this is the most tokens
-   per second that it keeps up with on a core of its own. On the wall clock the engine, the client
-   and whatever else runs share the cores; CPU time does not depend on it much, and so is what to
-   read. A frontend that is late merges outputs, which makes tokens cheaper: pieces per second of
-   CPU time, of which a token may need one, is the figure that flatters nobody.
+1. The client of `jaxllm bench`, against a server without cost (prepared bytes, in its own process):
+   its tokens per second of its own CPU time. A server that is faster cannot be measured.
+2. The frontend, in front of a real engine with a tiny model: tokens per second of the frontend's
+   CPU time, including tokenizing and streaming. A frontend is one event loop, so this is the most
+   that it can do on one core. In wall time the engine, the client and other programs share the
+   cores; CPU time depends little on that, so read the CPU time. A slow frontend merges outputs,
+   which makes tokens cheaper. So the conservative figure is pieces per second of CPU time, as if
+   each token needed one.
 """
 
 import argparse
@@ -63,8 +62,8 @@ def measure_client(args: argparse.Namespace) -> dict:
 
 def measure_frontend(server: servers.Server, args: argparse.Namespace) -> dict:
     engine_pid = server.engine_pid
-    # The engine yields to the frontend, or the frontend would be late and merge outputs, which is
-    # cheaper for each token.
+    # Give the frontend priority over the engine. Otherwise it would be late and merge outputs, and
+    # tokens would be cheaper.
     os.setpriority(os.PRIO_PROCESS, engine_pid, 10)
     _run(server.port, args)
     runs = []
@@ -81,7 +80,7 @@ def measure_frontend(server: servers.Server, args: argparse.Namespace) -> dict:
 
 
 def _run(port: int, args: argparse.Namespace) -> dict[str, float]:
-    """One load; the client's figures."""
+    """Run one load; return the client's measurements."""
     begun, cpu = time.perf_counter(), time.process_time()
     outcomes = on_fast_loop(_load(port, args))
     cpu, seconds = time.process_time() - cpu, time.perf_counter() - begun
@@ -91,7 +90,7 @@ def _run(port: int, args: argparse.Namespace) -> dict[str, float]:
     tokens = sum(outcome.output_len for outcome in outcomes)
     return {
         "tokens": float(tokens),
-        # Below 1 outputs were merged, because somebody did not keep up.
+        # A value below 1 means that outputs were merged, because a process could not keep up.
         "pieces_per_token": sum(len(outcome.itl) + 1 for outcome in outcomes) / tokens,
         "tokens_per_s": tokens / seconds,
         "client_tokens_per_cpu_s": tokens / cpu,
@@ -119,7 +118,7 @@ async def _model(http: HTTPClient) -> str:
 
 
 class _free_server:
-    """Answers every POST with the same bytes, a token in each write, as fast as it can."""
+    """Answers every POST with the same bytes, one token per write, as fast as possible."""
 
     def __init__(self, output_len: int):
         self._ports = multiprocessing.SimpleQueue()
@@ -165,7 +164,7 @@ def _serve_free(output_len: int, ports: "multiprocessing.SimpleQueue[int]") -> N
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
             for _ in range(output_len - 1):
                 writer.write(token)
-                await asyncio.sleep(0)  # a packet for each, as a real server sends them
+                await asyncio.sleep(0)  # send each in its own packet, like a real server
             writer.write(tail)
 
     async def serve() -> None:

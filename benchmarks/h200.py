@@ -1,18 +1,18 @@
-"""All figures of an H200 in one command: decodes, prompts, saturated throughput, vLLM beside them.
+"""All measurements on an H200 in one command: decodes, prompts, saturated throughput, and vLLM's.
 
     python benchmarks/h200.py --out FILE
     python benchmarks/h200.py --out FILE --vllm-python PATH --only decode,decode-vllm --profile DIR
-    python benchmarks/h200.py --out FILE --shape tiny             (anywhere: to try the script)
+    python benchmarks/h200.py --out FILE --shape tiny             (on any machine, to try it)
 
-The model has the shape of Llama-3.1-8B and dummy weights. Each measurement is one of the other
-benchmarks in a process of its own with a time limit, so that one that fails or hangs costs no other
-its turn; its record is in the file as soon as it is there. Called again with the same file, only
-those run that are not in it yet for this commit. What the minutes do not suffice for is dropped,
-and said to be; so the important ones come first. The engines have the GPU one after the other,
-since one cannot wait beside another that has the memory, and are given the same limits.
+The model has the shape of Llama-3.1-8B and dummy weights. Each measurement is another benchmark in
+its own process with a time limit, so a failure or a hang does not affect the others. Its record is
+written to the file at once. A second call with the same file runs only the measurements that the
+file lacks for this commit. Measurements that do not fit the time budget are skipped, and the output
+says so; so the most important come first. The engines use the GPU one after the other, because one
+cannot wait while another has the memory. They have the same limits.
 
-At the end, all that the file has is put beside each other: shares of the floors (see floors.py),
-and the ratio to vLLM.
+At the end the command compares everything in the file: shares of the floors (see floors.py), and
+the ratio to vLLM.
 """
 
 import argparse
@@ -33,21 +33,21 @@ from typing import Any
 import side_by_side
 from side_by_side import ROOT
 
-LEAST_S = 20  # with less time left, nothing is begun
+LEAST_S = 20  # with less time left, no measurement starts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model, and what is asked of it."""
+    """A model, and the load for it."""
 
     config: dict[str, Any]
     limits: tuple[str, ...]  # of the engines
-    ceilings: str  # bytes and operations per second that the device was seen to reach
+    ceilings: str  # measured bytes and operations per second of the device
     batches: str
     context: int
     prompt: int
     saturated: str  # requests, tokens of a prompt, tokens of an answer
-    output_len: int  # of the requests whose decodes are timed
+    output_len: int  # of the requests with timed decodes
 
 
 _LLAMA = {
@@ -89,7 +89,7 @@ SHAPES = {
         saturated="512x1000x1000",
         output_len=128,
     ),
-    # To try the script; its shares are of no device's ceilings.
+    # To try the script. Its shares have no meaning.
     "tiny": Shape(
         config=_LLAMA
         | {
@@ -119,24 +119,24 @@ SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A benchmark with its arguments."""
+    """A benchmark and its arguments."""
 
     name: str
     script: str
     arguments: tuple[str, ...]
-    minutes: float  # that it may take at most
+    minutes: float  # time limit
 
 
 def measurements(shape: Shape, args: argparse.Namespace) -> Iterator[Measurement]:
-    """What there is to measure, the most important first."""
+    """All measurements, most important first."""
     yield Measurement(
         name="device",
         script="step_device_time",
         arguments=_device(shape),
         minutes=6,
     )
-    # All programs are compiled here, for all that comes after: what is not ready at the limit is
-    # kept as far as it got, and the next one goes on with it.
+    # This one compiles all programs for the others. If it reaches its limit, the compiled programs
+    # are kept, and the next measurement continues.
     one_token = (f"--contexts={shape.context}", "--output-len=1", "--repetitions=1", "--peers=")
     yield Measurement(
         name="start-up", script="latency", arguments=("--batches=1", *one_token), minutes=8
@@ -190,7 +190,7 @@ def main() -> None:
     known = list(measurements(shape, args))
     names = args.only.split(",") if args.only else [one.name for one in known]
     if unknown := set(names) - {one.name for one in known}:
-        # Those of vLLM are known when its interpreter is.
+        # Measurements of vLLM need its interpreter.
         parser.error(f"--only {','.join(sorted(unknown))}: there are {[one.name for one in known]}")
     if args.list:
         print("\n".join(one.name for one in known))
@@ -218,7 +218,7 @@ def _say(name: str, outcome: str) -> None:
 def _run(
     measurement: Measurement, shape: Shape, model: str, label: str, limit: float, out: str
 ) -> str:
-    """Run it, with all that it starts, in a group of processes that ends with it."""
+    """Run a measurement in a process group, which is killed at its end."""
     _say(measurement.name, f"begins, with {limit:.0f} s at most")
     start = time.monotonic()
     process = subprocess.Popen(
@@ -256,7 +256,7 @@ def _environment(*, profiles: bool) -> dict[str, str]:
     )
     environment = os.environ | {"PYTHONPATH": path}
     if profiles and shutil.which("nvidia-smi"):
-        # Else XLA launches each kernel on its own as soon as it is watched.
+        # Otherwise XLA launches each kernel separately under the profiler.
         flags = os.environ.get("XLA_FLAGS", "")
         flags += " --xla_enable_command_buffers_during_profiling=true"
         environment["XLA_FLAGS"] = flags.strip()
@@ -264,7 +264,7 @@ def _environment(*, profiles: bool) -> dict[str, str]:
 
 
 def records(out: str) -> dict[str, list[dict[str, Any]]]:
-    """The rows that the file has, by label."""
+    """The rows of the file, by label."""
     rows = {}
     with contextlib.suppress(FileNotFoundError):
         for line in Path(out).read_text().splitlines():
@@ -275,7 +275,7 @@ def records(out: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def show(shape: Shape, args: argparse.Namespace) -> None:
-    """A table of what the file has for this shape and commit."""
+    """Print a table of the file's records for this shape and commit."""
     found = records(args.out)
 
     def rows(name: str) -> list[dict[str, Any]]:

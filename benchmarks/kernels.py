@@ -1,21 +1,21 @@
-"""Time the attention kernels of a GPU against the chip's own ceilings, in one command.
+"""Times the attention kernels of a GPU against the chip's own ceilings, in one command.
 
     python benchmarks/kernels.py [--quick] [--output report.md]
-    python benchmarks/kernels.py --dry-run          (anywhere: the least row of every kind,
-                                                     interpreted; figures without meaning)
+    python benchmarks/kernels.py --dry-run          (on any machine: one small row of each kind,
+                                                     interpreted; the times have no meaning)
 
-First two ceilings are measured: reading memory, and a large matrix product. Decodes are then held
-against the first (bytes of keys and values read once), prefill chunks against the second (products
-that the causal mask asks for). A time is that of `attend`, for one layer: the write of the step's
-keys and values and everything around the kernels is in it.
+First it measures two ceilings: reading memory, and a large matrix product. Decodes are compared
+with the first (bytes of keys and values read once), and prefill chunks with the second (the
+products that the causal mask needs). A time is that of `attend` for one layer, including the write
+of the step's keys and values and everything around the kernels.
 
-Beside them, in the same run and on the same lengths: the XLA backend and, on dense padded keys and
-values, cuDNN through jax.nn.dot_product_attention and PyTorch's scaled_dot_product_attention, as
-far as they are installed and can express the case.
+The same run measures, with the same lengths: the XLA backend and, on dense padded keys and values,
+cuDNN through jax.nn.dot_product_attention and PyTorch's scaled_dot_product_attention, if they are
+installed and support the case.
 
-Before a shape is timed, rows of it are compared with plain float32 attention.
+Before a shape is timed, some of its rows are compared with plain float32 attention.
 
-A shape that fails costs no other its turn: its row says so, and the exit status in the end is 1.
+A shape that fails does not stop the others: its row says so, and the exit status is 1.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# PyTorch needs memory beside JAX.
+# Leave memory for PyTorch.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Interpreted kernels need more threads than a small machine's XLA has (see tests/conftest.py).
 os.environ.setdefault("PJRT_NPROC", str(max(8, os.cpu_count() or 1)))
@@ -51,27 +51,27 @@ from jaxllm_kernels.ragged_paged_attention.api import (  # noqa: E402
 )
 from jaxllm_kernels.ragged_paged_attention.gpu import MosaicGpuBackend  # noqa: E402
 
-# Layers of a timed program together read at least this, so that no cache serves them.
+# The layers of a timed program together read at least this many bytes, to exceed all caches.
 MIN_BYTES = 1 << 30
-# Larger dense inputs are not made.
+# The largest dense inputs.
 MAX_DENSE_BYTES = 16 << 30
 
-# Per cent of the ceiling that are wanted: of decodes by how their lengths are drawn, and of prefill
-# chunks by the context after them.
+# The goals in per cent of the ceiling: of decodes by the distribution of their lengths, and of
+# prefill chunks by their context.
 DECODE_GOALS = {"uniform": 92, "log-normal": 88}
 PREFILL_GOALS = {8192: 75}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to run."""
+    """The cases to run."""
 
     backend: AttentionBackend
     config: AttentionConfig
     block_size: int
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
-    prefills: tuple[tuple[int, int], ...]  # tokens of the chunk, context after it
+    prefills: tuple[tuple[int, int], ...]  # tokens of the chunk, context length after it
     min_bytes: int
     ceiling_bytes: int
     ceiling_side: int  # of the square matrices
@@ -147,7 +147,7 @@ def measure_matmul_rate(plan: Plan) -> float:
 
 @dataclass(frozen=True)
 class Problem:
-    """A step's operands, with a cache for each of several layers."""
+    """The operands of a step, with a cache for each of several layers."""
 
     plan: Plan
     lengths: Lengths
@@ -202,7 +202,7 @@ class Problem:
 
     def time(self, backend: AttentionBackend) -> float:
         """Seconds per layer; the caches are updated in place."""
-        # The same bits, where a backend keeps them as another type.
+        # Reinterpret the bits, because a backend may store them in another dtype.
         dtype = backend.cache_shape(
             self.plan.config,
             num_blocks=1,
@@ -211,7 +211,7 @@ class Problem:
         ).dtype
         self.caches[:] = [jax.lax.bitcast_convert_type(x, dtype) for x in self.caches]
 
-        # With loops in the command buffer, as in the engine: the XLA backend is made of them.
+        # Use loops in the command buffer like the engine: the XLA backend consists of loops.
         options = dict(chip_of(jax.devices()[0]).compiler_options) or None
 
         @functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
@@ -266,7 +266,7 @@ def _plain_attention(q: jax.Array, pages: jax.Array, context: int, config: Atten
 
 
 def time_cudnn(problem: Problem) -> float | None:
-    """cuDNN on dense padded input; None where it is missing or does not apply."""
+    """Time cuDNN on dense padded input; None if it is missing or does not support the case."""
     config, (query, context) = problem.plan.config, problem.lengths
     is_decode = bool((query == 1).all())
     if not is_decode and (query != context).any():
@@ -294,7 +294,7 @@ def time_cudnn(problem: Problem) -> float | None:
 
 
 def time_torch(problem: Problem) -> float | None:
-    """PyTorch on dense input of equal lengths; None where it does not apply."""
+    """Time PyTorch on dense input of equal lengths; None if it does not support the case."""
     if importlib.util.find_spec("torch") is None:
         return None
     import torch
@@ -343,7 +343,7 @@ def decode_lengths(batch: int, context: int, kind: str) -> Lengths:
 
 
 class Report:
-    """Lines that are printed, and written to a file if there is one, as they come."""
+    """Lines that are printed and, if there is a file, written to it at once."""
 
     def __init__(self, path: Path | None):
         self.has_failures = False
@@ -367,7 +367,7 @@ class Report:
 
 
 def versions() -> str:
-    """Of what is measured, as far as it is installed."""
+    """The versions of the measured packages that are installed."""
     found = {}
     for package in ("jax", "torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
         try:
@@ -378,7 +378,7 @@ def versions() -> str:
 
 
 def run_row(report: Report, labels: tuple, *args) -> None:
-    """Add the row of a step, or why there is none."""
+    """Add the row of a step, or its error."""
     try:
         cells = measure_row(*args)
     except Exception as error:
@@ -388,7 +388,7 @@ def run_row(report: Report, labels: tuple, *args) -> None:
 
 
 def measure_row(plan: Plan, lengths: Lengths, ceiling: float, goal: int | None) -> list[str]:
-    """Check and time a step; its rate is in bytes or operations, as the ceiling."""
+    """Check and time a step. Its rate and the ceiling are both in bytes or both in operations."""
     problem = Problem.draw(plan, lengths)
     amount = problem.kv_bytes if problem.batch.decode_only else problem.operations
 
@@ -414,7 +414,7 @@ def measure_row(plan: Plan, lengths: Lengths, ceiling: float, goal: int | None) 
 
 
 def time_beside(name: str, measure: Callable[[], float | None]) -> float | None:
-    """None if it is missing, refuses the case or has no room: our own figure is worth having."""
+    """Time a peer; None if it fails, so that our own time is still reported."""
     try:
         return measure()
     except Exception as error:

@@ -1,13 +1,13 @@
-"""Latency by batch and context: the time to the first token, and from token to token after it.
+"""Latency by batch and context: time to the first token, and time per output token.
 
     python benchmarks/latency.py
     python benchmarks/latency.py --batches 1,8 --contexts 64,512 --peers ''
 
-All requests of a batch begin together and have prompts of the same length; the time per token is
-that of the steps in which all of them decode, at contexts around the one that is given. The engines
-take turns, as in offline.py. Beside milliseconds per token stands the share of the floor (see
-floors.py): with --ceilings those of the device; else the time in which all cores read the weights
-and caches of a step once, measured in the same run with plain reads.
+All requests of a batch begin together and have prompts of the same length. The time per token is of
+steps in which all of them decode, with contexts around the given one. The engines alternate, as in
+offline.py. The output also has the share of the floor (see floors.py). With --ceilings the floor is
+the device's. Otherwise it is the time in which all cores read the weights and caches of a step
+once, measured in the same run with plain reads.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def measure(
     config: dict,
     workers: dict[str, Worker],
 ) -> list[dict]:
-    """A row for each engine; prints them."""
+    """Measure a row for each engine, and print them."""
 
     def requests(seed: int) -> list[Request]:
         return batch(size, context, args.output_len, seed, config["vocab_size"])
@@ -103,7 +103,7 @@ def measure(
 
 
 def read_bandwidth() -> float:
-    """Bytes per second that all cores read; a sum of integers waits for memory."""
+    """Measure the bytes per second that all cores read; a sum of integers is bound by memory."""
     data = _much_data()
     num_cores = os.cpu_count() or 1
     parts = np.array_split(data, num_cores)
@@ -116,8 +116,8 @@ def read_bandwidth() -> float:
 
 @functools.cache
 def _much_data() -> np.ndarray:
-    """Kept: some seconds after so much memory is freed, a kernel gives it back to its host, which
-    takes a core away from whoever's turn it is then."""
+    """Allocated once: some seconds after so much memory is freed, a kernel returns it to its host,
+    which would take a core away from the engine that runs then."""
     return np.ones(1 << 26, np.int64)
 
 

@@ -1,7 +1,7 @@
-"""llama.cpp as a peer: its library, through llama-cpp-python's bindings, with the plainest loop of
-continuous batching around it: in each step the next token of every sequence and chunks of prompts.
+"""llama.cpp as a peer: its library, through llama-cpp-python's bindings, in a minimal loop of
+continuous batching. Each step has the next token of every sequence, and chunks of prompts.
 
-Runs in an environment that has llama-cpp-python and gguf, and imports nothing of jaxllm.
+It runs in an environment with llama-cpp-python and gguf, and imports nothing of jaxllm.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ _TYPES = {"bfloat16": ("BF16", "MOSTLY_BF16"), "float32": ("F32", "ALL_F32")}
 
 
 class Peer:
-    """A Llama of a checkpoint, and room for sequences."""
+    """A model from a checkpoint, with slots for sequences."""
 
     version = f"llama-cpp-python {llama_cpp.__version__}"
 
@@ -47,7 +47,7 @@ class Peer:
             write_gguf(Path(model), path, dtype)
             options = llama_cpp.llama_model_default_params()
             options.n_gpu_layers = 0
-            options.use_mmap = False  # the file is gone before the model is
+            options.use_mmap = False  # the file is deleted before the model
             self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), options)
         options = llama_cpp.llama_context_default_params()
         options.n_ctx = max_model_len * max_num_seqs
@@ -65,18 +65,18 @@ class Peer:
         self._max_num_seqs = max_num_seqs
 
     def run(self, requests: list[tuple[list[int], int]]) -> list[float]:
-        """Answer greedily; returns the seconds to each first token."""
+        """Answer greedily; return the seconds to each first token."""
         start, first_tokens = time.perf_counter(), [0.0] * len(requests)
         llama_cpp.llama_memory_clear(self._memory, False)
         tokens = [list(prompt) for prompt, _ in requests]
-        num_done = [0] * len(requests)  # of its tokens, how many llama.cpp has seen
+        num_done = [0] * len(requests)  # number of each request's tokens that llama.cpp has seen
         waiting, places = list(range(len(requests)))[::-1], list(range(self._max_num_seqs))
-        running: dict[int, int] = {}  # request: its place
+        running: dict[int, int] = {}  # request: its slot
         while waiting or running:
             while waiting and places:
                 running[waiting.pop()] = places.pop()
             self._batch.n_tokens, ask = 0, []
-            # Those that decode first, then prompts, as far as there is room.
+            # Decodes first, then prompts, as far as there is room.
             for request in sorted(running, key=lambda r: len(tokens[r]) - num_done[r] > 1):
                 room = _TOKENS_AT_ONCE - self._batch.n_tokens
                 for token in tokens[request][num_done[request] :][:room]:
@@ -106,7 +106,7 @@ class Peer:
 
 
 def write_gguf(model: Path, path: Path, dtype: str) -> None:
-    """A Llama's checkpoint in llama.cpp's format, with a vocabulary of nothing but numbers."""
+    """Write a Llama's checkpoint in llama.cpp's format, with a vocabulary of numbers."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
@@ -150,7 +150,7 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
 
 
 def _tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and float32 values; numpy has no bfloat16 of its own, which is half a float32."""
+    """Names and float32 values. numpy lacks bfloat16, which is the upper half of a float32."""
     for file in sorted(model.glob("*.safetensors")):
         data = file.read_bytes()
         size = 8 + int.from_bytes(data[:8], "little")
@@ -167,6 +167,6 @@ def _tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbours, checkpoints rotate halves."""
+    """Reorder rows: llama.cpp rotates neighbours, checkpoints rotate halves."""
     halves = weight.reshape(heads, 2, -1, weight.shape[-1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)

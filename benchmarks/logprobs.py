@@ -1,10 +1,10 @@
-"""What logprobs cost: output tokens per second of the same requests with none, with one and more.
+"""The cost of logprobs: output tokens per second of the same requests without, with one and more.
 
     python benchmarks/logprobs.py [--max-logprobs 20 -1] [--logprobs 0 1 20]
 
-A tiny model with a large vocabulary, so that what is done per token of the vocabulary weighs as
-much as it can. The variants take turns, so that whatever else the machine does falls on all alike;
-the best of each counts.
+The model is tiny and has a large vocabulary, so that the work per token of the vocabulary has the
+largest possible share. The variants alternate, so that other load on the machine affects all
+equally. The best run of each counts.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
         for turn in range(1 + args.rounds):
             for most, asked in variants:
                 rate = tokens_per_second(llms[most], asked, args)
-                if turn:  # what is done for the first time takes longer
+                if turn:  # skip the first run, which is slower
                     best[most, asked] = max(best[most, asked], rate)
 
     print(f"{'max_logprobs':>12} {'logprobs':>8} {'tokens/s':>9}  times none")

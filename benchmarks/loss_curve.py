@@ -1,4 +1,4 @@
-"""Draws the log of a training run as an SVG: loss of the text, and held-out bits per byte.
+"""Draws the log of a training run as SVG: loss of the text, and held-out bits per byte.
 
 python benchmarks/loss_curve.py RUN/log.jsonl curve.svg
 """
@@ -22,13 +22,13 @@ def main() -> None:
 
 
 def draw(records: list[dict[str, float]]) -> str:
-    """The loss is a running mean over a hundredth of the run; a dot is a single step."""
+    """Draw the loss as a running mean over a hundredth of the run; a dot is a single step."""
     last = records[-1]["step"]
     loss = [(r["step"], r["loss"]) for r in records]
     heldout = [
         (r["step"], r["heldout_bits_per_byte"]) for r in records if "heldout_bits_per_byte" in r
     ]
-    # Both axes begin at zero, so that heights can be compared.
+    # Both axes begin at zero, so that heights are proportional to values.
     top_loss = math.ceil(max(value for _, value in loss))
     top_heldout = math.ceil(max(value for _, value in heldout))
     parts = [

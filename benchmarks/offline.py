@@ -1,16 +1,17 @@
-"""Offline throughput: the same prompts through jaxllm and its peers, side by side in one run.
+"""Offline throughput: the same prompts through jaxllm and its peers, alternating in one run.
 
     python benchmarks/offline.py
     python benchmarks/offline.py --model DIR --scenarios s1,s16 --dtype float32
     python benchmarks/offline.py --peers transformers,vllm --vllm-python venv-vllm/bin/python
 
-Each engine lives in a process of its own and they take turns, repetition by repetition, while the
-others are idle; the figures to read are the ratios. Prompts are random token ids, new ones in
-each repetition (nothing is found in a cache); decoding is greedy and runs past the end of sequence.
-Without --model, a Llama of 0.35 billion random parameters is made in a temporary folder.
+Each engine has its own process. They alternate, repetition by repetition, while the others are
+idle; compare the ratios. Prompts are random token ids, new ones in each repetition, so prefix
+caches do not help. Decoding is greedy and ignores the end of sequence. Without --model, a Llama of
+0.35 billion random parameters is made in a temporary folder.
 
-A scenario 512x1000x1000 is that many requests, tokens of a prompt and tokens of an answer, all at
-once. With the device's --ceilings, the share of the serial model stands beside it (see floors.py).
+A scenario 512x1000x1000 is the number of requests, tokens of a prompt and tokens of an answer; all
+requests start at once. With the device's --ceilings, the output has the share of the serial model
+(see floors.py).
 """
 
 import argparse
@@ -37,7 +38,7 @@ def workload(scenario: str, seed: int, vocab_size: int) -> list[Request]:
 
 
 def equal_requests(scenario: str) -> list[int]:
-    """How many, and the tokens of their prompts and answers."""
+    """The number of requests, and the tokens of their prompts and answers."""
     named = {"s1": "1x128x64", "s16": "16x128x64"}
     return [int(number) for number in named.get(scenario, scenario).split("x")]
 
@@ -62,7 +63,7 @@ def main() -> None:
 def measure(
     scenario: str, args: argparse.Namespace, config: dict, workers: dict[str, Worker]
 ) -> list[dict]:
-    """A row for each engine; prints them."""
+    """Measure a row for each engine, and print them."""
     vocab_size = config["vocab_size"]
     for worker in workers.values():
         # Warm up with other prompts of the same lengths.
@@ -95,7 +96,7 @@ def measure(
 
 
 def serial_model_s(scenario: str, args: argparse.Namespace, config: dict) -> float:
-    """Seconds for all requests, as many at a time as may run."""
+    """Seconds for all requests by the serial model, in full batches."""
     count, prompt_len, output_len = equal_requests(scenario)
     line = floors.of_llama(config, args.dtype, args.ceilings)
     batch = min(count, args.max_num_seqs)

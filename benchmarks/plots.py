@@ -1,8 +1,8 @@
-"""Draw what is filed: a picture for each benchmark, from the records that --out has written.
+"""Draws the records that --out has written: a chart for each benchmark.
 
     python benchmarks/plots.py benchmarks/results/*.jsonl --into benchmarks/results
 
-Bars, one for each row of the last record of a benchmark; rows of several engines stand together.
+A chart has a bar for each row of a benchmark's last record; rows of several engines are adjacent.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import json
 from html import escape
 from pathlib import Path
 
-# Of each benchmark: what a row is called, and the figures that are drawn.
+# For each benchmark: the label of a row, and the metrics that are drawn.
 DRAWN = {
     "offline": (("scenario", "engine"), {"tokens_per_s": "output tokens per second"}),
     "latency": (
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def draw(found: dict) -> str:
-    """A record as an SVG document."""
+    """Draw a record as an SVG document."""
     keys, figures = DRAWN[found["benchmark"]]
     parts, y = [], 24
     foot = f"{found['date']}, {found['commit']}, {found['hardware']}"

@@ -1,11 +1,11 @@
-"""How much replicas in one process hinder each other.
+"""How much replicas in one process slow each other down.
 
     python benchmarks/replicas.py
 
-The engine is whole but for its devices: those take the time that a step might take on an
+The engine is real except for its devices. These take the time that a step might take on an
 accelerator, and compute nothing. Prompts and answers have many lengths, so that at any moment some
-replicas have a long step and others a short one. One replica serves its share of the requests
-alone, then several serve theirs together: at best they are so many times as fast.
+replicas have a long step and others a short one. First one replica serves its share of the requests
+alone, then several serve theirs together. The ideal speed-up is the number of replicas.
 """
 
 import argparse
@@ -36,12 +36,12 @@ INFO = EngineInfo(
     cache_groups=(CacheGroup(window=None, num_blocks=4096, max_blocks_per_request=128),),
     block_size=32,
 )
-# About a model of 8 billion parameters on a chip that reads them in 8 ms.
+# About the times of a model of 8 billion parameters on a chip that reads the weights in 8 ms.
 READ_S, TOKEN_S = 0.008, 45e-6
 
 
 class TimedDevice:
-    """Takes one step after the other, each for as long as its tokens ask for."""
+    """Runs one step after the other; the number of tokens determines a step's time."""
 
     info = INFO
     num_token_rows = num_compiles_after_warmup = 0
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def served(num_replicas: int, num_requests: int) -> dict[str, float]:
-    """Answer so many requests, all there from the beginning."""
+    """Answer this many requests, which are all there from the beginning."""
     config = EngineConfig.create("model", max_model_len=INFO.max_model_len)
     engine = Replicas([EngineCore(config, TimedDevice()) for _ in range(num_replicas)])
     lengths = random.Random(0)

@@ -1,13 +1,13 @@
-"""Serving through HTTP: the same load on jaxllm and its peers, side by side in one run.
+"""Serving over HTTP: the same load on jaxllm and its peers, alternating in one run.
 
     python benchmarks/serve.py
     python benchmarks/serve.py --vllm-python venv-vllm/bin/python
     python benchmarks/serve.py --llama-server PATH --gguf model.gguf --model DIR
 
-The servers run at the same time and take turns: each load goes to one after the other, while the
-rest are idle. The load is that of `jaxllm bench serve`, with its figures: all requests at once, and
-then at a rate. Without --model, a Llama of 0.35 billion random parameters is made in a temporary
-folder.
+The servers run at the same time and alternate: each load goes to one after the other, while the
+rest are idle. The load and the metrics are those of `jaxllm bench serve`: first all requests at
+once, and then at a rate. Without --model, a Llama of 0.35 billion random parameters is made in a
+temporary folder.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
 def all_servers(
     args: argparse.Namespace, model: str
 ) -> Iterator[contextlib.AbstractContextManager[servers.Server]]:
-    """jaxllm's server, and one of each peer whose program was given."""
+    """jaxllm's server, and one of each peer whose program is given."""
     options = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in side_by_side.engine_options(args).items()
@@ -64,7 +64,7 @@ def all_servers(
     if args.vllm_python:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # Left to itself it leaves a core idle.
+        # The default leaves a core idle.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
         module = "vllm.entrypoints.openai.api_server"
         command = [args.vllm_python, "-m", module, "--model", model]
@@ -80,7 +80,7 @@ def all_servers(
 def measure(
     args: argparse.Namespace, model: str, rate: float, running: list[servers.Server]
 ) -> list[dict]:
-    """A row for each server; prints them."""
+    """Measure a row for each server, and print them."""
     results: dict[str, list[dict[str, float]]] = {server.name: [] for server in running}
     for seed in range(args.repetitions + 1):
         for server in running:
@@ -88,7 +88,7 @@ def measure(
                 num_prompts=args.num_prompts,
                 input_len=args.input_len,
                 output_len=args.output_len,
-                seed=seed,  # new prompts: nothing is found in a cache
+                seed=seed,  # new prompts, so that no prefix cache helps
             )
             load = LoadOptions(
                 port=server.port, tokenizer=model, request_rate=rate, ignore_eos=True
@@ -96,7 +96,7 @@ def measure(
             result = bench_serve(data, load, ReportOptions()).result
             if result["failed"]:
                 raise SystemExit(f"{server.name}: {result['error_counts']}")
-            if seed:  # the first one warms up
+            if seed:  # skip the first run, which warms up
                 results[server.name].append({name: result[name] for name in SHOWN})
     rows = []
     for server in running:

@@ -1,4 +1,4 @@
-"""Servers for the benchmarks that go through HTTP: started, awaited, watched and ended."""
+"""Servers for the benchmarks over HTTP: starts them, waits until they are ready, and ends them."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ _LONGEST_START_S = 900
 
 
 class Server(NamedTuple):
-    """A server that answers. Its processes are the frontend's and, of jaxllm, the engine's."""
+    """A running server. Its processes are the frontend and, for jaxllm, the engine."""
 
     name: str
     port: int
@@ -41,7 +41,7 @@ class Server(NamedTuple):
         return cpu_seconds(self.pid)
 
     def metric(self, name: str) -> float:
-        """A figure of /metrics."""
+        """The value of a metric of /metrics."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as page:
             for line in page.read().decode().splitlines():
                 if line.startswith(f"jaxllm:{name}"):
@@ -58,8 +58,8 @@ def jaxllm(model: str, *flags: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def started(name: str, command: list[str], ready_path: str = "/health") -> Iterator[Server]:
-    """Run a command, to which --port is added, until it answers; end it in the end."""
-    # A benchmark that is ended takes its servers with it.
+    """Run a command with --port added; wait until it answers; end it at the end."""
+    # On SIGTERM, exit normally, so that the servers are ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     port = free_port()
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])

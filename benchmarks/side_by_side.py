@@ -1,10 +1,10 @@
-"""What the benchmarks share: engines in processes of their own that take turns, checkpoints to run
-them on, and a record of where a figure comes from.
+"""Shared by the benchmarks: engines in their own processes that alternate, checkpoints for them,
+and records of how a figure was measured.
 
-Machines are noisy and differ from each other; ratios within one run are what can be compared. An
-engine here is a worker: it reads requests and answers with figures, line by line, and is idle while
-it is another one's turn. This file runs in a peer's environment, too: it imports nothing of jaxllm
-at its head.
+Machines are noisy and differ; only ratios within one run can be compared. An engine here is a
+worker. It reads requests and answers with measurements, line by line, and is idle while another
+engine runs. This file also runs in a peer's environment, so it imports nothing of jaxllm at the
+top.
 """
 
 import argparse
@@ -37,20 +37,20 @@ SHAPE_350M: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 MAX_NUM_SEQS = 64
-PEER_BATCH = 16  # transformers' generate: static batches of this size
+PEER_BATCH = 16  # size of static batches for transformers' generate
 
 Request = tuple[list[int], int]  # prompt, number of tokens to generate
-Options = dict[str, Any]  # of an engine, by the names that jaxllm and vLLM share
+Options = dict[str, Any]  # of an engine, by names common to jaxllm and vLLM
 
 
 class Engine(NamedTuple):
-    """What a worker drives."""
+    """The functions that a worker calls."""
 
     version: str
     # Answers requests; returns the seconds to each first token.
     run: Callable[[list[Request]], list[float]]
-    # The same step by step; returns when each request got its first token, and when all requests
-    # got one in a step. None where an engine cannot be stepped.
+    # The same step by step; returns the time of each request's first token, and the times of steps
+    # in which all requests got a token. None if the engine cannot be stepped.
     steps: Callable[[list[Request]], tuple[list[float], list[float]]] | None = None
 
 
@@ -64,7 +64,7 @@ def run_jaxllm(model: str, options: Options) -> Engine:
 
 
 def _engine_of(llm: Any, names: Any, version: str) -> Engine:
-    """Of jaxllm or vLLM: they are driven by the same calls, with the same names."""
+    """Make an Engine of jaxllm or vLLM, which have the same calls with the same names."""
     ids = itertools.count()
 
     def sampling(num_tokens: int, output_kind: str) -> Any:
@@ -123,8 +123,8 @@ def run_transformers(model: str, options: Options) -> Engine:
 
     @torch.inference_mode()
     def run(requests: list[Request]) -> list[float]:
-        """Static batches, left-padded, of requests with similar output lengths; tokens that a
-        request did not ask for are not counted."""
+        """Generate in static batches, left-padded, of requests with similar output lengths. Tokens
+        beyond a request's length are not counted."""
         start, first_tokens = time.perf_counter(), []
         ordered = sorted(requests, key=lambda request: (request[1], len(request[0])))
         for i in range(0, len(ordered), PEER_BATCH):
@@ -153,12 +153,12 @@ def run_transformers(model: str, options: Options) -> Engine:
 def run_vllm(model: str, options: Options) -> Engine:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Left to itself it leaves a core idle.
+    # The default leaves a core idle.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
     import vllm  # type: ignore[import-not-found]
     import vllm.sampling_params  # type: ignore[import-not-found]
 
-    # Without statistics its outputs do not tell when the first token came.
+    # Without statistics the outputs lack the time of the first token.
     llm = vllm.LLM(model=model, skip_tokenizer_init=True, disable_log_stats=False, **options)
     return _engine_of(llm, vllm.sampling_params, f"vllm {vllm.__version__}")
 
@@ -182,12 +182,12 @@ ENGINES = {
 
 
 class Worker:
-    """An engine in a process of its own."""
+    """An engine in its own process."""
 
     def __init__(self, engine: str, model: str, options: Options, python: str = sys.executable):
         start = time.perf_counter()
         self._process = subprocess.Popen(
-            # Files here have names of packages that a peer may look for.
+            # -P: files here have names of packages that a peer may import.
             [python, "-P", __file__, engine, model, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -197,12 +197,12 @@ class Worker:
         self.start_up_s = time.perf_counter() - start
 
     def run(self, requests: list[Request]) -> dict[str, float]:
-        """Seconds of all, mean seconds to the first tokens, peak memory."""
+        """Measure total seconds, mean seconds to first tokens, and peak memory."""
         return self._ask("run", requests)
 
     def decode(self, requests: list[Request]) -> dict[str, float]:
-        """Seconds to the first tokens, and per token while all requests decode. They are as long as
-        each other."""
+        """Measure seconds to first tokens, and per token while all requests decode. The requests
+        must have equal lengths."""
         return self._ask("decode", requests)
 
     def _ask(self, what: str, requests: list[Request]) -> dict[str, float]:
@@ -216,7 +216,7 @@ class Worker:
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
-            # It has said all that it had to say.
+            # It has written all of its answers.
             self._process.kill()
             self._process.wait()
 
@@ -228,15 +228,15 @@ class Worker:
         return line
 
 
-# Between turns: after its last work vLLM looks for more on a core of its own for 1 s, and its
-# threads of OpenMP on all others for 0.2 s.
+# The pause between turns. After its last work vLLM polls on a core of its own for 1 s, and its
+# OpenMP threads on all others for 0.2 s.
 _REST_S = 1.5
 
 
 def _work(name: str, model: str, options: str) -> None:
-    """The worker's side: reads what to do, a line each, and answers with a line of figures."""
+    """The worker: reads commands, one per line, and answers each with a line of measurements."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed goes to stderr
+    os.dup2(2, 1)  # other output goes to stderr
     engine = ENGINES[name](model, json.loads(options))
     print(engine.version, file=answers, flush=True)
     for line in sys.stdin:
@@ -257,7 +257,7 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, float]:
 
 
 def _peak_mib() -> float:
-    """The most memory that this process and those that it has started have taken."""
+    """The peak memory of this process and of all processes that it has started."""
     parents, peaks = {}, {}
     for path in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
@@ -273,7 +273,7 @@ def _peak_mib() -> float:
 def _decode(engine: Engine, requests: list[Request]) -> dict[str, float]:
     num_tokens = requests[0][1]
     if engine.steps is None:
-        # All of a batch get their first token at once, and then one token each per step.
+        # A static batch gets its first tokens at once, and then one token each per step.
         run = _run(engine, requests)
         first_token_s = run["first_token_s"]
         per_token_s = (run["seconds"] - first_token_s) / max(1, num_tokens - 1)
@@ -282,8 +282,8 @@ def _decode(engine: Engine, requests: list[Request]) -> dict[str, float]:
     figures = {"first_token_s": statistics.mean(first_tokens)}
     if num_tokens == 1:
         return figures
-    # In the first of these steps there may have been a prompt's last tokens, and before the last
-    # one some may have ended.
+    # The first of these steps may include a prompt's last tokens, and some requests may have ended
+    # before the last one.
     gaps = [after - before for before, after in itertools.pairwise(for_all)][1:-1]
     if len(gaps) < 3:
         raise SystemExit(
@@ -295,7 +295,7 @@ def _decode(engine: Engine, requests: list[Request]) -> dict[str, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of every benchmark that runs engines side by side."""
+    """Add the flags of every benchmark that compares engines."""
     add_model_arguments(parser)
     parser.add_argument(
         "--peers",
@@ -318,7 +318,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is run, and the options that jaxllm and vLLM both have."""
+    """Add flags for the model, and for options that jaxllm and vLLM share."""
     parser.add_argument("--model", help="checkpoint (default: 0.35 billion random parameters)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--load-format", default="auto", help="dummy: random weights for a config")
@@ -329,14 +329,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> Options:
-    """What was asked for; the rest is as each engine likes it."""
+    """The given options; each engine has its own defaults for the others."""
     names = ("dtype", "load_format", "max_model_len", "max_num_seqs")
     names += ("max_num_batched_tokens", "kv_cache_memory_bytes")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def numbers(text: str) -> list[int]:
-    """Of a flag that is a list."""
+    """Parse a list of numbers."""
     return [int(word) for word in text.split(",") if word]
 
 
@@ -347,7 +347,7 @@ def add_out_argument(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def workers(args: argparse.Namespace, model: str) -> Iterator[dict[str, Worker]]:
-    """jaxllm and the peers that were asked for."""
+    """Start jaxllm and the requested peers."""
     started = {}
     ours = [] if args.without_jaxllm else ["jaxllm"]
     pythons = {"vllm": args.vllm_python, "llama.cpp": args.llama_cpp_python}
@@ -366,7 +366,7 @@ def workers(args: argparse.Namespace, model: str) -> Iterator[dict[str, Worker]]
 
 @contextlib.contextmanager
 def checkpoint(model: str | None, dtype: str = "float32", **shape: Any) -> Iterator[str]:
-    """The model, or a Llama of this shape with random weights in a temporary folder."""
+    """Yield the given model, or a Llama of this shape with random weights in a temporary folder."""
     if model is not None:
         yield model
         return
@@ -379,8 +379,8 @@ def checkpoint(model: str | None, dtype: str = "float32", **shape: Any) -> Itera
 
 
 def record(benchmark: str, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """File rows of figures where `add_out_argument` was told to, with all that somebody needs to
-    know who reads them later."""
+    """Append rows of measurements to the file of `add_out_argument`, with all facts that a later
+    reader needs."""
     versions = {}
     for package in ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -393,7 +393,7 @@ def record(benchmark: str, rows: list[dict[str, Any]], args: argparse.Namespace)
         "commit": commit(),
         "versions": {"python": platform.python_version(), **versions},
         "hardware": hardware(),
-        # Of others, too: what was measured beside them says less.
+        # Also of other programs: load makes a measurement less reliable.
         "load_average": os.getloadavg()[0],
         "rows": rows,
     }
@@ -403,13 +403,13 @@ def record(benchmark: str, rows: list[dict[str, Any]], args: argparse.Namespace)
 
 
 def _command(out: str | None) -> str:
-    """The command line, but for where the record goes."""
+    """The command line, without the path of the record."""
     words = [word for word in sys.argv[1:] if word not in ("--out", out, f"--out={out}")]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def hardware() -> str:
-    """The processor, and how much of it there is; the GPU first, if there is one."""
+    """The processor, its cores and memory; first the GPU, if there is one."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         info = Path("/proc/cpuinfo").read_text()
@@ -427,13 +427,13 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used so far; of Linux."""
+    """CPU time of a process so far; Linux only."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def commit() -> str:
-    """Of this code, as far as it has its history with it."""
+    """The commit of this code, if the git history is there."""
     return _output_of("git", "describe", "--always", "--dirty", "--abbrev=9") or "unknown"
 
 

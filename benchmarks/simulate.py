@@ -1,12 +1,12 @@
-"""How far a simulation is from the engine that it stands for: the same trace through both.
+"""The error of a simulation: the same trace through the engine and through its simulation.
 
     python benchmarks/simulate.py MODEL
     python benchmarks/simulate.py MODEL --load 0.5 0.8 --requests 300 --json
 
-The engine's steps are timed first (what `jaxllm measure-steps` does), then requests with random
-lengths come at random times, at a share of what the simulation says the engine can serve at most,
-and both serve them. Figures of the engine are those of its own clock, as those of the simulation.
-The machine should have nothing else to do: what disturbs one run is not in the other.
+First the engine's steps are timed, as by `jaxllm measure-steps`. Then requests with random lengths
+come at random times, and both serve them. The rate is a share of the simulation's maximum. Times of
+the engine are from its own clock, like those of the simulation. The machine should be idle
+otherwise: a disturbance of the engine does not affect the simulation.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from jaxllm.simulation.trace import Trace, make_trace
 
 
 def serve(llm: LLM, trace: Trace, run: int) -> Outcome:
-    """Let the trace's requests come to a real engine at their time; each run has other tokens."""
+    """Serve the trace's requests by a real engine at their times; each run has other tokens."""
     engine = llm.llm_engine
     arrivals, num_arrived = trace.arrivals.tolist(), 0
     first, last = np.full(len(trace), np.nan), np.full(len(trace), np.nan)
@@ -72,7 +72,7 @@ def serve(llm: LLM, trace: Trace, run: int) -> Outcome:
 def compare(
     llm: LLM, deployment: Deployment, trace: Trace, repetitions: int
 ) -> dict[str, dict[str, float]]:
-    """Figure -> what the engine did, what was simulated, and their ratio."""
+    """Metric -> the engine's value, the simulated value, and their ratio."""
 
     def figures(outcome: Outcome) -> dict[str, float]:
         summary: Summary = summarize(
@@ -134,7 +134,7 @@ def main() -> None:
         "prefix_len": 0,
     }
     at_once = make_trace(args.requests, requests_per_second=math.inf, seed=0, **traffic)
-    serve(llm, at_once.head(16), run=0)  # what is done for the first time takes longer
+    serve(llm, at_once.head(16), run=0)  # warm up
     most = args.requests / simulate(at_once, deployment, 1).end
     results = {"saturated": compare(llm, deployment, at_once, args.repetitions)}
     for load in args.load:

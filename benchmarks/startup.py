@@ -1,12 +1,12 @@
-"""Start-up: of Python's imports, of the command, of an engine cold and warm, of the server.
+"""Start-up times: Python's imports, the command, an engine cold and warm, the server.
 
     python benchmarks/startup.py
     python benchmarks/startup.py --model DIR --skip-cold
 
-Everything runs in a process of its own, from its start to what is waited for: the end of `import
-jaxllm` and of `jaxllm --help` (beside an interpreter that does nothing), the first token of
-`jaxllm generate` with an empty compilation cache and with a full one, and an answer of /ready. CPU
-seconds stand beside the seconds: other programs on the machine disturb them less.
+Each measurement is a process, from its start to an event: the end of `import jaxllm` and of `jaxllm
+--help` (beside an interpreter that does nothing), the first token of `jaxllm generate` with an
+empty compilation cache and with a full one, and an answer of /ready. CPU time is reported, too,
+because other programs on the machine disturb it less.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import servers
 import side_by_side
 from side_by_side import ROOT
 
-# The first token is there when the answer of one token is.
+# The time of an answer of one token is the time to the first token.
 _GENERATE = """
 import sys, time
 from jaxllm import LLM, SamplingParams
@@ -58,7 +58,7 @@ def main() -> None:
             ("first token, warm, --enforce-eager", args.repetitions, [eager, "eager"]),
         ]:
             if "cold" in what and args.skip_cold:
-                # To fill the cache nevertheless.
+                # Run it once to fill the cache.
                 command("-c", _GENERATE, model, *arguments)()
                 continue
             rows.append(timed(what, repetitions, command("-c", _GENERATE, model, *arguments)))
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def command(*arguments: str) -> Callable[[], str]:
-    """Runs Python; returns what it says on stderr."""
+    """Make a function that runs Python and returns its stderr."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
 
     def run() -> str:
@@ -84,7 +84,7 @@ def command(*arguments: str) -> Callable[[], str]:
 
 
 def timed(what: str, repetitions: int, run: Callable[[], str]) -> dict:
-    """Seconds and CPU seconds of a process; prints them."""
+    """Measure seconds and CPU seconds of a process, and print them."""
     runs, programs = [], ""
     for _ in range(repetitions):
         cpu = _cpu_of_children()
@@ -100,7 +100,7 @@ def timed(what: str, repetitions: int, run: Callable[[], str]) -> dict:
 
 
 def time_to_ready(model: str, cache: str, repetitions: int) -> dict:
-    """The same of `jaxllm serve`, until it is ready."""
+    """Measure `jaxllm serve` until it is ready."""
     runs = []
     flags = ["--max-model-len=1024", "--max-num-seqs=16", f"--compilation-cache-dir={cache}"]
     for _ in range(repetitions):

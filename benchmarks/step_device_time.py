@@ -1,16 +1,16 @@
-"""What a step costs on the device, with a host that never waits for it.
+"""The cost of a step on the device, with a host that never waits for it.
 
     python benchmarks/step_device_time.py --model DIR --load-format dummy --ceilings 4.3e12,790e12
     python benchmarks/step_device_time.py --model DIR --profile traces
 
-Real steps, planned by the real scheduler, are dispatched one after the other; only the last is
-awaited. So the device always finds its next step, as long as it takes longer than the host (whose
-own time is reported beside it), and what is measured is the device. Decodes are those of a batch of
-requests at a context, prompts take a step each. The share of the floor (see floors.py) stands
-beside them where the device's ceilings are given.
+Real steps, planned by the real scheduler, are dispatched one after the other. Only the last one is
+awaited. So the device always has its next step, if a step takes longer than the host's work (which
+is reported, too), and the time is the device's. Decodes are of a batch of requests at a context; a
+prompt is one step. If the device's ceilings are given, the output has the share of the floor (see
+floors.py).
 
-With --profile DIR, some more decodes of each batch and two prompts are traced, for TensorBoard or
-xprof, each into a file of its own.
+With --profile DIR, some more decodes of each batch and two prompts are traced for TensorBoard or
+xprof, each into its own file.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PROFILED_DECODES = 8
 
 
 class Steps:
-    """An engine's steps, dispatched without anybody who wants their tokens."""
+    """An engine's steps, which are dispatched without reading their tokens."""
 
     def __init__(self, config: EngineConfig) -> None:
         set_up_jax(config)
@@ -66,7 +66,7 @@ class Steps:
         )
 
     def add(self, num_prompt_tokens: int, max_tokens: int) -> str:
-        """Queue a request with a random prompt; nothing is found in a cache."""
+        """Queue a request with a random prompt, so that no prefix cache helps."""
         request_id = next(self._ids)
         self._scheduler.add_request(
             EngineRequest(
@@ -83,13 +83,13 @@ class Steps:
         schedule = self._scheduler.schedule()
         assert schedule is not None, "there is a request"
         pending = self._executor.execute(schedule)
-        # The scheduler hears at once that all went well; it does not matter which tokens came.
+        # Report success to the scheduler at once; the tokens do not matter.
         self._scheduler.update(schedule, StepResult(np.zeros(schedule.num_rows, np.int32), None))
         return schedule, pending
 
     def run(self, num_steps: int, prompt_tokens: int = 0) -> tuple[float, float]:
-        """Seconds per step: of the device, and until the host had dispatched it. With a length,
-        each step is that of a new prompt."""
+        """Measure seconds per step: of the device, and of the host to dispatch it. With
+        `prompt_tokens`, each step is a new prompt."""
         start = time.perf_counter()
         for _ in range(num_steps):
             if prompt_tokens:
@@ -101,8 +101,8 @@ class Steps:
 
     @contextlib.contextmanager
     def decoding(self, batch: int, num_prompt_tokens: int, num_steps: int) -> Iterator[None]:
-        """A batch that has its prompts behind it, and room for so many steps."""
-        # While the first decode, the prompts of the last are still computed.
+        """A batch after its prompts, with room for this many steps."""
+        # The first requests decode while the prompts of the last are computed.
         room = num_steps + 1 + -(-batch * num_prompt_tokens // self.info.max_num_batched_tokens)
         ids = [self.add(num_prompt_tokens, 2 * room) for _ in range(batch)]
         while True:
@@ -160,7 +160,7 @@ def main() -> None:
 def _decoding(
     steps: Steps, batch: int, args: argparse.Namespace
 ) -> contextlib.AbstractContextManager[None]:
-    """A batch whose timed steps have the context in their middle."""
+    """A batch whose timed steps are centred at the context."""
     timed = args.steps * (args.repetitions + 1)
     return steps.decoding(batch, max(1, args.context - timed // 2), timed)
 
@@ -197,7 +197,7 @@ def _profile(steps: Steps, args: argparse.Namespace, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _trace(directory: Path, name: str) -> Iterator[None]:
-    """Trace into DIR/NAME.xplane.pb: without the folders that the profiler makes around it."""
+    """Trace into DIR/NAME.xplane.pb, without the profiler's folders."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         jax.profiler.start_trace(folder)

@@ -1,10 +1,10 @@
-"""What a step costs on the host, with a device that answers at once.
+"""The cost of a step on the host, with a device that answers at once.
 
-Requests pass through a scheduler that runs one step ahead, as in the engine; whenever one ends,
-another arrives, so that a fixed number waits. Reported are microseconds per step, for steps that
-only decode and for steps that also compute prompts. They should follow the rows of a step, and
-not change with the number of requests that wait, nor from the first quarter of the steps to the
-last, when many have finished.
+Requests pass through a scheduler that runs one step ahead, as in the engine. Whenever one ends,
+another arrives, so that a fixed number waits. The output is microseconds per step, for steps with
+only decodes and for steps that also compute prompts. They should depend on the rows of a step. They
+should not depend on the number of waiting requests, nor change from the first quarter of the steps
+to the last, when many requests have finished.
 
     python benchmarks/step_host_time.py                     # 100,000 requests: some minutes
     python benchmarks/step_host_time.py --requests 5000 --waiting 100 2000 --json
@@ -72,8 +72,8 @@ class Steps:
 
 
 class Arrivals:
-    """An endless stream of requests. Few distinct prompts, to save memory; each request has a
-    salt of its own, so nothing is shared and every block is hashed."""
+    """An endless stream of requests. There are few distinct prompts, to save memory. Each request
+    has its own salt, so nothing is shared and every block is hashed."""
 
     def __init__(self, max_output: int, seed: int) -> None:
         self._random = random.Random(seed)
@@ -99,12 +99,12 @@ class Arrivals:
 
 
 def fake_device(schedule: Schedule) -> StepResult:
-    """Answer at once, and never with the end of a sequence."""
+    """Answer at once, and never with an end-of-sequence token."""
     return StepResult(np.full(schedule.num_rows, 11, np.int32), None)
 
 
 def measure(args: argparse.Namespace, num_waiting: int) -> dict:
-    """Let all requests pass with so many of them waiting."""
+    """Run all requests with this many of them waiting."""
     max_model_len = MAX_PROMPT + args.max_output
     sizes = CacheSizes(
         block_size=args.block_size,

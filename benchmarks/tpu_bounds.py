@@ -1,13 +1,13 @@
-"""What plans for TPUs come to, at the chips' rates: a bound, for want of a TPU to measure.
+"""Bounds from plans for TPUs, at the chips' rates. They replace measurements, as there is no TPU.
 
     jaxllm plan --model config.json --tpu v6e-1 --max-model-len 2048 --context 1928 --json > 1.json
     python benchmarks/tpu_bounds.py 1.json 4.json ...
 
-Of each plan: what a full decode step and a full mixed step read, compute and exchange on a chip,
-the least time that takes, and the most requests per second, from a simulation of the engine with
-steps of that time and a host that takes none. Beside it stand the figures that others published of
-their engines on such chips, and the sum over one request's arithmetic, which a simulation cannot
-beat.
+For each plan: what a full decode step and a full mixed step read, compute and exchange on a chip,
+the least time of that, and the largest number of requests per second. The latter comes from
+simulating the engine with steps of that time and a host that takes none. The output also has
+published figures of other engines on such chips, and the bound from one request's arithmetic, which
+a simulation cannot exceed.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from jaxllm.simulation.deployment import Deployment, read_plan
 from jaxllm.simulation.simulator import simulate
 from jaxllm.simulation.trace import make_trace
 
-# Requests per second that vLLM's authors show for their engine (blog of 2025-10-16, a figure; 1800
-# tokens in, 128 out), of a Llama 3 by its number of layers and the slice.
+# Requests per second that vLLM's authors published for their engine (blog of 2025-10-16, a figure;
+# 1800 tokens in, 128 out), for a Llama 3 by its number of layers and the slice.
 PUBLISHED = {(32, "v6e-1"): 11.6, (80, "v6e-8"): 7.65}
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A full step of one kind, on a chip."""
+    """A full step of one kind on a chip."""
 
     name: str
     gigabytes: float
@@ -44,7 +44,7 @@ class Step:
 
 
 def steps_of(plan: dict[str, Any], line: Roofline) -> list[Step]:
-    """The compiled steps; what they read and compute is their roofline's."""
+    """The compiled steps, with bytes and operations of the roofline."""
     steps = []
     for program in plan["programs"]:
         kind, shape = program["name"].split()
@@ -70,7 +70,7 @@ def steps_of(plan: dict[str, Any], line: Roofline) -> list[Step]:
 def most_requests(
     deployment: Deployment, step_tokens: int, input_len: int, output_len: int, num_requests: int
 ) -> float:
-    """Requests per second if all come at once, and no step has more tokens than this."""
+    """Requests per second if all come at once, with at most this many tokens per step."""
     info = msgspec.structs.replace(deployment.info, max_num_batched_tokens=step_tokens)
     buckets = tuple(b for b in deployment.buckets if b.num_tokens <= step_tokens)
     trace = make_trace(
@@ -94,8 +94,8 @@ def most_requests(
 
 
 def arithmetic_alone(line: Roofline, input_len: int, output_len: int) -> float:
-    """Requests per second if nothing but the products of their tokens took time."""
-    num_tokens = input_len + output_len - 1  # nobody asks for what follows the last token
+    """Requests per second if only the matrix products of their tokens took time."""
+    num_tokens = input_len + output_len - 1  # the last token is not computed on
     num_flops = num_tokens * line.flops_per_token + output_len * line.flops_per_row
     return line.flops_per_second / num_flops
 

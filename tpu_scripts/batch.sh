@@ -29,13 +29,13 @@ results=${results%/}
 bucket=""
 [[ $results != gs://* ]] || bucket=$results
 
-# Its place on the TPU VM: the same for the same results.
+# The folder on the TPU VM; the same --results have the same folder.
 batch=jaxllm/batch/$(cksum <<<"$results" | cut -d' ' -f1)
 command=(jaxllm/venv/bin/jaxllm run-batch
   -i "$batch/input.jsonl" -o "$batch/results/output.jsonl" "${rest[@]}")
 ((num_hosts == 1)) || command+=(--nnodes auto)
 
-# The input is moved into its place, because a batch that runs may be reading the one before it.
+# Move the input into place, because a running batch may still read the previous one.
 send_input() {
   on_workers all "mkdir -p $batch/results"
   if [[ $input == gs://* ]]; then
@@ -46,7 +46,7 @@ send_input() {
   on_workers all "mv $batch/input.new $batch/input.jsonl"
 }
 
-# Results are those of worker 0.
+# Worker 0 has the results.
 on_results() {
   on_workers 0 "$(quote bash jaxllm/host/results.sh "$1" "$batch" ${bucket:+"$bucket"})"
 }
@@ -62,7 +62,7 @@ save() { on_results save && { [[ $bucket ]] || fetch saved.tar.gz; }; }
 
 deliver() { if [[ $bucket ]]; then on_results deliver; else fetch "results/*.jsonl"; fi; }
 
-# Copy files here; never half a file over a whole one.
+# Copy files to this machine; never replace a complete file by an incomplete one.
 fetch() {
   run mkdir -p "$results/.incoming" &&
     copy 0 "$name:$batch/$1" "$results/.incoming/" &&

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the scripts here share: flags, --dry-run, quoting, the facts about slices, and gcloud.
-# A script sources this file, gives its own flags their defaults, and calls parse_flags.
+# Shared by the scripts: flags, --dry-run, quoting, facts about slices, and gcloud.
+# A script sources this file, sets the defaults of its own flags, and calls parse_flags.
 # shellcheck disable=SC2034 # what is set here is read by the scripts
 
 if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
@@ -13,12 +13,12 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 project="" zone="" name="" tpu="" poll_seconds=30 dry_run=""
 rest=() # what followed --
 
-# A folder of this run, and what its last act is: to remove it.
+# A temporary folder, which is removed at exit.
 scratch=$(mktemp -d)
 cleanup() { rm -rf "$scratch"; }
 trap cleanup EXIT
 
-# Commands that --dry-run shows go here, also from within $(...).
+# The commands of --dry-run go here, also from within $(...).
 exec 3>&1
 
 note() { echo "$(basename "$0"): $*" >&2; }
@@ -27,7 +27,7 @@ die() {
   exit 2
 }
 
-# Print the script's first comment, and what all scripts take.
+# Print the script's first comment, and the flags of all scripts.
 usage() {
   awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
   cat <<'END'
@@ -44,7 +44,7 @@ END
 }
 
 # parse_flags "FLAG..." "SWITCH..." ARGUMENT...: --some-flag VALUE sets some_flag, --some-switch
-# sets some_switch to 1. The flags that say which TPU are everyone's, and must be there.
+# sets some_switch to 1. The flags that identify the TPU are common to all scripts and required.
 parse_flags() {
   local flags=" project zone name tpu poll-seconds $1 " switches=" dry-run $2 " word
   shift 2
@@ -72,7 +72,7 @@ parse_flags() {
   [[ $poll_seconds =~ ^[0-9]+$ ]] || die "--poll-seconds ${poll_seconds@Q} is no whole number"
   slice_facts
   where=(--project "$project" --zone "$zone")
-  # For the scripts that call others: what they are all told.
+  # The common flags, for scripts that call others.
   target=("${where[@]}" --name "$name" --tpu "$tpu" --poll-seconds "$poll_seconds"
     ${dry_run:+--dry-run})
 }
@@ -85,9 +85,10 @@ require() {
   done
 }
 
-# Set what follows from --tpu: Google's accelerator type and software version, chips and hosts.
-# jaxllm's names are Google's, but for v5e and v7x. v5e and v6e slices are named for their chips,
-# with up to 8 on one host and else 4; the others for their cores, two a chip, four chips a host.
+# Set the values that follow from --tpu: Google's accelerator type and software version, chips and
+# hosts. jaxllm's names are Google's, except for v5e and v7x. The number of a v5e or v6e slice counts
+# chips: a single host has up to 8, hosts of larger slices have 4. The number of other slices counts
+# cores: two per chip, with four chips per host.
 slice_facts() {
   [[ $tpu =~ ^(v4|v5e|v5p|v6e|v7x)-([1-9][0-9]{0,4})$ ]] ||
     die "--tpu ${tpu@Q} is no slice; there are v4-8, v5e-8, v5p-8, v6e-8, v7x-8 and other sizes"
@@ -109,7 +110,7 @@ slice_facts() {
   fi
 }
 
-# The arguments as words of a shell command, quoted where they must be.
+# Quote the arguments as words of a shell command.
 quote() {
   local word words=()
   for word; do
@@ -139,8 +140,8 @@ copy() {
   run gcloud compute tpus tpu-vm scp "${@:2}" "${where[@]}" --quiet "--worker=$1"
 }
 
-# The state of a tpu-vm or a queued-resources, empty if it does not exist. A network that is away
-# for a while is waited for.
+# The state of a tpu-vm or a queued-resources, empty if it does not exist. Retries while the network
+# fails.
 state_of() {
   local ask=(gcloud compute tpus "$1" describe "$name" "${where[@]}" "--format=value($2)") errors
   if [[ $dry_run ]]; then
@@ -158,7 +159,7 @@ state_of() {
   die "cannot ask for $name: $errors"
 }
 
-# The state of the TPU: of the VM, or of the request in the queue that has no VM (yet, or any more).
+# The state of the VM, or of the queued request if it has no VM (yet, or any more).
 tpu_state() {
   local state
   state=$(state_of tpu-vm state)
@@ -166,5 +167,5 @@ tpu_state() {
   echo "$state"
 }
 
-# Whether a TPU in this state was taken away.
+# Whether a TPU in this state was preempted.
 is_preempted() { [[ $1 =~ ^(PREEMPTED|TERMINATED|SUSPENDED)$ ]]; }

@@ -29,7 +29,7 @@ if [[ -z $package ]]; then
   package=$commit.tar.gz
 fi
 if [[ $hf_token_file ]]; then
-  # The place where Hugging Face's library looks. The copy keeps the mode.
+  # Hugging Face's library reads the token there. The copy keeps the mode.
   run install -m 600 "$hf_token_file" "$scratch/token"
   copy all "$scratch/token" "$name:.cache/huggingface/token"
   on_workers all "chmod 600 .cache/huggingface/token"

@@ -31,7 +31,7 @@ attempt() {
       ${save_seconds:+--save-seconds "$save_seconds"} -- "${rest[@]}"
 }
 
-# What one of them would refuse is refused before anything is created.
+# Check the flags of all scripts before anything is created.
 [[ $dry_run ]] || attempt --dry-run >/dev/null || exit
 
 state=$(tpu_state)
@@ -55,8 +55,8 @@ for ((number = 1; number <= attempts; number++)); do
     fi
     exit
   fi
-  # A TPU that is taken away may still look ready for a while. A broken connection (255) deserves
-  # another attempt; no other failure on a TPU that stays does.
+  # A preempted TPU may still look ready for a while. Retry after a broken connection (255), but
+  # after no other failure while the TPU exists.
   for _ in 1 2 3; do
     state=$(tpu_state)
     [[ $state == READY && $status != 255 ]] || break

@@ -1,4 +1,4 @@
-"""A tiny model, an engine for it, and a bench to run batches on."""
+"""A tiny model, an engine for it, and a folder to run batches in."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from jaxllm.testing import make_tiny_checkpoint
 
 @pytest.fixture(scope="session")
 def engine_options(tmp_path_factory) -> dict[str, Any]:
-    """Few and small programs."""
+    """Options that need few and small programs."""
     return {
         "model": str(make_tiny_checkpoint(tmp_path_factory.mktemp("batch") / "model")),
         "max_model_len": 64,
@@ -47,7 +47,7 @@ class Bench:
         self.argv = ["run-batch", "-i", str(self.input), "-o", str(self.output), *flags]
 
     def write(self, *lines: Any) -> None:
-        """Write the input; what is bytes stays as it is."""
+        """Write the input; write bytes unchanged."""
         encoded = [one if isinstance(one, bytes) else json.dumps(one).encode() for one in lines]
         self.input.write_bytes(b"".join(line + b"\n" for line in encoded))
 

@@ -1,4 +1,4 @@
-"""A real server on a tiny model, and one that does what a test tells it to."""
+"""A real server with a tiny model, and a scripted one."""
 
 import asyncio
 import re
@@ -39,7 +39,7 @@ def server_port(tiny_model, engine_flags):
             break
     else:
         pytest.fail("".join(log))
-    reader = threading.Thread(target=process.stderr.read)  # or its pipe would fill
+    reader = threading.Thread(target=process.stderr.read)  # otherwise the pipe would fill up
     reader.start()
     yield int(found[1])
     process.terminate()

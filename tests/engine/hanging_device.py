@@ -1,4 +1,4 @@
-"""A device that does not answer while a file exists; engines have it as the logits processor
+"""A device that hangs while a file exists. Engines load it as the logits processor
 hanging_device:HangingDevice."""
 
 import os

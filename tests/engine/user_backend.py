@@ -1,6 +1,6 @@
-"""A backend as a user may write one: plain jax.numpy, dense and simple.
+"""An example of a user's backend: plain jax.numpy, dense and simple.
 
-Every token looks at the whole room that its row has, seen or not, so it is for short contexts.
+Every token computes scores for all slots of its row's block table, so it is for short contexts.
 Engines find it as attention_backend="user_backend:DenseBackend".
 """
 
@@ -15,7 +15,7 @@ LONGEST_CONTEXT = 1024
 
 
 class Prepared(NamedTuple):
-    """What all layers of a step share."""
+    """The values that all layers of a step share."""
 
     rows: jax.Array  # int32 [T]
     positions: jax.Array  # int32 [T]; zero for padding
@@ -24,7 +24,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseBackend:
-    """Attention of all tokens to all room of their rows."""
+    """Attention of all tokens to all slots of their rows."""
 
     name: str = "dense"
 
@@ -53,7 +53,7 @@ class DenseBackend:
         rows, positions = locate_tokens(batch, num_tokens)
         is_padding, positions = positions < 0, jnp.maximum(positions, 0)
         blocks = batch.block_tables[rows, positions // batch.block_size]
-        # A negative index would count from the end; one past all ends is dropped.
+        # A scatter drops an index past the end; a negative one would count from the end.
         blocks = jnp.where(is_padding, jnp.iinfo(jnp.int32).max, blocks)
         return Prepared(rows, positions, blocks)
 
@@ -62,8 +62,8 @@ class DenseBackend:
         new = jnp.stack([k, v], axis=1)  # [T, 2, K, H]
         cache = cache.at[blocks, positions % batch.block_size].set(new, mode="drop")
 
-        # The room of every row. What is not of its context, or is before the windows of all its
-        # tokens, may hold anything, also NaN, which a weight of zero would not silence.
+        # All slots of every row. Slots past the context, or before the windows of all tokens, may
+        # hold NaN, which a weight of zero would not remove.
         pages = cache[jnp.clip(batch.block_tables, 0, len(cache) - 1)]  # [R, P, block, 2, K, H]
         num_rows, max_blocks = batch.block_tables.shape
         room = pages.reshape(num_rows, max_blocks * batch.block_size, *pages.shape[3:])
@@ -79,7 +79,7 @@ class DenseBackend:
         scores = config.scale * jnp.einsum("tkgh,tckh->tkgc", grouped, keys, precision="highest")
         if config.soft_cap is not None:
             scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
-        # A token of padding sees the first place, so that its output is a number, too.
+        # A token of padding sees the first slot, so that its output is finite, too.
         is_seen = places <= positions[:, None]
         is_seen &= places > positions[:, None] - window
         scores = jnp.where(is_seen[:, None, None], scores, -jnp.inf)
@@ -95,7 +95,7 @@ class DenseBackend:
 
 
 def make_dense():
-    """A factory names a backend as well as a class does."""
+    """A factory: `attention_backend` may name a function instead of a class."""
     return DenseBackend(name="dense_made")
 
 

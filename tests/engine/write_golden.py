@@ -1,8 +1,8 @@
 """Rewrites the tokens in golden.json from transformers: `python tests/engine/write_golden.py`.
 
 The cases are in the same file: edit `family`, `seed` or `config` there, or add a case without
-tokens, then run this where torch is installed. A case whose tokens hang on a near tie is refused;
-give it another seed.
+tokens, then run this with torch installed. A case with a near tie between tokens is refused; give
+it another seed.
 """
 
 import json
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from jaxllm.testing import VOCAB_SIZE, make_tiny_checkpoint
 
 GOLDEN = Path(__file__).with_name("golden.json")
-# Together more than a step of the test takes, so that the longest is computed in chunks.
+# Their sum exceeds a step of the test, so that the longest prompt is computed in chunks.
 PROMPT_LENS = [3, 17, 33, 60]
 NUM_TOKENS = 24
 SMALLEST_MARGIN = 1e-3

@@ -1,4 +1,4 @@
-"""What tests of several kernels share."""
+"""Fixtures for tests of several kernels."""
 
 import shutil
 import subprocess
@@ -19,8 +19,8 @@ def gpu() -> Chip:
     return chip
 
 
-# What compilers call processors with narrower registers or fewer instructions, and what this one
-# needs to run their code.
+# Compilers' names of processors with narrower registers or fewer instructions, and the features
+# that this processor needs to run their code.
 OTHER_PROCESSORS = {
     "x86-64": {"sse2"},
     "x86-64-v3": {"avx2", "bmi2", "fma"},
@@ -40,7 +40,7 @@ def library(native_kernels_dir):
 
 @pytest.fixture(scope="session", params=["native", *OTHER_PROCESSORS])
 def any_library(request, library, native_kernels_dir):
-    """The library as it is built on each kind of processor."""
+    """The library as built for each kind of processor."""
     name = request.param
     if name == "native":
         return library

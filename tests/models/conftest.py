@@ -1,4 +1,4 @@
-"""Runs a model directory without an engine: one row, its blocks scattered over a small cache."""
+"""Runs a model directory without an engine: one row, with blocks scattered over a small cache."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ class SingleRow:
         self._step = jax.jit(self.step)
 
     def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> np.ndarray:
-        """Logits [T, V] of a sequence computed in chunks of these sizes; None: as a whole."""
+        """Compute logits [T, V] of a sequence in chunks of these sizes; None: as a whole."""
         caches = tuple(
             jnp.zeros(shape.shape, shape.dtype)
             for shape in (

@@ -1,7 +1,7 @@
 """Rewrites the figures in golden.json from transformers: `python tests/models/write_golden.py`.
 
 The cases are in the same file: edit `family`, `seed` or `config` there, or add a case without
-figures, then run this where torch is installed.
+figures, then run this with torch installed.
 """
 
 import json

@@ -36,7 +36,7 @@ def llama_3_8b(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def llama_3_70b(tmp_path_factory):
-    """The same of the larger one."""
+    """A model directory of the larger model, without weights."""
     return _model_dir(tmp_path_factory.mktemp("llama_3_70b"), LLAMA_3_70B)
 
 

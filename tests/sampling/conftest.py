@@ -40,7 +40,7 @@ _write_slot = jax.jit(write_slot, donate_argnums=0)
 
 
 class SamplerDriver:
-    """Slots with requests in them. Tables start full of garbage, as former owners leave them."""
+    """Slots with requests. Tables start with garbage, as from earlier requests."""
 
     def __init__(self, vocab_size: int, num_slots: int, processors: tuple = ()):
         self.vocab_size, self.num_slots, self.processors = vocab_size, num_slots, processors
@@ -84,7 +84,7 @@ class SamplerDriver:
     def step(
         self, logits, slots, *, num_rows: int | None = None, samples=None, positions=None
     ) -> SampleOutput:
-        """Sample a token for each of the slots from logits, [n, V]; returns n rows of numpy."""
+        """Sample a token for each slot from logits, [n, V]; return n rows of numpy arrays."""
         n = len(slots)
         num_rows = num_rows or n
         samples = np.ones(n, bool) if samples is None else np.asarray(samples)

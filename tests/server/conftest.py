@@ -1,6 +1,6 @@
-"""One real engine for all, and as many real servers in front of it as tests want.
+"""One real engine for all tests, and real servers in front of it.
 
-An engine belongs to one event loop, so all servers run on one, in a thread.
+An engine belongs to one event loop, so all servers run on one loop in a thread.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def engine_options(tmp_path_factory, profile_dir):
 @pytest.fixture(scope="session")
 def llm(engine_options):
     llm = LLM(**engine_options)
-    # Every program is compiled, and in the cache when engines of servers need it.
+    # Compile every program here, so that the servers' engines find it in the cache.
     llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
     llm.generate(["a"] * 4, SamplingParams(max_tokens=2), use_tqdm=False)
     return llm
@@ -67,13 +67,13 @@ class Host:
         self._thread.start()
 
     def call(self, coroutine):
-        """The result of a coroutine on the servers' loop."""
+        """Run a coroutine on the servers' loop and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     @contextlib.contextmanager
     def serve(self, *, keys=(), admin_keys=(), max_new_tokens=None, **options):
-        """A server with these options, as an HTTP client of it."""
-        # Others that serve the same engine would write lines that a test takes for its own.
+        """Start a server with these options; yield an HTTP client of it."""
+        # Other servers of the same engine would log lines that a test takes for its own.
         options = ServerOptions(
             port=0, served_model_name=("tiny", "alias"), disable_log_stats=True, **options
         )
@@ -102,7 +102,7 @@ class Host:
             future.result(60)
 
     def wait_until_idle(self):
-        """Until the engine has nothing to do; returns its stats."""
+        """Wait until the engine has no requests; return its stats."""
         deadline = time.monotonic() + 30
         while True:
             stats = self.call(self.engine.stats())
@@ -133,7 +133,7 @@ def host(engine_options, llm):  # after LLM, which fills the cache of compiled p
 
 @pytest.fixture
 def make_host(llm):
-    """Engines that are like no other."""
+    """A function that makes separate engines."""
     with contextlib.ExitStack() as stack:
 
         def make(engine_options):
@@ -151,13 +151,13 @@ def new_host():
 
 @pytest.fixture(scope="session")
 def client(host):
-    """A server with what is the default."""
+    """A server with default options."""
     with host.serve(access_log=False) as client:
         yield client
 
 
 class ServeProcess:
-    """`jaxllm serve` in a process of its own; ended with the context."""
+    """`jaxllm serve` in its own process, which ends with the context."""
 
     def __init__(self, engine_options, *flags):
         self.port = free_port()
@@ -166,12 +166,12 @@ class ServeProcess:
         command += [f"--port={self.port}", "--served-model-name=tiny", *flags]
         del options["enforce_eager"]
         command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        self._log = tempfile.NamedTemporaryFile()  # a pipe that nobody reads would fill up
+        self._log = tempfile.NamedTemporaryFile()  # a pipe without a reader would fill up
         self.process = subprocess.Popen([*command, "--enforce-eager"], stderr=self._log)
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def wait_until_ready(self):
-        """Until all of its processes serve: /ready is answered by whichever is first."""
+        """Wait until all frontends serve. /ready is not enough: any frontend may answer it."""
         deadline = time.monotonic() + 300
         while "serving tiny at" not in self.said():
             assert self.process.poll() is None, self.said()
@@ -191,7 +191,7 @@ class ServeProcess:
             time.sleep(0.1)
 
     def said(self):
-        """What it has logged so far."""
+        """The log so far."""
         return Path(self._log.name).read_text()
 
     @property
@@ -200,7 +200,7 @@ class ServeProcess:
         return pid
 
     def children(self, module):
-        """Process ids of its children that run this module."""
+        """Process ids of children that run this module."""
         command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)]
         rows = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
         return [int(row.split()[0]) for row in rows if row.endswith(f"-m {module}")]
@@ -222,7 +222,7 @@ def free_port():
 
 
 def runs(pid):
-    """Whether there is such a process, and not only its name for somebody to collect."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -230,7 +230,7 @@ def runs(pid):
 
 
 class Serving:
-    """Makes such processes."""
+    """Starts server processes."""
 
     free_port, runs = staticmethod(free_port), staticmethod(runs)
 
@@ -247,7 +247,7 @@ def serving(engine_options, llm):  # after LLM, which fills the cache of compile
 
 
 class Asked:
-    """One request on a connection of its own, for tests that have many of them."""
+    """One request on its own connection, for tests with many requests."""
 
     def __init__(self, reader, writer, status):
         self._reader = reader
@@ -257,7 +257,7 @@ class Asked:
 
     @classmethod
     async def open(cls, port, body, receive_bytes=None):
-        """Send it and wait for the status."""
+        """Send the request and wait for the status."""
         connection = socket.socket()
         if receive_bytes is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -276,17 +276,17 @@ class Asked:
         return cls(reader, writer, int(status.split()[1]))
 
     async def events(self):
-        """What a stream brings, up to its end."""
+        """Yield the data of a stream's events until its end."""
         while line := await self._reader.readline():
             if line.startswith(b"data: "):
                 yield line[len("data: ") :].decode().strip()
 
     async def rest(self):
-        """All that is left, with headers."""
+        """Read the rest of the response, including headers."""
         return (await self._reader.read()).decode()
 
     def leave(self):
-        """Hang up at once, whatever is on its way."""
+        """Close the connection at once, even with data in flight."""
         self._writer.transport.abort()
 
 

@@ -7,7 +7,7 @@ from jaxllm.simulation.deployment import Deployment
 
 
 class ConstantTime:
-    """Every step takes as long, in every stage."""
+    """Every step takes the same time in every stage."""
 
     def __init__(self, seconds, num_stages=1):
         self.num_stages = num_stages
@@ -19,7 +19,7 @@ class ConstantTime:
 
 @pytest.fixture
 def deployment():
-    """Make a deployment of equal steps of one second."""
+    """A function that makes a deployment whose steps all take the same time."""
 
     def make(*, host_s=0.0, num_stages=1, seconds=1.0, max_num_seqs=4, num_blocks=64):
         info = EngineInfo(

@@ -1,4 +1,4 @@
-"""A cloud to run the scripts in: one TPU at most, and hosts that are folders."""
+"""A fake cloud for the scripts: it has at most one TPU, and its hosts are folders."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Cloud:
         self.write("help", "commands:\n  generate  Generate.")
 
     def executable(self, name: str, line: str) -> None:
-        """Put a command on everyone's PATH."""
+        """Put a command on the PATH of all hosts."""
         path = self.folder / "bin" / name
         path.write_text(f"#!/bin/sh\n{line}\n")
         path.chmod(0o755)
@@ -43,7 +43,7 @@ class Cloud:
     def run(
         self, script: str, *flags: str, tpu: str = "v6e-8", ok: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script for the cloud's TPU; its flags come after those that say which."""
+        """Run a script for the cloud's TPU, with these flags after those that identify the TPU."""
         done = self.run_plain(script, *TPU, "--tpu", tpu, "--poll-seconds", "0", *flags)
         assert (done.returncode == 0) == ok, done.stderr + done.stdout
         return done
@@ -60,7 +60,7 @@ class Cloud:
         )
 
     def start(self, script: str, *flags: str) -> subprocess.Popen[str]:
-        """Start a script for the cloud's TPU in a process group of its own, as a terminal does."""
+        """Start a script for the cloud's TPU in its own process group, like a terminal."""
         return subprocess.Popen(
             [SCRIPTS / script, *TPU, "--tpu", "v6e-8", *flags],
             stdout=subprocess.PIPE,
@@ -75,7 +75,7 @@ class Cloud:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def actions(self) -> list[str]:
-        """What was done to TPUs, without the looks at them: ["create my-tpu ...", ...]."""
+        """The actions on TPUs, without `describe`: ["create my-tpu ...", ...]."""
         calls = [" ".join(call[2:]) for call in self.calls() if call[0] == "compute"]
         return [call for call in calls if " describe " not in call]
 
@@ -96,7 +96,7 @@ def cloud(tmp_path: Path) -> Cloud:
 
 @pytest.fixture
 def ready(cloud: Cloud) -> Cloud:
-    """A cloud whose TPU is there and set up."""
+    """A cloud with a TPU that is set up."""
     cloud.run("create.sh")
     cloud.run("setup.sh", "--package", "jaxllm==1")
     (cloud.folder / "calls.jsonl").unlink()

@@ -1,14 +1,14 @@
 """A gcloud that records its calls and has one TPU, whose hosts are folders.
 
-`ssh` really runs the command, in the home directory that stands for a host, and `scp` and `storage`
-really copy; what is quoted wrongly arrives wrongly. All state is in files under $CLOUD:
+`ssh` runs the command in the home directory that stands for a host, and `scp` and `storage` copy
+files. So tests detect wrong quoting. All state is in files under $CLOUD:
 
     calls.jsonl      the arguments of each call
-    vm, request      states; there is no such thing where there is no file
-    num_hosts        of a TPU that is created
-    coming_states    what a queued request will go through, one state a look
-    refuse           why every describe fails
-    fail_once        why the next describe fails
+    vm, request      their states; without the file, the VM or the request does not exist
+    num_hosts        of a new TPU
+    coming_states    the next states of a queued request, one per describe
+    refuse           the error of every describe
+    fail_once        the error of the next describe
     hosts/0/         a home directory
     buckets/NAME/    gs://NAME/
 """
@@ -143,7 +143,7 @@ def storage_path(url: str) -> Path:
 def storage_copy(source: str, target: str) -> int:
     path = storage_path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A temporary name first: what is in a bucket is whole.
+    # Copy to a temporary name first, so that files in a bucket are complete.
     part = path.with_name(f"{path.name}.part{os.getpid()}")
     shutil.copy(storage_path(source), part)
     part.rename(path)

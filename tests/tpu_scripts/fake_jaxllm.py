@@ -1,7 +1,8 @@
-"""Stands for `jaxllm` on a host of the fake TPU: answers a line of a batch with itself, upper case.
+"""Replaces `jaxllm` on a host of the fake TPU: it answers a batch line with the line in upper case.
 
-$CLOUD/preempt_when names a file: when it is there and half of the batch is done, the TPU is taken
-away. $CLOUD/fail_with is the status of a batch that fails, $CLOUD/hold a file that it waits for.
+$CLOUD/preempt_when names a file: when that exists and half of the batch is done, the TPU is
+preempted. $CLOUD/fail_with has the exit status of a failing batch. $CLOUD/hold names a file that
+the batch waits for.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Stands for `uv` on a host of the fake TPU: it makes a venv with the fake jaxllm."""
+"""Replaces `uv` on a host of the fake TPU: it makes a venv with the fake jaxllm."""
 
 import json
 import os

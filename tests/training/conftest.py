@@ -19,7 +19,7 @@ SMALL = ShapeOptions(
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """A folder of a few sources, of which one in five or so is held out."""
+    """A folder of a few sources; about one in five is held out."""
     folder = tmp_path_factory.mktemp("corpus") / "text"
     folder.mkdir()
     for path in sorted((ROOT / "jaxllm" / "scheduler").glob("*.py")):
@@ -29,7 +29,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def small_run(text, tmp_path_factory):
-    """Make options of a run that takes no time: small_run("name", steps=5)."""
+    """A function that makes options of a very short run: small_run("name", steps=5)."""
     runs = tmp_path_factory.mktemp("runs")
 
     def make(folder: str, *, data: dict | None = None, teacher=None, **run) -> TrainOptions:

@@ -2,7 +2,7 @@
 
     python profile.py --trace-dir DIR --model MODEL -tp 8
 
-The same prompts run twice, and the second time is traced: everything is compiled and warm then.
+The same prompts run twice. The second run is traced, because then everything is compiled and warm.
 """
 
 import random
@@ -28,7 +28,7 @@ def main() -> None:
 
     llm = LLM(**options, skip_tokenizer_init=True)
     rng = random.Random(0)
-    # Ids that every vocabulary has.
+    # Every vocabulary has these ids.
     prompts = [
         [rng.randrange(100) for _ in range(args.prompt_len)] for _ in range(args.num_prompts)
     ]

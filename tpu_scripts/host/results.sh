@@ -15,8 +15,8 @@ case $action in
       echo "there are no results yet" >&2
       exit 1
     fi
-    # run-batch writes a result before its journal counts it. Copied the other way round, the
-    # journal of the copy counts nothing that the copy does not have.
+    # run-batch writes a result before its journal records it. Copy the journal first, so that the
+    # copied journal records only results that the copy has.
     rm -rf journal copy
     mkdir journal
     (cd results && cp --parents -- *.journal/manifest.json *.journal/journal ../journal/)
@@ -29,7 +29,7 @@ case $action in
     ;;
   restore)
     if [[ $url ]]; then
-      # Shows that the bucket can be written, before there is anything to lose.
+      # Test that the bucket can be written, before there are results to lose.
       date >started
       gcloud storage cp started "$url/started"
     fi

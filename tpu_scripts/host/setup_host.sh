@@ -17,7 +17,7 @@ if ! flock --nonblock 9; then
   exit 2
 fi
 
-# The Python of the VM may be older than jaxllm wants. uv brings one, and needs no root.
+# The VM's Python may be too old for jaxllm. uv installs another one, without root.
 PATH=$PWD/uv:$PATH
 if ! command -v uv >/dev/null; then
   curl -LsSf https://astral.sh/uv/install.sh | env UV_UNMANAGED_INSTALL="$PWD/uv" sh

@@ -1,15 +1,15 @@
-// y[r, n] = sum over k of x[r, k] * weight[n, k], in float32, for the rows of decodes and of prompts
-// that are not long.
+// y[r, n] = sum over k of x[r, k] * weight[n, k], in float32, for the rows of decodes and of short
+// prompts.
 //
-// Rows of zeros at the end, which is how steps are padded, cost nothing.
+// Rows of zeros at the end, with which steps are padded, cost nothing.
 //
-// With few rows the time is that of reading the weights, so they are read once and in order, by all
-// threads, and everything else stays in registers and the nearest cache. With many it is that of
-// multiplying: what of x and the weights is multiplied at a time is cut so that it stays in caches.
+// With few rows, reading the weights takes the time. So all threads read them once and in order,
+// and everything else stays in registers and the L1 cache. With many rows, multiplying takes the
+// time: the parts of x and the weights that are multiplied together are cut so that they stay in
+// caches.
 //
-// An output is a sum over weights that lie one after another, in pieces of a fixed size. How it is
-// summed does not depend on what else is computed, so a row's result is the same alone and among
-// others.
+// An output is a sum over contiguous weights, in pieces of a fixed size. The order of the sum does
+// not depend on the other rows, so a row's result is the same alone and in a batch.
 
 #include <algorithm>
 #include <cstdint>
@@ -24,21 +24,22 @@ namespace {
 
 using namespace jaxllm;
 
-// How many registers a vector of elements takes.
+// The number of registers of a vector of elements.
 template <typename Kind>
 constexpr int kEach = sizeof(typename Kind::Loaded) / sizeof(Floats);
-// Rows of x and of weights whose sums are in registers at a time, with the rows of x and one of the
-// weights: as many as there are registers.
+// Rows of x and of weights whose sums are in registers together, with the rows of x and one row of
+// weights: as many as fit in the registers.
 template <typename Kind>
 constexpr int kBlockRows = kNumRegisters == 32 ? 4 : 4 - kEach<Kind>;
 template <typename Kind>
 constexpr int kBlockOutputs =
     (kNumRegisters - (kBlockRows<Kind> + 1) * kEach<Kind>) / kBlockRows<Kind>;
-// What is summed at a time, about: the rows and weights of a block, so long, are in the nearest cache.
+// The approximate size of a partial sum: a block's rows and weights of this size fit in the L1
+// cache.
 constexpr int64_t kPieceBytes = 2048;
-// About so many rows of a piece are in the second cache.
+// The approximate number of rows of a piece in the L2 cache.
 constexpr int64_t kPanelRows = 128;
-// Of the outputs; more of them are begun more often without their weights being near.
+// Tiles of outputs. With more tiles, threads begin more often with weights that are not in a cache.
 constexpr int64_t kTilesPerThread = 8;
 
 template <typename Kind>
@@ -54,24 +55,24 @@ struct Range {
   int64_t begin, end;
 };
 
-// The size of parts that are about so large, none of them much smaller than the others, and a whole
-// number of steps but for the last.
+// The size of about equally large parts: close to `about`, and a multiple of `step` except for the
+// last part.
 inline int64_t Cut(int64_t whole, int64_t about, int64_t step) {
   const int64_t num_parts = std::max<int64_t>(1, (whole + about / 2) / about);
   const int64_t num_steps = (whole + step - 1) / step;
   return (num_steps + num_parts - 1) / num_parts * step;
 }
 
-// Which weights of the next block of outputs to bring near: these, and every so many after them.
+// The weights of the next block of outputs to prefetch: from `first` on, every `step`.
 struct Ahead {
   int first, step;
 };
 
-// Compute a block of outputs of a block of rows for some of the inputs, while weights of the next
-// one come into the second cache. In the first they would be in the way of what is computed now.
+// Compute a block of outputs of a block of rows for some of the inputs. Meanwhile, prefetch weights
+// of the next block into the L2 cache; in L1 they would evict data that is needed now.
 //
-// Always inline: compilers leave it a function, and then what is the same for all rows of an output
-// is made ready for each block of them, which costs a tenth of the time where sums are short.
+// Always inline: otherwise compilers keep a function, and prepare the values common to all rows of
+// an output again for each block of rows. That costs a tenth of the time if sums are short.
 template <int kRows, int kOutputs, typename Kind>
 [[gnu::always_inline]] inline void MultiplyBlock(const Product<Kind>& p, int64_t row,
                                                  int64_t output, Range inputs, Ahead ahead) {
@@ -100,7 +101,8 @@ template <int kRows, int kOutputs, typename Kind>
 }
 
 // Compute a block of outputs of some rows. The weights stay in the cache from one block of rows to
-// the next, and each brings its share of those that follow: memory and arithmetic are both busy.
+// the next. Each block prefetches a share of the next weights, so memory and arithmetic are both
+// busy.
 template <int kOutputs, typename Kind>
 inline void MultiplyRows(const Product<Kind>& p, Range rows, int64_t output, Range inputs,
                          bool is_last) {
@@ -118,8 +120,8 @@ inline void MultiplyRows(const Product<Kind>& p, Range rows, int64_t output, Ran
   }
 }
 
-// Compute some outputs of some rows. Where all of the rows stay in the second cache, weights are
-// read in order; else only as far as a piece goes, before those of the next output.
+// Compute some outputs of some rows. If all rows stay in the L2 cache, weights are read in order.
+// Otherwise a piece of an output's weights is read, and then the same piece of the next output's.
 template <typename Kind>
 void MultiplyPanel(const Product<Kind>& p, Range rows, Range outputs) {
   constexpr int kOutputs = kBlockOutputs<Kind>;
@@ -142,24 +144,24 @@ void Multiply(const Product<Kind>& p, ffi::ThreadPool& pool) {
   const int64_t num_blocks = (p.num_outputs + kOutputs - 1) / kOutputs;
   const int64_t num_tiles =
       std::max<int64_t>(1, pool.num_threads() * kTilesPerThread / num_panels);
-  // Of whole blocks, each tile smaller than the one before: threads come to the end together.
+  // Tiles have whole blocks. Each is smaller than the one before, so that threads end together.
   auto begin = [=, &p](int64_t tile) {
     const int64_t left = num_tiles - tile;
     const int64_t blocks_left = num_blocks * left * left / (num_tiles * num_tiles);
     return std::min((num_blocks - blocks_left) * kOutputs, p.num_outputs);
   };
-  // All panels of a tile before the next one, so that its weights are still near.
+  // Compute all panels of a tile before the next tile, so that its weights are still in a cache.
   Share(pool, num_tiles * num_panels, 0, [&](int64_t unit) {
     const int64_t tile = unit / num_panels, row = unit % num_panels * panel;
     MultiplyPanel(p, {row, std::min(row + panel, p.num_rows)}, {begin(tile), begin(tile + 1)});
   });
 }
 
-// How many rows there are up to the last one that is not all zeros.
+// The number of rows up to the last one that is not all zeros.
 template <typename Element>
 int64_t CountRows(const Element* x, int64_t num_rows, int64_t num_inputs) {
   auto is_zero = [](Element value) {
-    if constexpr (sizeof(Element) == 2) value &= 0x7fff;  // the sign: minus zero is one, too
+    if constexpr (sizeof(Element) == 2) value &= 0x7fff;  // ignore the sign of minus zero
     return value == 0;
   };
   for (const Element* row = x + num_rows * num_inputs; num_rows > 0; --num_rows) {

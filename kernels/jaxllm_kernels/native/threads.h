@@ -1,4 +1,4 @@
-// Work that is shared among the threads of XLA's pool.
+// Shares work among the threads of XLA's pool.
 
 #pragma once
 
@@ -12,12 +12,13 @@
 
 namespace jaxllm {
 
-// Call work(unit) for all units, and return when all have ended; those before the barrier have
-// ended when others begin.
+// Call work(unit) for all units, and return when all have ended. Units before the barrier end
+// before units after it begin.
 //
-// Threads take the next unit until there is none. The caller takes them, too, so it never waits for
-// a thread that has not begun; one that begins when all is done finds no unit, and touches nothing.
-// Units are taken in order, so whoever waits at the barrier waits for threads that run.
+// Each thread takes the next unit until none is left. The caller takes units, too, so it never
+// waits for a thread that has not begun. A thread that begins after the end finds no unit and
+// touches nothing. Units are taken in order, so a thread waits at the barrier only for running
+// threads.
 template <typename Work>
 void Share(xla::ffi::ThreadPool& pool, int64_t num_units, int64_t barrier, const Work& work) {
   struct Units {

@@ -1,5 +1,5 @@
-// Vectors of GCC and Clang, as wide as the processor's, and the types of elements that kernels
-// multiply.
+// Vectors of GCC and Clang, as wide as the processor's registers, and the element types of the
+// kernels.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace jaxllm {
 
-// As wide as the processor's registers: of wider vectors, compilers keep every value in memory.
+// As wide as the processor's registers: compilers keep every value of a wider vector in memory.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX2__)
@@ -43,7 +43,7 @@ inline Vector LoadVector(const void* p) {
   return v;
 }
 
-// By halves: few operations one after another.
+// Reduce by halves, so that few operations depend on each other.
 template <int kNum = kLanes, typename Combine>
 inline float Reduce(const typename VectorsOf<kNum>::Floats& v, Combine combine) {
   if constexpr (kNum == 4) {
@@ -59,12 +59,12 @@ inline float Sum(const Floats& v) {
   return Reduce(v, [](auto a, auto b) { return a + b; });
 }
 
-// totals[r][n] = Sum(vectors[n][r]), to the last bit.
+// totals[r][n] = Sum(vectors[n][r]), equal to the last bit.
 template <int kColumns, int kRows>
 inline void SumAll(const Floats (&vectors)[kColumns][kRows], float (&totals)[kRows][kColumns]) {
 #if defined(__AVX512F__)
   if constexpr (kRows == 4) {
-    // Sixteen at a time, by the same halves: what is left of two shares a vector.
+    // Sixteen sums at a time, by the same halves: the remainders of two sums share a vector.
     auto halves = [](Floats a, Floats b) -> Floats {
       return _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
     };
@@ -101,8 +101,8 @@ inline float Largest(const Floats& v) {
   return Reduce(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// A type of elements. Kernels take them as words of 32 bits, of one float or of a pair of halves:
-// a lane adds up the products of words.
+// An element type. Kernels process elements as 32-bit words: one float, or a pair of 16-bit
+// elements. A lane adds up the products of words.
 struct Float32 {
   using Element = float;
   using Loaded = Floats;
@@ -111,7 +111,7 @@ struct Float32 {
 
   static Loaded Load(const Element* p) {
     Floats v = LoadVector<Floats>(p);
-    // Compilers would read it again for each product.
+    // Without this, compilers read the vector again for each product.
 #if defined(__AVX512F__)
     asm("" : "+v"(v));
 #elif defined(__x86_64__)
@@ -157,7 +157,7 @@ struct BFloat16 {
   static constexpr int kPerWord = 2;
   static constexpr int kStep = kPerWord * kLanes;
 
-  // Its bits are the upper half of a float32.
+  // The bits of a bfloat16 are the upper half of a float32.
   static Loaded Split(const Words& pairs) {
     return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
   }
@@ -174,7 +174,7 @@ struct BFloat16 {
   static void Store(const Floats& v, Element* p) {
     const Words bits = (Words)v;
     const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    // What is not a number must not be rounded to one.
+    // NaN must not be rounded to a number.
     const Halves halves = __builtin_convertvector(v == v ? nearest : (bits >> 16) | 0x40, Halves);
     std::memcpy(p, &halves, sizeof(halves));
   }

@@ -1,15 +1,16 @@
-// A step's keys and values are written into the pages of a layer, and its tokens attend to them.
+// Writes a step's keys and values into the pages of a layer, and computes the attention of its
+// tokens.
 //
-// Tokens of a row are cut into tiles, and a thread takes a tile and a kv head at a time. A line is
-// a query of a token: all lines of a tile share each load of a key or value. Keys are taken in
-// chunks that begin at fixed places of the context, and within them in fixed order; a key that a
-// line does not see changes nothing of it. So a token's result is the same whatever else is
-// computed.
+// Tokens of a row are cut into tiles. A thread takes a tile and a kv head at a time. A line is a
+// query of a token; all lines of a tile share each load of a key or value. Keys are processed in
+// chunks that begin at fixed places of the context, and in fixed order within a chunk. A key that a
+// line does not see does not change its result. So a token's result does not depend on the rest of
+// the batch.
 //
-// A page of a kv head is a panel of keys and one of values, in words of 32 bits (`vectors.h`):
-// keys [head_size / per word][tokens], so that a vector has the same of many keys, and scores need
-// no sums over lanes; values [tokens / per word][head_size]. Pages have tokens for whole vectors,
-// also where blocks have fewer.
+// A page of a kv head is a panel of keys and a panel of values, in 32-bit words (`vectors.h`). Keys
+// are [head_size / per word][tokens]: a vector has the same elements of many keys, and scores need
+// no sums over lanes. Values are [tokens / per word][head_size]. Pages have room for whole vectors
+// of tokens, even if blocks have fewer tokens.
 
 #include <algorithm>
 #include <cmath>
@@ -29,21 +30,21 @@ namespace {
 using namespace jaxllm;
 
 constexpr int kTileLines = 64;
-// What is in registers at a time.
+// Sizes of the blocks in registers.
 constexpr int kBlockLines = 4;
 constexpr int kBlockGroups = kNumRegisters / 8;
 constexpr int kBlockVectors = kNumRegisters / 8;
-// A group is a vector of keys: those of a chunk share a step of the running softmax.
+// A group is a vector of keys. The groups of a chunk share a step of the running softmax.
 constexpr int kChunkGroups = 8;
 constexpr int kChunkKeys = kChunkGroups * kLanes;
 static_assert(kChunkGroups % kBlockGroups == 0, "a chunk is computed in blocks of groups");
 
-// The score of a key that is not seen; finite, so that a difference of two is a number.
+// The score of a key that is not seen. It is finite, so that differences of scores are not NaN.
 constexpr float kUnseen = std::numeric_limits<float>::lowest();
 
-// e^x of x <= 0, within 1e-7; of 0 it is 1 exactly.
+// e^x for x <= 0, within 1e-7; exactly 1 for x = 0.
 inline Floats Exp(const Floats& x) {
-  constexpr float kRound = 0x1.8p23f;  // adding it rounds to a whole number, in the lowest bits
+  constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, in the lowest bits
   const Floats shifted = x * 0x1.715476p+0f + kRound;
   const Floats whole = shifted - kRound;
   const Floats r = (x - whole * 0x1.62e4p-1f) - whole * 0x1.7f7d1cp-20f;  // ln 2 in two parts
@@ -87,11 +88,11 @@ struct Layer {
   int64_t first_seen(int64_t position) const {
     return window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0;
   }
-  // The group of keys in which a position is.
+  // The group of keys that contains a position.
   int64_t GroupOf(int64_t position) const {
     return position / block_size * (page_tokens / kLanes) + position % block_size / kLanes;
   }
-  // Keys of a block; values follow them.
+  // The keys of a block; the values follow them.
   Element* Panel(int64_t row, int64_t index, int64_t kv_head) const {
     const int64_t block = block_tables[row * max_blocks + index];
     return cache + (block * num_kv_heads + kv_head) * 2 * panel_size();
@@ -103,7 +104,7 @@ struct Tile {
   int64_t row, token, num_tokens, position;
 };
 
-// The tiles of all rows, those with most to do first.
+// The tiles of all rows, with the most work first.
 template <typename Kind>
 std::vector<Tile> CutTiles(const Layer<Kind>& layer) {
   const int64_t tile_tokens = std::max<int64_t>(kTileLines / layer.group_size(), 1);
@@ -144,7 +145,7 @@ void WriteTile(const Layer<Kind>& layer, const Tile& tile) {
   }
 }
 
-// A vector of keys, of which those in [begin, end) are in the context and seen by some line.
+// A vector of keys. Those in [begin, end) are in the context and seen by at least one line.
 template <typename Kind>
 struct Group {
   const typename Kind::Element *keys, *values;
@@ -168,23 +169,23 @@ struct Chunk {
   Group<Kind> groups[kChunkGroups];
 };
 
-// What a thread needs beside the registers.
+// The memory of a thread, besides registers.
 template <typename Kind>
 struct Scratch {
   std::vector<Line<Kind>> lines;
-  std::vector<float> weighted;  // values of lines by weight, [lines][head_size]
-  std::vector<typename Kind::Element> values;  // of groups that are not whole, for two chunks
+  std::vector<float> weighted;  // weighted sums of values, [lines][head_size]
+  std::vector<typename Kind::Element> values;  // of incomplete groups, for two chunks
 };
 
-// Begin to read what will be wanted: the processor does not see it coming.
+// Prefetch data that the processor's own prefetcher does not predict.
 inline void Prefetch(const void* from, int64_t num_bytes) {
   for (int64_t i = 0; i < num_bytes; i += 64)
     __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
-// Find the keys of the chunk that a group belongs to, from that group on. Of groups that lie only
-// partly in [begin, end), values are copied and the others replaced by zeros: a weight of zero
-// would not silence what may be there.
+// Find the keys of a chunk, from group `first` on. For groups that are only partly in [begin, end),
+// copy the values and replace those outside by zeros: they may be NaN, which a weight of zero would
+// not remove.
 template <typename Kind>
 Chunk<Kind> FindKeys(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head, int64_t begin,
                      int64_t end, int64_t first, Scratch<Kind>& scratch) {
@@ -243,7 +244,7 @@ inline void MultiplyKeys(const Layer<Kind>& layer, const Line<Kind>* lines,
     for (int j = 0; j < kBlockGroups; ++j) scores[l][first + j] = sums[l][j];
 }
 
-// Turn a line's scores of a chunk into weights; return by how much older ones shrink.
+// Turn a line's scores of a chunk into weights; return the factor for the older weights.
 template <typename Kind>
 inline float Weigh(const Layer<Kind>& layer, Line<Kind>& line, const Chunk<Kind>& chunk,
                    Floats* scores, typename Kind::Element* weights) {
@@ -274,7 +275,7 @@ inline float Weigh(const Layer<Kind>& layer, Line<Kind>& line, const Chunk<Kind>
   return decay;
 }
 
-// Add a chunk's values by weight, for a block of lines and some vectors of their outputs.
+// Add a chunk's weighted values, for a block of lines and some vectors of their outputs.
 template <int kLines, int kVectors, typename Kind>
 inline void AddValues(const Layer<Kind>& layer, const Chunk<Kind>& chunk,
                       const typename Kind::Element (*weights)[kChunkKeys], const float* decays,
@@ -319,13 +320,13 @@ inline void AttendLines(const Layer<Kind>& layer, const Chunk<Kind>& chunk, Line
     AddValues<kLines, 1>(layer, chunk, weights, decays, h, weighted);
 }
 
-// Attend from a tile's queries that share a kv head.
+// Compute the attention of a tile's queries that share a kv head.
 template <typename Kind>
 void AttendTile(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head) {
   thread_local Scratch<Kind> scratch;
   const int64_t head_size = layer.head_size, group_size = layer.group_size();
   const int64_t num_lines = tile.num_tokens * group_size;
-  auto offset = [&](int64_t line) {  // of its query and its output
+  auto offset = [&](int64_t line) {  // of the line's query and output
     const int64_t head = kv_head * group_size + line % group_size;
     return ((tile.token + line / group_size) * layer.num_heads + head) * head_size;
   };
@@ -347,10 +348,10 @@ void AttendTile(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head) {
   };
   auto chunk = find(layer.GroupOf(begin));
   while (chunk.num_groups > 0) {
-    const auto next = find(chunk.end);  // is read while this one is computed
+    const auto next = find(chunk.end);  // prefetched while this chunk is computed
     for (int64_t l = 0; l < num_lines; l += kBlockLines) {
       const int64_t num = std::min<int64_t>(num_lines - l, kBlockLines);
-      // The others of the block see no more than its last.
+      // The last line of the block sees the most keys.
       if (lines[l + num - 1].position < chunk.groups[0].position) continue;
       float* weighted = scratch.weighted.data() + l * head_size;
       static_assert(kBlockLines <= 4, "a block of lines is one of the cases below");
@@ -372,7 +373,7 @@ void AttendTile(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head) {
   }
 }
 
-// Whether all that the step refers to exists: else memory would be damaged.
+// Whether everything that the step refers to exists. Otherwise memory would be corrupted.
 template <typename Kind>
 bool IsWithinBounds(const Layer<Kind>& layer) {
   int64_t token = 0;

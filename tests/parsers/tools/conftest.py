@@ -22,7 +22,7 @@ WEATHER = Tool(
 
 
 class Parsed:
-    """A whole answer, comparable: ids are random."""
+    """A whole answer, comparable without its ids, which are random."""
 
     def __init__(self, answer):
         self.content = answer.content
@@ -48,7 +48,7 @@ def parse_pieces(name, pieces):
 
 @pytest.fixture
 def parse(request):
-    """Parse a whole answer in the format that the module names."""
+    """A function that parses a whole answer in the module's format."""
     return lambda text: parse_whole(request.module.FORMAT, text)
 
 

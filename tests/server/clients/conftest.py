@@ -1,4 +1,4 @@
-"""A server with a key and with parsers, and what its model is to say."""
+"""A server with a key and parsers, and a model with scripted answers."""
 
 import sys
 from pathlib import Path
@@ -11,8 +11,8 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 @pytest.fixture(scope="session")
 def host(new_host, engine_options):
-    """An engine of its own, whose model says what it is told to."""
-    # Its process finds the class there.
+    """A separate engine with a model that generates scripted answers."""
+    # The engine's process imports the class from there.
     sys.path.append(str(Path(__file__).parent))
     host = new_host(engine_options | {"logits_processors": ["scripted_model:Scripted"]})
     yield host
@@ -21,7 +21,7 @@ def host(new_host, engine_options):
 
 @pytest.fixture(scope="session")
 def server(host):
-    """An HTTP client of the server that the others are to talk to."""
+    """An HTTP client of the server that the tested clients use."""
     with host.serve(
         keys=(KEY,),
         access_log=False,
@@ -40,7 +40,7 @@ def url(server):
 
 @pytest.fixture(scope="session")
 def says(server):
-    """What a request has to bring, so that the model says this."""
+    """The request fields that make the model generate a text."""
 
     def says(text):
         asked = {"prompt": text, "add_special_tokens": False}

@@ -1,4 +1,4 @@
-"""A model that says what it is told to: a request brings the token ids of its answer."""
+"""A logits processor that makes a model generate the token ids that the request contains."""
 
 from jaxllm.sampling.logits_processor import LogitsProcessor
 

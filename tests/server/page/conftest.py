@@ -1,4 +1,4 @@
-"""A real browser, and tabs of it that take note of all that goes wrong."""
+"""A real browser, with tabs that record all errors."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ HOW = f"none of {', '.join(BROWSERS)} is installed; try: apt-get install chromiu
 
 @pytest.fixture(scope="session")
 def host(engine_options, new_host, tmp_path_factory):
-    """An engine whose answers can be so long that no browser is too slow to stop them."""
+    """An engine with answers so long that even a slow browser can stop them."""
     model = make_tiny_checkpoint(
         tmp_path_factory.mktemp("model"), max_position_embeddings=MAX_MODEL_LEN
     )
@@ -32,7 +32,7 @@ def client(host):
         yield client
 
 
-@pytest.fixture(scope="module")  # no longer: an event loop runs in this thread for as long
+@pytest.fixture(scope="module")  # not longer, because an event loop runs in this thread meanwhile
 def browser():
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
@@ -50,10 +50,10 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """A function that opens a server's page in a new tab and waits until it can be used.
+    """A function that opens a server's page in a new tab and waits until it is ready.
 
-    In the end nothing may have gone wrong there: no message of the console but the expected
-    ones (the browser reports what the policy refuses there, too), and no request elsewhere.
+    At the end it checks that the console has only expected messages (the browser also reports
+    policy violations there), and that there were no requests to other hosts.
     """
     with contextlib.ExitStack() as stack:
 
