@@ -15,6 +15,7 @@ from jaxllm.frontend.beam_search import beam_search
 from jaxllm.frontend.input_processor import ProcessedInput, tokenization_options
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.llm_engine import LLMEngine
+from jaxllm.frontend.progress_bar import Bar, RequestBar
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import render_chat
 from jaxllm.metrics.reader import Metric, read_metrics
@@ -131,7 +132,7 @@ class LLM:
         engine, prompts = self.llm_engine, _as_prompts(prompts)
         processed = self._process(prompts, SamplingParams(), None, None)
         token_ids = [one.prompt_token_ids for one in processed]
-        with contextlib.closing(_Bar(use_tqdm, desc="Beam search", unit="token")) as bar:
+        with contextlib.closing(Bar(use_tqdm, desc="Beam search", unit="token")) as bar:
             outputs = beam_search(
                 token_ids,
                 [one.requests[0].cache_salt for one in processed],
@@ -286,7 +287,7 @@ class LLM:
         missing = set(ids) - self._finished.keys()
         progress = None
         try:
-            progress = _Progress(len(ids), len(ids) - len(missing), use_tqdm)
+            progress = RequestBar(len(ids), len(ids) - len(missing), use_tqdm)
             with InterruptsBetweenSteps() as interrupts:
                 while missing and self.llm_engine.has_unfinished_requests():
                     for output in self.llm_engine.step():
@@ -305,43 +306,6 @@ class LLM:
             if progress is not None:
                 progress.close()
         return [self._finished.pop(request_id) for request_id in ids]
-
-
-class _Bar:
-    """A progress bar, if one is wanted."""
-
-    def __init__(self, use_tqdm: bool | Callable[..., tqdm], **options: Any):
-        make = tqdm if use_tqdm is True else use_tqdm
-        self._bar = make(**options) if make else None
-
-    def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.update(1)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-class _Progress(_Bar):
-    """A bar over requests, with the rates of input and output tokens."""
-
-    def __init__(self, total: int, done: int, use_tqdm: bool | Callable[..., tqdm]):
-        super().__init__(use_tqdm, total=total, initial=done, desc="Requests", unit="req")
-        self._input_tokens = self._output_tokens = 0
-
-    def update(self, output: RequestOutput) -> None:
-        if self._bar is None:
-            return
-        self._input_tokens += len(output.prompt_token_ids)
-        self._output_tokens += sum(len(answer.token_ids) for answer in output.outputs)
-        elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
-        self._bar.set_postfix_str(
-            f"in {self._input_tokens / elapsed:.0f} tok/s, "
-            f"out {self._output_tokens / elapsed:.0f} tok/s",
-            refresh=False,
-        )
-        self.advance()
 
 
 def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:

@@ -8,8 +8,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.commands import (
@@ -31,7 +30,8 @@ from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
 from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput, tokenization_options
 from jaxllm.frontend.output_collector import OutputCollector
 from jaxllm.frontend.output_processor import OutputProcessor
-from jaxllm.frontend.tokenizer import LONG_TEXT, Tokenizer
+from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.frontend.tokenizer_threads import Result, TokenizerThreads
 from jaxllm.logging import init_logger
 from jaxllm.messages import (
     Abort,
@@ -55,8 +55,6 @@ logger = init_logger(__name__)
 _OUTPUTS_AT_ONCE = 128
 _STOP_GRACE_S = 10.0
 
-Result = TypeVar("Result")
-
 
 class AsyncLLMEngine:
     """An engine for applications with an event loop. All methods are for one loop."""
@@ -79,9 +77,7 @@ class AsyncLLMEngine:
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self._output_processor = OutputProcessor(self.tokenizer, on_end=self._tell_end)
         self._collectors: dict[str, OutputCollector] = {}
-        # Text is not the event loop's, and long ones hold up each other, but none that is short.
-        self._text_thread = ThreadPoolExecutor(1, "tokenize")
-        self._long_text_thread = ThreadPoolExecutor(1, "tokenize-long")
+        self._tokenizer_threads = TokenizerThreads()
         self._reader: asyncio.Task[None] | None = None
         self._dead: BaseException | None = None
         self._is_shut_down = False
@@ -199,8 +195,7 @@ class AsyncLLMEngine:
     async def in_tokenizer_thread(self, function: Callable[[], Result], size: int) -> Result:
         """Run what uses the tokenizer, or reads text of about so many characters or tokens, where
         it holds up nobody but others who do, and none of these if it is long and they are not."""
-        thread = self._text_thread if size <= LONG_TEXT else self._long_text_thread
-        return await asyncio.get_running_loop().run_in_executor(thread, function)
+        return await self._tokenizer_threads.run(function, size)
 
     async def call(self, command: Command[Any, Answer]) -> Answer:
         """Have the engine do what a command says, between two steps."""
@@ -267,8 +262,7 @@ class AsyncLLMEngine:
             self._reader.cancel()
         self._client.close()
         self._stop_process(_STOP_GRACE_S)
-        self._text_thread.shutdown(wait=False)
-        self._long_text_thread.shutdown(wait=False)
+        self._tokenizer_threads.shutdown()
         if self.tracer is not None:
             self.tracer.shutdown()
 

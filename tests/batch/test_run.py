@@ -181,10 +181,10 @@ class FaultyExecutor:
 
 @pytest.fixture
 def break_engine(engine, monkeypatch):
-    core = engine._engine
+    in_flight = engine._engine.in_flight
 
     def break_engine(is_bad):
-        monkeypatch.setattr(core, "executor", FaultyExecutor(core.executor, is_bad))
+        monkeypatch.setattr(in_flight, "executor", FaultyExecutor(in_flight.executor, is_bad))
 
     return break_engine
 

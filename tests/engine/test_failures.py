@@ -249,12 +249,12 @@ def test_interrupt_between_planning_and_dispatching_costs_no_more_than_that_step
     make_core, expected, step
 ):
     core = make_core(NO_FAULT)
-    dispatch, steps = core._dispatch, itertools.count()
+    dispatch, steps = core.in_flight.dispatch, itertools.count()
 
-    def interrupted(schedule):
+    def interrupted(begun):
         if next(steps) == step:
             raise KeyboardInterrupt
-        return dispatch(schedule)
+        return dispatch(begun)
 
     def step_on(core):
         try:
@@ -262,7 +262,7 @@ def test_interrupt_between_planning_and_dispatching_costs_no_more_than_that_step
         except KeyboardInterrupt:
             return []
 
-    core._dispatch = interrupted
+    core.in_flight.dispatch = interrupted
     outcomes = run(core, step_on)
     assert any(outcome.failed for outcome in outcomes.values())
     for prompt, outcome in outcomes.items():

@@ -40,7 +40,7 @@ def drain(core):
 
 def test_a_host_that_lets_the_device_wait_is_counted(core_at_work):
     core, now = core_at_work
-    while core._in_flight:
+    while core.in_flight:
         core._collect()
     now[0] += 3.0
     core.step()

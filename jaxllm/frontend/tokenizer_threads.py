@@ -1,0 +1,29 @@
+"""Threads for text: reading it is not the event loop's, and long texts hold up each other, but none
+that is short."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from jaxllm.frontend.tokenizer import LONG_TEXT
+
+Result = TypeVar("Result")
+
+
+class TokenizerThreads:
+    """One thread for short texts, and one for long ones."""
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(1, "tokenize")
+        self._long = ThreadPoolExecutor(1, "tokenize-long")
+
+    async def run(self, function: Callable[[], Result], size: int) -> Result:
+        """Run what reads text of about so many characters or tokens."""
+        thread = self._short if size <= LONG_TEXT else self._long
+        return await asyncio.get_running_loop().run_in_executor(thread, function)
+
+    def shutdown(self) -> None:
+        """Take no more; what runs may end."""
+        self._short.shutdown(wait=False)
+        self._long.shutdown(wait=False)
