@@ -80,10 +80,13 @@ def test_it_ends_when_its_prompt_has_logprobs_that_are_none(make_glitching, make
     prompt = [GLITCH, *HEAD]
     corrupted = engine.add(make_request("a", prompt, prompt_logprobs=1))
     healthy = engine.add(make_request("b", HEAD, prompt_logprobs=1))
-    engine.drain()
+    # When its first chunk comes back, and not when the prompt is through.
+    for _ in range(engine.depth + 1):
+        assert corrupted.finish_reason is None
+        engine.step()
     assert corrupted.finish_reason is FinishReason.ERROR
-    # In the first chunk, and not when the prompt is through.
     assert corrupted.prompt_logprobs == []
+    engine.drain()
     assert healthy.finish_reason is FinishReason.LENGTH
 
 
