@@ -1,51 +1,12 @@
 """For how long work was there and the device had none."""
 
-from typing import ClassVar
-
-import numpy as np
 import pytest
 
 from jaxllm import SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
-from jaxllm.messages import EngineInfo, EngineRequest
-from jaxllm.scheduler.schedule import StepResult
-
-
-class Device:
-    """Done with every step at once."""
-
-    info = EngineInfo(
-        model="model",
-        model_dir="",
-        vocab_size=100,
-        max_model_len=256,
-        max_logprobs=0,
-        eos_token_ids=[],
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        num_blocks=64,
-        block_size=16,
-    )
-    num_token_rows = num_compiles_after_warmup = 0
-    pack_s = 0.0
-    startup: ClassVar = []
-
-    def execute(self, schedule):
-        self._num_rows = schedule.num_rows
-        return self
-
-    def is_ready(self):
-        return True
-
-    def result(self):
-        return StepResult(np.full(self._num_rows, 11, np.int32), None, None)
-
-    def sleep(self, *, keep_weights): ...
-
-    def wake_weights(self): ...
-
-    def wake_cache(self): ...
+from jaxllm.messages import EngineRequest
+from tests.stand_in import StandIn
 
 
 @pytest.fixture(params=["overlap", "plain"])
@@ -53,7 +14,7 @@ def core_at_work(request):
     """An engine core in the midst of a request, and its clock."""
     now = [0.0]
     config = EngineConfig.create("model", async_scheduling=request.param == "overlap")
-    core = EngineCore(config, Device(), clock=lambda: now[0])
+    core = EngineCore(config, StandIn(), clock=lambda: now[0])
     add(core, "first")
     core.step()
     core.step()

@@ -2,9 +2,7 @@
 
 import queue
 import threading
-from typing import ClassVar
 
-import numpy as np
 import pytest
 
 from jaxllm import SamplingParams
@@ -12,57 +10,14 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.busy_loop import BusyLoop
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.replicas import Replicas
-from jaxllm.messages import EngineInfo, EngineRequest
-from jaxllm.scheduler.schedule import StepResult
+from jaxllm.messages import EngineRequest
 from jaxllm.watch import Work
-
-INFO = EngineInfo(
-    model="model",
-    model_dir="",
-    vocab_size=100,
-    max_model_len=256,
-    max_logprobs=0,
-    eos_token_ids=[],
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    num_blocks=64,
-    block_size=16,
-)
-
-
-class Device:
-    """Done with a step at once, or, while it is busy, with none."""
-
-    info = INFO
-    num_token_rows = num_compiles_after_warmup = 0
-    pack_s = 0.0
-    startup: ClassVar = []
-
-    def __init__(self):
-        self.is_busy = False
-        self.num_steps = 0
-
-    def execute(self, schedule):
-        self.num_steps += 1
-        return Pending(self, schedule)
-
-
-class Pending:
-    def __init__(self, device, schedule):
-        self._device = device
-        self._num_rows = schedule.num_rows
-
-    def is_ready(self):
-        return not self._device.is_busy
-
-    def result(self):
-        assert not self._device.is_busy, "the whole engine would wait for one device"
-        return StepResult(np.full(self._num_rows, 11, np.int32), None, None)
+from tests.stand_in import StandIn
 
 
 @pytest.fixture
 def devices():
-    return [Device(), Device()]
+    return [StandIn(), StandIn()]
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "plain"])
