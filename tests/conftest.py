@@ -32,12 +32,21 @@ _KEPT_S = 7 * 24 * 3600
 SLOWEST = (
     "kernels/test_tpu_attention.py",
     "kernels/test_ragged_paged_attention.py",
+    "executor/test_multihost.py",
     "engine/test_pallas_backends.py",
     "engine/test_equalities.py",
+    "parallel/test_pipeline_parallel.py",
     "models/test_parity.py",
     "kernels/test_native_attention.py",
+    "batch/test_kill.py",
+    "engine/test_oracle.py",
+    "parallel/test_tensor_parallel.py",
+    "bundled/test_bundled.py",
+    "programs/test_bundle.py",
+    "parallel/test_data_parallel.py",
+    "training/test_trainer.py",
+    "frontend/test_async_llm_engine.py",
     "engine/test_user_backend.py",
-    "runner/test_bundle.py",
 )
 
 # Where tests are of what engines do with their steps, not of the numbers in them: XLA compiles a
@@ -45,7 +54,7 @@ SLOWEST = (
 # and what stays optimised.
 PLAINLY_COMPILED = (
     "batch", "bench", "cli", "engine", "executor", "frontend", "openai", "parallel", "server",
-    "test_llm.py", "test_logging.py",
+    "programs/test_bundle.py", "programs/test_store.py", "programs/test_warmup.py", "test_llm.py",
 )  # fmt: skip
 OPTIMISED_NEVERTHELESS = ("engine/test_equalities.py", "engine/test_oracle.py")
 
@@ -79,7 +88,9 @@ def _is_plainly_compiled(item: pytest.Item) -> bool:
     path = item.path.relative_to(Path(__file__).parent)
     if any(item.get_closest_marker(marker) for marker in HARDWARE_MARKERS):
         return False
-    return path.parts[0] in PLAINLY_COMPILED and path.as_posix() not in OPTIMISED_NEVERTHELESS
+    if path.as_posix() in OPTIMISED_NEVERTHELESS:
+        return False
+    return not {path.parts[0], path.as_posix()}.isdisjoint(PLAINLY_COMPILED)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which make engines
