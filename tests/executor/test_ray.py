@@ -11,8 +11,6 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.testing import make_tiny_checkpoint
 from tests.profile import SHARDED, SHARDED_MODEL
 
-pytest.importorskip("ray")
-
 SCRIPT = """
 import json, sys
 import ray
@@ -42,6 +40,7 @@ PROMPTS = [[5, 6, 7], list(range(40)), [9] * 17]
 
 @pytest.mark.slow
 def test_ray_starts_the_ranks_of_an_engine(tmp_path):
+    pytest.importorskip("ray")
     model = str(make_tiny_checkpoint(tmp_path, **SHARDED_MODEL))
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "16"}
     env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
