@@ -54,6 +54,7 @@ def program_identity(plan: EnginePlan) -> dict[str, str]:
         "jaxlib": importlib.metadata.version("jaxlib"),
         "compiler": devices[0].client.platform_version,
         "JAX settings": repr([getattr(jax.config, name) for name in _JAX_SETTINGS]),
+        "XLA optimises little": str(jax.config.read("jax_disable_most_optimizations")),
         "XLA flags": _flags(),
         "host": processor() if plan.chip.platform == "cpu" else "any",
         "devices": f"{len(devices)} x {devices[0].device_kind}",

@@ -10,27 +10,18 @@ from jaxllm.cli.main import main
 from jaxllm.config import EngineConfig
 from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import TINY, as_flags
 
 
 @pytest.fixture(scope="session")
 def engine_options(tmp_path_factory) -> dict[str, Any]:
-    """Options that need few and small programs."""
-    return {
-        "model": str(make_tiny_checkpoint(tmp_path_factory.mktemp("batch") / "model")),
-        "max_model_len": 64,
-        "max_num_batched_tokens": 16,
-        "max_num_seqs": 4,
-        "num_gpu_blocks_override": 64,
-        "enforce_eager": True,
-    }
+    model = make_tiny_checkpoint(tmp_path_factory.mktemp("batch") / "model")
+    return TINY | {"model": str(model)}
 
 
 @pytest.fixture(scope="session")
 def flags(engine_options) -> list[str]:
-    return [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-        for name, value in engine_options.items()
-    ]
+    return as_flags(engine_options)
 
 
 @pytest.fixture(scope="session")

@@ -65,11 +65,11 @@ def write_lines(bench, count: int) -> tuple[list[int], list[int]]:
     return good, bad
 
 
-def test_killed_ten_times_a_batch_ends_complete_and_in_order(bench):
+def test_killed_six_times_a_batch_ends_complete_and_in_order(bench):
     rng = random.Random(0)
-    # Many more than are answered in ten times the second or so from one commit to the next.
-    good, bad = write_lines(bench, 6000)
-    for number in range(10):
+    # Many more than are answered in six times the second or so from one commit to the next.
+    good, bad = write_lines(bench, 4000)
+    for number in range(6):
         process = start(bench, "--ordered")
         if number % 3:
             wait_for_results(bench, process)

@@ -9,13 +9,14 @@ import sys
 import pytest
 
 from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import SHARDED, as_flags
 
 COMMAND = [sys.executable, "-c", "import sys; from jaxllm.cli.main import main; sys.exit(main())"]
 
 
 @pytest.mark.slow
 def test_a_batch_runs_on_two_hosts_and_goes_on_there(tmp_path):
-    model = str(make_tiny_checkpoint(tmp_path / "model"))
+    flags = as_flags(SHARDED | {"model": str(make_tiny_checkpoint(tmp_path / "model"))})
     lines = [{"prompt_token_ids": [3 + i, 4], "max_tokens": 3 + i % 4} for i in range(12)]
     folders = [tmp_path / "host0", tmp_path / "host1"]
     for folder in folders:
@@ -28,10 +29,8 @@ def test_a_batch_runs_on_two_hosts_and_goes_on_there(tmp_path):
         ranks = [
             subprocess.Popen(
                 [
-                    *COMMAND, "run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", model,
-                    "-tp", "2", "--max-model-len", "64", "--max-num-seqs", "4", "--enforce-eager",
-                    "--nnodes", "2", "--node-rank", str(rank), "--master-port", port,
-                    "--kv-cache-memory-bytes", "1M",
+                    *COMMAND, "run-batch", "-i", "in.jsonl", "-o", "out.jsonl", *flags,
+                    "-tp", "2", "--nnodes", "2", "--node-rank", str(rank), "--master-port", port,
                 ],
                 cwd=folder,
                 env=os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "16"},

@@ -16,6 +16,7 @@ from jaxllm.batch.run import BatchRun, unfinished_items
 from jaxllm.batch.signals import StopSignal
 from jaxllm.errors import JaxLLMError
 from jaxllm.openai.served_model import ServedModel
+from tests.stand_in import StandIn
 
 pytestmark = pytest.mark.slow  # the first one compiles
 
@@ -163,28 +164,18 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(batch, lines, expected):
     assert batch.results() == expected
 
 
-class FaultyExecutor:
-    """An executor whose device fails at some prompts."""
-
-    def __init__(self, executor, is_bad):
-        self._executor = executor
-        self._is_bad = is_bad
-
-    def __getattr__(self, name):
-        return getattr(self._executor, name)
-
-    def execute(self, schedule):
-        if any(self._is_bad(one.prompt_token_ids) for one in schedule.admissions):
-            raise RuntimeError("the device is hot")
-        return self._executor.execute(schedule)
-
-
 @pytest.fixture
 def break_engine(engine, monkeypatch):
+    """Let the device of the engine fail at some prompts."""
     in_flight = engine._engine.in_flight
 
     def break_engine(is_bad):
-        monkeypatch.setattr(in_flight, "executor", FaultyExecutor(in_flight.executor, is_bad))
+        def fail(schedule):
+            if any(is_bad(one.prompt_token_ids) for one in schedule.admissions):
+                raise RuntimeError("the device is hot")
+
+        broken = StandIn(in_flight.executor, on_execute=fail)
+        monkeypatch.setattr(in_flight, "executor", broken)
 
     return break_engine
 

@@ -15,6 +15,7 @@ from jaxllm.cli.local_model import LocalModel
 from jaxllm.cli.main import main
 from jaxllm.errors import ValidationError
 from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import TINY
 
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12)
 GO_ON = threading.Event()  # never set
@@ -27,14 +28,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(model) -> LLM:
-    return LLM(
-        model,
-        enforce_eager=True,
-        max_model_len=192,
-        max_num_batched_tokens=64,
-        max_num_seqs=4,
-        num_gpu_blocks_override=64,
-    )
+    return LLM(model, **TINY)
 
 
 def user(text: str) -> dict[str, str]:

@@ -12,18 +12,9 @@ from jaxllm.cli.generate import read_prompts
 from jaxllm.cli.main import main
 from jaxllm.errors import ValidationError
 from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import TINY, as_flags
 
-# Few and small programs: these tests are about the command.
-OPTIONS = {
-    "enforce_eager": True,
-    "max_model_len": 128,
-    "max_num_batched_tokens": 32,
-    "max_num_seqs": 4,
-    "num_gpu_blocks_override": 64,
-}
-ENGINE = ["--enforce-eager"] + [
-    f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if value is not True
-]
+ENGINE = as_flags(TINY)
 GREEDY = ["--temperature", "0", "--ignore-eos", "--max-tokens", "5"]
 
 
@@ -35,7 +26,7 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def expected(model) -> list[str]:
     """Greedy answers of the library to the two prompts of these tests."""
-    llm = LLM(model, **OPTIONS)
+    llm = LLM(model, **TINY)
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=5)
     outputs = llm.generate(["Hello, how", "One two"], params, use_tqdm=False)
     return [output.outputs[0].text for output in outputs]

@@ -1,79 +1,10 @@
-"""A device without a model, and what it means that an engine answers as another one did."""
+"""What it means that an engine answers as another one did."""
 
 from collections import Counter
-from typing import ClassVar
 
-import numpy as np
 import pytest
 
 from jaxllm import RequestOutputKind
-from jaxllm.cache_groups import CacheGroup
-from jaxllm.messages import EngineInfo
-from jaxllm.metrics.memory import DeviceMemory
-from jaxllm.scheduler.schedule import StepResult
-
-
-class Device:
-    """An executor whose every token is 11. It is done with a step at once, or, while it is busy,
-    with none. It notes what else it is asked to do."""
-
-    info = EngineInfo(
-        model="model",
-        model_dir="",
-        vocab_size=100,
-        max_model_len=256,
-        max_logprobs=0,
-        eos_token_ids=[],
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        cache_groups=(CacheGroup(window=None, num_blocks=64, max_blocks_per_request=16),),
-        block_size=16,
-    )
-    num_token_rows = num_compiles_after_warmup = 0
-    pack_s = 0.0
-    startup: ClassVar = []
-
-    def __init__(self, number=0):
-        self.number = number
-        self.is_busy = False
-        self.num_steps = 0
-        self.asked = []
-
-    def execute(self, schedule):
-        self.num_steps += 1
-        return Pending(self, schedule)
-
-    def check(self): ...
-
-    def device_memory(self):
-        return [DeviceMemory(self.number, 5, 7, 9)]
-
-    def sleep(self, *, keep_weights):
-        self.asked.append("sleep" if keep_weights else "sleep without weights")
-
-    def wake_weights(self):
-        self.asked.append("wake weights")
-
-    def wake_cache(self):
-        self.asked.append("wake cache")
-
-
-class Pending:
-    def __init__(self, device, schedule):
-        self._device = device
-        self._num_rows = schedule.num_rows
-
-    def is_ready(self):
-        return not self._device.is_busy
-
-    def result(self):
-        assert not self._device.is_busy, "the whole engine would wait for one device"
-        return StepResult(np.full(self._num_rows, 11, np.int32), None, None)
-
-
-@pytest.fixture
-def make_device():
-    return Device
 
 
 @pytest.fixture(scope="session")

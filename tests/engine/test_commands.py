@@ -29,6 +29,7 @@ from jaxllm.engine.replicas import Replicas
 from jaxllm.errors import EngineDeadError
 from jaxllm.messages import Call, CallFailed, EngineRequest, FromEngine, Stop, ToEngine
 from jaxllm.metrics.memory import DeviceMemory
+from tests.stand_in import StandIn
 
 
 class Dance(Order, frozen=True):
@@ -63,8 +64,8 @@ class Die(Order, frozen=True):
 
 
 @pytest.fixture
-def devices(make_device):
-    return [make_device(0), make_device(1)]
+def devices():
+    return [StandIn(number=0), StandIn(number=1)]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import TINY
 
 GLITCH = 300
 LENGTHS = (5, 40, 9)
@@ -23,23 +24,9 @@ def make_llm(tmp_path_factory):
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][GLITCH] = np.nan
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    cache = str(tmp_path_factory.mktemp("compiled"))
-
-    def make(**options):
-        return LLM(
-            str(model),
-            max_model_len=64,
-            max_num_seqs=4,
-            max_num_batched_tokens=32,
-            block_size=8,
-            num_gpu_blocks_override=24,  # so few that what a request leaves is soon another's
-            compilation_cache_dir=cache,
-            check_invariants=True,
-            enforce_eager=True,
-            **options,
-        )
-
-    return make
+    # So few blocks that what a request leaves is soon another's.
+    few = TINY | {"max_model_len": 64, "block_size": 8, "num_gpu_blocks_override": 24}
+    return lambda **options: LLM(str(model), **few, check_invariants=True, **options)
 
 
 def test_it_ends_alone_and_disturbs_nobody(make_llm):

@@ -3,7 +3,6 @@
 import itertools
 import random
 import signal
-from typing import NamedTuple
 
 import pytest
 
@@ -14,6 +13,7 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import EngineRequest, FinishReason
 from jaxllm.testing import make_tiny_checkpoint
+from tests.stand_in import StandIn
 
 
 class PressesCtrlC(LogitsProcessor):
@@ -32,61 +32,47 @@ class PressesCtrlC(LogitsProcessor):
         return logits
 
 
-class Fault(NamedTuple):
-    """What the device does wrong."""
+class Fault:
+    """What the device does wrong, once, in a step counted from the first; and whose prompts that
+    step and those dispatched after it computed."""
 
-    step: int
-    where: str  # "execute" or "result"
-    error: BaseException
-
-
-class FaultyExecutor:
-    """An executor whose device fails in a chosen step. Notes whose prompts that step and those
-    dispatched after it computed."""
-
-    def __init__(self, executor, fault):
-        self._executor = executor
-        self._fault = fault
+    def __init__(self, step, where, error):
+        self._fails_in = step
+        self._where = where  # "execute" or "result"
+        self._error = error
         self._num_steps = 0
+        self._failing = None  # the step's number in its engine
         self._prompts = {}  # by slot
         self.lost = set()
         self.has_failed = False
 
-    def __getattr__(self, name):
-        return getattr(self._executor, name)
+    def of(self, executor):
+        return StandIn(executor, on_execute=self._on_execute, on_result=self._on_result)
 
-    def execute(self, schedule):
+    def _on_execute(self, schedule):
         step, self._num_steps = self._num_steps, self._num_steps + 1
         for admission in schedule.admissions:
             self._prompts[admission.slot] = tuple(admission.prompt_token_ids)
-        if step >= self._fault.step and not self.has_failed:
+        if step >= self._fails_in and not self.has_failed:
             self.lost |= {self._prompts[slot] for slot in schedule.slots.tolist()}
-        if step == self._fault.step and self._fault.where == "execute":
+        if step == self._fails_in:
+            self._failing = schedule.step
+            self._fail("execute")
+
+    def _on_result(self, schedule):
+        if schedule.step == self._failing:
+            self._fail("result")
+
+    def _fail(self, where):
+        if where == self._where and not self.has_failed:
             self.has_failed = True
-            raise self._fault.error
-        pending = self._executor.execute(schedule)
-        return FaultyResult(self, pending, self._fault if step == self._fault.step else None)
+            raise self._error
 
 
-class FaultyResult:
-    """A step that is on the device, and fails there once."""
-
-    def __init__(self, executor, pending, fault):
-        self._executor = executor
-        self._pending = pending
-        self._fault = fault
-
-    def is_ready(self):
-        return self._pending.is_ready()
-
-    def result(self):
-        if self._fault is not None and not self._executor.has_failed:
-            self._executor.has_failed = True
-            raise self._fault.error
-        return self._pending.result()
+def no_fault():
+    return Fault(-1, "", RuntimeError())
 
 
-NO_FAULT = Fault(-1, "", RuntimeError())
 PROMPTS = [
     [3 + (i * 131 + j * j * 7 + j) % 380 for j in range(n)] for i, n in enumerate((5, 40, 9))
 ]
@@ -132,7 +118,7 @@ def make_core(model, device, request):
             model, **OPTIONS, async_scheduling=request.param.startswith("overlap")
         )
         kind = AskedOften if request.param.endswith("often") else EngineCore
-        return kind(config, executor=FaultyExecutor(device, fault))
+        return kind(config, executor=fault.of(device))
 
     return make
 
@@ -141,9 +127,7 @@ def make_core(model, device, request):
 def expected(model, device):
     """The undisturbed answers by prompt."""
     device.reset()
-    core = EngineCore(
-        EngineConfig.create(model, **OPTIONS), executor=FaultyExecutor(device, NO_FAULT)
-    )
+    core = EngineCore(EngineConfig.create(model, **OPTIONS), executor=no_fault().of(device))
     return {prompt: outcome.token_ids for prompt, outcome in run(core).items()}
 
 
@@ -184,13 +168,13 @@ def run(core, step=lambda core: core.step()):
 @pytest.mark.parametrize("where", ["execute", "result"])
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 5, 6, 8, 11, 14])
 def test_failed_step_ends_its_own_requests_and_no_others(make_core, expected, step, where):
-    core = make_core(Fault(step, where, RuntimeError("out of luck")))
-    executor = core.executor
+    fault = Fault(step, where, RuntimeError("out of luck"))
+    core = make_core(fault)
     outcomes = run(core)
-    assert executor.has_failed and executor.lost
-    assert {prompt for prompt, outcome in outcomes.items() if outcome.failed} == executor.lost
+    assert fault.has_failed and fault.lost
+    assert {prompt for prompt, outcome in outcomes.items() if outcome.failed} == fault.lost
     for prompt, outcome in outcomes.items():
-        if prompt in executor.lost:
+        if prompt in fault.lost:
             assert outcome.ends[0].error == "RuntimeError: out of luck"
             assert outcome.token_ids == expected[prompt][: len(outcome.token_ids)]
         else:
@@ -218,9 +202,10 @@ def test_interrupt_while_waiting_for_the_device_loses_nothing(make_core, expecte
         except KeyboardInterrupt:
             return []
 
-    core = make_core(Fault(step, "result", KeyboardInterrupt()))
+    fault = Fault(step, "result", KeyboardInterrupt())
+    core = make_core(fault)
     outcomes = run(core, step_on)
-    assert core.executor.has_failed
+    assert fault.has_failed
     assert {prompt: outcome.token_ids for prompt, outcome in outcomes.items()} == expected
 
 
@@ -234,9 +219,10 @@ def test_interrupt_while_a_step_is_dispatched_costs_no_more_than_that_step(
         except KeyboardInterrupt:
             return []
 
-    core = make_core(Fault(step, "execute", KeyboardInterrupt()))
+    fault = Fault(step, "execute", KeyboardInterrupt())
+    core = make_core(fault)
     outcomes = run(core, step_on)
-    assert core.executor.has_failed
+    assert fault.has_failed
     for prompt, outcome in outcomes.items():
         if not outcome.failed:
             assert outcome.token_ids == expected[prompt]
@@ -248,7 +234,7 @@ def test_interrupt_while_a_step_is_dispatched_costs_no_more_than_that_step(
 def test_interrupt_between_planning_and_dispatching_costs_no_more_than_that_step(
     make_core, expected, step
 ):
-    core = make_core(NO_FAULT)
+    core = make_core(no_fault())
     dispatch, steps = core.in_flight.dispatch, itertools.count()
 
     def interrupted(begun):

@@ -7,14 +7,15 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.commands import Sleep, WakeUp
 from jaxllm.engine.core import EngineCore
 from jaxllm.messages import EngineRequest
+from tests.stand_in import StandIn
 
 
 @pytest.fixture(params=["overlap", "plain"])
-def core_at_work(request, make_device):
+def core_at_work(request):
     """An engine core in the midst of a request, and its clock."""
     now = [0.0]
     config = EngineConfig.create("model", async_scheduling=request.param == "overlap")
-    core = EngineCore(config, make_device(), clock=lambda: now[0])
+    core = EngineCore(config, StandIn(), clock=lambda: now[0])
     add(core, "first")
     core.step()
     core.step()

@@ -10,25 +10,16 @@ from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import EngineRequest
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 from jaxllm.testing import VOCAB_SIZE, make_tiny_checkpoint
+from tests.profile import TINY
+from tests.stand_in import StandIn
 
-OPTIONS = {
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "num_gpu_blocks_override": 32,
-    "block_size": 8,
-    "max_logprobs": -1,
-    "check_invariants": True,
-    "enforce_eager": True,
-}
 PROMPTS = [[3 + (i * 131 + j * j * 7 + j) % 380 for j in range(10 + i)] for i in range(4)]
 
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
-    cache = str(tmp_path_factory.mktemp("compiled"))
-    return OPTIONS | {"model": str(model), "compilation_cache_dir": cache}
+    return TINY | {"model": str(model), "max_logprobs": -1, "check_invariants": True}
 
 
 @pytest.fixture(scope="module")
@@ -59,30 +50,6 @@ def test_logprobs_are_the_same_to_the_bit_whatever_is_asked_for(llm, temperature
             assert found == most[: len(found)]
 
 
-class Watched:
-    """An executor that notes what its steps bring to the host."""
-
-    def __init__(self, executor):
-        self._executor = executor
-        self.results = []
-
-    def __getattr__(self, name):
-        return getattr(self._executor, name)
-
-    def execute(self, schedule):
-        return WatchedStep(self._executor.execute(schedule), self.results)
-
-
-class WatchedStep:
-    def __init__(self, pending, results):
-        self._pending, self._results = pending, results
-        self.is_ready = pending.is_ready
-
-    def result(self):
-        self._results.append(self._pending.result())
-        return self._results[-1]
-
-
 @pytest.fixture(scope="module")
 def brought(options):
     """What steps bring for requests that ask for so many logprobs."""
@@ -91,7 +58,7 @@ def brought(options):
 
     def run(*counts):
         executor.reset()
-        watched = Watched(executor)
+        watched = StandIn(executor)
         core = EngineCore(config, watched)
         for i, count in enumerate(counts):
             core.add_request(
@@ -136,7 +103,7 @@ def test_all_logprobs_of_a_prompt_survive_a_preemption(options, llm):
         temperature=0, max_tokens=40, ignore_eos=True, prompt_logprobs=MAX_STEP_LOGPROBS + 1
     )
     expected = llm.generate(PROMPTS, params, use_tqdm=False)
-    small = LLM(**options | {"num_gpu_blocks_override": 16, "enable_prefix_caching": False})
+    small = LLM(**options | {"num_gpu_blocks_override": 10, "enable_prefix_caching": False})
     outputs = small.generate(PROMPTS, params, use_tqdm=False)
     assert small.llm_engine.stats().num_preemptions > 0
     for output, wanted in zip(outputs, expected, strict=True):

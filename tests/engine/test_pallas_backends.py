@@ -232,14 +232,10 @@ def test_overlapped_is_plain(kind, make_llm, base, params, expected, assert_same
     assert_same(generate(llm, PROMPTS, params), expected, kind.atol)
 
 
-def test_other_block_size_is_the_same(kind, make_llm, params, expected, assert_same):
-    llm = make_llm(block_size=kind.other_block_size)
+def test_other_block_size_and_bucket_are_the_same(kind, make_llm, params, expected, assert_same):
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    llm = make_llm(block_size=kind.other_block_size, **sizes)
     assert llm.llm_engine.info.block_size == kind.other_block_size != kind.block_size
-    assert_same(generate(llm, PROMPTS[LONG], params[LONG]), expected[LONG], kind.atol)
-
-
-def test_other_bucket_is_the_same(kind, make_llm, params, expected, assert_same):
-    llm = make_llm(max_num_seqs=2, max_num_batched_tokens=16)
     assert_same(generate(llm, PROMPTS[LONG], params[LONG]), expected[LONG], kind.atol)
     # In programs of the size that they need, the prompts would be computed in one step.
     steps = sum(map(len, PROMPTS[LONG])) // 16 + PARAMS[2].max_tokens

@@ -14,11 +14,12 @@ from jaxllm.engine.replicas import Replicas
 from jaxllm.messages import EngineRequest
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.watch import Work
+from tests.stand_in import StandIn
 
 
 @pytest.fixture
-def devices(make_device):
-    return [make_device(0), make_device(1)]
+def devices():
+    return [StandIn(), StandIn()]
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "plain"])

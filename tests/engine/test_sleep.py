@@ -1,6 +1,7 @@
 """An engine that sleeps gives memory back, loses no request, and goes on as if nothing had been."""
 
 import gc
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams, ValidationError
 from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import TINY
 
 PROMPTS = ["Once upon a time", [5, 6, 7] * 20, "The answer"]
 PARAMS = [
@@ -35,16 +37,8 @@ def device_bytes():
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory, device_bytes):  # after it
-    return LLM(
-        make_tiny_checkpoint(tmp_path_factory.mktemp("model")),
-        max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        kv_cache_memory_bytes=4 << 20,
-        block_size=16,
-        enforce_eager=True,
-        check_invariants=True,
-    )
+    model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return LLM(model, **TINY, check_invariants=True)
 
 
 def answers(outputs):
@@ -153,8 +147,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 from jaxllm import LLM, SamplingParams
 
-llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, max_num_seqs=2,
-          max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, enforce_eager=True,
+llm = LLM(sys.argv[1], **json.loads(sys.argv[2]),
           tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
 params = SamplingParams(temperature=0, max_tokens=12)
 def ask():
@@ -173,7 +166,7 @@ print("the same")
 @pytest.mark.slow
 def test_every_replica_and_every_stage_sleeps(tmp_path):
     model = make_tiny_checkpoint(tmp_path / "model")
-    command = [sys.executable, "-c", SCRIPT, str(model)]
+    command = [sys.executable, "-c", SCRIPT, str(model), json.dumps(TINY)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.endswith("the same\n")

@@ -6,26 +6,13 @@ import time
 import numpy as np
 import pytest
 
-from jaxllm.cache_groups import CacheGroup
 from jaxllm.errors import EngineDeadError
 from jaxllm.executor.link import LeaderLink, PeerLink
 from jaxllm.executor.multihost import MultiHostExecutor, _Inbox
 from jaxllm.executor.wire import Failed, Figures, StepDone, Stop, encode
-from jaxllm.messages import EngineInfo
 from jaxllm.scheduler.schedule import Schedule, StepResult
+from tests.stand_in import INFO, StandIn
 
-INFO = EngineInfo(
-    model="model",
-    model_dir="",
-    vocab_size=2,
-    max_model_len=2,
-    max_logprobs=0,
-    eos_token_ids=[],
-    max_num_seqs=1,
-    max_num_batched_tokens=2,
-    cache_groups=(CacheGroup(window=None, num_blocks=1, max_blocks_per_request=1),),
-    block_size=2,
-)
 ONE = np.ones(1, np.int32)
 SCHEDULE = Schedule(
     step=0,
@@ -38,22 +25,6 @@ SCHEDULE = Schedule(
     token_ids=ONE,
     block_updates=np.zeros((0, 4), np.int32),
 )
-
-
-class WaitingDevice:
-    """Runs a step that waits for the other rank's part of it."""
-
-    def __init__(self):
-        self.goes_on = threading.Event()
-
-    def execute(self, schedule):
-        return self
-
-    def result(self):
-        self.goes_on.wait()
-
-    def free(self):
-        self.goes_on.set()
 
 
 @pytest.fixture
@@ -71,8 +42,11 @@ def peer_and_inbox():
 def peer_and_step(peer_and_inbox):
     """Rank 1, and a step of rank 0 that waits for it."""
     peer, inbox = peer_and_inbox
-    executor = MultiHostExecutor(inbox, 0, [0, 1], INFO, WaitingDevice())
+    goes_on = threading.Event()
+    device = StandIn(on_result=lambda schedule: goes_on.wait())
+    executor = MultiHostExecutor(inbox, 0, [0, 1], INFO, device)
     yield peer, executor.execute(SCHEDULE)
+    goes_on.set()
     executor.shutdown()
 
 

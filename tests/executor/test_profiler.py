@@ -5,14 +5,8 @@ from jax.profiler import ProfileData
 
 from jaxllm import LLM, SamplingParams, ValidationError
 from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import TINY
 
-OPTIONS = {
-    "max_model_len": 64,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 16,
-    "kv_cache_memory_bytes": 1 << 20,
-    "enforce_eager": True,
-}
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
@@ -22,7 +16,7 @@ def num_steps(path):
 
 
 def test_a_profile_holds_the_steps_that_were_run_meanwhile(tmp_path):
-    llm = LLM(make_tiny_checkpoint(tmp_path / "model"), profile_dir=str(tmp_path / "p"), **OPTIONS)
+    llm = LLM(make_tiny_checkpoint(tmp_path / "model"), profile_dir=str(tmp_path / "p"), **TINY)
     llm.generate("a", PARAMS, use_tqdm=False)
     with pytest.raises(ValidationError, match="no profile is being taken"):
         llm.stop_profile()
@@ -43,6 +37,6 @@ def test_a_profile_holds_the_steps_that_were_run_meanwhile(tmp_path):
 
 
 def test_without_a_directory_there_are_no_profiles(tmp_path):
-    llm = LLM(make_tiny_checkpoint(tmp_path), **OPTIONS)
+    llm = LLM(make_tiny_checkpoint(tmp_path), **TINY)
     with pytest.raises(ValidationError, match="start the engine with profile_dir"):
         llm.start_profile()

@@ -9,8 +9,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.testing import make_tiny_checkpoint
-
-pytest.importorskip("ray")
+from tests.profile import SHARDED, SHARDED_MODEL
 
 SCRIPT = """
 import json, sys
@@ -36,29 +35,21 @@ outputs = llm.generate(json.loads(sys.argv[3]), SamplingParams(temperature=0), u
 print(json.dumps([output.outputs[0].token_ids for output in outputs]), flush=True)
 """
 
-OPTIONS = {
-    "dtype": "float32",
-    "max_model_len": 64,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "kv_cache_memory_bytes": 1 << 20,
-    "skip_tokenizer_init": True,
-    "enforce_eager": True,
-}
 PROMPTS = [[5, 6, 7], list(range(40)), [9] * 17]
 
 
 @pytest.mark.slow
 def test_ray_starts_the_ranks_of_an_engine(tmp_path):
-    model = str(make_tiny_checkpoint(tmp_path, num_attention_heads=4, num_key_value_heads=2))
+    pytest.importorskip("ray")
+    model = str(make_tiny_checkpoint(tmp_path, **SHARDED_MODEL))
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "16"}
     env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-    command = [sys.executable, "-c", SCRIPT, model, json.dumps(OPTIONS), json.dumps(PROMPTS)]
+    command = [sys.executable, "-c", SCRIPT, model, json.dumps(SHARDED), json.dumps(PROMPTS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     refusal, *_, tokens = [
         line for line in done.stdout.splitlines() if line.startswith(("[[", "nn"))
     ]
     assert refusal == "nnodes=9: the Ray cluster has 3 such nodes"
-    one = LLM(model, **OPTIONS).generate(PROMPTS, SamplingParams(temperature=0), use_tqdm=False)
+    one = LLM(model, **SHARDED).generate(PROMPTS, SamplingParams(temperature=0), use_tqdm=False)
     assert json.loads(tokens) == [output.outputs[0].token_ids for output in one]

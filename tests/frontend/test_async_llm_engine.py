@@ -24,6 +24,7 @@ from jaxllm.config import EngineArgs
 from jaxllm.engine.commands import Order
 from jaxllm.frontend.tokenizer import LONG_TEXT
 from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import TINY
 
 PROMPTS = ["Once upon a time", "The answer", [5, 6, 7], "a b c d e f g " * 5, {"prompt": "Hi"}]
 PARAMS = [
@@ -37,15 +38,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    return {
-        "model": str(make_tiny_checkpoint(tmp_path_factory.mktemp("model"))),
-        "dtype": "float32",
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 32,
-        "kv_cache_memory_bytes": 1 << 20,
-        "enforce_eager": True,
-    }
+    return TINY | {"model": str(make_tiny_checkpoint(tmp_path_factory.mktemp("model")))}
 
 
 @pytest.fixture(scope="module")

@@ -12,23 +12,17 @@ from jaxllm.openai.endpoints import find_endpoint
 from jaxllm.openai.errors import AnswerError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import TINY
 
 pytestmark = pytest.mark.slow  # the first one compiles
 
-OPTIONS = {
-    "enforce_eager": True,
-    "max_model_len": 64,
-    "max_num_batched_tokens": 32,
-    "max_num_seqs": 4,
-    "num_gpu_blocks_override": 64,
-}
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 4}
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory) -> LLM:
-    return LLM(make_tiny_checkpoint(tmp_path_factory.mktemp("openai") / "model"), **OPTIONS)
+    return LLM(make_tiny_checkpoint(tmp_path_factory.mktemp("openai") / "model"), **TINY)
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +93,13 @@ def test_chat_goes_on_with_the_last_message(llm, chat):
 
 def test_chat_without_a_bound_fills_the_context(chat):
     answer = chat(messages=HELLO, temperature=0, ignore_eos=True)
-    assert answer["usage"]["total_tokens"] == OPTIONS["max_model_len"]
+    assert answer["usage"]["total_tokens"] == TINY["max_model_len"]
 
 
 def test_no_answer_is_longer_than_the_model_recommends(tmp_path):
     model = make_tiny_checkpoint(tmp_path / "model")
     (model / "generation_config.json").write_text('{"max_new_tokens": 3, "eos_token_id": 0}')
-    info = LLM(model, **OPTIONS).llm_engine.info
+    info = LLM(model, **TINY).llm_engine.info
     assert info.max_new_tokens == info.default_sampling_params.max_tokens == 3
 
 

@@ -7,6 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import SHARDED, SHARDED_MODEL
+
 SCRIPT = """
 import json, os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -24,7 +27,7 @@ class Favour(LogitsProcessor):
     def apply(self, logits, params, output_index):
         return logits + jnp.arange(VOCAB) % 7
 
-model, variants = sys.argv[1], json.loads(sys.argv[2])
+model, base, variants = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 VOCAB = json.load(open(model + "/config.json"))["vocab_size"]
 rng = __import__("random").Random(0)
 prompts = [[rng.randrange(300) for _ in range(length)] for length in (1, 7, 33, 70, 40, 12, 9)]
@@ -37,14 +40,9 @@ params = [
     SamplingParams(seed=5, max_tokens=12, min_p=0.05, logit_bias={7: 4.0}, n=2, logprobs=1),
     SamplingParams(seed=6, max_tokens=12, extra_args={"favour": 1}, logprobs=1),
 ]
-base = dict(
-    dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32, block_size=8,
-    kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True, enforce_eager=True,
-    logits_processors=(Favour,), max_logprobs=-1,
-)
 
 def run(options):
-    llm = LLM(model, **{**base, **options})
+    llm = LLM(model, logits_processors=(Favour,), **{**base, **options})
     answers = [
         {
             "tokens": list(completion.token_ids),
@@ -60,7 +58,7 @@ def run(options):
         for output in llm.generate(prompts, params, use_tqdm=False)
         for completion in output.outputs
     ]
-    again = run_again(llm) if json.loads(sys.argv[3]) else None
+    again = run_again(llm) if json.loads(sys.argv[4]) else None
     return {
         "answers": answers,
         "again": again,
@@ -93,8 +91,9 @@ print(json.dumps([run(options) for options in variants]))
 def run_engines(model_dir, *variants, again=False):
     """What an engine with each of these options answers, and its metrics; once more with `again`,
     from the prefix cache, where one request is aborted."""
+    arguments = [str(model_dir), *map(json.dumps, (SHARDED, variants, again))]
     process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model_dir), json.dumps(variants), json.dumps(again)],
+        [sys.executable, "-c", SCRIPT, *arguments],
         capture_output=True,
         text=True,
         timeout=900,
@@ -117,6 +116,11 @@ def assert_same_answers(got, expected):
 @pytest.fixture(scope="session")
 def engines():
     return run_engines
+
+
+@pytest.fixture(scope="session")
+def sharded_model(tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("sharded"), **SHARDED_MODEL)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,15 @@
 """Replicas of a model serve one stream of requests, with the tokens of a single engine."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import SHARDED
 
 SCRIPT = """
-import os, sys
+import json, os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
@@ -16,10 +17,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ValidationError
 from jaxllm.metrics.reader import Histogram
 
-base = dict(
-    model=sys.argv[1], dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32,
-    kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True, enforce_eager=True,
-)
+base = json.loads(sys.argv[2]) | {"model": sys.argv[1]}
 prompts = [[3 + (i * 31 + j) % 300 for j in range(2 + 3 * i)] for i in range(8)]
 params = [SamplingParams(seed=i, max_tokens=4 + i, n=1 + i % 2, ignore_eos=True) for i in range(8)]
 
@@ -68,9 +66,11 @@ print("well")
 
 
 @pytest.mark.slow
-def test_replicas_give_the_tokens_of_one_engine(tmp_path):
-    model_dir = make_tiny_checkpoint(tmp_path, num_attention_heads=4, num_key_value_heads=2)
+def test_replicas_give_the_tokens_of_one_engine(sharded_model):
     process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model_dir)], capture_output=True, text=True, timeout=900
+        [sys.executable, "-c", SCRIPT, str(sharded_model), json.dumps(SHARDED)],
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert process.stdout.strip().endswith("well"), process.stderr[-3000:]

@@ -1,68 +1,64 @@
 """A model in stages, with a step in each, answers as it does on one device."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import SHARDED, SHARDED_MODEL
 
-# Layers that do not divide evenly, kinds of layers that do not either, and a tied embedding, which
-# the first stage and the last one have.
-QWEN = {
-    "num_hidden_layers": 5,
-    "tie_word_embeddings": True,
-    "use_sliding_window": True,
-    "sliding_window": 24,
-    "max_window_layers": 2,
+ROOT = Path(__file__).parents[2]
+FEW_BLOCKS = {"num_gpu_blocks_override": 18, "enable_prefix_caching": False}
+VARIANTS = {
+    "one": {},
+    "two": {"pipeline_parallel_size": 2, "enforce_eager": False, "check_invariants": True},
+    "plain": {"pipeline_parallel_size": 2, "async_scheduling": False},
+    "few blocks": {"pipeline_parallel_size": 2, **FEW_BLOCKS},
+    "three": {"pipeline_parallel_size": 3},
+    "stages of shards": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "replicas of stages": {"pipeline_parallel_size": 2, "data_parallel_size": 2},
 }
-LLAMA = {"num_hidden_layers": 3, "vocab_size": 387}
+
+
+@pytest.fixture(scope="module")
+def answered(engines, tmp_path_factory):
+    """What each of these engines answers, twice."""
+    # The first stage has its embedding, and so has the last one.
+    model = SHARDED_MODEL | {"tie_word_embeddings": True}
+    model_dir = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), **model)
+    return dict(zip(VARIANTS, engines(model_dir, *VARIANTS.values(), again=True), strict=True))
 
 
 @pytest.mark.slow
-def test_any_number_of_stages_gives_the_same_tokens(engines, same_answers, tmp_path):
-    model_dir = make_tiny_checkpoint(tmp_path, "qwen2", **QWEN)
-    few_blocks = {"num_gpu_blocks_override": 18, "enable_prefix_caching": False}
-    one, two, plain, few, four = engines(
-        model_dir,
-        {},
-        {"pipeline_parallel_size": 2, "enforce_eager": False, "check_invariants": True},
-        {"pipeline_parallel_size": 2, "async_scheduling": False},
-        {"pipeline_parallel_size": 2, **few_blocks},
-        {"pipeline_parallel_size": 4},
-        again=True,
-    )
-    for other in (two, plain, few, four):
-        same_answers(other, one)
-    assert two["metrics"]["compiles_after_warmup"] == 0
-    assert two["metrics"]["prefix_cache_hits"] > 0
-    assert two["metrics"]["overlap"] and not plain["metrics"]["overlap"]
-    assert few["metrics"]["num_preemptions"] > 0
-    # Two stages have always something to run, but for the beginnings and the ends; four do not
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "one"])
+def test_stages_give_the_same_tokens(answered, same_answers, name):
+    same_answers(answered[name], answered["one"])
+
+
+@pytest.mark.slow
+def test_engines_with_stages_work_as_others_do(answered):
+    metrics = {name: one["metrics"] for name, one in answered.items()}
+    assert metrics["two"]["compiles_after_warmup"] == 0
+    assert metrics["two"]["prefix_cache_hits"] > 0
+    assert metrics["two"]["overlap"] and not metrics["plain"]["overlap"]
+    assert metrics["few blocks"]["num_preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_more_stages_find_less_to_run(answered):
+    share = {name: one["metrics"]["pipeline_bubble_share"] for name, one in answered.items()}
+    # Two stages have always something to run, but for the beginnings and the ends; three do not
     # when a request or two are left. One stage has no bubbles.
-    assert one["metrics"]["pipeline_bubble_share"] == 0
-    assert 0 < two["metrics"]["pipeline_bubble_share"] < 0.25
-    assert two["metrics"]["pipeline_bubble_share"] < four["metrics"]["pipeline_bubble_share"] < 0.5
-
-
-@pytest.mark.slow
-def test_stages_of_shards_and_replicas_of_stages_give_the_same_tokens(
-    engines, same_answers, tmp_path
-):
-    model_dir = make_tiny_checkpoint(tmp_path, "llama", **LLAMA)
-    one, *more = engines(
-        model_dir,
-        {},
-        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2, "data_parallel_size": 2},
-        again=True,
-    )
-    for other in more:
-        same_answers(other, one)
+    assert share["one"] == 0
+    assert 0 < share["two"] < 0.25
+    assert share["two"] < share["three"] < 0.5
 
 
 FAILURE = """
-import os, sys
+import json, os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 from jaxllm import SamplingParams
@@ -70,31 +66,20 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import EngineRequest, FinishReason
-
-class Fails:
-    def is_ready(self):
-        return True
-    def result(self):
-        raise RuntimeError("out of luck")
-
-class FailsOnce:
-    "An executor whose device fails in one step, with others behind it."
-    def __init__(self, executor, step):
-        self.executor, self.step = executor, step
-    def __getattr__(self, name):
-        return getattr(self.executor, name)
-    def execute(self, schedule):
-        pending = self.executor.execute(schedule)
-        return Fails() if schedule.step == self.step else pending
+from tests.stand_in import StandIn
 
 config = EngineConfig.create(
-    sys.argv[1], dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16,
-    num_gpu_blocks_override=30, enforce_eager=True, pipeline_parallel_size=2, check_invariants=True,
+    sys.argv[1], **json.loads(sys.argv[2]), pipeline_parallel_size=2, check_invariants=True
 )
 executor = UniProcExecutor(config)
 
 def run(step):
-    core = EngineCore(config, executor=FailsOnce(executor, step))
+    def fail(schedule):
+        if schedule.step == step:
+            raise RuntimeError("out of luck")
+
+    # The device fails in one step, with others behind it.
+    core = EngineCore(config, executor=StandIn(executor, on_result=fail))
     executor.reset()
     for i in range(9):
         core.add_request(EngineRequest(
@@ -123,9 +108,12 @@ print("well")
 
 
 @pytest.mark.slow
-def test_a_failed_step_takes_those_behind_it_along_and_no_more(tmp_path):
-    model_dir = make_tiny_checkpoint(tmp_path, "llama", **LLAMA)
+def test_a_failed_step_takes_those_behind_it_along_and_no_more(sharded_model):
     process = subprocess.run(
-        [sys.executable, "-c", FAILURE, str(model_dir)], capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", FAILURE, str(sharded_model), json.dumps(SHARDED)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
     )
     assert process.stdout.strip().endswith("well"), process.stderr[-3000:]

@@ -9,39 +9,41 @@ import pytest
 
 from jaxllm.testing import make_tiny_checkpoint
 
-# More shards than kv heads, an odd vocabulary, fused weights with biases, normalised heads.
-MODELS = {
-    "llama": {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 387},
-    "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 4},
-    "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+# One engine for each number of shards, and others of two shards that take other ways.
+ONE = {}
+SHARDS = {size: {"tensor_parallel_size": size} for size in (2, 8)}
+OTHER_WAYS = {
+    "plain": {"async_scheduling": False},
+    "alone": {"max_num_seqs": 1},
+    "few blocks": {"enable_prefix_caching": False, "num_gpu_blocks_override": 18},
+    "reference": {"attention_backend": "reference", "block_size": 16},
+    "whole": {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "sizes"), [("llama", (2, 4, 8)), ("qwen2", (4,)), ("qwen3", (8,))]
-)
-def test_any_number_of_shards_gives_the_same_tokens(engines, same_answers, family, sizes, tmp_path):
-    model_dir = make_tiny_checkpoint(tmp_path, family, **MODELS[family])
-    one, *more = engines(model_dir, {}, *({"tensor_parallel_size": size} for size in sizes))
-    for other in more:
-        same_answers(other, one)
+@pytest.fixture(scope="module")
+def answered(engines, sharded_model):
+    """What each of them answers, by the name or the number above."""
+    variants = {1: ONE, **SHARDS, **{name: SHARDS[2] | way for name, way in OTHER_WAYS.items()}}
+    return dict(zip(variants, engines(sharded_model, *variants.values()), strict=True))
 
 
 @pytest.mark.slow
-def test_equalities_of_the_engine_hold_for_two_shards(engines, same_answers, tmp_path):
-    model_dir = make_tiny_checkpoint(tmp_path, "llama", **MODELS["llama"])
-    changes = (
-        {},
-        {"async_scheduling": False, "max_num_seqs": 2},
-        {"enable_prefix_caching": False, "num_gpu_blocks_override": 24},
-        {"attention_backend": "reference", "block_size": 16},
-        {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
-        {"max_num_seqs": 1},
-    )
-    plain, *others = engines(model_dir, *({"tensor_parallel_size": 2, **c} for c in changes))
-    for other in others:
-        same_answers(other, plain)
+@pytest.mark.parametrize("size", SHARDS)
+def test_any_number_of_shards_gives_the_same_tokens(answered, same_answers, size):
+    same_answers(answered[size], answered[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_equalities_of_the_engine_hold_for_two_shards(answered, same_answers, way):
+    same_answers(answered[way], answered[2])
+
+
+@pytest.mark.slow
+def test_its_engines_took_other_ways(answered):
+    assert answered[2]["metrics"]["overlap"] and not answered["plain"]["metrics"]["overlap"]
+    assert answered["few blocks"]["metrics"]["num_preemptions"] > 0
 
 
 # The emulator of GPUs does not tell devices apart, so this is for the kernels of TPUs only.

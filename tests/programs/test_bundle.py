@@ -291,6 +291,17 @@ def test_settings_of_jax_that_change_programs_are_part_of_the_identity(setting, 
     assert program_identity(plan) == here
 
 
+def test_how_much_is_optimised_is_part_of_the_identity(model_dir):
+    plan = make_plan(args(model_dir))
+    here, before = program_identity(plan), jax.config.read("jax_disable_most_optimizations")
+    try:
+        jax.config.update("jax_disable_most_optimizations", not before)
+        assert program_identity(plan) != here
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+    assert program_identity(plan) == here
+
+
 def test_flags_for_the_compiler_are_part_of_the_identity(model_dir, monkeypatch):
     plan = make_plan(args(model_dir))
     here = program_identity(plan)

@@ -8,7 +8,13 @@ import pytest
 
 # Otherwise it looks for a price list on the web when it is imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-litellm = pytest.importorskip("litellm")
+
+
+@pytest.fixture(scope="module")
+def litellm():
+    """The module, which takes seconds to import."""
+    return pytest.importorskip("litellm")
+
 
 pytestmark = pytest.mark.slow  # the first one starts an engine
 
@@ -33,7 +39,7 @@ def chat(options):
     return options | {"messages": HELLO, "max_tokens": 8, "temperature": 0}
 
 
-def test_answers_at_once_and_in_pieces_are_the_same(chat):
+def test_answers_at_once_and_in_pieces_are_the_same(litellm, chat):
     answer = litellm.completion(**chat)
     (choice,) = answer.choices
     assert choice.message.content and choice.finish_reason == "length"
@@ -52,7 +58,7 @@ def test_answers_at_once_and_in_pieces_are_the_same(chat):
     assert asyncio.run(use()) == (text, text)
 
 
-def test_a_tool_is_called(chat, says):
+def test_a_tool_is_called(litellm, chat, says):
     body = chat | {"max_tokens": 100, "tools": [LOOK], "extra_body": says(CALL)}
     (choice,) = litellm.completion(**body).choices
     (call,) = choice.message.tool_calls
@@ -63,18 +69,18 @@ def test_a_tool_is_called(chat, says):
     assert rebuilt.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
 
 
-def test_logprobs_and_several_answers(chat):
+def test_logprobs_and_several_answers(litellm, chat):
     body = chat | {"n": 2, "temperature": 1, "seed": 1, "logprobs": True, "top_logprobs": 2}
     answer = litellm.completion(**body)
     assert [len(choice.logprobs.content) for choice in answer.choices] == [8, 8]
 
 
-def test_completions(options):
+def test_completions(litellm, options):
     answer = litellm.text_completion(**options, prompt="Once", max_tokens=5, temperature=0)
     assert answer.choices[0].text
 
 
-def test_errors_are_of_the_client_s_kinds(chat):
+def test_errors_are_of_the_client_s_kinds(litellm, chat):
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(**chat | {"temperature": -1})
     with pytest.raises(litellm.AuthenticationError):
