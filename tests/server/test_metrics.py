@@ -3,7 +3,9 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxllm.cache_groups import CacheGroup
 from jaxllm.metrics.memory import DeviceMemory, EngineMemory
+from jaxllm.metrics.stats import EngineStats
 from jaxllm.server.engine_metrics import Figures
 
 pytestmark = pytest.mark.slow  # the first one starts an engine
@@ -109,6 +111,11 @@ def test_the_kv_cache_is_told_as_it_is(page, host):
     info = host.engine.info
     assert f"block_size={info.block_size}" in labels
     assert f"num_gpu_blocks={info.cache_groups[0].num_blocks}" in labels
+    for name, count in (
+        ("kv_group_blocks", info.cache_groups[0].num_blocks),
+        ("kv_group_blocks_used", 0),
+    ):
+        assert page.now(name, "engine=0", "group=0", "window=none") == count
     assert f"kv_cache_memory_bytes={16 << 20}" in labels
     assert "enable_prefix_caching=True" in labels and "engine=0" in labels
 
@@ -188,6 +195,26 @@ def test_each_replica_has_its_own_figures(engine_options, make_host, monkeypatch
     stats = host.call(host.engine.stats())
     assert stats.num_generation_tokens == 24
     assert stats.num_blocks == 2 * host.engine.info.cache_groups[0].num_blocks
+
+
+def test_blocks_are_told_by_group_of_layers():
+    groups = [
+        CacheGroup(window=None, num_blocks=8, max_blocks_per_request=4),
+        CacheGroup(window=16, num_blocks=6, max_blocks_per_request=2),
+    ]
+    stats = EngineStats(group_blocks=[8, 6], group_blocks_used=[5, 2])
+    families = Figures("jaxllm", "tiny").of_groups([stats], groups)
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert found == {
+        ("jaxllm:kv_group_blocks", "tiny", "0", "0", "none"): 8,
+        ("jaxllm:kv_group_blocks", "tiny", "0", "1", "16"): 6,
+        ("jaxllm:kv_group_blocks_used", "tiny", "0", "0", "none"): 5,
+        ("jaxllm:kv_group_blocks_used", "tiny", "0", "1", "16"): 2,
+    }
 
 
 def test_memory_of_accelerators_is_told_by_device():
