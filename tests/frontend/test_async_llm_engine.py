@@ -370,4 +370,6 @@ def test_calls_beside_requests_are_answered_or_refused_and_harm_no_request(optio
         outputs = [output async for output in stream]
         assert outputs[-1].outputs[0].finish_reason == "abort"
 
-    with_engine({**options, "profile_dir": str(tmp_path / "p")}, use)
+    # Answers so long that they are under way while all of this is asked.
+    options = {**options, "max_model_len": 256, "profile_dir": str(tmp_path / "p")}
+    with_engine(options, use)

@@ -11,7 +11,7 @@ from jaxllm.testing import make_tiny_checkpoint
 from tests.profile import SHARDED, SHARDED_MODEL
 
 ROOT = Path(__file__).parents[2]
-FEW_BLOCKS = {"num_gpu_blocks_override": 18, "enable_prefix_caching": False}
+FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 36, "enable_prefix_caching": False}
 VARIANTS = {
     "one": {},
     "two": {"pipeline_parallel_size": 2, "enforce_eager": False, "check_invariants": True},
