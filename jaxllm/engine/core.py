@@ -134,7 +134,7 @@ class EngineCore:
         start = self._clock()
         if self.in_flight.has_room:
             self._dispatch_next()
-        num_kept = self.in_flight.num_kept
+        num_kept = self.in_flight.num_kept  # read before the loop, which changes it
         while len(self.in_flight) > num_kept:
             if not wait and not self.in_flight.is_ready():
                 break

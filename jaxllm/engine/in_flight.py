@@ -1,9 +1,8 @@
 """The steps in flight: dispatched, awaited and taken in order.
 
 With overlap (the default) a step is dispatched before the tokens of the previous step are read, so
-the device finds its next step waiting. The engine's driver may delay the dispatch while the device
-is still busy (`spare_s`). A pipeline has as many steps in flight as stages, and with overlap one
-more.
+the device finds its next step waiting. The engine may delay the dispatch while the device is still
+busy (`spare_s`). A pipeline has as many steps in flight as stages, and with overlap one more.
 """
 
 import math
@@ -80,8 +79,7 @@ class InFlight:
         self._nobody_can_go_on = False
 
     def rest(self) -> None:
-        """Note that no request wants the device, so its idle time until the next step does not
-        count."""
+        """Note that no request wants the device: idle time until the next step does not count."""
         self._idle_since = None
 
     def note_running(self) -> None:
@@ -89,9 +87,9 @@ class InFlight:
         self._seen_running_at = self._clock()
 
     def expect(self, schedule: Schedule | None) -> None:
-        """Note a planned step; for None, note that no request can go on before a step in flight
-        comes back. Call this right after planning: the scheduler must get a result or a failure of
-        every planned step, even if Ctrl-C interrupts the dispatch."""
+        """Note a planned step, or None if no request can go on before a step in flight comes back.
+        Call this right after planning: even after Ctrl-C every planned step must be taken or lost.
+        """
         self._nobody_can_go_on = schedule is None and bool(self._steps)
         if schedule is not None:
             self._steps.append((schedule, _INTERRUPTED))

@@ -16,14 +16,12 @@ _MAX_PIECES = 1 << 17
 
 
 class Router:
-    """Remembers which replica serves each request. Costs O(prompt) per request and nothing per
-    step."""
+    """Remembers the replica of each request. Costs O(prompt) per request and nothing per step."""
 
     def __init__(self, num_replicas: int) -> None:
         self._work = [0] * num_replicas  # tokens of unfinished requests
         self._served: dict[str, tuple[int, int]] = {}  # request id -> replica, tokens
-        # Hash of a piece of a prompt and all before it -> the replica that computed it last. The
-        # oldest are dropped first.
+        # Hash of a piece and all before it -> the replica that computed it last; oldest first.
         self._seen: OrderedDict[int, int] = OrderedDict()
 
     def choose(self, request: EngineRequest) -> int:

@@ -70,7 +70,7 @@ class OpenRequest:
         if stats is not None:
             self.note_stats(answer, stats)
         if answer.index == 0:
-            # The others share the first one's prompt blocks; theirs would always be hits.
+            # The other answers share the first one's prompt blocks, so theirs are always hits.
             if answer.num_tokens == num_new:
                 self.num_cached_tokens = out.num_cached_tokens
             if out.new_prompt_logprobs is not None and self.prompt_logprobs is not None:

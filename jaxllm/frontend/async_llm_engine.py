@@ -193,9 +193,8 @@ class AsyncLLMEngine:
         return self.tokenizer.hf
 
     async def in_tokenizer_thread(self, function: Callable[[], Result], size: int) -> Result:
-        """Run a function that uses the tokenizer or reads text, off the event loop. `size` is about
-        the number of characters or tokens: long texts have a thread of their own, so they do not
-        delay short ones."""
+        """Run a function that uses the tokenizer or reads text, off the event loop. Texts of a
+        large `size`, in characters or tokens, have their own thread and do not delay short ones."""
         return await self._tokenizer_threads.run(function, size)
 
     async def call(self, command: Command[Any, Answer]) -> Answer:

@@ -113,7 +113,7 @@ class Tokenizer:
 
 
 def _encode(hf: "PreTrainedTokenizerBase", text: str, add_special_tokens: bool) -> list[int]:
-    # verbose=False: the engine has its own, right limit on the length.
+    # verbose=False: no warning about the length, for which the engine has its own limit.
     encoded = hf(text, add_special_tokens=add_special_tokens, verbose=False)
     return list(encoded["input_ids"])
 

@@ -93,7 +93,7 @@ STEP_TOKENS_HELP = "Tokens computed in a step."
 
 
 def step_tokens_buckets(stats: EngineStats) -> dict[str, int]:
-    """How many steps had at most so many tokens, by that limit. The last limit is infinite."""
+    """The number of steps with at most a limit of tokens, by limit. The last is infinite."""
     buckets: dict[str, int] = {}
     count = 0
     last = len(stats.step_sizes) - 1

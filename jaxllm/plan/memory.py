@@ -66,8 +66,7 @@ def size_kv_cache(
         num_blocks = num_fitting(cache_bytes, room)
         if device.platform == "cpu":
             # The next start may find a little more or less free memory. It should choose the same
-            # number: the number is in the shapes of all programs, which the compilation cache must
-            # find again.
+            # number, which is in all programs' shapes, so that it finds them in the cache.
             num_blocks = max(_power_of_two(num_blocks), min(num_blocks, min_blocks))
         if device.platform == "cpu" or not config.enable_prefix_caching:
             num_blocks = min(num_blocks, useful)

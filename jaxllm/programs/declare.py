@@ -64,16 +64,14 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
 
 
 def num_programs(plan: EnginePlan) -> int:
-    """How many programs are declared: for each stage, the steps of every shape and the small
-    programs."""
+    """How many programs are declared: for each stage, its steps and its small programs."""
     return sum(len(plan.buckets) + 2 + stage.part.has_head for stage in plan.stages)
 
 
 def declare_programs(
     plan: EnginePlan, layouts: Mapping[Bucket, InputLayout]
 ) -> dict[Hashable, Program]:
-    """Declare all programs of an engine. A step's key is its bucket; in a pipeline all keys are
-    StageKeys."""
+    """Declare all programs of an engine. A step's key is its bucket, in a pipeline a StageKey."""
     return {
         program_key(stage, key): program
         for stage in plan.stages

@@ -256,8 +256,7 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
     # A token looks up one row of the embedding. As the head it is a matrix, read for rows only.
     embedding = plan.num_logits * arch.hidden_size / num_shards
     # The devices sum the looked-up rows, and the outputs of the attention and MLP of each layer.
-    # For each sum, a device sends the other devices' parts of its own data, and its part of the
-    # sum to each.
+    # In a sum each device sends the others their parts, and then its own part of the sum.
     num_sums = part.embeds + 2 * len(part.layers)
     sent_per_byte = 2 * (num_shards - 1) / num_shards
     is_shared = part.is_whole and arch.tie_word_embeddings

@@ -124,7 +124,7 @@ class Places:
         self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
 
     def count(self) -> None:
-        """Bring the gauges up to date."""
+        """Update the gauges."""
         stats = self._stats
         stats.num_requests_running = len(self.running)
         stats.num_requests_waiting = self.num_waiting

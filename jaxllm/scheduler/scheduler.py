@@ -2,8 +2,7 @@
 
 There is no prefill or decode phase. Every request has computed tokens and tokens still to compute.
 A step hands out its token budget, first to the running requests in policy order, then to the
-waiting requests. Chunked prefill, mixed batches, prefix hits and resumption after preemption all
-follow from this rule.
+waiting ones. Chunked prefill, mixed batches, prefix hits and resumption all follow from this rule.
 
 The engine core calls `schedule`, dispatches the returned step, and later calls `update` (or `fail`)
 with its result, in the order of dispatch. It may call `schedule` again before `update`: the
@@ -142,7 +141,7 @@ class Scheduler:
         self._settle()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and nothing happens, while a request holds blocks."""
+        """Forget all cached prefixes. Return False and change nothing if a request holds blocks."""
         return self._kv.reset()
 
     # ---- planning a step
