@@ -1,10 +1,10 @@
-"""LLM inference on JAX/XLA. The public names, loaded when first asked for."""
+"""LLM inference on JAX/XLA. The public names are loaded at their first use."""
 
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# name -> module. Importing jaxllm itself loads neither jax nor transformers.
+# name -> module. To import jaxllm itself loads neither jax nor transformers.
 _PUBLIC = {
     "LLM": "jaxllm.llm",
     "LLMEngine": "jaxllm.frontend.llm_engine",

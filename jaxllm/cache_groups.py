@@ -1,10 +1,11 @@
-"""Groups of layers that keep the keys and values of the same tokens, and how the cache is divided.
+"""Groups of layers that keep the keys and values of the same tokens, and their shares of the cache.
 
-Layers without a window keep all tokens; layers with one keep those that the next token still sees.
-Layers that keep the same share block tables and a pool of blocks, whatever their heads are: they
-are a group. All groups have one block size in tokens, which is also the unit of prefix hashes.
+A layer without a window keeps all tokens. A layer with a window keeps the tokens that the next one
+still sees. Layers that keep the same tokens are a group: they share block tables and a pool of
+blocks, whatever their heads are. All groups have one block size in tokens, which is also the unit
+of prefix hashes.
 
-The plan makes the groups. The scheduler knows of the model's layers nothing else.
+The plan makes the groups. They are all that the scheduler knows of the model's layers.
 """
 
 import math
@@ -14,15 +15,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class CacheGroup:
-    """Layers that share block tables, and the blocks that there are for them."""
+    """Layers that share block tables, and the size of their pool of blocks."""
 
-    # How many tokens, itself included, a token sees; None: all before it.
+    # How many tokens a token sees, itself included; None: all before it.
     window: int | None
     num_blocks: int
     max_blocks_per_request: int  # a request never holds more
 
     def first_block(self, num_tokens: int, block_size: int) -> int:
-        """The first block that is still read when so many tokens have been computed."""
+        """The first block that is still read once `num_tokens` tokens have been computed."""
         if self.window is None:
             return 0
         return max(num_tokens - self.window + 1, 0) // block_size
@@ -30,7 +31,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSizes:
-    """What the sizes of groups follow from."""
+    """The numbers that determine the sizes of groups."""
 
     block_size: int
     max_model_len: int
@@ -38,7 +39,7 @@ class CacheSizes:
 
     def max_blocks(self, window: int | None) -> int:
         """The most blocks that one request can hold at once: those that the first token of a step
-        sees, and those of the step's own tokens."""
+        sees, and those for the step's own tokens."""
         return self._blocks_seen(window, self.max_num_batched_tokens)
 
     def _blocks_seen(self, window: int | None, num_new_tokens: int) -> int:
@@ -48,12 +49,12 @@ class CacheSizes:
         return min(whole, -(-(window - 1 + num_new_tokens) // self.block_size) + 1)
 
     def divide(self, windows: Sequence[int | None], num_blocks: int) -> tuple[CacheGroup, ...]:
-        """The groups, if the first one has so many blocks.
+        """Make the groups, the first with `num_blocks` blocks.
 
-        How many blocks another group should have depends on the requests. Where all are shorter
-        than its window it needs as many as the first one; where all are as long as they may be,
-        the share is that of the blocks which a decoding request holds. The geometric mean of both
-        shares is wrong by the same factor in either case.
+        How many blocks another group should have depends on the requests. If all are shorter than
+        its window, it needs as many as the first group. If all have the maximum length, it needs
+        the share of blocks that a decoding request holds there. The geometric mean of both shares
+        is wrong by the same factor in either case.
         """
         first = windows[0]
         groups = []
@@ -68,17 +69,17 @@ class CacheSizes:
 
 
 def group_windows(windows: Iterable[int | None]) -> tuple[int | None, ...]:
-    """The windows of the groups of layers with these windows, the longest reach first."""
+    """The distinct windows of these layers, one for each group, the longest first."""
     distinct = set(windows)
     without: tuple[None, ...] = (None,) if None in distinct else ()
     return without + tuple(sorted((w for w in distinct if w is not None), reverse=True))
 
 
 def room_for(groups: Iterable[CacheGroup], context: int, block_size: int) -> int:
-    """How many requests with contexts of so many tokens have room in all groups."""
+    """How many requests with contexts of `context` tokens have room in all groups."""
 
     def kept(window: int | None) -> int:
-        """Tokens whose blocks a decoding request holds."""
+        """The number of tokens in the blocks that a decoding request holds."""
         if window is None:
             return context
         return min(context, (-(-window // block_size) + 1) * block_size)
@@ -87,7 +88,7 @@ def room_for(groups: Iterable[CacheGroup], context: int, block_size: int) -> int
 
 
 def num_fitting(cache_bytes: Callable[[int], int], room: int) -> int:
-    """The largest number of blocks whose cache takes no more than `room` bytes."""
+    """The largest number of blocks whose cache takes at most `room` bytes."""
     low, high = 0, 1
     while cache_bytes(high) <= room:
         low, high = high, 2 * high
@@ -98,7 +99,7 @@ def num_fitting(cache_bytes: Callable[[int], int], room: int) -> int:
 
 
 def describe_groups(groups: Iterable[CacheGroup], block_size: int) -> str:
-    """The blocks of each group, for people."""
+    """The blocks of each group, as text for people."""
 
     def describe(group: CacheGroup) -> str:
         window = "" if group.window is None else f" for windows of {group.window}"

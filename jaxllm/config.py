@@ -1,8 +1,8 @@
 """What the user asks for: frozen dataclasses, each field declared once, with its help text.
 
 Command-line flags are generated from these fields (`jaxllm.cli.arguments`), `LLM(...)` takes them
-as flat keyword arguments, and nothing changes a config after it is made. What will actually run
-is decided from it by `jaxllm.plan.engine_plan` and is another type, `EnginePlan`.
+as flat keyword arguments, and nothing changes a config after it is made. `jaxllm.plan.engine_plan`
+decides from it what will run, as another type, `EnginePlan`.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ class ParallelConfig:
 
     @property
     def may_follow(self) -> bool:
-        """Whether this process may be one that only does what another one says."""
+        """Whether this process may be a follower of rank 0."""
         return self.nnodes != 1 and self.distributed_executor_backend != "ray"
 
 
@@ -206,7 +206,7 @@ class LivenessConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """All that a user asks of an engine."""
+    """All options of an engine."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -242,7 +242,7 @@ class EngineConfig:
         return config
 
     def validate(self) -> None:
-        """Refuse values that no model could make right."""
+        """Refuse values that are wrong for every model."""
         for group in dataclasses.fields(self):
             part = getattr(self, group.name)
             hints = typing.get_type_hints(type(part))
@@ -326,7 +326,7 @@ _LOWEST = {
 
 
 def _without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what asks for nothing; refuse what asks for something that we do not have."""
+    """Leave out vLLM's options at neutral values, and refuse their other values."""
     for name, neutral in vllm_options.NEUTRAL.items():
         if name in options and options[name] not in neutral:
             raise refused(

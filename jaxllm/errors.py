@@ -1,15 +1,15 @@
-"""The errors a user may see. Everything else that is raised is a bug of ours."""
+"""The errors that a user may see. Any other exception is a bug of ours."""
 
 
 class JaxLLMError(Exception):
-    """Base of all errors that are answers to the user and not bugs."""
+    """The base of all errors that answer the user and are not bugs."""
 
 
 class ValidationError(JaxLLMError, ValueError):
-    """A request or a configuration was refused at the door.
+    """A request or a configuration was refused.
 
     The message says what was given, what is allowed and what to change. `prompt_index` is the place
-    of the prompt in the batch, if the error is about one.
+    in the batch of the prompt that the error is about, if it is about one.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class ValidationError(JaxLLMError, ValueError):
 
 
 def refused(name: str, value: object, why: str) -> ValidationError:
-    """The error for a parameter that is refused: what was given, and why it cannot be."""
+    """Make the error for a refused parameter: what was given, and why it is refused."""
     return ValidationError(f"{name}={shown(value)}: {why}", parameter=name, value=value)
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: on one line, and not the whole of a long one."""
+    """A value as an error shows it: on one line, and cut if it is long."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -41,27 +41,27 @@ def shown(value: object) -> str:
 
 
 def not_utf8(where: object, error: UnicodeDecodeError) -> ValidationError:
-    """The error for text that is in another encoding: where, and from which byte on."""
+    """Make the error for text in another encoding: where it is, and the first wrong byte."""
     return ValidationError(
         f"{where}: not UTF-8 at byte {error.start} ({error.reason}); convert the file"
     )
 
 
 class UnauthorizedError(JaxLLMError):
-    """A server wants a key, or another one than it was given."""
+    """A server requires a key, or refuses the given one."""
 
 
 class CheckpointError(JaxLLMError):
-    """The checkpoint on disk is missing something, damaged or contradicts its config."""
+    """The checkpoint on disk is incomplete, is damaged or contradicts its config."""
 
 
 class UnsupportedModelError(JaxLLMError, ValueError):
-    """The architecture, rope type or quantisation is not one that we can run."""
+    """We do not support the model's architecture, rope type or quantisation."""
 
 
 class OutOfMemoryError(JaxLLMError, MemoryError):
-    """The model or its KV cache does not fit; said before anything is loaded."""
+    """The model or its KV cache does not fit. It is raised before anything is loaded."""
 
 
 class EngineDeadError(JaxLLMError, RuntimeError):
-    """The engine has ended and cannot come back: a part of it, on this host or another, is gone."""
+    """The engine has ended for good: a part of it, on this host or another, is lost."""

@@ -1,8 +1,8 @@
-"""Files that somebody else has made. What is no regular file, is too large or is not the JSON that
-it should be is refused here, in one line that names the file.
+"""Reads files that others have made. It refuses irregular files, files that are too large and
+malformed JSON, in one line that names the file.
 
-A pipe in the place of a file would be waited for without end, a device be read without end, and
-brackets that are nested deeper than Python's stack would end in a traceback.
+Otherwise a read could wait for ever for a pipe, or read a device without end, and brackets that are
+nested deeper than Python's stack would end in a traceback.
 """
 
 import json
@@ -17,13 +17,13 @@ from jaxllm.errors import CheckpointError, ValidationError, not_utf8
 # The largest configs in use have a few hundred kilobytes.
 MAX_JSON_BYTES = 16 << 20
 MAX_JSON_DEPTH = 64
-# What a user names on the command line beside a model: a template, keys.
+# The most bytes of a file that a user names beside a model: a template, keys.
 _MAX_GIVEN_BYTES = 1 << 20
 _PIPE_WAIT_S = 10.0
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; raises ValueError, whatever is wrong with it."""
+    """Parse a JSON text; raise ValueError, whatever is wrong with it."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -34,7 +34,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_nested_deeper(value: Any, max_depth: int) -> bool:
-    """Whether lists and dicts of a decoded value are nested deeper than so many levels."""
+    """Whether the lists and dicts of a decoded value are nested deeper than `max_depth` levels."""
     level = [value]
     for _ in range(max_depth):
         level = [one for outer in level for one in _inside(outer) if isinstance(one, dict | list)]
@@ -44,7 +44,7 @@ def is_nested_deeper(value: Any, max_depth: int) -> bool:
 
 
 def read_json(path: Path, *, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read a JSON object of a checkpoint, such as config.json; raises CheckpointError."""
+    """Read a JSON object of a checkpoint, such as config.json; raise CheckpointError."""
     try:
         value = parse_json(read_bytes(path, most=most).decode("utf-8"))
     except ValueError as error:
@@ -55,7 +55,7 @@ def read_json(path: Path, *, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, *, most: int) -> bytes:
-    """The bytes of a file of a checkpoint; raises CheckpointError."""
+    """Read the bytes of a file of a checkpoint; raise CheckpointError."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -64,10 +64,10 @@ def read_bytes(path: Path, *, most: int) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file of a checkpoint, or what a link to one leads to; raises CheckpointError."""
+    """Open a file of a checkpoint, or the file that a link names; raise CheckpointError."""
     check_is_regular(path)
     try:
-        # Not waiting, should it have become a pipe just now.
+        # O_NONBLOCK: do not wait if the file has become a pipe since the check.
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -75,7 +75,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_is_regular(path: Path) -> None:
-    """Refuse what is no file, or none that has an end, without opening it."""
+    """Refuse a path that is missing or not a regular file, without opening it."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -87,9 +87,9 @@ def check_is_regular(path: Path) -> None:
 
 
 def read_given_text(path: str, *, wait_s: float = _PIPE_WAIT_S) -> str:
-    """Read a small text that a user names beside the model; raises ValidationError.
+    """Read a small text that a user names beside the model; raise ValidationError.
 
-    It may be a pipe, as `<(...)` of a shell is, but somebody must write to it.
+    It may be a pipe, as a shell's `<(...)`, but its writer must not be silent for `wait_s`.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

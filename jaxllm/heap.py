@@ -1,13 +1,13 @@
-"""Gives memory that this process has freed back to the system."""
+"""Returns memory that this process has freed to the system."""
 
 import ctypes
 import sys
 
 
 def trim_heap() -> None:
-    """Ask glibc to let go of free pages, wherever in its heaps they are: it keeps those below the
-    last one in use, as after a compilation, where they are most of a gigabyte. Takes a tenth of a
-    second then; others have no such habit, and nothing is done."""
+    """Ask glibc to return free pages anywhere in its heaps. By itself it keeps free pages below the
+    last used one: after a compilation most of a gigabyte, and then this takes a tenth of a second.
+    Without glibc this does nothing."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

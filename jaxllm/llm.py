@@ -1,4 +1,4 @@
-"""LLM: offline batch inference. A loop around `LLMEngine`, nothing else."""
+"""LLM: offline batch inference, as a loop around `LLMEngine`."""
 
 import contextlib
 import itertools
@@ -30,15 +30,15 @@ OneOrEach = SamplingParams | Sequence[SamplingParams]
 class LLM:
     """A model, ready to answer batches of prompts.
 
-    Takes the fields of EngineConfig as keyword arguments, with vLLM's names; an unknown one is an
-    error that suggests the nearest. Without a model it is the bundled one.
+    It takes the fields of EngineConfig as keyword arguments, with vLLM's names. An unknown name is
+    an error that suggests the nearest one. The default model is the bundled one.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **engine_options: Any):
         self.llm_engine = LLMEngine(EngineConfig.create(model, **engine_options))
         self._counter = itertools.count()
-        self._queued: list[str] = []  # ids of `enqueue` that nobody has waited for yet
-        self._finished: dict[str, RequestOutput] = {}  # last outputs, not waited for yet
+        self._queued: list[str] = []  # ids of `enqueue` that no call has waited for yet
+        self._finished: dict[str, RequestOutput] = {}  # last outputs that no call has returned yet
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
@@ -77,8 +77,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. The template gets to see `tools`; what the
-        model wrote is returned as it is, for an `AnswerFormat` to find calls and reasoning in."""
+        """Answer one conversation, or each of several. The template gets `tools`. The model's text
+        is returned as it is; an `AnswerFormat` can find calls and reasoning in it."""
         if self.llm_engine.tokenizer is None:
             raise ValidationError("chat needs a tokenizer, but skip_tokenizer_init=True")
         _refuse_lora(lora_request)
@@ -124,7 +124,7 @@ class LLM:
         use_tqdm: bool | Callable[..., tqdm] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest answers to each prompt, best first; at most
+        """Return the `beam_width` likeliest answers to each prompt, best first. At most
         `concurrency_limit` prompts are searched at once."""
         _refuse_lora(lora_request)
         if not isinstance(params, BeamSearchParams):
@@ -164,7 +164,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Queue prompts without waiting; `wait_for_completion` brings the results."""
+        """Queue prompts without waiting; `wait_for_completion` returns the results."""
         _refuse_lora(lora_request)
         ids = self._submit(_as_prompts(prompts), sampling_params, priority, tokenization_kwargs)
         self._queued += ids
@@ -173,7 +173,7 @@ class LLM:
     def wait_for_completion(
         self, *, use_tqdm: bool | Callable[..., tqdm] = True
     ) -> list[RequestOutput]:
-        """Run until all that was enqueued is finished; results in the order of enqueueing."""
+        """Run until all queued prompts are finished; return results in the order of queueing."""
         ids, self._queued = self._queued, []
         return self._wait(ids, use_tqdm)
 
@@ -182,11 +182,11 @@ class LLM:
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when it is given none: the model's generation_config.json."""
+        """The default parameters of `generate`: those of the model's generation_config.json."""
         return self.llm_engine.info.default_sampling_params.clone()
 
     def get_metrics(self) -> list[Metric]:
-        """The figures of the engine, under the names that /metrics has."""
+        """The figures of the engine, with the names of /metrics."""
         engine = self.llm_engine
         return read_metrics(engine.replica_stats(), engine.info.model)
 
@@ -197,13 +197,13 @@ class LLM:
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def sleep(self, level: int = 1, mode: str = "keep") -> None:
-        """Give memory back until `wake_up`: at level 1 the weights go to the host's memory and the
-        KV cache is dropped, at level 2 the weights are dropped, too; level 0 only pauses. What was
-        enqueued waits (mode 'keep') or ends ('abort')."""
+        """Free memory until `wake_up`. Level 1 moves the weights to the host's memory and drops the
+        KV cache, level 2 drops the weights too, and level 0 only pauses. Queued prompts wait (mode
+        'keep') or end ('abort')."""
         self.llm_engine.sleep(level, mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back. With tags, only of 'weights', 'kv_cache' or 'scheduling'."""
+        """Take memory back and go on. Tags name the parts: 'weights', 'kv_cache', 'scheduling'."""
         self.llm_engine.wake_up(tags)
 
     def is_sleeping(self) -> bool:
@@ -219,7 +219,7 @@ class LLM:
         self.llm_engine.stop_profile()
 
     def shutdown(self) -> None:
-        """Give the devices' memory back."""
+        """Free the devices' memory."""
         self.llm_engine.shutdown()
 
     def _submit(
@@ -229,7 +229,7 @@ class LLM:
         priority: int | Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[str]:
-        """Validate all prompts, then queue them all: a bad one leaves nothing behind."""
+        """Validate all prompts, then queue them all: if one is refused, none is queued."""
         processed = self._process(prompts, sampling_params, priority, tokenization_kwargs)
         ids = [one.request_id for one in processed]
         try:
@@ -247,7 +247,7 @@ class LLM:
         priority: int | Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[ProcessedInput]:
-        """Validate and tokenise all prompts. An error says which of several it is about."""
+        """Validate and tokenise all prompts. An error names the prompt if there are several."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         all_params = _for_each("sampling_params", sampling_params, len(prompts))
@@ -270,15 +270,15 @@ class LLM:
         return processed
 
     def _next_id(self) -> str:
-        """An id that is in use neither here nor by those who drive the engine themselves."""
+        """An id that no unfinished request has: users may also add requests to `llm_engine`."""
         return next(id for id in map(str, self._counter) if not self.llm_engine.is_known(id))
 
     def _keep(self, output: RequestOutput) -> None:
-        """Take the last output of a request of ours, until somebody waits for it."""
+        """Keep the last output of a request until a call returns it."""
         self._finished[output.request_id] = output
 
     def _drop(self, ids: list[str]) -> None:
-        """Leave nothing of these requests behind."""
+        """Abort these requests and forget their outputs."""
         self.llm_engine.abort_request(ids)
         for request_id in ids:
             self._finished.pop(request_id, None)
@@ -295,11 +295,11 @@ class LLM:
                             missing.remove(output.request_id)
                             progress.update(output)
                     interrupts.check()
-            # Aborted meanwhile: of that, steps do not tell.
+            # Steps do not return requests that were aborted meanwhile.
             missing -= self._finished.keys()
             assert not missing, f"nobody answers {missing}"
         except BaseException:
-            # Ctrl-C among others: the engine stays usable, with nothing left behind.
+            # Also on Ctrl-C: the engine stays usable, without requests of this call.
             self._drop(ids)
             raise
         finally:
@@ -309,7 +309,7 @@ class LLM:
 
 
 def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
-    """One prompt or several: a string, a dict and a list of ids are one."""
+    """Return a list of prompts. A string, a dict and a list of ids are one prompt each."""
     if isinstance(prompts, str | dict):
         return [cast(PromptType, prompts)]
     if not isinstance(prompts, Sequence):
@@ -324,7 +324,8 @@ def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptTy
 
 
 def _final_only(params: Any) -> Any:
-    """The parameters for one output at the end; what are none is left for the door to refuse."""
+    """The parameters for one output at the end. The input processor refuses objects of other
+    types."""
     if not isinstance(params, SamplingParams):
         return params
     return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
@@ -341,12 +342,12 @@ def _for_each(name: str, value: Any, count: int) -> Sequence[Any]:
     return value
 
 
-# What errors about one prompt of a batch name.
+# The parameters that errors about one prompt of a batch name.
 _OF_A_PROMPT = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 def _located(error: ValidationError, name: str, index: int, count: int) -> ValidationError:
-    """The error with the place in the batch that it is about."""
+    """The error with the index of its prompt in the batch."""
     return ValidationError(
         f"{name}[{index}]: {error}" if count > 1 else str(error),
         parameter=error.parameter,

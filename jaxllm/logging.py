@@ -1,4 +1,4 @@
-"""The one logger set-up; its level is set by an environment variable."""
+"""Sets up all loggers. An environment variable sets their level."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ _FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 _TIME = "%H:%M:%S"
 
 
-# Both packages that run in our processes; the kernels know nothing of this module.
+# Both packages that log in our processes. The kernels do not import this module.
 _PACKAGES = ("jaxllm", "jaxllm_kernels")
 
 
@@ -29,7 +29,7 @@ def init_logger(name: str) -> logging.Logger:
 
 
 def name_process(name: str) -> None:
-    """From now on log lines say which process of several they are from."""
+    """Begin all later log lines of this process with its name."""
     formatter = logging.Formatter(f"{name}: {_FORMAT}", datefmt=_TIME)
     for package in map(logging.getLogger, _PACKAGES):
         for handler in package.handlers:

@@ -1,5 +1,5 @@
-"""What crosses a process: messages between frontends and an engine, typed structs that msgpack can
-carry. No pickle."""
+"""The messages between frontends and an engine: typed structs that cross processes as msgpack.
+No pickle."""
 
 import enum
 
@@ -22,16 +22,16 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_tokens: int  # resolved: never None, prompt + max_tokens fits max_model_len
     seed: int  # resolved: the request's own, or one drawn by the frontend; 0 <= seed < 2**64
     eos_token_ids: list[int] = []  # [] with ignore_eos; finish with stop_reason None
-    # Finish with the id as stop_reason: the user's, and all ends of sequence but the first.
+    # The user's ids, and all ends of sequence but the first; finish with the id as stop_reason.
     stop_token_ids: list[int] = []
     bad_word_ids: list[list[int]] = []  # token sequences that must not appear
     priority: int = 0  # lower is served first
-    arrival_time: float = 0.0  # time.time() when the user handed it in
+    arrival_time: float = 0.0  # time.time() when the request arrived
     cache_salt: str | None = None
-    # Of n > 1 samples of one prompt, all but the first wait until the KV of that request's prompt
-    # is computed and then share its blocks.
+    # With n > 1 samples of one prompt, all but the first wait until the prompt of the first, the
+    # leader, is dispatched, and then share its blocks.
     prefix_leader_id: str | None = None
-    replica: int = 0  # of several, the one that serves it; chosen within the engine
+    replica: int = 0  # the replica that serves it; the engine chooses it
 
 
 # ---- engine core -> frontend
@@ -45,19 +45,19 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     vocab_size: int  # rows of the output head: ids at or above it do not exist
     max_model_len: int
     max_logprobs: int  # resolved: -1 in the config is the vocabulary size here
-    eos_token_ids: list[int]  # of config.json and generation_config.json
+    eos_token_ids: list[int]  # from config.json and generation_config.json
     max_num_seqs: int
     max_num_batched_tokens: int
     cache_groups: tuple[CacheGroup, ...]
     block_size: int
-    # What the model recommends, for those who ask for nothing else.
+    # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    # The longest answer that it recommends, if it says one; servers hold requests to it.
+    # The longest answer that the model recommends, if any; servers enforce it.
     max_new_tokens: int | None = None
 
     @property
     def num_cache_tokens(self) -> int:
-        """Tokens whose keys and values fit into the cache, by the layers that keep most."""
+        """How many tokens fit in the cache of the layers that keep the most tokens."""
         return self.cache_groups[0].num_blocks * self.block_size
 
 
@@ -72,11 +72,11 @@ class FinishReason(enum.IntEnum):
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
-    """Logprobs at one position: first the token that is there, then the most likely ones."""
+    """Logprobs at one position: first the token at the position, then the most likely ones."""
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int  # 1-based, of the first entry
+    rank: int  # of the first entry, from 1
 
 
 class RequestStats(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -87,12 +87,12 @@ class RequestStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_preemptions: int = 0
-    is_corrupted: bool = False  # its logits were no numbers, which ended it
+    is_corrupted: bool = False  # it ended because its logits were not finite
     replica: int = 0
 
 
 class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one step brought for one request."""
+    """The result of one step for one request."""
 
     request_id: str
     new_token_ids: list[int] = []
@@ -110,7 +110,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Assignment(msgspec.Struct):
-    """What an engine process is started with."""
+    """The input of a new engine process."""
 
     config: EngineConfig
     directory: str  # of its sockets; only this user may enter it
@@ -126,23 +126,23 @@ class Assignment(msgspec.Struct):
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A frontend is there, and wants to hear when the engine is ready."""
+    """A frontend has connected, and waits for Ready."""
 
 
-# Between the name of a frontend and the rest of the ids of its requests.
+# Stands after the frontend's name in the ids of its requests.
 OWNER_MARK = "/"
 
 
 class Sibling(msgspec.Struct, array_like=True):
-    """What another answer to the same prompt has of its own."""
+    """What differs in another answer to the same prompt."""
 
     request_id: str
     seed: int
 
 
 class Add(msgspec.Struct, tag=True):
-    """The requests of one prompt. All that they share travels once: prompts are long, and n may be
-    great."""
+    """The requests of one prompt. Their shared fields travel once: prompts are long, and n may be
+    large."""
 
     first: EngineRequest
     others: list[Sibling] = []
@@ -156,7 +156,7 @@ class Add(msgspec.Struct, tag=True):
         first = self.first
         if not self.others:
             return [first]
-        # Only the first one tells about the prompt.
+        # Only the first brings the prompt's logprobs.
         params = first.sampling_params.clone(prompt_logprobs=None)
         return [first] + [
             msgspec.structs.replace(
@@ -176,14 +176,14 @@ class Abort(msgspec.Struct, tag=True):
 
 class Call(msgspec.Struct, tag=True):
     """A command for the engine, which answers with a Returned or a CallFailed of the same number.
-    The engine's loop reads the command, so that one that cannot be read is answered, too."""
+    The engine's loop decodes the command, so it can answer a malformed one too."""
 
     number: int
     command: msgspec.Raw
 
 
 class Stop(msgspec.Struct, tag=True):
-    """End now. Requests that are under way have been ended by those who wait for them."""
+    """End now. The frontends have already ended the unfinished requests."""
 
 
 ToEngine = Hello | Add | Abort | Call | Stop
@@ -197,14 +197,14 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """What a step brought for the requests of one frontend."""
+    """The outputs of a step for the requests of one frontend."""
 
     outputs: list[EngineOutput]
 
 
 class Failure(msgspec.Struct):
-    """An error. `kind` is the name of its type, by which the other side knows it if it is one that
-    users may see."""
+    """An error. `kind` is the name of its type, from which the other side makes the same error if
+    it is one that users may see."""
 
     reason: str
     kind: str

@@ -1,4 +1,4 @@
-"""What a user gets: the answers to a prompt, as far as they are known. Names are vLLM's."""
+"""What a user gets: the answers to a prompt, as far as they are known. The names are vLLM's."""
 
 from dataclasses import dataclass, field
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class Logprob(msgspec.Struct, gc=False):
-    """The log probability of a token at one position. There may be many of them: none is a reason
-    to look for garbage."""
+    """The log probability of a token at one position. There may be very many, so the garbage
+    collector does not track them."""
 
     logprob: float
     rank: int | None = None
@@ -26,8 +26,8 @@ class RequestStateStats:
     first_token_latency: float = 0.0  # seconds from arrival to the first token
     num_generation_tokens: int = 0
     num_preemptions: int = 0
-    is_corrupted: bool = False  # the logits of an answer were no numbers, which ended it
-    replica: int = 0  # that served it; 0 if it ended before its first token
+    is_corrupted: bool = False  # an answer ended because its logits were not finite
+    replica: int = 0  # the replica that served it; 0 if it ended before its first token
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def extend(self, delta: "CompletionOutput") -> None:
-        """Add what is new."""
+        """Append a delta."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         if self.logprobs is not None:
@@ -75,8 +75,8 @@ class RequestOutput:
     kv_transfer_params: None = None
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
-        """Take a later output of the same request in: with `aggregate` a delta, which is added,
-        else one that replaces."""
+        """Take in a later output of the same request. With `aggregate` it is a delta, which is
+        appended; otherwise it replaces the answers here."""
         self.finished |= next_output.finished
         mine = {answer.index: i for i, answer in enumerate(self.outputs)}
         for answer in next_output.outputs:

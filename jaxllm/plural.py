@@ -1,4 +1,4 @@
-"""Counts, as people read them."""
+"""Counts for messages to people."""
 
 
 def counted(num: int, noun: str) -> str:

@@ -11,7 +11,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt` is only carried through to the output."""
+    """A prompt as token ids. `prompt` is only copied to the output."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]

@@ -1,7 +1,7 @@
 """How the next token is chosen. Every field works on every path, or raises; none is ignored.
 
-The bounds on list sizes that a request may bring stand here, in one place (`Limits`): the device
-tables of the sampler are sized by them, so that nothing can overflow inside a step.
+`Limits` has all bounds on the list sizes of a request. They are the sizes of the sampler's device
+tables, so no table can overflow inside a step.
 """
 
 import enum
@@ -19,7 +19,7 @@ logger = init_logger(__name__)
 
 
 class Limits:
-    """The most that one request may bring. Device tables are sized by some of these."""
+    """The upper bounds for one request. Some are the sizes of device tables."""
 
     MAX_N = 16384
     MAX_STOP_STRINGS = 64
@@ -32,8 +32,8 @@ class Limits:
     MAX_SALT_CHARS = 128
 
 
-# How many logprobs of a position a step computes at most: as many as OpenAI's API allows. Whoever
-# wants more gets them made of the position's logits, on the host.
+# How many logprobs of a position a step computes at most: as many as OpenAI's API allows. For a
+# request that wants more, the host computes them from the position's logits.
 MAX_STEP_LOGPROBS = 20
 
 
@@ -101,9 +101,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return copy
 
     def validate(self) -> None:
-        """Check all that can be checked without a model. Called at birth and again at the door,
-        since a field may have been assigned in between. Numbers become Python's own, which is what
-        travels between processes: numpy's do not, nor integers as large as floats can be."""
+        """Check all that can be checked without a model. The constructor calls this, and the input
+        processor does again, since a field may have been assigned in between. Numbers become
+        Python's own: numpy's numbers, and integers beyond 64 bits, cannot cross processes."""
         self.n = _integer("n", self.n, 1, Limits.MAX_N)
         self.temperature = _number("temperature", self.temperature, 0.0, 2.0)
         if _GREEDY_EPSILON <= self.temperature < _MIN_TEMPERATURE:
@@ -172,7 +172,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             allowed = _list("allowed_token_ids", self.allowed_token_ids, 2**31 - 1)
             if not allowed:
                 raise refused("allowed_token_ids", allowed, "it must not be empty")
-            # So there are never more than the vocabulary has, which the door checks them by.
+            # Each id once, so there are never more than the vocabulary has: the input processor
+            # checks that each id is in it.
             self.allowed_token_ids = _token_ids("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
@@ -214,7 +215,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True):
         _integer("beam_width", self.beam_width, 1, 256)
         _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0.0, 2.0)
-        # It is an exponent of lengths: beyond this, scores would overflow.
+        # It is an exponent of lengths: beyond these bounds scores would overflow.
         _number("length_penalty", self.length_penalty, -32.0, 32.0)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _boolean(name, getattr(self, name))
@@ -242,7 +243,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 
 
 def _token_ids(name: str, values: list) -> list[int]:
-    """Token ids, each once."""
+    """Validated token ids, without duplicates."""
     return list(dict.fromkeys(_integer(name, value, 0, 2**31 - 1) for value in values))
 
 
@@ -269,7 +270,7 @@ def _short(name: str, text: str, what: str, most: int) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """A list of one's own; what is no list is left for `validate` to refuse."""
+    """Copy a list; return other objects as they are, for `validate` to refuse."""
     return list(value) if isinstance(value, list | tuple | set) else value
 
 

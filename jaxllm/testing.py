@@ -1,8 +1,8 @@
-"""Tiny real models, made on the spot: for tests, docs and benchmarks, without network or torch.
+"""Makes tiny real models for tests, docs and benchmarks, without network or torch.
 
-A tiny checkpoint is a model directory like any other: transformers loads it, too. Its weights are
-random, scaled so that logits spread about as far as those of a trained model and greedy decoding
-wanders instead of repeating one token.
+A tiny checkpoint is an ordinary model directory, which transformers loads too. Its weights are
+random, scaled so that logits spread about as far as those of a trained model, and greedy decoding
+does not repeat one token.
 """
 
 import functools
@@ -31,7 +31,7 @@ _COMMON = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
-# How far the outputs of modules spread; a sharp attention, so that all that a token sees matters.
+# How far the outputs of modules spread. Attention is sharp, so every token in the context matters.
 _GAINS = {
     "embed_tokens": 1.0, "q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.0, "o_proj": 2.0,
     "q_norm": 1.5, "k_norm": 1.5, "gate_proj": 1.5, "up_proj": 1.5, "down_proj": 1.5,
@@ -44,7 +44,7 @@ _CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# What the tokenizer's merges are learnt from.
+# The text from which the tokenizer learns its merges.
 _TEXT = """
 The engine keeps a queue of requests. Each request is a prompt and the tokens that were made of it.
 In every step the scheduler chooses which requests run, how many tokens of each, and in which blocks
@@ -118,8 +118,8 @@ def _random_tensor(name: str, shape: tuple[int, ...], rng: np.random.Generator) 
 
 
 def _place_in_order(name: str) -> tuple[Any, ...]:
-    """Tensors are drawn layer by layer, in the order of the modules below, weights before biases;
-    so that the random numbers do not depend on the order of a model's parameters."""
+    """The sort key of a tensor: by layer, then by the order of _GAINS, weights before biases. So
+    the random numbers do not depend on the order of a model's parameters."""
     *path, module, leaf = name.split(".")
     layer = next((int(part) for part in path if part.isdigit()), None)
     modules = list(_GAINS)

@@ -1,12 +1,12 @@
-"""vLLM's options that we do not have, and what there is in their place: users bring its commands.
+"""vLLM's options that we do not have, and what to use instead, since users bring vLLM's commands.
 
-A name is that of a keyword argument, and of a flag with dashes. What is in here is refused as not
+A name is that of a keyword argument, and of a flag with dashes. The options here are refused as not
 supported, and never taken for a misspelt option of ours.
 """
 
 from typing import Any
 
-# At these values an option asks for nothing. Statistics are always kept and never logged, whatever
+# The values at which an option has no effect. Statistics are always kept and never logged, whatever
 # disable_log_stats says.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_local_media_path": ("", None),
@@ -26,7 +26,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
 }
 
-# By what is not there, the options that ask for it.
+# What to say of an option -> the options.
 _ABSENT: dict[str, tuple[str, ...]] = {
     "merge the adapter into the checkpoint": (
         "enable_lora", "fully_sharded_loras", "lora_dtype", "lora_modules", "max_cpu_loras",
@@ -123,7 +123,7 @@ _ABSENT: dict[str, tuple[str, ...]] = {
 
 INSTEAD = {name: instead for instead, names in _ABSENT.items() for name in names}
 
-# Flags that vLLM shortens.
+# vLLM's short flags.
 SHORT_NAMES = {
     "q": "quantization",
     "cc": "compilation_config",
@@ -142,7 +142,7 @@ SHORT_NAMES = {
 
 
 def why_not(name: str) -> str | None:
-    """What to say of an option that vLLM has and we do not; None if it has none of this name."""
+    """Why we lack one of vLLM's options; None if it is not one of these."""
     if name not in INSTEAD:
         return None
     return "not supported yet" + (f": {INSTEAD[name]}" if INSTEAD[name] else "")

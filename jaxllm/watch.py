@@ -1,9 +1,9 @@
-"""Tells what hangs from what is at work: a process that says nothing, a step that never ends.
+"""Detects hangs: a process that is silent, a step that never ends.
 
-A wait for a device can be neither interrupted nor ended, and a process that is stopped cannot tell.
-So a thread beside a loop looks whether it gets on, and says every second that the process lives;
-whoever hears that listens for how long there is silence. All times are those in which this process
-itself was running: one that was stopped, as machines are that sleep, has heard nothing meanwhile.
+A wait for a device cannot be interrupted, and a stopped process cannot report itself. So a thread
+beside a loop checks every second that the loop makes progress, and sends a beat. The receivers of
+beats measure the silence between them. Only time in which the measuring process itself was running
+counts: a suspended process, as on a machine that sleeps, could not hear anything.
 """
 
 import faulthandler
@@ -17,17 +17,18 @@ from jaxllm.logging import init_logger
 
 logger = init_logger(__name__)
 
-# How often it is looked, and said that the process lives.
+# How often the watch checks the work and sends a beat.
 LOOK_S = 1.0
-# Between two looks of a process that runs there is no more than this.
+# If two checks are further apart than this, the process was suspended in between.
 AWAY_S = 3.0
-# So many times the limit of a step is that of what takes long by its nature.
+# The factor of the limits for work that takes long by its nature.
 PATIENCE = 12
 
 
 class Silence:
-    """For how long nothing has been heard. Asked at least every second or so by whoever listens; if
-    that was not running itself in between, it begins anew. Without a limit (0) it may last."""
+    """Measures how long nothing has been heard. The listener calls `is_too_long` about every second
+    or more often. If the listener was suspended in between, the count starts again. A limit of 0
+    means no limit."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic):
         self.limit_s = limit_s
@@ -35,7 +36,7 @@ class Silence:
         self.heard()
 
     def heard(self) -> None:
-        """There was something."""
+        """Note that something was heard."""
         self.seconds = 0.0
         self._looked = self._clock()
 
@@ -48,7 +49,7 @@ class Silence:
 
 
 class Work(NamedTuple):
-    """Something that should get on: its number changes whenever it has."""
+    """Work that should make progress: its number changes with each progress."""
 
     name: str
     number: int
@@ -56,12 +57,12 @@ class Work(NamedTuple):
 
 
 class Watch(threading.Thread):
-    """Looks every second at the work of a loop, which may be stuck in any place.
+    """Checks the work of a loop every second, since the loop may hang anywhere.
 
-    `at_work` tells what should get on now; it is called from this thread, and may be replaced. What
-    it no longer names has ended. `on_hang` hears of work that has not got on for as long as the
-    config allows, when the log says where each thread is. `on_look` is called at every look: this
-    process lives.
+    `at_work` returns the work that should make progress now. This thread calls it, and the owner
+    may replace it. Work that it no longer returns has ended. `on_hang` is called for work without
+    progress for longer than the config allows, after the stacks of all threads are logged.
+    `on_look` is called at every check, to send a beat.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Watch(threading.Thread):
         self._stopping.set()
 
     def look(self) -> str | None:
-        """What hangs, if anything does."""
+        """Describe the first work that hangs; None if none does."""
         at_work = self.at_work()
         self._seen = {work: self._seen.get(work) or self._silence(work) for work in at_work}
         for work, silence in self._seen.items():

@@ -1,1 +1,1 @@
-"""Joins the host side, which plans, and the device side, which runs."""
+"""Joins the host side, which plans steps, and the device side, which runs them."""

@@ -1,9 +1,9 @@
-"""The engine's own loop: take in what has come, step, hand on what it brought.
+"""The engine's own loop: take messages in, run a step, send its outputs.
 
-It touches no socket, and no bytes but those of commands: queues lead to the threads that do, so no
-client can change its pace. It sleeps while there is nothing to do, and wakes at once when something
-comes. While the device has a step to run it plans the next one as late as it can: more may come for
-it.
+The loop uses no socket, and decodes only commands: queues connect it to the I/O threads, so no
+client can slow it down. It sleeps while there is nothing to do, and wakes at once when a message
+arrives. While the device runs a step, the loop plans the next one as late as it can, so that more
+requests can join it.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from jaxllm.watch import Work
 
 logger = init_logger(__name__)
 
-# How often an engine without work is asked whether it lives.
+# How often the loop checks that an engine without work lives.
 _CHECK_S = 1.0
 
 
 class Letter(NamedTuple):
-    """A message and the frontend that it is from, or for."""
+    """A message, and the frontend that sent it or is to get it."""
 
     client: bytes
     message: Any
@@ -50,23 +50,23 @@ class Letter(NamedTuple):
 EVERYBODY = b""  # every frontend
 
 Inbox = queue.SimpleQueue[Letter]
-# Outputs of a step go as they are, and are sorted by frontend where they are sent. None: no more.
+# The sending thread sorts the outputs of a step by frontend. None ends the thread.
 Outbox = queue.SimpleQueue[Letter | list[EngineOutput] | None]
 
 
 class BusyLoop:
-    """Drives one engine until it is told to stop."""
+    """Drives one engine until a frontend stops it."""
 
     def __init__(self, engine: Engine, inbox: Inbox, outbox: Outbox):
         self._engine = engine
         self._inbox = inbox
         self._outbox = outbox
         self._num_turns = 0
-        self._long_command: Command[Any, Any] | None = None  # that is being obeyed
+        self._long_command: Command[Any, Any] | None = None  # that runs now
 
     def at_work(self) -> list[Work]:
-        """What should get on: the loop itself, and the steps of each replica that has any, which
-        does not have to wait for the others. May be asked from any thread."""
+        """The work that should make progress: the loop, and the steps of each replica that has
+        any, since replicas do not wait for each other. Any thread may call this."""
         if (command := self._long_command) is not None:
             return [Work(type(command).__name__, self._num_turns, takes_long=True)]
         steps = [
@@ -77,7 +77,7 @@ class BusyLoop:
         return [*steps, Work("its loop", self._num_turns)]
 
     def run(self) -> None:
-        """Returns when stopped; raises when there is no engine any more."""
+        """Run until a frontend stops the engine; raise when the engine is dead."""
         while self._take_in():
             if self._engine.has_work():
                 outputs = self._engine.step()
@@ -85,7 +85,7 @@ class BusyLoop:
                     self._outbox.put(outputs)
 
     def _take_in(self) -> bool:
-        """Do all that is asked, for as long as there is nothing else to do."""
+        """Handle messages until it is time for a step. Return False on a Stop."""
         with contextlib.suppress(queue.Empty):
             while True:
                 letter = self._next()
@@ -95,11 +95,11 @@ class BusyLoop:
         return True
 
     def _next(self) -> Letter:
-        """Raises queue.Empty when it is time for a step."""
+        """Return the next message; raise queue.Empty when it is time for a step."""
         self._num_turns += 1
         while not self._engine.has_work():
             self._num_turns += 1
-            # It may have died in its last step, or while it had nothing to do.
+            # The engine may have died in its last step, or while it was idle.
             self._engine.check()
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=_CHECK_S)
@@ -129,8 +129,8 @@ class BusyLoop:
             self._outbox.put([_refusal(request.request_id, str(error))])
 
     def _call(self, call: Call) -> Returned | CallFailed:
-        """Obey a command. One that fails, or whose answer cannot be sent, is the concern of the
-        frontend that asked, and of nobody else."""
+        """Run a command. If it fails, or if its answer cannot be encoded, only the frontend that
+        sent it gets the error."""
         try:
             command = decode(call.command)
             self._long_command = command if command.takes_long else None
@@ -147,7 +147,7 @@ class BusyLoop:
 
 
 def failure_of(error: Exception) -> Failure:
-    """An error as a message."""
+    """Turn an error into a message."""
     return Failure(f"{error}"[:2000] or repr(error), type(error).__name__)
 
 

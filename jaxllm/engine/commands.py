@@ -1,8 +1,8 @@
-"""Commands: what an engine can be asked for beside answers to requests.
+"""Commands: what an engine can do beside answering requests.
 
-A command is data. It says what it does in one engine core, and what the answers of several become;
-`call(command)` carries it there from every frontend, through a socket if need be. A new one is a
-class here and a line in COMMANDS.
+A command is data. It defines what it does in one engine core, and how the answers of several cores
+become one. `call(command)` sends it from any frontend, through a socket if the engine is in another
+process. A new command is a class here and a line in COMMANDS.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jaxllm.messages import EngineOutput, FinishReason
 from jaxllm.metrics.memory import DeviceMemory, EngineMemory, resident_bytes
 from jaxllm.metrics.stats import EngineStats
 
-if TYPE_CHECKING:  # frontends make commands, and have no need of an engine's parts
+if TYPE_CHECKING:  # frontends make commands, and must not import the engine's parts
     from jaxllm.executor.base import Executor
     from jaxllm.executor.profiler import Profiler
     from jaxllm.scheduler.scheduler import Scheduler
@@ -32,34 +32,34 @@ class Core(Protocol):
     executor: "Executor"
     profiler: "Profiler"
     is_on_one_host: bool
-    asleep: frozenset[str]  # parts; while there are any, no step is dispatched
-    late_outputs: list[EngineOutput]  # which the next step returns
+    asleep: frozenset[str]  # parts that sleep; while there are any, no step is dispatched
+    late_outputs: list[EngineOutput]  # the next step returns them
 
     def check(self) -> None:
-        """Raise if there is no engine any more."""
+        """Raise if the engine is dead."""
         ...
 
     def settle(self) -> None:
-        """Wait for the steps that are under way; raises if there is no engine any more."""
+        """Wait for the steps in flight; raise if the engine is dead."""
         ...
 
     def stats(self) -> EngineStats: ...
 
 
 class Command(msgspec.Struct, Generic[Part, Answer], frozen=True, tag=True):
-    """Something to do between two steps. What `run` raises reaches whoever asked and nobody else;
-    so it refuses before it changes anything."""
+    """Something to do between two steps. Only the caller gets what `run` raises, so `run` must
+    refuse before it changes anything."""
 
     takes_long: ClassVar[bool] = False  # it moves all weights, or writes much to a disk
-    is_for_process: ClassVar[bool] = False  # done once, however many cores the process has
+    is_for_process: ClassVar[bool] = False  # it runs once, however many cores the process has
 
     def run(self, core: Core) -> Part:
-        """Do it in one engine core."""
+        """Run the command in one engine core."""
         raise NotImplementedError
 
     def join(self, answers: list[Part]) -> Answer:
-        """The answer of several cores, given that of each. What it returns crosses processes as the
-        type that it is annotated with."""
+        """Combine the answers of several cores. The result crosses processes as the annotated
+        return type."""
         raise NotImplementedError
 
 
@@ -81,7 +81,7 @@ class GetStats(Command[EngineStats, list[EngineStats]], frozen=True):
 
 
 class GetMemory(Command[list[DeviceMemory], EngineMemory], frozen=True):
-    """What the process and its devices have in memory as of now."""
+    """The memory use of the process and its devices as of now."""
 
     def run(self, core: Core) -> list[DeviceMemory]:
         return core.executor.device_memory()
@@ -91,7 +91,7 @@ class GetMemory(Command[list[DeviceMemory], EngineMemory], frozen=True):
 
 
 class ResetPrefixCache(Command[bool, bool], frozen=True):
-    """Forget all cached prompt blocks; False where some are in use."""
+    """Forget all cached prompt blocks. The answer is False if some are in use."""
 
     def run(self, core: Core) -> bool:
         return core.scheduler.reset_prefix_cache()
@@ -101,8 +101,7 @@ class ResetPrefixCache(Command[bool, bool], frozen=True):
 
 
 class StartProfile(Order, frozen=True):
-    """Begin a profile of the process and its devices, in the directory that the engine was started
-    with."""
+    """Begin a profile of the process and its devices, in the engine's `profile_dir`."""
 
     takes_long = True
     is_for_process = True
@@ -122,7 +121,7 @@ class StopProfile(Order, frozen=True):
 
 
 class Sleep(Order, frozen=True):
-    """Give memory of the devices back, and compute nothing until woken up; requests may come and
+    """Free memory of the devices, and compute nothing until `WakeUp`. New requests are accepted and
     wait. All cached prefixes are forgotten, except at level 0."""
 
     level: int = 1
@@ -139,13 +138,13 @@ class Sleep(Order, frozen=True):
             core.late_outputs += core.scheduler.end_all(FinishReason.ABORT)
         core.asleep |= parts
         if self.level:
-            # Requests that run will compute their KV again.
+            # Running requests will compute their keys and values again.
             core.scheduler.restart()
             core.executor.sleep(keep_weights=self.level == 1)
 
 
 class WakeUp(Order, frozen=True):
-    """Take memory back: all that was given, or what the tags name. When nothing sleeps any more,
+    """Take memory back: all of it, or the parts that the tags name. When no part sleeps any more,
     the engine goes on."""
 
     tags: Sequence[str] | None = None
@@ -193,12 +192,12 @@ def obey(command: Command[Any, Answer], cores: Sequence[Core]) -> Answer:
 
 
 def encode(command: Command[Any, Any]) -> msgspec.Raw:
-    """A command as bytes."""
+    """Turn a command into bytes."""
     return msgspec.Raw(msgspec.msgpack.encode(command))
 
 
 def decode(data: msgspec.Raw) -> Command[Any, Any]:
-    """The command that `encode` was given; refuses what is none, or has fields of other types."""
+    """Undo `encode`; raise ValidationError for an unknown command or a field of a wrong type."""
     name = msgspec.msgpack.decode(data, type=_Name).type
     kind = next((one for one in COMMANDS if one.__name__ == name), None)
     if kind is None:
@@ -210,12 +209,12 @@ def decode(data: msgspec.Raw) -> Command[Any, Any]:
 
 
 def decode_answer(command: Command[Any, Answer], data: msgspec.Raw) -> Answer:
-    """The answer to a command."""
+    """Decode the answer to a command."""
     return msgspec.msgpack.decode(data, type=get_type_hints(type(command).join)["return"])
 
 
 class _Name(msgspec.Struct):
-    """What all commands have: the name of the class."""
+    """The part that all commands share: the name of the class."""
 
     type: str
 

@@ -1,6 +1,6 @@
 """The engine core: schedule → execute → update, over and over.
 
-Between two steps it does what commands say. Single-threaded; nothing here waits for a client.
+It runs commands between two steps. It is single-threaded, and never waits for a client.
 """
 
 import dataclasses
@@ -70,13 +70,13 @@ class EngineCore:
         )
         # Parts that sleep; no step is dispatched while there are any.
         self.asleep: frozenset[str] = frozenset()
-        self.late_outputs: list[EngineOutput] = []  # of what ended as it fell asleep
+        self.late_outputs: list[EngineOutput] = []  # from commands; the next step returns them
         self.is_on_one_host = config.parallel.nnodes == 1
-        # Set when there is nothing to go on with.
+        # Why the engine is dead; None while it lives.
         self._end: JaxLLMError | None = None
 
     def add_request(self, request: EngineRequest) -> None:
-        """Take over a validated request; a duplicate id is refused."""
+        """Add a validated request; raise if its id is a duplicate."""
         if self._end is not None:
             raise self._end
         if not self.scheduler.has_unfinished_requests():
@@ -85,8 +85,8 @@ class EngineCore:
         self.in_flight.look_again()
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """End requests at any moment, without output: whoever aborts a request has let go of it.
-        Unknown and finished ones are ignored."""
+        """End requests without a last output, since the caller no longer waits for them. Unknown
+        and finished ids are ignored."""
         self.scheduler.abort_requests(request_ids)
         self.in_flight.look_again()
 
@@ -97,35 +97,35 @@ class EngineCore:
         return bool(self.in_flight) or self.scheduler.has_unfinished_requests()
 
     def check(self) -> None:
-        """Raise if there is no engine any more."""
+        """Raise if the engine is dead."""
         if self._end is not None:
             raise self._end
         self.executor.check()
 
     def progress(self) -> list[int | None]:
-        """How many steps have ended, or None if there is nothing to do; of each replica, and there
-        is one. May be asked from any thread."""
+        """How many steps have ended, or None if there is nothing to do; one entry per replica, here
+        one. Any thread may call this."""
         return [self.in_flight.num_ended if self.has_work() else None]
 
     @property
     def spare_s(self) -> float:
-        """How long the next step may be put off: the device has one to run until then. Who comes
-        meanwhile is in the next one, and not in the one after it."""
+        """How long the next step may be delayed while the device is still busy. A request that
+        arrives meanwhile joins the next step."""
         if self.scheduler.num_running == self.info.max_num_seqs:
-            return 0.0  # nobody else can be in it
+            return 0.0  # no other request can join it
         return self.in_flight.spare_s
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for `step`, and that would not wait for the device."""
+        """Whether it is time for `step`, and `step` would not wait for the device."""
         if not self.in_flight or self.late_outputs or self.in_flight.is_ready():
             return True
         self.in_flight.note_running()
         return self.in_flight.has_room and self.spare_s <= 0
 
     def step(self, *, wait: bool = True) -> list[EngineOutput]:
-        """Dispatch one step, if there is one to dispatch, and return what an earlier one brought;
-        if that is still on the device and nobody wants to wait, a later call returns it."""
+        """Dispatch a step if one can be planned, and return the outputs of earlier steps. Without
+        `wait`, the outputs of a step that is still on the device are left to a later call."""
         if self._end is not None:
             raise self._end
         outputs, self.late_outputs = self.late_outputs, []
@@ -134,7 +134,7 @@ class EngineCore:
         start = self._clock()
         if self.in_flight.has_room:
             self._dispatch_next()
-        num_kept = self.in_flight.num_kept  # of the steps that are there now
+        num_kept = self.in_flight.num_kept  # read before the loop, which changes it
         while len(self.in_flight) > num_kept:
             if not wait and not self.in_flight.is_ready():
                 break
@@ -143,11 +143,11 @@ class EngineCore:
         return outputs
 
     def call(self, command: Command[Any, Answer]) -> Answer:
-        """Do what a command says."""
+        """Run a command."""
         return obey(command, [self])
 
     def settle(self) -> None:
-        """Wait for the steps that are under way. The next step returns what they brought."""
+        """Wait for the steps in flight. The next step returns their outputs."""
         while self.in_flight:
             self.late_outputs += self._collect()
         if self._end is not None:
@@ -155,7 +155,7 @@ class EngineCore:
         self.in_flight.rest()
 
     def stats(self) -> EngineStats:
-        """The figures as of now; they do not change any more."""
+        """A copy of the figures as of now."""
         return dataclasses.replace(
             self._stats,
             num_token_rows=self.executor.num_token_rows,
@@ -166,12 +166,12 @@ class EngineCore:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the KV cache that requests hold now."""
+        """The share of the KV cache that requests hold now."""
         return self._stats.kv_cache_usage
 
     @property
     def startup(self) -> list[Phase]:
-        """What was done before the engine was ready."""
+        """The phases of the engine's start."""
         return self.executor.startup
 
     def shutdown(self) -> None:
@@ -191,7 +191,7 @@ class EngineCore:
             self.in_flight.dispatch(start)
 
     def _collect(self) -> list[EngineOutput]:
-        """Take the oldest step, and what it brought."""
+        """Take the oldest step, and return its outputs."""
         try:
             schedule, result = self.in_flight.take()
         except Exception as error:
@@ -202,8 +202,9 @@ class EngineCore:
         return outputs
 
     def _recover(self, error: Exception) -> list[EngineOutput]:
-        """The oldest step failed. The requests in it, and in those dispatched after it, end with an
-        error; the KV cache is gone, so all others start over, if there is an engine left."""
+        """Recover from the failure of the oldest step. The requests in it and in later steps end
+        with an error. The KV cache is lost, so all other requests start over, unless the engine is
+        dead."""
         lost = self.in_flight.lose()
         logger.exception("a step failed; %d steps in flight are lost", len(lost), exc_info=error)
         message = f"{type(error).__name__}: {error}"[:500]

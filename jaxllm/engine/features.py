@@ -1,4 +1,4 @@
-"""The features of an engine, their host halves; `runner.features` names those of the device."""
+"""The host halves of an engine's features. `runner.features` has their device halves."""
 
 from jaxllm.config import EngineConfig
 from jaxllm.prompt_logprobs.host import PromptLogprobs
@@ -6,5 +6,6 @@ from jaxllm.scheduler.features import Feature
 
 
 def host_features(config: EngineConfig) -> tuple[Feature, ...]:
-    """Those of an engine with this config, new ones: they keep what they know of its requests."""
+    """Make the features of an engine with this config. They keep state of its requests, so every
+    engine needs its own."""
     return (PromptLogprobs(),)

@@ -1,8 +1,8 @@
-"""What is on its way to the device: steps that are dispatched, awaited, and taken in their order.
+"""The steps in flight: dispatched, awaited and taken in order.
 
-With overlap (the default) a step is dispatched before the tokens of the one before it are read, so
-the device finds its next step waiting; whoever drives the engine may put that off for as long as it
-has time (`spare_s`). A pipeline has as many steps under way as stages, and with overlap one more.
+With overlap (the default) a step is dispatched before the tokens of the previous step are read, so
+the device finds its next step waiting. The engine may delay the dispatch while the device is still
+busy (`spare_s`). A pipeline has as many steps in flight as stages, and with overlap one more.
 """
 
 import math
@@ -15,12 +15,12 @@ from jaxllm.executor.profiler import Profiler
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler.schedule import Schedule, StepResult
 
-# A step that was seen on the device so long ago has ended now.
+# If a step was seen running so short a time ago, it has ended just now.
 _JUST_NOW_S = 0.002
 
 
 class InFlight:
-    """The steps of one engine that have been planned and not taken, the oldest first."""
+    """The steps of one engine that are planned and not yet taken, oldest first."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class InFlight:
         self._steps: deque[tuple[Schedule, PendingResult]] = deque()
         self._nobody_can_go_on = False
         self._seen_running_at = -math.inf
-        self._idle_since: float | None = None  # or since then; None: nobody wanted the device
+        self._idle_since: float | None = None  # None: no request wanted the device
         self._pace = Pace() if overlap and num_stages == 1 else None
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class InFlight:
 
     @property
     def num_kept(self) -> int:
-        """How many steps may be under way when the next one is dispatched."""
+        """How many steps may be in flight when the next one is dispatched."""
         if self._steps and isinstance(self._steps[-1][1], _NotDispatched):
             return 0
         return len(self._steps) - 1 if self._nobody_can_go_on else self._max_kept
@@ -67,35 +67,36 @@ class InFlight:
 
     @property
     def spare_s(self) -> float:
-        """How long the next step may be put off: the device has one to run until then."""
+        """How long the next step may be delayed while the device is still busy."""
         if self._pace is None or len(self._steps) != 1:
             return 0.0
         if self.is_ready():
-            return 0.0  # it is late already
+            return 0.0  # the next step is already late
         return self._pace.spare_s(self._clock())
 
     def look_again(self) -> None:
-        """There is news of the requests: some may go on that could not."""
+        """Note that the requests have changed, so some may be able to go on now."""
         self._nobody_can_go_on = False
 
     def rest(self) -> None:
-        """Nobody wants the device: until the next step it is not idle for lack of one."""
+        """Note that no request wants the device: idle time until the next step does not count."""
         self._idle_since = None
 
     def note_running(self) -> None:
-        """The oldest step is seen on the device."""
+        """Note that the device still runs the oldest step."""
         self._seen_running_at = self._clock()
 
     def expect(self, schedule: Schedule | None) -> None:
-        """A step is planned, or no request can go on before one in flight comes back. Called first
-        of all: the scheduler counts on hearing of every step, whatever comes between."""
+        """Note a planned step, or None if no request can go on before a step in flight comes back.
+        Call this right after planning: even after Ctrl-C every planned step must be taken or lost.
+        """
         self._nobody_can_go_on = schedule is None and bool(self._steps)
         if schedule is not None:
             self._steps.append((schedule, _INTERRUPTED))
 
     def dispatch(self, begun: float) -> None:
-        """Send the newest step, whose planning began then, on its way. If that fails, `take` raises
-        why when its turn comes: the steps before it are not affected."""
+        """Dispatch the newest step, whose planning began at `begun`. If that fails, `take` raises
+        the error when the step's turn comes: earlier steps are not affected."""
         schedule, _ = self._steps[-1]
         if len(self._steps) == 1 and self._idle_since is not None:
             self._stats.device_idle_s += self._clock() - self._idle_since
@@ -114,12 +115,12 @@ class InFlight:
             self._pace.planned(self._clock() - begun)
 
     def take(self) -> tuple[Schedule, StepResult]:
-        """Wait for the oldest step, and remove it. One that has failed stays, and so do those after
-        it, until they are lost."""
+        """Wait for the oldest step, and remove it. A failed step and all later steps stay until
+        `lose`."""
         schedule, pending = self._steps[0]
         start = self._clock()
         was_seen = not pending.is_ready() or start - self._seen_running_at < _JUST_NOW_S
-        # Ctrl-C most likely comes here; the step is then still the first to be taken.
+        # Ctrl-C most likely arrives here. The step is then still the first to be taken.
         result = pending.result()
         ready = self._clock()
         self._steps.popleft()
@@ -133,7 +134,7 @@ class InFlight:
         return schedule, result
 
     def lose(self) -> list[Schedule]:
-        """Forget all steps, and return what they would have computed."""
+        """Forget all steps, and return their Schedules."""
         lost = [schedule for schedule, _ in self._steps]
         self._steps.clear()
         self.num_ended += len(lost)
@@ -141,13 +142,13 @@ class InFlight:
         return lost
 
     def _note_begin(self) -> None:
-        """The oldest step begins now, if there is one."""
+        """Note that the oldest step, if there is one, begins now."""
         if self._pace is not None and self._steps:
             self._pace.begin(self._steps[0][0], self._clock())
 
     def _count_stages(self, schedule: Schedule) -> None:
-        """Count the stages that have a step to run now. Of the steps that the newest waits for, the
-        last has to be through before it begins, so only those after it are beside it."""
+        """Count the stages that have a step to run now. The newest step begins after the step
+        `carried_from`, so only later steps can run beside it."""
         waits_for = schedule.carried_from
         beside = len(self._steps) if waits_for is None else schedule.step - waits_for
         self._stats.num_stages_offered += self._num_stages
@@ -155,7 +156,7 @@ class InFlight:
 
 
 class _NotDispatched:
-    """A step that the executor refused; without an error, one that it has not heard of."""
+    """A step that the executor refused; without an error, a step that it never got."""
 
     def __init__(self, error: Exception | None = None):
         self._error = error

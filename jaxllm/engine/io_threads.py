@@ -1,5 +1,5 @@
 """The two threads between an engine's queues and its sockets: one reads and decodes, one encodes
-and sends. The ids of a frontend's requests begin with its name, which leads their outputs back."""
+and sends. The id of a request begins with its frontend's name, so outputs find their frontend."""
 
 import threading
 from typing import Any
@@ -14,12 +14,12 @@ from jaxllm.messages import OWNER_MARK, Dead, EngineOutput, Outputs, ToEngine
 logger = init_logger(__name__)
 
 _GREETING_TIMEOUT_MS = 10_000
-# A frontend that is starting, too, connects when it has read its tokenizer.
+# A frontend that starts with the engine connects only after it has read its tokenizer.
 _FAREWELL_TIMEOUT_MS = 60_000
 
 
 class InputThread(threading.Thread):
-    """Reads what frontends send."""
+    """Reads the messages of frontends."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", inbox: Inbox):
         super().__init__(name="input", daemon=True)
@@ -43,7 +43,7 @@ class InputThread(threading.Thread):
 
 
 class OutputThread(threading.Thread):
-    """Sends what the engine says, until there is a None among it."""
+    """Sends the engine's messages until the outbox brings None."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", outbox: Outbox):
         super().__init__(name="output", daemon=True)
@@ -62,8 +62,8 @@ class OutputThread(threading.Thread):
 
     def _send_letter(self, letter: Letter) -> None:
         if letter.client == EVERYBODY:
-            # Last words wait for somebody to hear them. And who has connected a moment ago wants to
-            # hear it, too.
+            # A Dead message waits until a frontend listens. Frontends that have just connected get
+            # the message too.
             is_last = isinstance(letter.message, Dead)
             while self._socket.poll(_FAREWELL_TIMEOUT_MS if is_last and not self._greeted else 0):
                 self._greeted.add(self._socket.recv_multipart()[0])

@@ -10,8 +10,8 @@ Engine = EngineCore | Replicas
 
 
 def make_engine(config: EngineConfig) -> Engine:
-    """An engine core, or several; does not return on hosts that only follow."""
-    # Looked up first: an unknown policy is refused before anything is loaded.
+    """Start an engine core, or several. This does not return on hosts that only follow."""
+    # Look the policy up first, so that an unknown one is refused before anything is loaded.
     get_scheduling_policy(config.scheduler.scheduling_policy)
     cores = [EngineCore(config, executor) for executor in make_executors(config)]
     return cores[0] if len(cores) == 1 else Replicas(cores)

@@ -1,18 +1,18 @@
-"""How long the step on the device will still take, by those before it that were like it."""
+"""Estimates how long the step on the device will still take, from earlier steps of its kind."""
 
 from jaxllm.scheduler.schedule import Schedule
 
-# By so much of a step before its end, and at least so many seconds, the next one should be there.
+# The next step should be ready this share of a step, and at least so many seconds, before the end.
 _SHARE = 0.25
 _SECONDS = 0.002
-# How often it is looked whether the device is done sooner than expected.
+# How often the loop checks whether the device is done sooner than expected.
 LOOK_S = 0.005
-# By what an expectation rises at most from one step to the next.
+# The largest factor by which an expectation rises from one step to the next.
 _UP = 1.1
 
 
 class Pace:
-    """The expected end of one step after the other."""
+    """The expected end of each step."""
 
     def __init__(self) -> None:
         self._expected: dict[tuple[bool, int], float] = {}
@@ -21,17 +21,18 @@ class Pace:
         self._plan_s = 0.0
 
     def begin(self, schedule: Schedule, now: float) -> None:
-        """The device begins with a step."""
+        """Note that the device begins a step."""
         self._kind = schedule.decode_only, schedule.total_tokens.bit_length()
         self._began = now
 
     def planned(self, seconds: float) -> None:
-        """The host has planned and dispatched a step; the longest time counts for a while."""
+        """Note how long the host took to plan and dispatch a step. A long time is forgotten only
+        gradually."""
         self._plan_s = max(seconds, 0.9 * self._plan_s)
 
     def end(self, now: float, was_seen: bool) -> None:
-        """It has ended; unless that was seen, some time before: the host was too late, and what it
-        expected was wrong."""
+        """Note that the step has ended. If its end was not seen, the host was too late, so its
+        expectation was wrong and is dropped."""
         if was_seen:
             took = now - self._began
             self._expected[self._kind] = min(took, self._expected.get(self._kind, took) * _UP)
@@ -39,7 +40,7 @@ class Pace:
             self._expected.pop(self._kind, None)
 
     def spare_s(self, now: float) -> float:
-        """For how long the host may do nothing, and have the next step ready in time."""
+        """How long the host may wait and still have the next step ready in time."""
         expected = self._expected.get(self._kind, 0.0)
         wanted = self._began + expected - max(expected * _SHARE, _SECONDS)
         return max(0.0, wanted - self._plan_s - now)

@@ -1,9 +1,9 @@
 """An engine in a process of its own: `python -m jaxllm.engine.process`, started by a frontend.
 
-Standard input brings the Assignment and then nothing more: its end means that the parent is gone,
-however that came about, and this process with it. Ends of the process are the parent's to decide,
-so signals that reach the whole group are ignored. Beside the loop a watch tells frontends that the
-process lives, and ends it when the loop or a device of its hangs.
+Standard input brings the Assignment and nothing else. Its end means that the parent is gone, for
+whatever reason, and then this process ends too. The parent decides when to stop, so the process
+ignores signals to the whole group. A watch beside the loop tells frontends that the process lives,
+and ends it when the loop or a device hangs.
 """
 
 import gc
@@ -42,7 +42,7 @@ def main() -> None:
     outbox: Outbox = queue.SimpleQueue()
     requests = InputThread(_listen(context, assignment.input_address), inbox)
     output = OutputThread(_listen(context, assignment.output_address), outbox)
-    # From now on nothing more comes into the folder, which may be removed at any moment.
+    # From now on no file is added to the folder, so the thread may remove it at any moment.
     threading.Thread(
         target=_end_with_parent, args=(assignment.directory,), name="parent", daemon=True
     ).start()
@@ -58,7 +58,7 @@ def main() -> None:
     status = 0
     try:
         engine = make_engine(assignment.config)
-        # What is there now stays: no need to look through it for garbage again and again.
+        # The objects that exist now stay, so the garbage collector need not scan them again.
         gc.collect()
         gc.freeze()
         loop = BusyLoop(engine, inbox, outbox)
@@ -72,21 +72,21 @@ def main() -> None:
         outbox.put(Letter(EVERYBODY, Dead(failure_of(error))))
     outbox.put(None)
     output.join()
-    context.term()  # waits until the last words have gone out
+    context.term()  # waits until the last messages are sent
     sys.stderr.flush()
     if status:
-        # Devices may never come back, and JAX would wait for them.
+        # JAX would wait for devices, which may never answer.
         os._exit(status)
 
 
 def read_assignment(stream: BinaryIO) -> Assignment:
-    """The first line of a stream."""
+    """Read the Assignment from the first line of a stream."""
     return msgspec.json.decode(stream.readline(), type=Assignment)
 
 
 def end_with(*threads: threading.Thread) -> None:
-    """End the process when one of these fails: it would live on, deaf or mute, and frontends would
-    wait for it."""
+    """End the process when one of these threads fails. Otherwise it would live on without reading
+    or sending, and frontends would wait for it."""
     otherwise = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -101,25 +101,25 @@ def end_with(*threads: threading.Thread) -> None:
 def _end_hung(
     reason: str, outbox: Outbox, output: OutputThread, context: "zmq.Context[zmq.Socket[bytes]]"
 ) -> NoReturn:
-    """End the process beside a loop that never will."""
+    """End the process while its loop hangs."""
     outbox.put(Letter(EVERYBODY, Dead(Failure(reason, EngineDeadError.__name__))))
     outbox.put(None)
     output.join(_LAST_WORDS_S)
     if not output.is_alive():
-        context.term()  # waits until the last words have gone out
+        context.term()  # waits until the last messages are sent
     os._exit(EXIT_DEAD)
 
 
 def _end_with_parent(directory: str) -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
-    shutil.rmtree(directory, ignore_errors=True)  # nobody else will
+    shutil.rmtree(directory, ignore_errors=True)  # the parent can no longer remove it
     os._exit(EXIT_DEAD)
 
 
 def _listen(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
     socket = context.socket(zmq.ROUTER)
-    # Frontends always read; a limit would lose what they are late for.
+    # Frontends always read. A limit would drop messages of a frontend that is late.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(address)

@@ -10,21 +10,21 @@ from jaxllm.engine.router import Router
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
 from jaxllm.metrics.startup import Phase
 
-# How often it is looked which of the devices are done.
+# How often the loop checks which devices are done.
 _LOOK_S = 0.0005
 
 
 class Replicas:
-    """Engine cores, each with devices of its own and all of the model.
+    """Engine cores, each with its own devices and the whole model.
 
-    Each goes at its own pace: none waits for a step of another one.
+    Each core goes at its own pace: none waits for a step of another core.
     """
 
     def __init__(self, cores: Sequence[EngineCore]):
         self._cores = cores
         self._router = Router(len(cores))
         self.info: EngineInfo = cores[0].info
-        self._outputs: list[EngineOutput] = []  # to be returned
+        self._outputs: list[EngineOutput] = []  # for the next return of `step`
 
     def add_request(self, request: EngineRequest) -> None:
         replica = request.replica = self._router.choose(request)
@@ -53,11 +53,11 @@ class Replicas:
 
     @property
     def spare_s(self) -> float:
-        """How long nothing has to be done, as far as is known."""
+        """How long no core is expected to need `step`."""
         return 0.0 if self._outputs or self._due() else _LOOK_S
 
     def step(self) -> list[EngineOutput]:
-        """Let those go on that can; wait until there is one."""
+        """Step the cores that are due; wait until one is."""
         if not self._outputs:
             for core in self._await_due():
                 self._outputs += core.step(wait=False)
@@ -76,7 +76,7 @@ class Replicas:
         return [core for core in self._cores if core.has_work() and core.is_due]
 
     def call(self, command: Command[Any, Answer]) -> Answer:
-        """Do what a command says, in each core or in one for all."""
+        """Run a command in each core, or in one core for the whole process."""
         return obey(command, self._cores)
 
     @property

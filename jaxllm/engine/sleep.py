@@ -1,8 +1,9 @@
-"""What it means that an engine sleeps: which parts of it, and what may be asked.
+"""The levels, modes and parts of an engine's sleep.
 
-Level 0 only pauses; level 1 moves the weights to the host's memory and drops the KV cache; level 2
-drops the weights, too, and reads them again when it wakes up. In mode 'keep' requests that are
-under way wait, and then compute their KV anew; in mode 'abort' they end. New ones wait in any case.
+Level 0 only pauses. Level 1 moves the weights to the host's memory and drops the KV cache. Level 2
+drops the weights too, and the engine reads them again when it wakes up. In mode 'keep' unfinished
+requests wait, and after levels 1 and 2 compute their keys and values again; in mode 'abort' they
+end. New requests wait in either mode.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def parts_of(level: int, mode: str) -> frozenset[str]:
 
 
 def parts_named(tags: Sequence[str] | None) -> frozenset[str]:
-    """The parts that are to wake up: all of them, unless some are named."""
+    """The parts to wake up: the named ones, or all."""
     if isinstance(tags, str) or not isinstance(tags, Sequence | None):
         raise refused("tags", tags, "it must be a list, or None for all")
     for tag in tags or ():

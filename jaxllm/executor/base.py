@@ -1,4 +1,4 @@
-"""What the engine core asks of whatever runs its steps."""
+"""The contract of an executor, which runs the steps of an engine core."""
 
 from typing import Protocol
 
@@ -12,11 +12,11 @@ class PendingResult(Protocol):
     """A dispatched step."""
 
     def is_ready(self) -> bool:
-        """Whether the device may be done with it; does not wait."""
+        """Whether the device may be done with the step; does not wait."""
         ...
 
     def result(self) -> StepResult:
-        """Wait for the step; raises what the device raised."""
+        """Wait for the step; raise what the device raised."""
         ...
 
 
@@ -37,19 +37,19 @@ class Executor(Protocol):
 
     @property
     def startup(self) -> list[Phase]:
-        """What was done before the engine was ready."""
+        """The phases of the engine's start."""
         ...
 
     def device_memory(self) -> list[DeviceMemory]:
-        """Of the devices of this process that tell it."""
+        """The memory of the devices of this process that report it."""
         ...
 
     def execute(self, schedule: Schedule) -> PendingResult:
-        """Dispatch a step and return at once; raises when it cannot be dispatched."""
+        """Dispatch a step and return at once; raise if it cannot be dispatched."""
         ...
 
     def check(self) -> None:
-        """Raise EngineDeadError if it is known that no step can run any more."""
+        """Raise EngineDeadError if no step can run any more, as far as is known."""
         ...
 
     def reset(self) -> None:
@@ -57,12 +57,12 @@ class Executor(Protocol):
         ...
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give back what the devices hold: the weights go to the host's memory, or are let go, and
-        the KV cache is lost. No step may be under way."""
+        """Free the devices' memory: move the weights to the host's memory, or drop them, and drop
+        the KV cache. No step may be in flight."""
         ...
 
     def wake_weights(self) -> None:
-        """Bring the weights back, or read them again."""
+        """Move the weights back to the devices, or read them again."""
         ...
 
     def wake_cache(self) -> None:

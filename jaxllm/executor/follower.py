@@ -1,4 +1,4 @@
-"""Any rank but 0: runs the steps that rank 0 sends, in its order, and ends with it."""
+"""A rank other than 0: runs the steps that rank 0 sends, in that order, and ends with rank 0."""
 
 import functools
 import os
@@ -60,7 +60,7 @@ class _Follower:
         self._readers: dict[int, Reader] = {}
 
     def run(self) -> str:
-        """Do what rank 0 says until it says stop; returns why, if not all is well."""
+        """Serve rank 0 until it sends Stop; return its reason, which is empty at a normal end."""
         layout = Layout(self._config)
         fits = layout.what_fits(self._rank)
         self._link.send(encode(Hello(self._rank, options_of(self._config), fits)))
@@ -86,8 +86,8 @@ class _Follower:
         self._link.send(encode(Ready(self._rank, infos)))
 
     def _report(self, replica: int, is_first: bool, reading: Reading) -> None:
-        """Tell rank 0 what a step brought, if it does not see it itself; and in any case if it
-        failed here."""
+        """Report a failed step to rank 0. Report a result only from the replica's first rank, and
+        so only if rank 0 does not run the replica."""
         try:
             result = reading.result()
         except Exception as error:
@@ -108,14 +108,15 @@ def _text(error: BaseException) -> str:
 
 
 def _end_now(reason: str) -> NoReturn:
-    """End the process from any thread; the main one may be waiting for a lost device for ever."""
+    """End the process from any thread: the main thread may wait for a lost device for ever."""
     logger.error("this rank ends: %s", reason)
     sys.stderr.flush()
     os._exit(EXIT_LOST)
 
 
 def _leave_ends_to_rank_0() -> None:
-    """When a whole pod is told to end, rank 0 decides when, and needs the others until then."""
+    """Ignore SIGTERM: when a whole pod gets it, rank 0 decides when to end, and needs this rank
+    until then."""
 
     def on_terminate(number: int, frame: FrameType | None) -> None:
         logger.info("rank 0 says when this one ends")

@@ -1,4 +1,4 @@
-"""Starts what runs an engine's steps: here, or on several hosts."""
+"""Starts the executors of an engine: in this process, or on several hosts."""
 
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import Executor
@@ -7,8 +7,8 @@ from jaxllm.runner.jax_setup import set_up_jax
 
 
 def make_executors(config: EngineConfig) -> list[Executor]:
-    """An executor for each replica. On all hosts but the first it does not return: the process
-    does there what the first one says, and ends with it."""
+    """Make an executor for each replica. On every host but the first this does not return: the
+    process follows the first one, and ends with it."""
     set_up_jax(config)
     parallel = config.parallel
     if parallel.distributed_executor_backend == "ray":

@@ -1,4 +1,4 @@
-"""Which ranks run which replica of an engine over several hosts, and with what plan."""
+"""Which ranks run each replica of an engine on several hosts, and by which plan."""
 
 import dataclasses
 import hashlib
@@ -13,12 +13,13 @@ from jaxllm.plan.engine_plan import EnginePlan, replica_devices
 from jaxllm.programs.sizing import plan_engine
 from jaxllm.weights.checkpoint import resolve_model_dir
 
-# What may differ from rank to rank.
+# The options that may differ from rank to rank.
 _OWN_OPTIONS = {"node_rank", "download_dir", "compilation_cache_dir"}
 
 
 class Layout:
-    """The same on every rank: JAX numbers the devices of all processes alike."""
+    """The ranks and plans of the replicas. Every rank computes the same, since JAX numbers the
+    devices of all processes alike."""
 
     def __init__(self, config: EngineConfig):
         parallel = config.parallel
@@ -37,25 +38,25 @@ class Layout:
             )
 
     def replicas_of(self, rank: int) -> list[int]:
-        """Those that have a device on this rank."""
+        """The replicas that have a device on this rank."""
         return [replica for replica, ranks in enumerate(self.ranks) if rank in ranks]
 
     def what_fits(self, rank: int) -> dict[int, int]:
-        """How many KV blocks each replica could have, as far as this rank's memory goes."""
+        """How many KV blocks of each replica fit in this rank's memory."""
         return {
             replica: plan_engine(self._config, self._devices[replica]).num_blocks
             for replica in self.replicas_of(rank)
         }
 
     def plan(self, replica: int, num_blocks: int) -> EnginePlan:
-        """The plan of a replica with as many blocks as all its ranks agree on."""
+        """The plan of a replica with the number of blocks that fits on all its ranks."""
         cache = dataclasses.replace(self._config.cache, num_gpu_blocks_override=num_blocks)
         config = dataclasses.replace(self._config, cache=cache)
         return plan_engine(config, self._devices[replica])
 
 
 def options_of(config: EngineConfig) -> dict[str, str]:
-    """What all ranks must have been started with, by name."""
+    """The options that must be the same on all ranks, by name."""
     options = {
         f.name: repr(getattr(part, f.name))
         for part in (getattr(config, group.name) for group in dataclasses.fields(config))

@@ -1,9 +1,9 @@
-"""The wires between rank 0 and the other ranks: authenticated, ordered, and watched.
+"""The connections between rank 0 and the other ranks: authenticated, ordered, and watched.
 
-Three sockets on each side: `steps` carries messages from rank 0, `reports` those to it, and `pulse`
-a beat every half second both ways, from a thread of its own. Whoever is not heard for too long is
-lost, and so is the engine. Everything is encrypted with keys that rank 0 makes at every start and
-hands out over the devices' own network.
+Each side has three sockets. `steps` carries messages from rank 0, `reports` carries messages to it,
+and `pulse` carries a beat every half second both ways, from a thread of its own. A rank that is
+silent for too long is lost, and the engine with it. All messages are encrypted with keys that rank
+0 makes at every start and broadcasts over the devices' own network.
 """
 
 import threading
@@ -23,17 +23,17 @@ from jaxllm.watch import AWAY_S
 logger = init_logger(__name__)
 
 _BEAT_S = 0.5
-# Longer than anything that keeps a healthy process from letting a thread of its run.
+# Longer than a healthy process can keep its pulse thread from running.
 _SILENCE_S = 15.0
-# When a connection has broken, which is what happens to that of a process that is killed.
+# After a connection has broken, as when a process is killed.
 _SILENCE_AFTER_BREAK_S = 4.0
-# For the first sign of life: devices may have to be found before.
+# For the first beat: JAX may have to find the devices before.
 _MEETING_S = 300.0
 _LEADER = b"0"
 
 
 class Invitation(msgspec.Struct):
-    """What a rank must know to be let in. A secret."""
+    """What a rank needs to connect to rank 0. It contains secret keys."""
 
     address: str
     steps_port: int
@@ -106,7 +106,7 @@ class LeaderLink:
                 self.check()
 
     def receive(self, wait_s: float = 0.0) -> bytes | None:
-        """The next report, if there is one within this time. Raises when a rank is lost."""
+        """Return the next report, or None after `wait_s`. Raise when a rank is lost."""
         while not self._reports.poll(_ms(min(wait_s, _BEAT_S))):
             self.check()
             wait_s -= _BEAT_S
@@ -115,7 +115,7 @@ class LeaderLink:
         return self._reports.recv()
 
     def lose(self, reason: str) -> None:
-        """Give the engine up, because of this."""
+        """Note why the engine is dead; the first reason counts."""
         self._reason = self._reason or reason
 
     def check(self) -> None:
@@ -125,11 +125,11 @@ class LeaderLink:
 
     @property
     def reason(self) -> str | None:
-        """Why there is no engine any more, if so."""
+        """Why the engine is dead; None while it lives."""
         return self._reason or self._pulse.lost
 
     def close(self, last_word: bytes) -> None:
-        """Tell everybody still there, and hang up."""
+        """Send a last message to the ranks still there, and close the sockets."""
         if self._closed:
             return
         self._closed = True
@@ -137,7 +137,7 @@ class LeaderLink:
             try:
                 self._steps.send_multipart([name, last_word])
             except zmq.ZMQError:
-                pass  # that one is gone already
+                pass  # this rank is already gone
         self._pulse.stop()
         self._doorman.stop()
         self._steps.close(linger=1000)
@@ -146,8 +146,8 @@ class LeaderLink:
 
 
 class PeerLink:
-    """The side of any other rank. When rank 0 is lost, `on_loss` is called from another thread:
-    the one that uses the link may be waiting for a device that never answers."""
+    """The side of a rank other than 0. When rank 0 is lost, another thread calls `on_loss`: the
+    thread that uses the link may wait for a device that never answers."""
 
     def __init__(self, invitation: Invitation, rank: int, on_loss: Callable[[str], None]):
         self._context = zmq.Context()
@@ -189,7 +189,7 @@ class PeerLink:
 
 
 class _Pulse(threading.Thread):
-    """Says that this process lives, and notices when another one does not."""
+    """Sends beats, and notices when another process is silent."""
 
     def __init__(
         self,
@@ -222,8 +222,8 @@ class _Pulse(threading.Thread):
         while not self._stopping.is_set() and self.lost is None:
             now = time.monotonic()
             if now - looked > AWAY_S:
-                # This process has not run in between, nor have others if they are on one machine
-                # that slept.
+                # This process was suspended, so it could not hear the others. If the machine slept,
+                # its other processes did not run either.
                 self._heard = dict.fromkeys(self._heard, now)
             looked = now
             if now >= next_beat:
@@ -246,11 +246,11 @@ class _Pulse(threading.Thread):
     def _beat(self) -> None:
         for name in self._heard:
             try:
-                # Without waiting: a socket whose connection is gone would wait for it.
+                # NOBLOCK: a socket whose connection is gone would wait for a new one.
                 frames = [name, b""] if self._is_leader else [b""]
                 self._socket.send_multipart(frames, zmq.NOBLOCK)
             except zmq.ZMQError:
-                pass  # not connected yet, or gone: its silence will tell
+                pass  # not connected yet, or gone: `_look` notices its silence
 
     def _look(self, now: float, broken_at: float | None) -> None:
         for name, heard in self._heard.items():
@@ -269,7 +269,7 @@ class _Pulse(threading.Thread):
 
 
 class _OneKey:
-    """Lets those in who have the key of this start."""
+    """Accepts clients that have the key of this start."""
 
     def __init__(self, key: bytes):
         self._key = key
@@ -279,7 +279,7 @@ class _OneKey:
 
 
 def _settle(one: "zmq.Socket[Any]") -> None:
-    """Queues without bound: what is in flight is bounded by the steps in flight."""
+    """Remove the limits of the queues: the steps in flight bound the messages in flight."""
     one.setsockopt(zmq.SNDHWM, 0)
     one.setsockopt(zmq.RCVHWM, 0)
 

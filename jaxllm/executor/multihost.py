@@ -1,11 +1,10 @@
-"""An engine over several processes, one on each host, that are one JAX together.
+"""An engine on several hosts: one process on each, all in one distributed JAX.
 
 Rank 0 has the frontend and the schedulers. It sends each Schedule to every rank that has a device
-of the replica, and all of them dispatch the same step; the tokens come back on each. A replica that
-has no device on rank 0 reports its results from the first of its ranks.
+of the replica. All these ranks dispatch the same step, and each gets the tokens. If a replica has
+no device on rank 0, its first rank reports its results.
 
-What one rank cannot do, none can: an error in a step or the loss of a rank is the end of the engine
-(`EngineDeadError`), never a hang.
+An error in a step or the loss of a rank ends the whole engine (`EngineDeadError`). It never hangs.
 """
 
 import atexit
@@ -47,17 +46,17 @@ from jaxllm.scheduler.schedule import Schedule, StepResult
 
 logger = init_logger(__name__)
 
-# How long a waiting rank 0 goes without looking whether the others live.
+# How often rank 0 checks, while it waits, whether the other ranks live.
 _LOOK_S = 0.2
-# After a step has failed: another rank may have the reason.
+# How long rank 0 waits, after a failed step, for another rank's reason.
 _GRACE_S = 8.0
 
 _Message = TypeVar("_Message", bound=ToLeader)
 
 
 def start(config: EngineConfig) -> "list[MultiHostExecutor]":
-    """Join the other ranks. On rank 0, return an executor for each replica; any other rank runs
-    what rank 0 sends, and ends the process when rank 0 is done."""
+    """Join the other ranks. On rank 0, return an executor for each replica. Any other rank runs the
+    steps that rank 0 sends, and ends its process when rank 0 is done."""
     rank = join_hosts(config.parallel)
     if rank:
         follow(config, rank)
@@ -98,7 +97,8 @@ def _lead(config: EngineConfig) -> "list[MultiHostExecutor]":
 
 
 def _leave(link: LeaderLink) -> None:
-    """At exit. JAX would wait for the devices, and these for a rank that is gone."""
+    """Close the link at exit. If a rank is lost, end the process at once: JAX would wait for the
+    devices, and they for the lost rank."""
     reason = link.reason
     link.close(encode(Stop(reason or "")))
     if reason is not None:
@@ -108,15 +108,15 @@ def _leave(link: LeaderLink) -> None:
 
 
 class _Inbox:
-    """What the other ranks report to rank 0. Of a replica that rank 0 runs, too, it needs no
-    results."""
+    """The reports of the other ranks to rank 0. They have the results of the replicas that rank 0
+    does not run itself."""
 
     def __init__(self, link: LeaderLink):
         self.link = link
         self._done: dict[int, deque[StepDone]] = {}  # by replica, the oldest first
 
     def await_message(self, kind: type[_Message]) -> _Message:
-        """The next message, which is of this kind."""
+        """Wait for the next message, which must be of this kind."""
         message = None
         while message is None:
             message = self.look(1.0)
@@ -124,8 +124,7 @@ class _Inbox:
         return message
 
     def look(self, wait_s: float = 0.0) -> ToLeader | None:
-        """Take the next message in, if there is one within this time; raises when a rank is
-        lost."""
+        """Take the next message in, or return None after `wait_s`. Raise when a rank is lost."""
         data = self.link.receive(wait_s)
         message = None if data is None else decode_to_leader(data)
         if isinstance(message, Failed):
@@ -136,7 +135,7 @@ class _Inbox:
         return message
 
     def take_in(self) -> None:
-        """Take in all that has come; raises when a rank is lost."""
+        """Take in all messages that have arrived; raise when a rank is lost."""
         while self.look() is not None:
             pass
 
@@ -146,7 +145,7 @@ class _Inbox:
         return bool(self._done.get(replica))
 
     def await_step(self, replica: int) -> StepDone:
-        """The oldest result of a replica that nobody has asked for."""
+        """Wait for the oldest result of a replica, and remove it."""
         while not self._done.get(replica):
             self.look(1.0)
         return self._done[replica].popleft()
@@ -170,7 +169,7 @@ class MultiHostExecutor:
         self._others = [rank for rank in ranks if rank]
         self._runner = runner
         self._reader = Reader()
-        self._figures = Figures()  # of a replica that is elsewhere
+        self._figures = Figures()  # of a replica that rank 0 does not run
 
     @property
     def num_token_rows(self) -> int:
@@ -192,7 +191,7 @@ class MultiHostExecutor:
         return [] if self._runner is None else self._runner.device_memory()
 
     def execute(self, schedule: Schedule) -> PendingResult:
-        # The others first, so that they pack while this rank does.
+        # Send first, so that the other ranks pack while this rank packs.
         self._link.send(self._others, encode(Execute(self._replica, schedule)))
         if self._runner is None:
             return _Pending(self, None)
@@ -223,7 +222,7 @@ class MultiHostExecutor:
         self._link.close(encode(Stop(self._link.reason or "")))
 
     def wait(self, reading: Reading | None) -> StepResult:
-        """Wait for a step, and no longer than the other ranks live."""
+        """Wait for a step; raise if another rank is lost meanwhile."""
         if reading is None:
             done = self._inbox.await_step(self._replica)
             self._figures = done.figures
@@ -236,7 +235,7 @@ class MultiHostExecutor:
             raise self._dead(error) from error
 
     def is_done(self, reading: Reading | None) -> bool:
-        """Whether `wait` would return at once, with the oldest step or because a rank is lost."""
+        """Whether `wait` would end at once, with the oldest step or because a rank is lost."""
         try:
             has_result = self._inbox.has_step(self._replica)
         except EngineDeadError:
@@ -244,7 +243,8 @@ class MultiHostExecutor:
         return has_result if reading is None else reading.done.is_set()
 
     def _dead(self, error: Exception) -> EngineDeadError:
-        """A step failed here. If that is because a rank is gone, it is known soon."""
+        """Return the error for a step that failed here. If the cause is a lost rank, rank 0 learns
+        it soon."""
         until = time.monotonic() + _GRACE_S
         try:
             while (left := until - time.monotonic()) > 0:
@@ -260,7 +260,7 @@ class _Pending:
 
     def __init__(self, executor: MultiHostExecutor, reading: Reading | None):
         self._executor = executor
-        self._reading = reading  # None: it is read elsewhere
+        self._reading = reading  # None: another rank reads the result
 
     def is_ready(self) -> bool:
         return self._executor.is_done(self._reading)

@@ -12,8 +12,8 @@ logger = init_logger(__name__)
 
 
 class Profiler:
-    """Takes profiles for one engine; as JAX has it, one at a time in a process. Where they are
-    written is said at start, by whoever runs the engine, and never by a request."""
+    """Takes profiles for one engine; JAX allows one at a time in a process. The directory is an
+    option of the engine, so no request can choose it."""
 
     _taking: ClassVar["Profiler | None"] = None
 
@@ -40,13 +40,14 @@ class Profiler:
         logger.info("the profile has been written to %s", self._directory)
 
     def step(self, number: int) -> contextlib.AbstractContextManager[object]:
-        """What is dispatched within it is shown as a step; costs nothing without a profile."""
+        """Return a context that marks its dispatches as one step in a profile. It costs nothing
+        without a profile."""
         if Profiler._taking is None:
             return _NOTHING
         return jax.profiler.StepTraceAnnotation("step", step_num=number)
 
     def close(self) -> None:
-        """Write out what is being taken, if anything is."""
+        """Write out the current profile, if there is one."""
         if Profiler._taking is self:
             self.stop()
 

@@ -1,5 +1,5 @@
-"""Starts the other ranks of an engine on the nodes of a Ray cluster. It starts them and no more:
-what they do, and how they end, is the same as without Ray."""
+"""Starts the other ranks of an engine on the nodes of a Ray cluster. Ray only starts them: they
+work and end as without Ray."""
 
 import dataclasses
 from typing import Any, cast
@@ -17,7 +17,7 @@ logger = init_logger(__name__)
 _START_TIMEOUT_S = 120
 _ACCELERATORS = ("TPU", "GPU")
 
-# Ray ends an actor that nobody holds.
+# References to the ranks: Ray ends an actor that has none.
 _ranks: list[Any] = []
 
 
@@ -34,8 +34,8 @@ class Rank:
 
 
 def start_followers(config: EngineConfig) -> EngineConfig:
-    """Start a rank on each other node, with all accelerators of that node; this process is rank 0.
-    Returns the config with the hosts filled in."""
+    """Start a rank on each other node, with all accelerators of that node. This process is rank 0.
+    Return the config with the hosts filled in."""
     if not ray.is_initialized():
         ray.init(address="auto")
     here = ray.get_runtime_context().get_node_id()
@@ -61,7 +61,7 @@ def start_followers(config: EngineConfig) -> EngineConfig:
 
 
 def _nodes(here: str) -> list[dict[str, Any]]:
-    """The nodes that a rank can be on, this one first: those with accelerators, if any has some."""
+    """The nodes for ranks, this one first: those with accelerators, or all if none has any."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     able = [node for node in alive if _accelerators(node)] or alive
     own = [node for node in able if node["NodeID"] == here]

@@ -1,5 +1,5 @@
-"""Waits for results of the device in a thread of its own: JAX's waits can be neither interrupted
-nor ended, and a device that waits for a lost one never answers."""
+"""Waits for device results in a thread of its own: a wait of JAX cannot be interrupted, and a
+device that waits for a lost device never answers."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from jaxllm.scheduler.schedule import StepResult
 
 
 class Reading:
-    """A step that is waited for."""
+    """A step whose result the reader waits for."""
 
     def __init__(self, pending: PendingResult):
         self._pending = pending
@@ -26,7 +26,7 @@ class Reading:
         self.done.set()
 
     def result(self) -> StepResult:
-        """What came, once it is done."""
+        """Return the result, or raise the step's error. The step must be done."""
         if self._error is not None:
             raise self._error
         assert self._result is not None, "not done"
@@ -34,7 +34,7 @@ class Reading:
 
 
 class Reader:
-    """Reads steps one after another. The thread does not keep the process alive."""
+    """Waits for steps one after another. Its thread does not keep the process alive."""
 
     def __init__(self, then: Callable[[Reading], None] = lambda reading: None):
         self._then = then

@@ -1,4 +1,4 @@
-"""Runs steps in this process, on the devices it sees."""
+"""Runs steps in this process, on its devices."""
 
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
@@ -16,7 +16,7 @@ logger = init_logger(__name__)
 
 
 class UniProcExecutor:
-    """The plan, made real in this process, on the devices of one replica."""
+    """Plans one replica and runs it on devices of this process."""
 
     def __init__(self, config: EngineConfig, replica: int = 0):
         self.startup = Phases()
@@ -46,7 +46,7 @@ class UniProcExecutor:
         return self._runner.execute(schedule)
 
     def check(self) -> None:
-        """Whatever fails here is told by the step in which it does."""
+        """Do nothing: in one process a failure raises in its step."""
 
     def reset(self) -> None:
         self._runner.reset()

@@ -1,5 +1,5 @@
-"""What travels between the ranks of an engine: msgpack of typed structs, arrays as they lie in
-memory. No pickle."""
+"""The messages between the ranks of an engine: typed structs in msgpack, with arrays as raw bytes.
+No pickle."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxllm.scheduler.schedule import Schedule, StepResult
 class Build(msgspec.Struct, tag=True):
     """Load the model and compile."""
 
-    num_blocks: dict[int, int]  # by replica: what fits on all of its ranks
+    num_blocks: dict[int, int]  # by replica: how many fit on all its ranks
 
 
 class Execute(msgspec.Struct, tag=True):
@@ -26,7 +26,7 @@ class Execute(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """End. With a reason, it is not as it should be."""
+    """End. A reason says that the engine has failed."""
 
     reason: str = ""
 
@@ -35,11 +35,11 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A rank is there, and this is what it was started with."""
+    """A rank is connected; `options` are those that it was started with."""
 
     rank: int
     options: dict[str, str]
-    num_blocks: dict[int, int]  # by replica: what would fit on this rank
+    num_blocks: dict[int, int]  # by replica: how many fit on this rank
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -50,7 +50,7 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Figures(msgspec.Struct):
-    """What a runner has counted."""
+    """The counters of a runner."""
 
     num_token_rows: int = 0
     pack_s: float = 0.0
@@ -58,7 +58,7 @@ class Figures(msgspec.Struct):
 
 
 class StepDone(msgspec.Struct, tag=True):
-    """What a step brought, of a replica that has no device on rank 0."""
+    """The result of a step of a replica that has no device on rank 0."""
 
     replica: int
     result: StepResult

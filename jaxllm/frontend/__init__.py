@@ -1,1 +1,1 @@
-"""Between the user and the engine core: validates, tokenises, detokenises. No jax here."""
+"""Validates, tokenises and detokenises, between the user and the engine core. Never uses jax."""

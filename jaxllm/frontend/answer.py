@@ -1,9 +1,8 @@
 """A request and its answers as they grow: tokens become text, logprobs and RequestOutputs.
 
-The cost of a token does not depend on the length of the answer: it passes once through
-detokenise -> stop strings -> logprobs. What is built per RequestOutput depends on the output kind:
-DELTA costs what is new, FINAL_ONLY hands over the lists it gathered without copying them,
-CUMULATIVE has to copy all so far.
+The cost of a token does not depend on the length of the answer: each token passes once through
+detokenise -> stop strings -> logprobs. The cost of a RequestOutput depends on its kind: DELTA costs
+what is new, FINAL_ONLY passes its lists on without a copy, CUMULATIVE copies the answer so far.
 """
 
 import io
@@ -23,7 +22,7 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class OpenRequest:
-    """What the user asked for, and its n answers."""
+    """A user's request and its n answers."""
 
     def __init__(
         self,
@@ -57,21 +56,21 @@ class OpenRequest:
         return self.num_running == 0
 
     def account(self, answer: "Answer", out: EngineOutput, num_new: int, now: float) -> None:
-        """Note what an output says beside its tokens."""
+        """Note everything in an output but its tokens and their logprobs."""
         metrics = self.metrics
         if num_new and not metrics.num_generation_tokens:
             metrics.first_token_latency = now - metrics.arrival_time
         metrics.num_generation_tokens += num_new
         stats = out.stats
         if answer.finish_reason is not None and out.finish_reason is None:
-            # A stop string ended it: the engine's own last word would come too late.
+            # A stop string ended the answer: the engine's last stats would come too late.
             stats = msgspec.structs.replace(
                 stats or answer.stats or RequestStats(), last_token_ts=time.monotonic()
             )
         if stats is not None:
             self.note_stats(answer, stats)
         if answer.index == 0:
-            # The others share the first one's prompt blocks; theirs would always be hits.
+            # The other answers share the first one's prompt blocks, so theirs are always hits.
             if answer.num_tokens == num_new:
                 self.num_cached_tokens = out.num_cached_tokens
             if out.new_prompt_logprobs is not None and self.prompt_logprobs is not None:
@@ -81,11 +80,12 @@ class OpenRequest:
                 ]
 
     def note_stats(self, answer: "Answer", stats: RequestStats) -> None:
-        """Take in what is known now of an answer. Costs the same however many answers there are:
-        it happens twice in the life of each, and once more for each preemption."""
+        """Take in the newest stats of an answer. The engine sends them with the first and the last
+        output, and once after each preemption. The cost does not grow with the number of answers.
+        """
         metrics, before = self.metrics, answer.stats or RequestStats()
         answer.stats = stats
-        metrics.replica = stats.replica  # followers are where their leader is
+        metrics.replica = stats.replica  # all answers of a request are on one replica
         metrics.queued_ts = _first(metrics.queued_ts, stats.queued_ts)
         metrics.scheduled_ts = _first(metrics.scheduled_ts, stats.scheduled_ts)
         metrics.first_token_ts = _first(metrics.first_token_ts, stats.first_token_ts)
@@ -94,14 +94,14 @@ class OpenRequest:
         metrics.is_corrupted |= stats.is_corrupted
 
     def finish(self) -> RequestOutput:
-        """Say the last there is to say, to everybody who waits for it."""
+        """Make the last output, and call `on_finish` with it."""
         output = self.make_output()
         if self._on_finish is not None:
             self._on_finish(output)
         return output
 
     def finished(self) -> FinishedRequest:
-        """What is to be said of the request when all is over."""
+        """The record of the finished request for metrics and traces."""
         failed = [one for one in self.answers if one.finish_reason is FinishReason.ERROR]
         return FinishedRequest(
             request_id=self.request_id,
@@ -117,11 +117,11 @@ class OpenRequest:
         )
 
     def make_output(self) -> RequestOutput:
-        """Say what there is to say. The metrics are the request's own object, which goes on
-        changing until the last output."""
+        """Make an output. Its metrics are the request's own object, which changes until the last
+        output."""
         if self.kind is RequestOutputKind.DELTA:
             outputs = [answer.take_delta() for answer in self.answers if answer.has_news]
-            # Once, with the first output.
+            # Only the first output has them.
             prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         else:
             outputs = [answer.so_far() for answer in self.answers]
@@ -157,7 +157,7 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.has_news = False
-        # All so far; with DELTA, what has not been handed out yet.
+        # All so far; with DELTA, what no output has had yet.
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = None
         self._text = io.StringIO()  # appends without copying, and far smaller than many strings
@@ -180,8 +180,8 @@ class Answer:
                 self._stop = StopStrings(list(params.stop), include=self._include_stop)
 
     def take(self, out: EngineOutput) -> int:
-        """Take an output; return how many of its tokens belong to the answer. Those after the
-        token that completed a stop string do not."""
+        """Take an output; return how many of its tokens belong to the answer. Tokens after the one
+        that completed a stop string do not."""
         token_ids = out.new_token_ids
         num_new = len(token_ids)
         if self._stream is not None and token_ids:
@@ -215,7 +215,7 @@ class Answer:
         return num_new
 
     def abort(self) -> None:
-        """End the answer where it is."""
+        """End the answer as it is now."""
         self.finish_reason = FinishReason.ABORT
         if self.stats is not None:
             now = time.monotonic()
@@ -236,7 +236,7 @@ class Answer:
         return len(token_ids)
 
     def take_delta(self) -> CompletionOutput:
-        """Hand out what is new, and keep nothing of it."""
+        """Return what is new, and keep no reference to it."""
         delta = self._completion(self._token_ids, self._logprobs)
         self._token_ids, self._text = [], io.StringIO()
         self._logprobs = None if self._logprobs is None else []
@@ -244,7 +244,8 @@ class Answer:
         return delta
 
     def so_far(self) -> CompletionOutput:
-        """Hand out all: copies while the answer grows, and in the end the lists themselves."""
+        """Return the whole answer so far: copies of the lists while it grows, in the end the lists
+        themselves."""
         if self._final is not None:
             return self._final
         self.has_news = False
@@ -269,5 +270,5 @@ class Answer:
 
 
 def _first(one: float, other: float) -> float:
-    """The earlier; 0.0, which means not yet, does not count."""
+    """The earlier time; 0.0 means not yet and does not count."""
     return min(one, other) if one and other else one or other

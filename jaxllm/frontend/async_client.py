@@ -1,4 +1,4 @@
-"""The wires from an event loop to an engine in another process."""
+"""The connection from an event loop to an engine in another process."""
 
 import asyncio
 import itertools
@@ -33,13 +33,13 @@ from jaxllm.watch import PATIENCE, Silence
 
 logger = init_logger(__name__)
 
-# How long the end of the engine's process may go unnoticed.
+# How long the end of the engine's process may stay unnoticed.
 _LOOK_MS = 200
 
 
 class AsyncClient:
-    """One frontend's connection. Making it waits until the engine is ready; `listen` then ties it
-    to the event loop that runs."""
+    """One frontend's connection. The constructor waits until the engine is ready. `listen` then
+    binds the connection to the running event loop."""
 
     def __init__(self, process: EngineProcess | JoinedEngine):
         self._process = process
@@ -54,7 +54,7 @@ class AsyncClient:
         self._receiver: threading.Thread | None = None
         self._closing = threading.Event()
         limit_s = process.assignment.config.liveness.engine_heartbeat_timeout
-        self._silence = Silence(limit_s * PATIENCE)  # it has to load and to compile
+        self._silence = Silence(limit_s * PATIENCE)  # the engine loads and compiles first
         try:
             self._output.send(b"")
             self.send(Hello())
@@ -67,12 +67,12 @@ class AsyncClient:
             raise
 
     def send(self, message: ToEngine) -> None:
-        """Never waits: the engine always reads."""
+        """Send a message. This never waits, since the engine always reads."""
         self._input.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def own(self, requests: list[EngineRequest]) -> None:
-        """Give the requests of one prompt ids that nothing else has or has had: what is on its way
-        for an aborted request must not reach another of the same name."""
+        """Give the requests of one prompt ids that are never reused: outputs in flight for an
+        aborted request must not reach a later request with the user's same id."""
         serial = next(self._numbers)
         for request in requests:
             request.request_id = self._id(serial, request.request_id)
@@ -83,7 +83,7 @@ class AsyncClient:
         return f"{self._name.decode()}{OWNER_MARK}{serial}{OWNER_MARK}{request_id}"
 
     def listen(self) -> None:
-        """From now on messages come to the running event loop."""
+        """Start to bring messages to the running event loop."""
         loop = asyncio.get_running_loop()
         self._incoming: asyncio.Queue[FromEngine | BaseException] = asyncio.Queue()
         self._receiver = threading.Thread(
@@ -92,8 +92,8 @@ class AsyncClient:
         self._receiver.start()
 
     async def receive(self) -> FromEngine:
-        """The next message that is not an answer to a call; raises EngineDeadError when there will
-        be no more."""
+        """Return the next message that is not an answer to a call; raise EngineDeadError when no
+        more will come."""
         while True:
             message = await self._incoming.get()
             if isinstance(message, BaseException):
@@ -107,7 +107,7 @@ class AsyncClient:
                 future.set_result(message)
 
     async def call(self, command: Command[Any, Answer]) -> Answer:
-        """Have the engine do what a command says; somebody must be receiving."""
+        """Have the engine run a command. Another task must call `receive` to read the answer."""
         number = next(self._numbers)
         call = Call(number, encode(command))
         future = self._calls[number] = asyncio.get_running_loop().create_future()
@@ -140,7 +140,7 @@ class AsyncClient:
         return socket
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The thread that reads and decodes, and notices the end of the process."""
+        """The thread that reads and decodes messages, and notices the end of the process."""
         while not self._closing.is_set():
             message = self._next()
             if message is not None:
@@ -152,8 +152,8 @@ class AsyncClient:
                 return
 
     def _next(self) -> FromEngine | BaseException | None:
-        """What comes within a short while: a message, or the end of the engine."""
-        has_ended = self._process.status is not None  # asked first: its last words may be here
+        """Wait a short time for a message or for the end of the engine; None if neither came."""
+        has_ended = self._process.status is not None  # before the poll: a last message may be here
         if self._output.poll(_LOOK_MS):
             self._silence.heard()
             message = self._decoder.decode(self._output.recv())
@@ -176,7 +176,7 @@ class AsyncClient:
     def _death(self) -> BaseException:
         status = self._process.status
         if status == 0:
-            # A host that only follows has followed to the end.
+            # On a host that only follows this is the normal end.
             return SystemExit(0)
         return EngineDeadError(f"the engine process has ended with status {status}: see its log")
 
@@ -192,7 +192,7 @@ class AsyncClient:
 
 
 def _error_of(failure: Failure, otherwise: type[errors.JaxLLMError]) -> errors.JaxLLMError:
-    """The error as one of ours, or the other kind if it is none."""
+    """Turn a failure into an error of its kind, or of `otherwise` if we have no such kind."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.JaxLLMError):
         return kind(failure.reason)

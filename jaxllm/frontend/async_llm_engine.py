@@ -1,7 +1,7 @@
 """AsyncLLMEngine: requests and outputs on an event loop, the engine in a process of its own.
 
-Each request has a collector, where outputs merge until they are asked for: a slow consumer holds up
-nobody and needs no more memory than its answer.
+Each request has a collector, which merges outputs until the consumer takes them. So a slow consumer
+delays no other, and needs no more memory than its answer.
 """
 
 import asyncio
@@ -51,24 +51,24 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
 
-# So many outputs are worked through before others get their turn on the event loop.
+# How many outputs are processed before other tasks get a turn on the event loop.
 _OUTPUTS_AT_ONCE = 128
 _STOP_GRACE_S = 10.0
 
 
 class AsyncLLMEngine:
-    """An engine for applications with an event loop. All methods are for one loop."""
+    """An engine for applications with an event loop. All coroutines must run on one loop."""
 
     def __init__(self, config: EngineConfig, process: EngineProcess | JoinedEngine | None = None):
-        """Start the engine, or use one that was started; returns when it is ready, which may take
+        """Start the engine, or use a started one. Return when it is ready, which may take
         minutes."""
         begun = time.time()
         self.config = config
-        # First of all: what it needs may not be installed.
+        # First, since what tracing needs may not be installed.
         self.tracer = start_tracing(config)
         self._process = EngineProcess(config) if process is None else process
         try:
-            # Both load at once.
+            # The engine's process loads the model while this one loads the tokenizer.
             self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
             self._client = AsyncClient(self._process)
         except BaseException:
@@ -83,7 +83,7 @@ class AsyncLLMEngine:
         self._is_shut_down = False
         self._idle = asyncio.Event()
         self._idle.set()
-        # Who sees every output, before its consumer does, and every end of a request.
+        # Called with every output, before its consumer gets it, and with every finished request.
         self.on_output: list[Callable[[RequestOutput], None]] = []
         self.on_end: list[Callable[[FinishedRequest], None]] = []
         if self.tracer is not None:
@@ -101,7 +101,7 @@ class AsyncLLMEngine:
 
     @property
     def exit_status(self) -> int | None:
-        """Of the engine's process; None while it runs."""
+        """The exit status of the engine's process; None while it runs."""
         return self._process.status
 
     @property
@@ -128,8 +128,8 @@ class AsyncLLMEngine:
         trace_headers: Mapping[str, str] | None = None,
         lora_request: None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a prompt, with an output whenever there is news. Whoever stops asking, or is
-        cancelled, has aborted the request."""
+        """Answer a prompt, with an output whenever there is news. To close the generator, or to
+        cancel the task that reads it, aborts the request."""
         if lora_request is not None:
             raise refused("lora_request", lora_request, "LoRA is not supported yet; give None")
         process = functools.partial(
@@ -155,8 +155,8 @@ class AsyncLLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> ProcessedInput:
-        """Validate and tokenise; raises ValidationError. Nothing is queued yet. From any thread:
-        that of the event loop has better things to do."""
+        """Validate and tokenise; raise ValidationError. Nothing is queued yet. Any thread may call
+        this. It may take long, so do not call it on the event loop."""
         return self._input_processor.process(
             request_id,
             prompt,
@@ -168,7 +168,7 @@ class AsyncLLMEngine:
         )
 
     def submit(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
-        """Answer what `process_input` made, as `generate` does."""
+        """Answer a request that `process_input` made, as `generate` does."""
 
         async def given() -> ProcessedInput:
             return processed
@@ -176,14 +176,14 @@ class AsyncLLMEngine:
         return self._answer(processed.request_id, given)
 
     async def abort(self, request_id: str | list[str]) -> None:
-        """End requests: whoever waits for them gets a last output with finish_reason 'abort'."""
+        """End requests. Their consumers get a last output with finish_reason 'abort'."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             if one in self._collectors:
                 self._collectors[one].is_aborted = True
             self._end(one)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if there is no engine any more."""
+        """Raise EngineDeadError if the engine is dead."""
         self._check()
 
     async def get_tokenizer(self) -> Any:
@@ -193,18 +193,18 @@ class AsyncLLMEngine:
         return self.tokenizer.hf
 
     async def in_tokenizer_thread(self, function: Callable[[], Result], size: int) -> Result:
-        """Run what uses the tokenizer, or reads text of about so many characters or tokens, where
-        it holds up nobody but others who do, and none of these if it is long and they are not."""
+        """Run a function that uses the tokenizer or reads text, off the event loop. Texts of a
+        large `size`, in characters or tokens, have their own thread and do not delay short ones."""
         return await self._tokenizer_threads.run(function, size)
 
     async def call(self, command: Command[Any, Answer]) -> Answer:
-        """Have the engine do what a command says, between two steps."""
+        """Have the engine run a command between two steps."""
         self._check()
         self._start_reading()
         return await self._client.call(command)
 
     async def stats(self) -> EngineStats:
-        """The engine's figures as of now; of several replicas, as of one."""
+        """The engine's figures as of now; those of several replicas are summed."""
         return EngineStats.total(await self.replica_stats())
 
     async def replica_stats(self) -> list[EngineStats]:
@@ -212,21 +212,21 @@ class AsyncLLMEngine:
         return await self.call(GetStats())
 
     async def memory(self) -> EngineMemory:
-        """What the engine's process and its devices have in memory, as of now."""
+        """The memory use of the engine's process and its devices as of now."""
         return await self.call(GetMemory())
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompt blocks; False, and nothing happens, when some are in use."""
+        """Forget all cached prompt blocks. Return False and change nothing if some are in use."""
         return await self.call(ResetPrefixCache())
 
     async def sleep(self, level: int = 1, mode: str = "keep") -> None:
-        """Give memory back until `wake_up`: at level 1 the weights go to the host's memory and the
-        KV cache is dropped, at level 2 the weights are dropped, too; level 0 only pauses. Requests
-        that are under way wait (mode 'keep') or end ('abort'); new ones wait."""
+        """Free memory until `wake_up`. Level 1 moves the weights to the host's memory and drops the
+        KV cache, level 2 drops the weights too, and level 0 only pauses. Unfinished requests wait
+        (mode 'keep') or end ('abort'). New requests wait."""
         await self.call(Sleep(level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back and go on. With tags, only of 'weights', 'kv_cache' or 'scheduling'."""
+        """Take memory back and go on. Tags name the parts: 'weights', 'kv_cache', 'scheduling'."""
         await self.call(WakeUp(tags))
 
     async def is_sleeping(self) -> bool:
@@ -243,7 +243,7 @@ class AsyncLLMEngine:
         await self.call(StopProfile())
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Wait until no request is under way; False if some still are after this time."""
+        """Wait until every request has ended; return False if some have not within `timeout`."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
             return True
@@ -251,7 +251,8 @@ class AsyncLLMEngine:
             return False
 
     def shutdown(self) -> None:
-        """End the engine and its process, if it is ours; requests under way end with it."""
+        """End the engine, and its process if this object started it. Unfinished requests end with
+        an error."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -296,7 +297,7 @@ class AsyncLLMEngine:
                 finished = output.finished
                 yield output
         finally:
-            # Before the collector goes: who has stopped asking wants no last output.
+            # The consumer has stopped, so a last output goes to a collector that nobody reads.
             self._end(request_id)
             del self._collectors[request_id]
             if not self._collectors:
@@ -310,7 +311,7 @@ class AsyncLLMEngine:
         return collector
 
     def _end(self, request_id: str) -> None:
-        """End a request, if it has not ended; its last output goes to whoever waits."""
+        """End a request unless it has ended. Its consumer gets a last output."""
         engine_ids = self._output_processor.abort(request_id)
         if engine_ids and self._dead is None:
             self._client.send(Abort(engine_ids))
@@ -321,7 +322,7 @@ class AsyncLLMEngine:
             self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def _read(self) -> None:
-        """Take in what the engine sends, for as long as it lives."""
+        """Take in the engine's messages while it lives."""
         try:
             while True:
                 message = await self._client.receive()
@@ -340,10 +341,10 @@ class AsyncLLMEngine:
             some = outputs[first : first + _OUTPUTS_AT_ONCE]
             processed = self._output_processor.process(some)
             for output in processed.request_outputs:
-                if not output.finished:  # a last one has been delivered
+                if not output.finished:  # `on_finish` has delivered the last one
                     self._deliver(output)
             if processed.abort_ids:
-                # Ended by a stop string, which only the frontend can see.
+                # A stop string ended them, which only the frontend sees.
                 self._client.send(Abort(processed.abort_ids))
 
     def _deliver(self, output: RequestOutput) -> None:
@@ -358,7 +359,7 @@ class AsyncLLMEngine:
             tell(request)
 
     def _die(self, error: BaseException) -> None:
-        """There is no engine any more: everybody who waits hears of it."""
+        """Note that the engine is dead: every waiting consumer and call gets the error."""
         if self._dead is None:
             self._dead = error
             for collector in self._collectors.values():
@@ -367,7 +368,7 @@ class AsyncLLMEngine:
 
 
 def _size_of(prompt: object) -> int:
-    """About how much there is to read of what may be a prompt of any kind."""
+    """The rough size of a prompt of any kind, in characters or tokens."""
     given = prompt
     if isinstance(prompt, Mapping):
         given = prompt.get("prompt_token_ids") or prompt.get("prompt")

@@ -1,5 +1,7 @@
-"""Beam search on top of the engine: every step asks, for each beam, for the most likely next
-tokens. The prefix cache makes that cheap: a beam's KV is found again, not computed again."""
+"""Beam search on top of the engine: every step requests the most likely next tokens of each beam.
+
+The prefix cache makes that cheap: it has a beam's keys and values from the step before.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -24,10 +26,10 @@ def beam_search(
     concurrency_limit: int | None = None,
     on_step: Callable[[], None] | None = None,
 ) -> list[BeamSearchOutput]:
-    """Search the prompts side by side, `concurrency_limit` at a time; the best `beam_width`
+    """Search the prompts side by side, `concurrency_limit` at a time. Return the best `beam_width`
     sequences of each, best first.
 
-    `salts` are the prompts' cache salts; `on_step` is called after every step.
+    `salts` are the prompts' cache salts. `on_step` is called after every step.
     """
     if concurrency_limit is None:
         concurrency_limit = max(1, len(prompts))
@@ -54,7 +56,7 @@ def beam_search(
         max_tokens=1,
         temperature=params.temperature,
         logprobs=2 * params.beam_width,
-        ignore_eos=True,  # an end of sequence is one candidate among the others
+        ignore_eos=True,  # an end of sequence is one candidate among others
         detokenize=False,
     )
     searches = [
@@ -127,8 +129,8 @@ class _Search:
         return BeamSearchOutput(sequences=ranked[: self._params.beam_width])
 
     def _score(self, sequence: BeamSearchSequence) -> float:
-        """Mean log probability, with the length weighted by the penalty. An end of sequence
-        counts for its probability and not for the length."""
+        """The log probability divided by a power of the length. An end of sequence counts for the
+        probability and not for the length."""
         length = len(sequence.tokens)
         if sequence.finish_reason == "stop" and self._params.include_stop_str_in_output:
             length -= 1

@@ -1,7 +1,8 @@
-"""A conversation, and the chat template that makes a prompt of it.
+"""A conversation, and the chat template that turns it into a prompt.
 
-A template is a program: in a sandbox, but it may run for ever. Whoever cannot trust it, or what it
-gets to see, renders it where it can be ended: see `jaxllm.frontend.template_process`.
+A template is a program. It runs in a sandbox, but may run for ever. A caller that does not trust
+the template or its input renders in a process that can be killed: see
+`jaxllm.frontend.template_process`.
 """
 
 from typing import Any
@@ -13,27 +14,27 @@ from jaxllm.sampling_params import check_is_text
 
 
 class Conversation(msgspec.Struct, kw_only=True):
-    """All that a template gets to see, as plain data, and the template."""
+    """A template and all its input, as plain data."""
 
     template: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool
     continue_final_message: bool
-    variables: dict[str, Any]  # special tokens, and what the request brings
+    variables: dict[str, Any]  # special tokens, and the request's chat_template_kwargs
 
 
 class Renderer:
-    """Renders conversations, here and now."""
+    """Renders conversations in this thread."""
 
     def render(self, conversation: Conversation, *, is_foreign: bool) -> str:
-        """The prompt. `is_foreign` says that a request has brought the template, or variables that
-        make it do other than it was written for."""
+        """Return the prompt. `is_foreign` says that a request brought the template or variables, so
+        the template may behave in any way."""
         return render(conversation)
 
 
 def render(conversation: Conversation) -> str:
-    """The prompt; raises ValidationError if the template does not take this conversation."""
+    """Return the prompt; raise ValidationError if the template refuses the conversation."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:

@@ -1,4 +1,4 @@
-"""How the frontend reaches an engine core. The only file on this side that knows the engine."""
+"""How a frontend reaches an engine core in its own process."""
 
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from jaxllm.metrics.startup import Phase
 
 
 class EngineClient(Protocol):
-    """What a frontend does with an engine."""
+    """The engine as a frontend uses it."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -21,13 +21,13 @@ class EngineClient(Protocol):
     def abort_requests(self, request_ids: list[str]) -> None: ...
 
     def step(self) -> list[EngineOutput]:
-        """Go on, and say what there is; may be nothing while work is under way."""
+        """Go on, and return the new outputs; there may be none while steps are in flight."""
         ...
 
     def has_work(self) -> bool: ...
 
     def call(self, command: Command[Any, Answer]) -> Answer:
-        """Do what a command says, between two steps."""
+        """Run a command between two steps."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class EngineClient(Protocol):
 
 
 def find_model(config: EngineConfig) -> str:
-    """The local directory of the model, fetched from the hub if need be."""
+    """Return the local directory of the model; download it from the hub if necessary."""
     from jaxllm.weights.checkpoint import resolve_model_dir
 
     model = config.model
@@ -45,28 +45,28 @@ def find_model(config: EngineConfig) -> str:
 
 
 def check_model(config: EngineConfig) -> None:
-    """Raise what keeps an engine from starting, if anything does, without loading a weight."""
+    """Raise the error that would keep an engine from starting, without loading weights."""
     from jaxllm.plan.engine_plan import make_plan
 
     make_plan(config)
 
 
 def load_engine_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer that the config asks for, if any."""
+    """Load the config's tokenizer; None with skip_tokenizer_init."""
     if config.model.skip_tokenizer_init:
         return None
     model_dir = find_model(config)
     try:
         return load_tokenizer(config.model, model_dir)
     except ValidationError:
-        # Often it is the model that is broken, and then that is the better answer.
+        # Often the model is broken, and then the model's error is the better answer.
         check_model(config)
         raise
 
 
 def start_engine(config: EngineConfig) -> EngineClient:
-    """An engine in this process, which steps when it is told to."""
-    # Here begins the device side: until now neither jax nor a model has been loaded.
+    """Start an engine in this process, which the caller steps."""
+    # The device side begins here: until now neither jax nor a model has been loaded.
     from jaxllm.engine.launch import make_engine
 
     return make_engine(config)

@@ -3,15 +3,15 @@
 In nearly all language models a token *is* a string of bytes (byte-level BPE, or SentencePiece
 with byte fallback), and the text of an answer is the UTF-8 decoding of those bytes. So an
 answer's state is the few bytes of an unfinished character, and a token costs one table look-up
-and one decode of its own bytes, however long the answer is and whatever the model emits. The
-tables are derived from the tokenizer's own description of its decoder. Tokenizers whose decoder
-is something else, or Python code, are asked for the text of a short window of tokens instead.
+and one decode of its own bytes, however long the answer is. The tables come from the tokenizer's
+own description of its decoder. If that decoder works in another way, or is Python code, the
+tokenizer itself decodes a short window of tokens instead.
 
 In both ways the texts that `append` returns add up to what `tokenizer.decode` makes of all ids,
-but for an unfinished character at the end, which is withheld until it is whole or known to be
-invalid. There is one deliberate difference. Where a run of byte-fallback tokens is not valid as a
-whole, `tokenizer.decode` spoils all of it, including characters that a stream has shown long ago;
-here only the invalid bytes become U+FFFD.
+except for an unfinished character at the end: it is withheld until it is whole or known to be
+invalid. There is one deliberate difference. If a run of byte-fallback tokens is not valid as a
+whole, `tokenizer.decode` replaces all of it, including characters that a stream has already shown.
+Here only the invalid bytes become U+FFFD.
 """
 
 import codecs
@@ -35,11 +35,11 @@ class IncrementalDetokenizer(Protocol):
 
 
 class Detokenizer:
-    """What one tokenizer knows about the text of its tokens; shared by all answers."""
+    """The texts of one tokenizer's tokens; all answers share it."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self._hf = tokenizer
-        # The Rust tokenizer, where there is one; else the tokenizer is written in Python.
+        # The Rust tokenizer; None if the tokenizer is written in Python.
         self._backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None  # pyright: ignore[reportAttributeAccessIssue]
         self._added = frozenset(tokenizer.added_tokens_decoder)
         if self._backend is None:
@@ -65,8 +65,8 @@ class Detokenizer:
         spaces_between_special_tokens: bool = True,
         prompt_token_ids: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
-        """Begin an answer. Its text continues the prompt's: a first token keeps its leading
-        space, and a character that the prompt left unfinished is finished."""
+        """Begin an answer. Its text continues the prompt's: the first token keeps its leading
+        space, and may complete a character that the prompt left unfinished."""
         if self._rules is not None:
             table = self._visible_bytes if skip_special_tokens else self._bytes
             return _ByteStream(self._rules, table, prompt_token_ids)
@@ -79,7 +79,7 @@ class Detokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone, special ones included, as logprobs show it."""
+        """The text of one token alone, as logprobs show it; special tokens have a text too."""
         text = self._token_texts.get(token_id)
         if text is None:
             if self._rules is not None:
@@ -98,12 +98,12 @@ class Detokenizer:
     def _bytes_of(self, token_id: int) -> bytes:
         assert self._rules is not None
         token = self._backend.id_to_token(token_id)
-        # The head of a model may have more rows than the tokenizer has tokens.
+        # The model's output head may have more rows than the tokenizer has tokens.
         return b"" if token is None else self._rules.to_bytes(token)
 
     def _decode(self, token_ids: list[int]) -> str:
-        """The whole text of some tokens. No clean-up of spaces: it would change text that has
-        been shown already."""
+        """The whole text of some tokens, without clean-up of spaces, which would change text that
+        has already been shown."""
         if self._backend is not None:
             return self._backend.decode(token_ids, skip_special_tokens=False)
         text = self._hf.decode(
@@ -114,7 +114,7 @@ class Detokenizer:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Token id -> its bytes, computed when first asked for."""
+    """Token id -> its bytes, computed at first use."""
 
     def __init__(self, compute: Callable[[int], bytes]):
         self._compute = compute
@@ -132,15 +132,15 @@ class _ByteStream:
     def __init__(self, rules: "_Rules", bytes_of: _TokenBytes, prompt_token_ids: Sequence[int]):
         self._bytes_of = bytes_of
         self._errors = rules.utf8_errors
-        self._pending = b""  # of an unfinished character: at most 3
+        self._pending = b""  # bytes of an unfinished character: at most 3
         self._strip = ""
-        # A character has at most 4 bytes, so more of the prompt cannot matter.
+        # A character has at most 4 bytes, so earlier tokens of the prompt cannot matter.
         self.append(prompt_token_ids[-4:])
         if rules.strip and not any(bytes_of[token] for token in reversed(prompt_token_ids)):
-            self._strip = rules.strip  # to be removed once, from the head of the text
+            self._strip = rules.strip  # removed once, from the head of the text
 
     def append(self, token_ids: Sequence[int]) -> str:
-        # One join: adding them up would copy all so far for each token of a long text.
+        # One join: repeated addition would copy the whole text for each token.
         data = self._pending + b"".join([self._bytes_of[token] for token in token_ids])
         text, num_decoded = codecs.utf_8_decode(data, self._errors, False)
         self._pending = data[num_decoded:]
@@ -149,15 +149,15 @@ class _ByteStream:
         return text
 
 
-# Tokens that the window keeps, and that it may grow to. What a decoder makes of a token depends
-# on a few tokens before it at most, and an unfinished character is at most 4 tokens long.
+# How many tokens the window keeps, and how long it may grow. The text of a token depends on at most
+# a few tokens before it, and an unfinished character is at most 4 tokens long.
 _WINDOW = 8
 _MAX_WINDOW = 16
 _HARD_MAX_WINDOW = 64
 
 
 class _WindowStream:
-    """An answer whose text is asked of the tokenizer, for the last few tokens at a time."""
+    """An answer whose text the tokenizer decodes, for the last few tokens at a time."""
 
     __slots__ = ("_decode", "_is_shown", "_num_withheld", "_spaceless", "_text", "_window")
 
@@ -203,22 +203,22 @@ class _WindowStream:
     def _shorten(self) -> None:
         window = self._window[-_WINDOW:]
         text = self._decode(window)
-        # A window that begins in the midst of an answer may lose a space at its head, never more.
-        # One of nothing but spaces would lose them all: wait for something to hold on to.
+        # The text of a window that begins inside an answer may lose a space at its head, not more.
+        # A window of spaces alone would lose them all, so keep it until it has other text.
         is_tail = bool(text.strip()) and self._text.endswith(text)
         if is_tail or len(self._window) > _HARD_MAX_WINDOW:
             self._window, self._text = window, text
 
 
 def _num_withheld(text: str) -> int:
-    """How many characters at the end may still become another one. An unfinished character shows
-    as one U+FFFD or as one for each of its bytes, which are at most 3."""
+    """How many characters at the end may still change. An unfinished character shows as one U+FFFD,
+    or as one for each of its bytes, of which there are at most 3."""
     tail = text[-3:]
     return len(tail) - len(tail.rstrip(_INVALID))
 
 
 class _Rules(NamedTuple):
-    """How a tokenizer's decoder makes text of tokens, when it is a matter of bytes."""
+    """How a decoder that works by bytes makes text of tokens."""
 
     to_bytes: Callable[[str], bytes]
     utf8_errors: str
@@ -226,7 +226,7 @@ class _Rules(NamedTuple):
 
 
 def _parse_decoder(backend: Any) -> _Rules | None:
-    """Read the decoder's description; None if it is not a matter of bytes."""
+    """Read the decoder's description; None if it does not work by bytes."""
     if backend.decoder is None:
         return None
     decoder = json.loads(backend.decoder.__getstate__())
@@ -286,5 +286,5 @@ BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 def _byte_level(token: str) -> bytes:
     try:
         return bytes(BYTE_LEVEL_ALPHABET[char] for char in token)
-    except KeyError:  # an added token, which is written as it reads
+    except KeyError:  # an added token, whose name is its text
         return token.encode()

@@ -1,4 +1,4 @@
-"""Starts an engine in a process of its own, knows whether it lives, and ends it."""
+"""Starts an engine in a process of its own, watches the process, and ends it."""
 
 import contextlib
 import dataclasses
@@ -19,10 +19,10 @@ _KILLED_S = 5.0
 
 
 class EngineProcess:
-    """One engine process and the sockets to it, in a folder that only this user may enter.
+    """One engine process, and the folder of its sockets, which only this user may enter.
 
-    A plain subprocess, not one of `multiprocessing`: nothing of the user's own script is run again
-    in it. It ends when this process ends, whatever becomes of this one.
+    It is a plain subprocess, not one of `multiprocessing`, which would run the user's script again.
+    It ends when this process ends, in whatever way.
     """
 
     def __init__(self, config: EngineConfig):
@@ -36,7 +36,7 @@ class EngineProcess:
             self._process.stdin.write(msgspec.json.encode(self.assignment) + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it is gone already, which `status` tells
+            pass  # the process is already gone, as `status` reports
 
     @property
     def pid(self) -> int:
@@ -48,7 +48,7 @@ class EngineProcess:
         return self._process.poll()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for its end; False if it is still there."""
+        """Wait for the process to end; return False if it still runs."""
         try:
             self._process.wait(timeout)
             return True
@@ -56,11 +56,11 @@ class EngineProcess:
             return False
 
     def give_up(self) -> None:
-        """It is of no use any more. Does not wait for its end."""
+        """Kill the process without waiting for its end."""
         self._process.kill()
 
     def stop(self, grace_s: float) -> None:
-        """Be rid of it: when it has ended by itself, or after this time."""
+        """Wait for the process to end by itself, and kill it after `grace_s`."""
         if not self.wait(grace_s):
             kill(self._process)
         assert self._process.stdin is not None
@@ -69,9 +69,10 @@ class EngineProcess:
 
 
 class JoinedEngine:
-    """The engine that another process has started and will end, as one more frontend has it.
+    """An engine that another process started and will end, for one more frontend.
 
-    Who started it is told of its end by the operating system, and tells the others.
+    The process that started the engine learns of its end from the operating system, and reports it
+    to the other frontends.
     """
 
     def __init__(self, assignment: Assignment):
@@ -79,14 +80,14 @@ class JoinedEngine:
         self.status: int | None = None  # set when it has ended
 
     def give_up(self) -> None:
-        """Who started it will notice, too."""
+        """Do nothing: the process that started the engine will notice too."""
 
 
 def kill(process: subprocess.Popen) -> None:
-    """Kill a process, and wait until it is gone.
+    """Kill a process, and wait a limited time until it is gone.
 
-    Not without a limit: who waits may be the handler of a signal, in the middle of a look at the
-    process, which has locked it and cannot go on before the handler returns.
+    The wait needs a limit: a signal handler may call this while the interrupted code holds the lock
+    of the process object, and that code cannot go on before the handler returns.
     """
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -94,7 +95,7 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def _portable(config: EngineConfig) -> EngineConfig:
-    """The config with classes by their names, under which the other process finds them."""
+    """Replace classes in the config by names, by which the other process imports them."""
     names = tuple(map(_name, config.model.logits_processors))
     model = dataclasses.replace(config.model, logits_processors=names)
     return dataclasses.replace(config, model=model)

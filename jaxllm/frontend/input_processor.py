@@ -1,8 +1,8 @@
-"""The door: a prompt and SamplingParams become EngineRequests, or a ValidationError.
+"""Validates requests: a prompt and SamplingParams become EngineRequests, or a ValidationError.
 
-This is the last place where a request can be refused. Behind it the engine core and the sampler
-rely on every bound that is checked here: ids exist, lists fit the device tables, prompt and
-output fit the context.
+This is the last place where a request can be refused. The engine core and the sampler rely on every
+bound that is checked here: ids exist, lists fit the device tables, prompt and output fit the
+context.
 """
 
 import math
@@ -27,14 +27,14 @@ from jaxllm.sampling_params import Limits, SamplingParams, check_is_text
 
 
 class ProcessedInput(NamedTuple):
-    """A request that was accepted. Nothing in it is shared with what the user handed in."""
+    """An accepted request. It shares no object with the user's input."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     requests: list[EngineRequest]  # one for each of n answers; they share the prompt's list
-    trace_headers: Mapping[str, str] | None = None  # W3C's, of the span that the request is part of
+    trace_headers: Mapping[str, str] | None = None  # W3C headers of the request's parent span
 
 
 class InputProcessor:
@@ -44,7 +44,7 @@ class InputProcessor:
         self._info = info
         self._tokenizer = tokenizer
         self._policy = config.scheduler.scheduling_policy
-        self._seeds = random.Random(config.model.seed)  # for requests that bring none
+        self._seeds = random.Random(config.model.seed)  # for requests without a seed
         self._logits_processors = load_logits_processors(config.model.logits_processors, config)
         of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
         if of_tokenizer is None or of_tokenizer >= info.vocab_size:
@@ -54,8 +54,8 @@ class InputProcessor:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The tokens that end an answer, of the tokenizer and of the model. The first one is the
-        end of sequence proper; the others count as stop tokens and are told as `stop_reason`."""
+        """The tokens that end an answer, of the tokenizer and of the model. The first is the end of
+        sequence proper. The others count as stop tokens, which `stop_reason` reports."""
         return self._eos_token_ids
 
     def process(
@@ -69,7 +69,7 @@ class InputProcessor:
         truncate_prompt_tokens: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> ProcessedInput:
-        """Turn a prompt into n engine requests; raises ValidationError."""
+        """Turn a prompt into n engine requests; raise ValidationError."""
         if not isinstance(request_id, str) or not request_id:
             raise refused("request_id", request_id, "it must be a non-empty string")
         priority = self._checked_priority(priority)
@@ -99,7 +99,7 @@ class InputProcessor:
         room = self._info.max_model_len - len(token_ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else int(params.seed)
         ids = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
-        # The prompt is the same for all: the first one tells about it. All share the lists.
+        # All have the same prompt and share the lists. Only the first brings the prompt's logprobs.
         others = params.clone(prompt_logprobs=None) if params.n > 1 else params
         requests = [
             EngineRequest(
@@ -118,7 +118,7 @@ class InputProcessor:
             )
             for i, engine_id in enumerate(ids)
         ]
-        # A second copy: the user may do with the output's list what he likes.
+        # A second copy, since the user may change the list of the output.
         return ProcessedInput(request_id, text, list(token_ids), params, requests, trace_headers)
 
     def _checked_priority(self, priority: object) -> int:
@@ -140,7 +140,7 @@ class InputProcessor:
     def _read_prompt(
         self, prompt: PromptType, length: PromptLength
     ) -> tuple[str | None, list[int], str | None]:
-        """Return text, token ids and cache salt of any kind of prompt, cut to its length."""
+        """Return text, token ids and cache salt of a prompt of any kind, truncated if wanted."""
         salt: str | None = None
         given: Any = prompt
         text: Any = None
@@ -187,10 +187,10 @@ class InputProcessor:
     # ---- sampling parameters
 
     def _resolve_params(self, params: SamplingParams) -> SamplingParams:
-        """Return a validated copy in which what depends on the model is decided."""
+        """Return a validated copy, with the fields resolved that depend on the model."""
         if not isinstance(params, SamplingParams):
             raise refused("sampling_params", params, "it must be a SamplingParams")
-        params = params.clone()  # validates again: a field may have been assigned
+        params = params.clone()  # this validates again: a field may have been assigned
         vocab_size, max_logprobs = self._info.vocab_size, self._info.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             asked = wanted = getattr(params, name)
@@ -217,7 +217,7 @@ class InputProcessor:
         return params
 
     def _check_extra_args(self, params: SamplingParams) -> None:
-        """Replace `extra_args` by a deep copy, once the logits processors accept it."""
+        """Replace `extra_args` by a deep copy, and refuse what a logits processor refuses."""
         if params.extra_args:
             if not self._logits_processors:
                 raise refused(
@@ -239,7 +239,7 @@ class InputProcessor:
             raise refused("extra_args", params.extra_args, str(error)) from error
 
     def _tokenize_bad_words(self, words: list[str]) -> list[list[int]]:
-        """The token sequences of bad words, at the head of a text and after a space."""
+        """The token sequences of bad words, each at the head of a text and after a space."""
         if not words:
             return []
         if self._tokenizer is None:
@@ -275,8 +275,8 @@ class InputProcessor:
     def _check_some_token_is_left(
         self, params: SamplingParams, bad_word_ids: list[list[int]], stop_ids: set[int]
     ) -> None:
-        """Refuse masks that leave nothing to choose. Bad words of one token always mask it, the
-        longer ones only now and then."""
+        """Refuse masks that leave no token. A bad word of one token always masks it; a longer one
+        masks its last token only after the others."""
         banned = {ids[0] for ids in bad_word_ids if len(ids) == 1}
         if params.min_tokens:
             banned |= stop_ids
@@ -303,8 +303,8 @@ class InputProcessor:
 
 
 def _integers(name: str, values: Sequence[Any]) -> list[int]:
-    """Copy a list of ids; numpy's integers become Python's."""
-    if set(map(type, values)) <= {int}:  # the common case, at the speed of C
+    """Copy a list of ids; turn numpy's integers into Python's."""
+    if set(map(type, values)) <= {int}:  # the common case, which runs in C
         token_ids = list(values)
     else:
         try:
@@ -338,7 +338,7 @@ def _check_trace_headers(headers: object) -> None:
 
 
 def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`tokenization_kwargs` as arguments of `process`."""
+    """Turn `tokenization_kwargs` into arguments of `process`."""
     if options is not None and not isinstance(options, Mapping):
         raise refused("tokenization_kwargs", options, "it must be a dict")
     options = dict(options or {})

@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment when the engine can bear it: between two steps, never inside one."""
+"""Delays Ctrl-C until it can do no harm: between two steps, never inside one."""
 
 import signal
 import threading
@@ -6,10 +6,10 @@ from types import FrameType
 
 
 class InterruptsBetweenSteps:
-    """A context in which Ctrl-C waits for `check`; pressed a second time it comes at once.
+    """A context in which Ctrl-C waits for `check`. A second Ctrl-C interrupts at once.
 
-    Only in the main thread, where signals arrive, and only in place of Python's own handler:
-    a program that handles SIGINT itself goes on doing so.
+    It works only in the main thread, where signals arrive, and only in place of Python's own
+    handler: a program that handles SIGINT itself keeps its handler.
     """
 
     def __init__(self) -> None:

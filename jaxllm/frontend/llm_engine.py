@@ -1,8 +1,8 @@
 """LLMEngine: requests in, outputs out, one step at a time.
 
-The plainest way to drive the engine by hand; `LLM` is a loop around it. It joins the three parts
-of the frontend: the input processor (validates, tokenises), the client (reaches the engine core)
-and the output processor (ids to text, stop strings, RequestOutputs).
+LLMEngine is for callers that drive the engine themselves; `LLM` is a loop around it. It joins the
+three parts of the frontend: the input processor (validates, tokenises), the client (reaches the
+engine core) and the output processor (ids to text, stop strings, RequestOutputs).
 """
 
 import time
@@ -46,7 +46,7 @@ class LLMEngine:
         begun = time.time()
         self.config = config
         self._tracer = start_tracing(config)
-        # The tokenizer first: a missing one is said before gigabytes are read.
+        # The tokenizer first: a missing one is reported before gigabytes are read.
         self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
         self._engine: EngineClient = start_engine(config)
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
@@ -57,7 +57,7 @@ class LLMEngine:
             self._output_processor = OutputProcessor(
                 self.tokenizer, on_end=self._tracer.trace_request
             )
-        self._outputs: list[RequestOutput] = []  # of a step that Ctrl-C was pressed in
+        self._outputs: list[RequestOutput] = []  # of a step that Ctrl-C interrupted
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
@@ -87,7 +87,7 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> ProcessedInput:
-        """Validate and tokenise; raises ValidationError. Nothing is queued yet."""
+        """Validate and tokenise; raise ValidationError. Nothing is queued yet."""
         if self.is_known(request_id):
             raise ValidationError(
                 f"request_id={request_id!r} is already in use by an unfinished request",
@@ -110,8 +110,8 @@ class LLMEngine:
         *,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> None:
-        """Queue what `process_input` made. However the request ends, `on_finish` is called with
-        its last output: within the step that returns this, too, or when it is aborted."""
+        """Queue a request that `process_input` made. `on_finish` is called with its last output,
+        in the step that also returns this output, or when the request is aborted."""
         self._output_processor.add_request(processed, on_finish)
         try:
             for request in processed.requests:
@@ -131,7 +131,7 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Queue a request; raises ValidationError and queues nothing if it is refused."""
+        """Queue a request, or raise ValidationError and queue nothing."""
         self.submit(
             self.process_input(
                 request_id,
@@ -145,17 +145,17 @@ class LLMEngine:
         )
 
     def abort_request(self, request_ids: str | list[str]) -> None:
-        """End requests; unknown and finished ones are ignored. `step` says no more of them: only
-        the `on_finish` that a request was submitted with hears of its end."""
+        """End requests; ignore unknown and finished ids. `step` returns no more outputs of them:
+        only a request's `on_finish` gets its last output."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         for request_id in ids:
             self._engine.abort_requests(self._output_processor.abort(request_id))
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the engine and return what there is to say; may be empty. While it
-        sleeps and all wait for it, that is refused.
+        """Run one step of the engine and return its outputs, if any. Raise ValidationError if the
+        engine sleeps while all requests wait for it.
 
-        Ctrl-C is raised when the step is over, and what the step brought is returned by the next.
+        KeyboardInterrupt is raised after the step; the next call returns the step's outputs.
         """
         waits = self._output_processor.has_unfinished() and not self._outputs
         if waits and not self._engine.has_work() and self.is_sleeping():
@@ -164,13 +164,13 @@ class LLMEngine:
             processed = self._output_processor.process(self._engine.step())
             self._outputs += processed.request_outputs
             if processed.abort_ids:
-                # Ended by a stop string, which only the frontend can see.
+                # A stop string ended them, which only the frontend sees.
                 self._engine.abort_requests(processed.abort_ids)
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do or to say."""
+        """Whether `step` has anything to do or to return."""
         return (
             self._output_processor.has_unfinished()
             or bool(self._outputs)
@@ -187,13 +187,13 @@ class LLMEngine:
         return self.tokenizer.hf
 
     def call(self, command: Command[Any, Answer]) -> Answer:
-        """Have the engine do what a command says, between two steps."""
+        """Have the engine run a command between two steps."""
         return self._engine.call(command)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget all cached prompt blocks; False, and nothing happens, when some are in use."""
+        """Forget all cached prompt blocks. Return False and change nothing if some are in use."""
         for name, value in (
             ("reset_running_requests", reset_running_requests),
             ("reset_connector", reset_connector),
@@ -207,13 +207,13 @@ class LLMEngine:
         return self.call(IsSleeping())
 
     def sleep(self, level: int = 1, mode: str = "keep") -> None:
-        """Give memory back until `wake_up`: at level 1 the weights go to the host's memory and the
-        KV cache is dropped, at level 2 the weights are dropped, too; level 0 only pauses. Requests
-        that are under way wait (mode 'keep') or end ('abort'); new ones wait."""
+        """Free memory until `wake_up`. Level 1 moves the weights to the host's memory and drops the
+        KV cache, level 2 drops the weights too, and level 0 only pauses. Unfinished requests wait
+        (mode 'keep') or end ('abort'). New requests wait."""
         self.call(Sleep(level, mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back and go on. With tags, only of 'weights', 'kv_cache' or 'scheduling'."""
+        """Take memory back and go on. Tags name the parts: 'weights', 'kv_cache', 'scheduling'."""
         self.call(WakeUp(tags))
 
     def start_profile(self) -> None:
@@ -225,7 +225,7 @@ class LLMEngine:
         self.call(StopProfile())
 
     def stats(self) -> EngineStats:
-        """The engine's figures as of now; of several replicas, as of one."""
+        """The engine's figures as of now; those of several replicas are summed."""
         return EngineStats.total(self.replica_stats())
 
     def replica_stats(self) -> list[EngineStats]:

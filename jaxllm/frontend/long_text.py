@@ -1,9 +1,9 @@
-"""Texts that are too long, or may be: how many tokens they have at least, and what their ends are.
+"""Tokenizes long texts no further than needed: lower bounds of their tokens, and their last tokens.
 
-Tokenizing takes a second for each half megabyte, and memory by the hundred bytes for each of text.
-So a text that cannot fit is not tokenized to its end, and one of which only the end is kept is read
-from a place on where the tokens do not depend on what is before. What is known of a tokenizer for
-that is in its own description (`Shape`); of one that is not understood, nothing is.
+Tokenizing takes a second for each half megabyte, and hundreds of bytes of memory for each byte of
+text. So a text that cannot fit is not tokenized to its end. A text of which only the last tokens
+are kept is tokenized from a border on, where tokens do not depend on the text before. `Shape` reads
+what this needs from the tokenizer's own description, and knows nothing of other kinds.
 """
 
 import json
@@ -20,30 +20,31 @@ if TYPE_CHECKING:
 # The text, and whether to add special tokens -> token ids.
 Encode = Callable[[str, bool], list[int]]
 
-# Characters. Texts up to this size, or of so many for each token that may be, are tokenized without
-# a second thought: prompts that fit are such.
+# Texts of up to this many characters, or this many per allowed token, are tokenized as a whole.
+# Prompts that fit are usually no longer.
 _SMALL_TEXT = 1 << 16
 _CHARS_PER_TOKEN = 8
-# Nobody's prompt has more for each of its tokens; and of so many the end is found in any way.
+# Characters per allowed token that are read at most: of a whole text, and of a text whose last
+# tokens are wanted. No real prompt has so many.
 _MAX_CHARS_PER_TOKEN = 64
 _MAX_CHARS_BEFORE_END = 16
 _PIECE = 1 << 16
-# How many tokens a cut through a text adds at most. It is a few: what is cut is one word, which
-# then is two, and a run of digits or spaces may be grouped otherwise from there on.
+# An upper bound of the tokens that a cut through a text adds. In fact it adds a few: a word becomes
+# two, and a run of digits or spaces after the cut may be grouped in another way.
 _TOKENS_OF_CUT = 256
-# How far a border is looked for.
+# How many characters back a border is searched.
 _MAX_WORD = 1 << 12
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than may be."""
+    """A text has more tokens than allowed."""
 
     def __init__(self, at_least: int):
         self.at_least = at_least
 
 
 class TooLongToTell(Exception):
-    """A text is longer than is read to find out about its tokens."""
+    """A text is too long to find out how many tokens it has."""
 
     def __init__(self, most_chars: int):
         self.most_chars = most_chars
@@ -52,8 +53,8 @@ class TooLongToTell(Exception):
 def encode_at_most(
     encode: Encode, shape: "Shape", text: str, most: int, special: bool
 ) -> list[int]:
-    """The ids of a text; raises if they are certainly more than `most`, and may be more in any
-    case."""
+    """Return the ids of a text; raise if they are certainly more than `most`. The result may still
+    have more ids."""
     if len(text) <= max(_SMALL_TEXT, _CHARS_PER_TOKEN * most):
         return encode(text, special)
     if shape.longest_token_bytes is not None:
@@ -73,7 +74,7 @@ def encode_at_most(
 def encode_end(
     encode: Encode, shape: "Shape", text: str, num: int, most: int, special: bool
 ) -> list[int]:
-    """The last `num` ids of a text; raises if more has to be read for them than `most` tokens
+    """Return the last `num` ids of a text; raise if this needs more text than `most` tokens
     justify."""
     most_chars = _MAX_CHARS_BEFORE_END * most
     size = max(_SMALL_TEXT, _CHARS_PER_TOKEN * num)
@@ -97,12 +98,12 @@ def _check_is_read(text: str, most_chars: int) -> None:
 
 
 class Shape(NamedTuple):
-    """What is known of a tokenizer without asking it."""
+    """What is known of a tokenizer from its description."""
 
-    # Every token stands for some bytes of the text, and no more than this.
+    # No token stands for more bytes of the text than this. None: not known.
     longest_token_bytes: int | None = None
     borders: "Borders | None" = None
-    num_special: int = 0  # that are added to a text
+    num_special: int = 0  # how many special tokens are added to a text
 
     @classmethod
     def of(cls, hf: "PreTrainedTokenizerBase") -> "Shape":
@@ -137,18 +138,18 @@ class Shape(NamedTuple):
 
 
 class Borders:
-    """Places in texts where tokens begin, and are what they would be without the text before."""
+    """Places in a text where a token begins and the tokens do not depend on the text before."""
 
     def __init__(self, pattern: str, offset: int, added_tokens: tuple[str, ...]):
-        """They are where the pattern matches, or `offset` characters behind, unless an added token
-        is near: those are found before all else."""
+        """A border is `offset` characters after the start of a match of the pattern, unless an
+        added token is near: a tokenizer splits off added tokens before anything else."""
         self._pattern = re.compile(pattern)
         self._offset = offset
         self._added_tokens = added_tokens
         self._reach = max(map(len, added_tokens), default=0) + 1
 
     def before(self, text: str, end: int) -> int | None:
-        """The last one before a place, if it is not too far away."""
+        """The last border before `end`; None if there is none within _MAX_WORD characters."""
         first = max(1, end - _MAX_WORD)
         matches = list(self._pattern.finditer(text, first, end))
         for match in reversed(matches):
@@ -157,7 +158,7 @@ class Borders:
         return None
 
     def _is_in_added_token(self, text: str, place: int) -> bool:
-        """Whether what reads like an added token covers or touches a place."""
+        """Whether the text of an added token covers or touches a place."""
         left = text[max(0, place - self._reach) : place]
         right = text[place : place + self._offset + self._reach]
         for kind in (None, "NFC"):
@@ -173,13 +174,13 @@ class Borders:
         return False
 
 
-# Letters in all versions of Unicode that there may be.
+# Characters that are letters in every version of Unicode that a tokenizer may use.
 _LETTERS = "A-Za-zÀ-ÖØ-öΑ-ΡΣ-Ωα-ωА-яא-תء-غअ-हก-ฮぁ-ゖァ-ヺ一-龥가-힣"
 _WHITESPACE, _PUNCTUATION = r" \n", r",.;:!?，。！？；：、"
 
-# Alternatives of the expressions that split texts for byte-level tokenizers. A match of none of
-# them has a letter with whitespace or such punctuation behind it, and none looks at what is before.
-# So wherever that follows a letter, a match ends; and one begins, if there is one for what follows.
+# Alternatives of the expressions that split texts for byte-level tokenizers. No match of them
+# contains a letter followed by whitespace or such punctuation, and none looks behind. So a match
+# ends wherever these follow a letter, and another begins there if an alternative matches them.
 _FOR_WHITESPACE = {r"\s+", r"\s"}
 _FOR_PUNCTUATION = {
     r" ?[^\s\p{L}\p{N}]+",
@@ -202,7 +203,8 @@ _SPACE_WITHIN = re.compile("[^▁]▁")
 
 
 def _after_words(splitter: list[dict[str, Any]]) -> str:
-    """What, behind a letter, always begins a piece: characters of a class, or none."""
+    """The characters that always begin a piece after a letter, for a class of an expression; ""
+    if none are known."""
     if [step["type"] for step in splitter[-1:]] != ["ByteLevel"]:
         return ""
     right = ""
@@ -230,7 +232,7 @@ def _after_words(splitter: list[dict[str, Any]]) -> str:
 
 
 def _alternatives(pattern: str) -> Iterator[str]:
-    """The parts of an expression between the bars that are in no parentheses."""
+    """Split an expression at the bars outside of parentheses."""
     depth, start = 0, 0
     for place, char in enumerate(pattern):
         depth += (char == "(") - (char == ")")
@@ -243,9 +245,9 @@ def _alternatives(pattern: str) -> Iterator[str]:
 def _spaces_are_parts_of_tokens(
     normalizer: list[dict[str, Any]], splitter: list[dict[str, Any]]
 ) -> int | None:
-    """For tokenizers in the manner of SentencePiece, which write a space as '▁' and join it with
-    the word behind it: 1 if they put one before the text, too, so that a piece of a text begins
-    behind a space, and else 0. None if it is another kind."""
+    """Tokenizers like SentencePiece write a space as '▁' and join it with the next word. Return 1
+    if the tokenizer also puts one before the text, so that a piece must begin after a space, else
+    0. Return None for another kind of tokenizer."""
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     puts_one = {"type": "Prepend", "prepend": "▁"}
     match splitter:
@@ -259,7 +261,7 @@ def _spaces_are_parts_of_tokens(
 
 
 def _described(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as their file has them."""
+    """The steps of a normalizer or pre-tokenizer, as in tokenizer.json."""
     if part is None:
         return []
     step: Mapping[str, Any] = json.loads(part.__getstate__())

@@ -1,4 +1,4 @@
-"""Where the outputs of one request wait for its consumer."""
+"""Holds the outputs of one request for its consumer."""
 
 import asyncio
 
@@ -6,13 +6,13 @@ from jaxllm.outputs import RequestOutput
 
 
 class OutputCollector:
-    """Holds what has not been asked for yet, merged into one output: its size is bounded by that of
-    the answer, however late the consumer is."""
+    """Merges the outputs that the consumer has not taken into one. The answer bounds its size,
+    however late the consumer is."""
 
     def __init__(self) -> None:
-        # Whether outputs are added to each other, and not replaced by the next.
+        # Whether the next output is added to the one here; otherwise it replaces that one.
         self.aggregate = False
-        self.is_aborted = False  # maybe before anything else knows of the request
+        self.is_aborted = False  # an abort may come before the request is processed
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
@@ -25,12 +25,12 @@ class OutputCollector:
         self._ready.set()
 
     def fail(self, error: BaseException) -> None:
-        """There will be no more; what is here already is still handed out."""
+        """Note that no more outputs will come. `get` still returns the one here, then raises."""
         self._error = error
         self._ready.set()
 
     async def get(self) -> RequestOutput:
-        """What has come since the last time; waits for something."""
+        """Wait for an output, and return what has come since the last call."""
         await self._ready.wait()
         output, self._output = self._output, None
         if self._error is None:

@@ -1,6 +1,6 @@
-"""What the engine core brought goes to the requests that it is of, and becomes what users get.
+"""Distributes the engine core's outputs to their requests, and makes the users' RequestOutputs.
 
-This is the frontend's only loop over requests; `answer.py` has what happens to a token.
+This is the frontend's only loop over requests. `answer.py` processes the tokens.
 """
 
 import time
@@ -18,22 +18,22 @@ from jaxllm.sampling_params import RequestOutputKind
 
 
 class ProcessedOutputs(NamedTuple):
-    """What one batch of engine outputs amounts to."""
+    """The results of one batch of engine outputs."""
 
     request_outputs: list[RequestOutput]
-    abort_ids: list[str]  # engine requests that a stop string ended: the engine must be told
+    abort_ids: list[str]  # engine requests that a stop string ended: the engine must abort them
 
 
 class OutputProcessor:
     """All unfinished requests of one frontend. A request with n > 1 is n requests of the engine;
-    their outputs gather here under the id that the user gave."""
+    their outputs are merged here under the user's id."""
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
         on_end: Callable[[FinishedRequest], None] = lambda request: None,
     ):
-        """Every request that ends is told to `on_end`."""
+        """`on_end` is called with every finished request."""
         self._detokenizer = None if tokenizer is None else tokenizer.detokenizer
         self._on_end = on_end
         self._requests: dict[str, OpenRequest] = {}
@@ -55,8 +55,8 @@ class OutputProcessor:
         processed: ProcessedInput,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> None:
-        """Expect the outputs of a request; a duplicate id is refused and changes nothing. Its last
-        output also goes to `on_finish`."""
+        """Add a request, or refuse a duplicate id and change nothing. Its last output also goes to
+        `on_finish`."""
         request_id = processed.request_id
         engine_ids = [request.request_id for request in processed.requests]
         if request_id in self._requests or any(id in self._answers for id in engine_ids):
@@ -70,7 +70,7 @@ class OutputProcessor:
         self._answers.update(zip(engine_ids, request.answers, strict=True))
 
     def process(self, outputs: list[EngineOutput]) -> ProcessedOutputs:
-        """Take what a step brought. Outputs of requests that have ended are dropped."""
+        """Process the outputs of a step. Drop the outputs of requests that have ended."""
         now = time.time()
         abort_ids: list[str] = []
         touched: dict[str, OpenRequest] = {}
@@ -99,9 +99,8 @@ class OutputProcessor:
         return ProcessedOutputs(request_outputs, abort_ids)
 
     def abort(self, request_id: str) -> list[str]:
-        """Forget a request, and return the ids of its engine requests that still run. Nothing
-        more comes of it but the call of its `on_finish`; unknown and finished ones give an empty
-        list."""
+        """Forget a request, and return the ids of its engine requests that still run; an empty list
+        for an unknown or finished id. Only `on_finish` gets its last output."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return []

@@ -1,4 +1,4 @@
-"""The progress bars of LLM, if they are wanted."""
+"""The progress bars of LLM."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from jaxllm.outputs import RequestOutput
 
 
 class Bar:
-    """A progress bar, if one is wanted."""
+    """A progress bar, or nothing if the user wants none."""
 
     def __init__(self, use_tqdm: bool | Callable[..., tqdm], **options: Any):
         make = tqdm if use_tqdm is True else use_tqdm

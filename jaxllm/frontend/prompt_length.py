@@ -1,6 +1,6 @@
-"""How long a prompt may be: longer ones are cut, if that was asked for, or refused.
+"""How long a prompt may be. A longer prompt is truncated if the request wants that, else refused.
 
-What is refused, or cut away, is not tokenized: any client could keep a processor busy with it.
+Text that is refused or cut off is not tokenized: otherwise any client could keep a processor busy.
 """
 
 import numbers
@@ -12,7 +12,7 @@ from jaxllm.frontend.long_text import TooLongToTell, TooManyTokens
 
 
 class Encoder(Protocol):
-    """Of a tokenizer, what makes ids of texts of any length."""
+    """The part of a tokenizer that encodes texts of any length."""
 
     def encode_at_most(self, text: str, most: int, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -23,10 +23,10 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptLength:
-    """The rule for one prompt, which has to leave room for one token."""
+    """The rule for one prompt, which must leave room for one token."""
 
     max_model_len: int
-    truncate: int | None = None  # to its last so many tokens; -1 is as many as fit
+    truncate: int | None = None  # keep so many last tokens; -1 keeps as many as fit
 
     @classmethod
     def of(cls, max_model_len: int, truncate: object) -> "PromptLength":
@@ -46,7 +46,8 @@ class PromptLength:
     def encode(
         self, tokenizer: Encoder, text: str, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """The ids of a prompt, cut if it is to be; raises ValidationError if it is too long."""
+        """Return the ids of a prompt, truncated if wanted; raise ValidationError if it is too
+        long."""
         most = self.max_model_len - 1
         try:
             if self._num_kept is None:
@@ -68,8 +69,7 @@ class PromptLength:
         return self.fit(ids)
 
     def fit(self, token_ids: list[int]) -> list[int]:
-        """A prompt that is given as ids, cut if it is to be; raises ValidationError if it is too
-        long."""
+        """Return a prompt of ids, truncated if wanted; raise ValidationError if it is too long."""
         if self._num_kept is not None:
             token_ids = token_ids[-self._num_kept :]
         if len(token_ids) >= self.max_model_len:

@@ -1,10 +1,10 @@
-"""Renders chat templates in a process of its own, which a template that takes too long ends.
+"""Renders chat templates in a process of its own, so that a slow template can be killed.
 
 `python -m jaxllm.frontend.template_process SECONDS BYTES` reads conversations from standard input,
 a line of JSON each, and answers each with a line. Before it renders, it sets a timer whose signal
-ends the process, in the midst of whatever it does; nothing in a template can keep it from that. The
-parent sees the end of the pipe, and starts another one. The same when it has grown by so many bytes
-and cannot give them back, but for the answer, which says that it is the last.
+kills the process; nothing in a template can prevent that. The parent sees the end of the pipe, and
+starts another process. If the process has grown by more than BYTES and cannot free them, it says in
+its answer that this is the last, and ends.
 """
 
 import gc
@@ -22,22 +22,22 @@ from jaxllm.frontend.chat_template import Conversation, render
 from jaxllm.heap import trim_heap
 from jaxllm.metrics.memory import resident_bytes
 
-# A template may need this much memory, and write so long a prompt.
+# The most memory that a template may need, and the longest prompt that it may make.
 _MEMORY_BYTES = 1 << 30
 _MAX_CHARS = 64 << 20
 
 
 class Rendered(msgspec.Struct):
-    """What became of a conversation: a prompt, or why not."""
+    """The prompt of a conversation, or why there is none."""
 
     text: str | None = None
     error: str | None = None
-    is_last: bool = False  # its process has grown, and ends
+    is_last: bool = False  # the process has grown too much, and ends
 
 
 class TemplateProcess:
-    """One such process at a time, started when it is needed or by `start`. Thread-safe: who calls
-    `render` waits for those who called before."""
+    """Runs one rendering process at a time, which `start` or the first `render` starts.
+    Thread-safe: calls of `render` wait for each other."""
 
     def __init__(self, timeout_s: float, max_growth_bytes: int = 128 << 20):
         self._limits = timeout_s, max_growth_bytes
@@ -46,7 +46,7 @@ class TemplateProcess:
         self._is_closed = False
 
     def start(self) -> None:
-        """Have a process ready, or about to be: does not wait for it."""
+        """Start a process if none runs; do not wait until it is ready."""
         if self._is_closed or (self._process is not None and self._process.poll() is None):
             return
         self._process = subprocess.Popen(
@@ -56,7 +56,7 @@ class TemplateProcess:
         )
 
     def render(self, conversation: Conversation) -> str:
-        """The prompt; raises ValidationError if there is none, or not in time."""
+        """Return the prompt; raise ValidationError if the template fails or takes too long."""
         try:
             line = msgspec.json.encode(conversation)
         except (TypeError, ValueError, RecursionError) as error:
@@ -68,7 +68,7 @@ class TemplateProcess:
         return answer.text
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
@@ -104,13 +104,13 @@ class TemplateProcess:
 
 
 def main() -> None:
-    # When to end is for the parent to say, by the end of standard input.
+    # The parent ends the process by closing standard input, so ignore signals to the group.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     timeout_s, max_growth_bytes = float(sys.argv[1]), int(sys.argv[2])
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anybody prints is no answer
+    os.dup2(2, 1)  # what other code prints must not become an answer
     import transformers.utils.chat_template_utils  # noqa: F401  (before the clock runs)
 
     _limit_memory()
@@ -139,16 +139,16 @@ def _answer(conversation: Conversation) -> Rendered:
 
 
 def _has_shrunk(limit_bytes: int) -> bool:
-    """Let go of what a template has left behind; whether no more than this is in use then."""
+    """Free what a template has left behind; return whether `limit_bytes` suffice then."""
     if resident_bytes() <= limit_bytes:
         return True
-    gc.collect()  # an error keeps all that its template had made
+    gc.collect()  # an error keeps alive all objects that its template made
     trim_heap()
     return resident_bytes() <= limit_bytes
 
 
 def _limit_memory() -> None:
-    """Allow so much more than there is in use, where the system tells."""
+    """Limit the memory to _MEMORY_BYTES more than is in use, where the system reports that."""
     import resource
 
     statm = Path("/proc/self/statm")

@@ -1,7 +1,7 @@
 """The tokenizer of a model: text to ids and back, and chat templates.
 
-The first stop of a request that arrives as text. Hugging Face's tokenizer does the work; it is
-loaded only here, and importing this module does not load transformers.
+A request that arrives as text comes here first. Hugging Face's tokenizer does the work. Only this
+module loads it, and to import this module does not load transformers.
 """
 
 import copy
@@ -27,30 +27,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# What a directory calls the class that knows nothing but its tokenizer.json.
+# The names, in tokenizer_config.json, of the class that needs only tokenizer.json.
 _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Not of qwen2, say: there AutoTokenizer takes a class of the model's, whatever its directory names.
+# The model types for which AutoTokenizer takes the named class. For qwen2, as an example, it takes
+# the model's own class, whatever the directory names.
 _TRUSTED_MODEL_TYPES = ("llama", "qwen3")
 
 
-# Characters. What is longer takes from a quarter of a second to many.
+# Texts with more characters take from a quarter of a second to many seconds.
 LONG_TEXT = 1 << 18
 
 
 class Tokenizer:
     """A Hugging Face tokenizer (`hf`) and what the frontend needs of it.
 
-    Threads may share it: who encodes a short text does not wait for one who encodes a long one.
+    Threads may share it: to encode a short text never waits for a long text.
     """
 
     def __init__(self, hf: "PreTrainedTokenizerBase"):
         self.hf = hf
-        # Encoding sets modes of a tokenizer.
+        # Locks, since encoding sets modes of the tokenizer.
         self._lock, self._long_lock = threading.Lock(), threading.Lock()
 
     @functools.cached_property
     def detokenizer(self) -> Detokenizer:
-        """Ids to text, incrementally; shared by all requests."""
+        """Turns ids into text, incrementally; all requests share it."""
         return Detokenizer(self.hf)
 
     @functools.cached_property
@@ -64,20 +65,20 @@ class Tokenizer:
         return token if isinstance(token, int) else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """All ids of a text of any length; what a request brings is for the other two."""
+        """All ids of a text of any length. Text from requests needs one of the next two methods."""
         return self._encoder(text)(text, add_special_tokens)
 
     def encode_at_most(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; raises TooManyTokens or TooLongToTell if they are certainly more than
-        `most`, which is found out without tokenizing all of it. They may be more in any case."""
+        """The ids of a text; raises TooManyTokens if they are certainly more than `most`, and
+        TooLongToTell if that would cost too much to find out. The result may still have more."""
         encode = self._encoder(text)
         return encode_at_most(encode, self._shape, text, most, add_special_tokens)
 
     def encode_end(
         self, text: str, num: int, most: int, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """The last `num` ids of a text, of which no more is tokenized than needed; raises
-        TooLongToTell if that is more than a text of `most` tokens has."""
+        """The last `num` ids of a text. Tokenizes no more of the text than needed; raises
+        TooLongToTell if that is more than `most` tokens justify."""
         encode = self._encoder(text)
         return encode_end(encode, self._shape, text, num, most, add_special_tokens)
 
@@ -87,7 +88,7 @@ class Tokenizer:
             return Shape.of(self.hf)
 
     def _encoder(self, text: str) -> Encode:
-        """What encodes this text, or pieces of it, one at a time."""
+        """Return a function that encodes this text, or pieces of it, one at a time."""
         is_long = len(text) > LONG_TEXT
         hf, lock = (self._hf_for_long, self._long_lock) if is_long else (self.hf, self._lock)
 
@@ -104,7 +105,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         prompt_token_ids: Sequence[int] = (),
     ) -> str:
-        """The text of these tokens, as it continues the prompt's."""
+        """The text of these tokens after the prompt's text."""
         stream = self.detokenizer.stream(
             skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids
         )
@@ -112,16 +113,16 @@ class Tokenizer:
 
 
 def _encode(hf: "PreTrainedTokenizerBase", text: str, add_special_tokens: bool) -> list[int]:
-    # verbose=False: the engine has its own, right limit on the length.
+    # verbose=False: no warning about the length, for which the engine has its own limit.
     encoded = hf(text, add_special_tokens=add_special_tokens, verbose=False)
     return list(encoded["input_ids"])
 
 
 def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
     """Load the tokenizer that a config names, or else the one in the model's directory."""
-    # It would warn that there is no PyTorch, which we do not want of it.
+    # transformers would warn that there is no PyTorch, which it does not need here.
     logging.getLogger("transformers").addFilter(_is_not_about_torch)
-    # A revision of its own is another one than that of the directory.
+    # A tokenizer revision is not the revision of the model's directory.
     source = config.tokenizer or (config.model if config.tokenizer_revision else model_dir)
     source = str(bundled.path(source) or source)
     directory = Path(source)
@@ -150,10 +151,10 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
 
 
 def _loader(files: SmallFiles) -> Any:
-    """AutoTokenizer, or the general class where AutoTokenizer would take that.
+    """Return AutoTokenizer, or the general class if AutoTokenizer would take that.
 
-    It is all in tokenizer.json then, but AutoTokenizer would load the configurations of all models
-    before, and with them torch where it is installed: two seconds and hundreds of megabytes.
+    The general class needs only tokenizer.json. AutoTokenizer would first load the configurations
+    of all models, and torch if it is installed: two seconds and hundreds of megabytes.
     """
     model, tokenizer = files["config.json"], files["tokenizer_config.json"]
     if (
@@ -178,12 +179,12 @@ def _is_not_about_torch(record: logging.LogRecord) -> bool:
 
 
 class TextLength(Protocol):
-    """How long a text may be that is tokenized."""
+    """A limit for the length of texts."""
 
     def encode(
         self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """The ids of a text; raises ValidationError if they are too many."""
+        """Return the ids of a text; raise ValidationError if there are too many."""
         ...
 
 
@@ -199,8 +200,8 @@ def render_chat(
     render: Callable[[Conversation], str] = render,
     length: "TextLength | None" = None,
 ) -> TokensPrompt:
-    """Turn a conversation into a prompt by the model's chat template, or another one. It may be of
-    any length, if none is given."""
+    """Turn a conversation into a prompt by the model's chat template, or by `chat_template`.
+    Without `length` the prompt may have any length."""
     conversation = _conversation(
         tokenizer,
         messages,
@@ -228,7 +229,7 @@ def _conversation(
     tools: list[dict[str, Any]] | None,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> Conversation:
-    """What the template gets to see, once it has been looked at."""
+    """Validate the arguments of `render_chat`, and make the template's input."""
     for name, value, kind in (
         ("messages", messages, list | tuple),
         ("chat_template", chat_template, str | None),
@@ -259,7 +260,7 @@ def _conversation(
         raise ValidationError("messages is empty; give at least one", parameter="messages")
     return Conversation(
         template=_template(tokenizer, chat_template, tools),
-        # Templates would write None where it says that there is nothing.
+        # Leave out fields that are None: templates would write "None".
         messages=[{k: v for k, v in one.items() if v is not None} for one in conversation],
         tools=None if tools is None else list(tools),
         add_generation_prompt=add_generation_prompt,
@@ -269,7 +270,7 @@ def _conversation(
 
 
 def _template(tokenizer: Tokenizer, given: str | None, tools: object) -> str:
-    """The template itself: a tokenizer may have several, by name."""
+    """The text of the template: a tokenizer may have several, by name."""
     try:
         return tokenizer.hf.get_chat_template(given, tools)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
@@ -277,8 +278,8 @@ def _template(tokenizer: Tokenizer, given: str | None, tools: object) -> str:
 
 
 def _reserved(tokenizer: Tokenizer, names: Mapping[str, Any] | None) -> list[str]:
-    """Of these names, those that are not free: what the function that renders takes, and what
-    templates find by themselves."""
+    """The names that a request must not use: parameters of apply_chat_template, and names that
+    every template has."""
     if not names:
         return []
     taken = {*inspect.signature(tokenizer.hf.apply_chat_template).parameters, *_OF_TEMPLATES}
@@ -308,13 +309,13 @@ _KINDS = {
 
 
 def _plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Bring a message, as the OpenAI API knows it, to the form that templates are written for;
-    `name` is what errors call it."""
+    """Turn a message of the OpenAI API into the form that templates expect. Errors call the message
+    `name`."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise refused(name, message, "it must be a dict with 'role' and 'content'")
     plain = dict(message)
     if plain.get("content") is None:
-        plain["content"] = ""  # templates would write None
+        plain["content"] = ""  # templates would write "None"
     elif isinstance(plain["content"], list):
         plain["content"] = "\n".join(
             _text_of_part(part, f"{name}.content[{place}]")
@@ -344,7 +345,7 @@ def _text_of_part(part: object, name: str) -> str:
 
 
 def _parsed_tool_call(call: object, name: str) -> dict[str, Any]:
-    """Arguments travel as a JSON string; templates want the object."""
+    """Parse the arguments of a tool call, a JSON string: templates expect the object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping | None):
         raise refused(name, call, "a tool call must be a dict, and so its 'function'")

@@ -1,8 +1,7 @@
-"""The files of a tokenizer, looked at before and after the library reads them.
+"""Checks the files of a tokenizer, before the library reads them and after it has failed.
 
-Before: what it would wait for, or read without end, is refused. After it has failed, which is when
-reading them once more costs nothing: in which file the defect is, and what it is. Its own words are
-often those of the line of Python that has stumbled over it.
+Before: refuse files that the library would wait for, or read without end. After: find the defect
+and its file, since the library's own message often names only the line of Python that failed.
 """
 
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError, shown
 from jaxllm.files import check_is_regular, read_bytes, read_json
 
-# The tokenizers with the largest vocabularies have 33 MB.
+# The files of the largest vocabularies have 33 MB.
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -31,10 +30,10 @@ _TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
 
 
 class SmallFiles:
-    """What the small files of a directory say, of those that there are."""
+    """The contents of a directory's small JSON files, as far as it has them."""
 
     def __init__(self, directory: Path):
-        """Read them, and look at what else the library may open; raises CheckpointError."""
+        """Read them, and check the other files that the library may open; raise CheckpointError."""
         for name in _OTHERS:
             for path in directory.glob(name):
                 check_is_regular(path)
@@ -56,7 +55,7 @@ class SmallFiles:
         return self._objects.get(name, {})
 
     def _check_types(self) -> None:
-        """Of what the library takes as it comes, and stumbles over when a request is there."""
+        """Check the fields that the library does not check before a request uses them."""
         for field, kinds, words in (
             ("chat_template", str | list | dict | None, "a string, or templates by name"),
             ("model_max_length", int | float | None, "a number"),
@@ -70,8 +69,8 @@ class SmallFiles:
 
 
 def defect(directory: Path, reason: str) -> CheckpointError | None:
-    """What is wrong with a directory whose tokenizer could not be loaded for this reason; None if
-    its files do not tell."""
+    """Return what is wrong in a directory whose tokenizer failed to load for this reason; None if
+    the files do not show it."""
     path = directory / "tokenizer.json"
     if not _is_there(path):
         return None

@@ -1,5 +1,4 @@
-"""Threads for text: reading it is not the event loop's, and long texts hold up each other, but none
-that is short."""
+"""Threads that tokenize, off the event loop. Long texts delay each other, but no short text."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,11 +18,11 @@ class TokenizerThreads:
         self._long = ThreadPoolExecutor(1, "tokenize-long")
 
     async def run(self, function: Callable[[], Result], size: int) -> Result:
-        """Run what reads text of about so many characters or tokens."""
+        """Run a function that reads text of about `size` characters or tokens."""
         thread = self._short if size <= LONG_TEXT else self._long
         return await asyncio.get_running_loop().run_in_executor(thread, function)
 
     def shutdown(self) -> None:
-        """Take no more; what runs may end."""
+        """Take no more functions. Running ones may end."""
         self._short.shutdown(wait=False)
         self._long.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""What a step gives to every layer: its batches, and what was prepared of them once for all."""
+"""What a step gives to every layer: its batches, and the data prepared from them once per step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class PagedBatch(NamedTuple):
     """The rows of a step with the block tables of one group of layers."""
 
     batch: RaggedBatch
-    prepared: Any  # what backend.prepare made of the batch
+    prepared: Any  # the result of backend.prepare for the batch
 
 
 @jax.tree_util.register_dataclass
@@ -27,13 +27,13 @@ class PagedBatch(NamedTuple):
 class StepContext:
     """The argument that every mixer and every ffn of a step takes beside its input."""
 
-    # Layers with the same window keep the same tokens: they are a group, and have one batch.
+    # Layers with the same window keep the same tokens: they are a group with one batch.
     windows: tuple[int | None, ...] = field(metadata={"static": True})
     paged: tuple[PagedBatch, ...]  # by window
     backend: AttentionBackend = field(metadata={"static": True})
-    # The devices over which heads are cut; None: there is one.
+    # The devices over which heads are sharded; None: there is one device.
     mesh: Mesh | None = field(default=None, metadata={"static": True})
-    # The rotations of the tokens in this layer; the decoder sets them, layer by layer.
+    # The rotations of the tokens in this layer. The decoder sets them for each layer.
     rotary: Rotary | None = None
 
     @classmethod
@@ -46,7 +46,7 @@ class StepContext:
         backend: AttentionBackend,
         mesh: Mesh | None = None,
     ) -> Self:
-        """Prepare the batch of each window for the layers that have it; traced."""
+        """Prepare the batch of each window for the layers with this window; traced."""
         paged = []
         for window, batch in batches.items():
             its = tuple(config for config in configs if config.sliding_window == window)

@@ -1,1 +1,1 @@
-"""Figures about engines and requests, as plain data; spans that are made of them."""
+"""Figures of engines and requests, as plain data, and the trace spans made from them."""

@@ -1,6 +1,6 @@
-"""What is told of an engine's statistics, and under which names.
+"""The figures of an engine that are published, with their names.
 
-The names are those that dashboards of vLLM know, where it has the figure, too.
+A figure that vLLM has too has vLLM's name, so that dashboards for vLLM find it.
 """
 
 from typing import Literal, NamedTuple
@@ -93,7 +93,7 @@ STEP_TOKENS_HELP = "Tokens computed in a step."
 
 
 def step_tokens_buckets(stats: EngineStats) -> dict[str, int]:
-    """How many steps had at most so many tokens, by the limit; the last has none."""
+    """The number of steps with at most a limit of tokens, by limit. The last is infinite."""
     buckets: dict[str, int] = {}
     count = 0
     last = len(stats.step_sizes) - 1

@@ -1,4 +1,4 @@
-"""What is known of a request when it has ended, for metrics and traces."""
+"""The record of a finished request, for metrics and traces."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,41 +9,41 @@ from jaxllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """A request that has ended, however it did."""
+    """A request that has ended, for whatever reason."""
 
     request_id: str
     params: SamplingParams
     trace_headers: Mapping[str, str] | None
     num_prompt_tokens: int
     num_cached_tokens: int
-    # Of each answer.
+    # One entry for each answer.
     num_generation_tokens: list[int]
     finish_reasons: list[str]
-    errors: list[str]  # what the engine said of those that it could not finish
+    errors: list[str]  # the engine's messages for the answers that failed
     times: RequestStateStats
-    end_time: float  # on time.time(), as the arrival
+    end_time: float  # on time.time(), as is the arrival
 
     @property
     def queue_s(self) -> float:
-        """Waiting to be scheduled."""
+        """Time from queueing to scheduling."""
         return max(self.times.scheduled_ts - self.times.queued_ts, 0.0)
 
     @property
     def prefill_s(self) -> float:
-        """From there to the first token."""
+        """Time from scheduling to the first token."""
         return max(self.times.first_token_ts - self.times.scheduled_ts, 0.0)
 
     @property
     def decode_s(self) -> float:
-        """From the first token to the last."""
+        """Time from the first token to the last."""
         return max(self.times.last_token_ts - self.times.first_token_ts, 0.0)
 
     @property
     def inference_s(self) -> float:
-        """From being scheduled to the last token."""
+        """Time from scheduling to the last token."""
         return max(self.times.last_token_ts - self.times.scheduled_ts, 0.0)
 
     @property
     def e2e_s(self) -> float:
-        """From the arrival to the end."""
+        """Time from the arrival to the end."""
         return max(self.end_time - self.times.arrival_time, 0.0)

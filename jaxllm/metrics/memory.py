@@ -1,4 +1,4 @@
-"""How much memory there is and is used, as plain data; asked only when somebody wants to know."""
+"""Sizes and use of memory, as plain data. They are read only on request."""
 
 import os
 import resource
@@ -20,12 +20,12 @@ class EngineMemory(msgspec.Struct):
     """The memory of an engine's process and of its devices."""
 
     resident_bytes: int
-    # By replica: of the devices that this process has, where the backend tells (a CPU does not).
+    # By replica: the devices of this process whose backend reports its memory (a CPU does not).
     devices: list[list[DeviceMemory]]
 
 
 def resident_bytes() -> int:
-    """What this process has in memory now; where that is not told, the most it has had."""
+    """The memory of this process now; without /proc, its peak."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

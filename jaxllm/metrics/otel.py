@@ -1,8 +1,8 @@
-"""Traces for OpenTelemetry: a span for every request, and for what was done at the start.
+"""Traces for OpenTelemetry: a span for every request, and for the phases of the start.
 
-Spans are made when all is over, of times that were noted anyway, and leave in a thread of their
-own. There is room for so many of them; when the collector is down or slow, those that find none are
-dropped. Nothing here waits for it but `shutdown`, and that not for long.
+A span is made when its request has ended, from times that were noted anyway. A thread of its own
+sends spans from a bounded queue: if the collector is down or slow, spans that do not fit are
+dropped. Only `shutdown` waits for the collector, and not for long.
 """
 
 import atexit
@@ -25,12 +25,12 @@ from jaxllm.metrics.startup import Phase
 
 logger = init_logger(__name__)
 
-# What the collector has to take the last spans.
+# How long `shutdown` waits for the collector to take the last spans.
 _LAST_SPANS_S = 5.0
 
 
 def make_exporter(endpoint: str, protocol: Literal["grpc", "http/protobuf"]) -> SpanExporter:
-    """What sends spans; raises ModuleNotFoundError if it is not installed."""
+    """Make the exporter that sends spans; raise ModuleNotFoundError if it is not installed."""
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
             OTLPSpanExporter as GRPCExporter,
@@ -47,13 +47,13 @@ def make_exporter(endpoint: str, protocol: Literal["grpc", "http/protobuf"]) -> 
 
 
 class RequestTracer:
-    """Tells a collector of requests. Whoever has a request ended by it never hears of an error."""
+    """Sends spans of requests to a collector. An error here never reaches a request."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str, model: str):
         self.model = model  # as requests call it
         self._exporter = _QuietExporter(exporter, endpoint)
         resource = Resource.create({"service.name": "jaxllm"}).merge(
-            OTELResourceDetector().detect()  # OTEL_SERVICE_NAME goes before
+            OTELResourceDetector().detect()  # OTEL_SERVICE_NAME has precedence
         )
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
@@ -72,7 +72,7 @@ class RequestTracer:
                 logger.exception("a request could not be traced; this is not said again")
 
     def trace_startup(self, phases: Sequence[Phase], begun: float, ended: float) -> None:
-        """Make the spans of the start."""
+        """Make the spans of the start's phases."""
         root = self._tracer.start_span("Overall Loading", start_time=_ns(begun))
         context = set_span_in_context(root)
         for phase in phases:
@@ -81,9 +81,9 @@ class RequestTracer:
         root.end(_ns(ended))
 
     def shutdown(self) -> None:
-        """Send what there is, unless the collector takes too long."""
+        """Send the last spans, unless the collector takes too long."""
         atexit.unregister(self.shutdown)
-        # A thread: the provider has no limit to its patience.
+        # In a thread, since the provider's own shutdown has no time limit.
         sender = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         sender.start()
         sender.join(_LAST_SPANS_S)
@@ -93,7 +93,7 @@ class RequestTracer:
     def _trace_request(self, request: FinishedRequest) -> None:
         parent = self._propagator.extract(request.trace_headers or {})
         end = _ns(request.end_time)
-        # The arrival is what the user says it is.
+        # Users may set the arrival time, even to one after the end.
         start = _ns(min(request.times.arrival_time, request.end_time))
         span = self._tracer.start_span("llm_request", parent, SpanKind.SERVER, start_time=start)
         if span.is_recording():
@@ -135,13 +135,13 @@ def _ns(seconds: float) -> int:
 
 
 class _QuietExporter(SpanExporter):
-    """Says once that the collector is gone, and once that it is back."""
+    """Logs once that the collector is gone, and once that it is back."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str):
         self._exporter = exporter
         self._endpoint = endpoint
         self._is_down = False
-        # An application that has set logging up still sees what the exporter itself says.
+        # An application with its own logging set-up still gets the exporter's own messages.
         logging.getLogger("opentelemetry").addHandler(_complaint)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -167,8 +167,8 @@ class _QuietExporter(SpanExporter):
 
 
 class _Complaint(logging.Handler):
-    """Keeps the first thing that was logged. Where there is such a handler, Python does not write
-    to stderr what nobody has set logging up for."""
+    """Keeps the first message that was logged. With a handler in place, Python does not write the
+    messages to stderr when the application has no logging set-up."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The engine's figures as `LLM.get_metrics` returns them: those of /metrics, without a server."""
+"""The engine's figures for `LLM.get_metrics`: those of /metrics, without a server."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Gauge(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Metric):
-    """How many values were not above each of some limits."""
+    """How many values were at most each of several limits."""
 
     count: int
     sum: float
@@ -43,7 +43,7 @@ _KINDS = {"counter": Counter, "gauge": Gauge}
 
 
 def read_metrics(replicas: Sequence[EngineStats], model: str) -> list[Metric]:
-    """All figures of every replica, which the label `engine` numbers."""
+    """All figures of every replica. The label `engine` is the replica's number."""
     metrics: list[Metric] = []
     for number, stats in enumerate(replicas):
         labels = {"model_name": model, "engine": str(number)}

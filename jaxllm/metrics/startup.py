@@ -1,4 +1,4 @@
-"""What an engine does before it is ready, as plain data."""
+"""The phases of an engine's start, as plain data."""
 
 import contextlib
 import time
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Phase(msgspec.Struct):
-    """A part of the start; times are those of time.time()."""
+    """A phase of the start, in times of time.time()."""
 
     name: str
     start: float
@@ -16,11 +16,11 @@ class Phase(msgspec.Struct):
 
 
 class Phases(list[Phase]):
-    """The parts of a start, in the order in which they end."""
+    """The phases of a start, in the order of their ends."""
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Note how long something takes."""
+        """Add the body of the `with` as a phase."""
         start = time.time()
         yield
         self.append(Phase(name, start, time.time()))

@@ -1,4 +1,4 @@
-"""Statistics as plain data, filled by the scheduler and the engine core."""
+"""Statistics as plain data, which the scheduler and the engine core fill in."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ class EngineStats:
     # gauges
     num_requests_running: int = 0
     num_requests_waiting: int = 0
-    num_requests_deferred: int = 0  # of those: could not start if there were room
-    # Blocks of the KV cache, and those of them that requests hold, by group of layers.
+    num_requests_deferred: int = 0  # the waiting ones that could not start even with room
+    # Blocks of the KV cache, and the blocks that requests hold, by group of layers.
     group_blocks: list[int] = field(default_factory=list)
     group_blocks_used: list[int] = field(default_factory=list)
     overlap: bool = False  # whether steps are dispatched one ahead
@@ -26,28 +26,28 @@ class EngineStats:
     num_prompt_tokens: int = 0  # computed, not found in the cache; once each
     num_generation_tokens: int = 0
     num_preemptions: int = 0
-    num_requests_corrupted: int = 0  # ended since their logits were no numbers
+    num_requests_corrupted: int = 0  # requests that ended because their logits were not finite
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     num_scheduled_tokens: int = 0  # token rows that carried a token
     num_token_rows: int = 0  # token rows of the programs that ran
     num_compiles_after_warmup: int = 0
-    # Stages of the pipeline, and how many of them had a step to run that waits for no other; as of
-    # each dispatch. Without a pipeline there is one, and it has.
+    # Counted at each dispatch: the stages of the pipeline, and how many of them had a step to run
+    # that waits for no other. Without a pipeline there is one stage, which always has one.
     num_stages_offered: int = 0
     num_stages_filled: int = 0
     step_sizes: list[int] = field(default_factory=lambda: [0] * NUM_STEP_SIZES)
     # seconds
-    step_s: float = 0.0  # the engine's loop went around with work, all below included
+    step_s: float = 0.0  # all calls of `step` with work, including all below
     schedule_s: float = 0.0
     pack_s: float = 0.0
     update_s: float = 0.0
-    device_wait_s: float = 0.0  # host waited for the device
-    device_idle_s: float = 0.0  # work was there and the device had none
+    device_wait_s: float = 0.0  # the host waited for the device
+    device_idle_s: float = 0.0  # there was work, and the device had none
 
     @classmethod
     def total(cls, replicas: Sequence["EngineStats"]) -> "EngineStats":
-        """The figures of several engines as of one."""
+        """The summed figures of several engines."""
         total = cls()
         for one in dataclasses.fields(cls):
             values = [getattr(stats, one.name) for stats in replicas]
@@ -58,7 +58,7 @@ class EngineStats:
         return total
 
     def count_step(self, num_tokens: int) -> None:
-        """Count a step that was planned."""
+        """Count a planned step."""
         self.num_scheduled_tokens += num_tokens
         self.step_sizes[min((num_tokens - 1).bit_length(), NUM_STEP_SIZES - 1)] += 1
 
@@ -80,7 +80,7 @@ class EngineStats:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Of the fullest group, since requests wait and are preempted for want of its blocks."""
+        """The usage of the fullest group: requests wait or are preempted for lack of its blocks."""
         shares = zip(self.group_blocks_used, self.group_blocks, strict=True)
         return max((used / blocks for used, blocks in shares), default=0.0)
 
@@ -97,10 +97,10 @@ class EngineStats:
 
     @property
     def pipeline_bubble_share(self) -> float:
-        """Share of the stages that had nothing to run, for lack of steps that wait for no other.
+        """The share of stages that had nothing to run, since each further step waited for another.
 
-        As the host sees it: a step counts as under way until its tokens are taken in, and stages
-        as equally fast."""
+        It is the host's view: a step counts as in flight until its tokens are taken in, and all
+        stages count as equally fast."""
         offered = self.num_stages_offered
         return 1.0 - self.num_stages_filled / offered if offered else 0.0
 

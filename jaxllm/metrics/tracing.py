@@ -1,4 +1,4 @@
-"""The door to tracing: whether it is wanted, and whether what it needs is there."""
+"""Starts tracing if the config wants it, and checks that its packages are installed."""
 
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ _SCHEMES = {"grpc": ("http", "https", "grpc"), "http/protobuf": ("http", "https"
 
 
 def start_tracing(config: EngineConfig) -> "RequestTracer | None":
-    """What tells a collector of requests; None if nobody wants it."""
+    """Make the tracer that sends spans to a collector; None if the config has no collector."""
     options = config.observability
     endpoint = options.otlp_traces_endpoint
     if endpoint is None:

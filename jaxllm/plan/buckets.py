@@ -1,9 +1,9 @@
-"""The few shapes that steps come in.
+"""The few shapes of steps.
 
-A *decode* step has one token per row; rows come in powers of two. A *mixed* step is a flat ragged
-batch; tokens come in powers of two and rows follow from the tokens. So the number of programs is
-the sum of two short ladders and never a product. Where padding costs next to nothing some rungs are
-left out, since each is a program to compile.
+A *decode* step has one token per row, and its rows are padded to powers of two. A *mixed* step is a
+flat ragged batch: its tokens are padded to powers of two, and its rows follow from the tokens. So
+the number of programs is the sum of two short ladders and never a product. Where padding costs next
+to nothing some rungs are left out, since each is a program to compile.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ def make_ladder(
     num_cache_groups: int = 1,
     free_padding: int = 0,
 ) -> tuple[Bucket, ...]:
-    """All buckets of an engine, small ones first; decode steps before mixed ones.
+    """Make all buckets of an engine: decode steps before mixed steps, each from small to large.
 
-    None has fewer rows than `min_rows`. Up to `free_padding` tokens, products skip what is padding:
-    it costs only the sampler and what lies between products.
+    No bucket has fewer rows than `min_rows`. Up to `free_padding` tokens, products skip padding: it
+    costs time only in the sampler and between products.
     """
     decode = [
         Bucket(
@@ -83,7 +83,7 @@ _POWERS_OF_FOUR = {4**i for i in range(1, 10)}
 
 
 def _powers_of_two(low: int, high: int) -> list[int]:
-    """low, 2*low, ... up to the first that is at least `high`, which is cut to `high`."""
+    """low, 2*low, ... up to the first number that is at least `high`, which becomes `high`."""
     sizes = [low]
     while sizes[-1] < high:
         sizes.append(min(sizes[-1] * 2, high))

@@ -1,7 +1,7 @@
 """What will run: `make_plan` turns the user's EngineConfig into a frozen EnginePlan.
 
-Every choice that depends on the model, the platform or the memory is made here, once, checked,
-and printed; nothing downstream chooses again. The runner takes the plan as it is.
+Every choice that depends on the model, the platform or the memory is made and checked here, once.
+Nothing downstream chooses again: the runner takes the plan as it is.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """All that the runner needs to know, and all that the start-up summary prints."""
+    """All choices that the runner needs and the start-up summary prints."""
 
     model_name: str
     model_dir: Path
@@ -88,7 +88,7 @@ class EnginePlan:
     max_num_batched_tokens: int
     block_size: int
     cache_groups: tuple[CacheGroup, ...]
-    num_logits: int  # the vocabulary and, where it is cut, padding
+    num_logits: int  # the vocabulary, and padding if it is sharded
     attention: AttentionBackend
     attention_configs: tuple[AttentionConfig, ...]
     matmul: Matmul
@@ -100,22 +100,22 @@ class EnginePlan:
     default_sampling_params: SamplingParams
     max_new_tokens: int | None
     compile_at_start: bool
-    # Where this plan's programs are, compiled ahead.
+    # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
 
     @property
     def step_logprobs(self) -> int:
-        """How many logprobs a step computes for a position at most."""
+        """The most logprobs that a step computes for a position."""
         return min(self.max_logprobs, MAX_STEP_LOGPROBS)
 
     @property
     def leaves_logits(self) -> bool:
-        """Whether steps leave their logits, for those who may ask for more logprobs."""
+        """Whether steps leave their logits, for requests that want more logprobs."""
         return self.max_logprobs > MAX_STEP_LOGPROBS
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the first cache group, from which those of the others follow."""
+        """The blocks of the first cache group, which determine those of the others."""
         return self.cache_groups[0].num_blocks
 
     @property
@@ -123,7 +123,7 @@ class EnginePlan:
         return cdiv(self.max_model_len, self.block_size)
 
     def room_for(self, context: int) -> int:
-        """How many requests with contexts of so many tokens the cache has room for."""
+        """How many requests with contexts of `context` tokens the cache has room for."""
         return room_for(self.cache_groups, context, self.block_size)
 
     @property
@@ -132,29 +132,29 @@ class EnginePlan:
 
     @property
     def weights_bytes(self) -> int:
-        """Of the device that has most."""
+        """The bytes on the device with the most."""
         return max(stage.weights_bytes for stage in self.stages)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of the device that has most."""
+        """The bytes on the device with the most."""
         return max(stage.kv_cache_bytes for stage in self.stages)
 
     def abstract_model(self, stage: StagePlan) -> Model:
-        """What a stage has of the model, with shapes in place of weights."""
+        """The part of the model in a stage, with shapes in place of weights."""
         model = self.model_class.abstract(
             self.architecture, self.dtype, stage.mesh.shape[TENSOR], stage.part
         )
         for _, module in nnx.iter_graph(model):
             if isinstance(module, Product):
-                # CPUs are slow at products of 16-bit results.
+                # CPUs are slow at products with 16-bit results.
                 rounds = isinstance(module, Linear) and module.bias is None
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
         return model
 
     def info(self) -> EngineInfo:
-        """What the frontend validates requests by."""
+        """The limits by which the frontend validates requests."""
         return EngineInfo(
             model=self.model_name,
             model_dir=str(self.model_dir),
@@ -172,7 +172,7 @@ class EnginePlan:
 
 
 def replica_devices(config: EngineConfig, replica: int) -> Sequence[Device]:
-    """Those that a replica of the engine may use: neighbours, in JAX's order."""
+    """The devices that a replica of the engine may use: neighbours in JAX's order."""
     devices, parallel = jax.devices(), config.parallel
     size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     replicas = parallel.data_parallel_size
@@ -195,14 +195,14 @@ def make_plan(
 ) -> EnginePlan:
     """Decide everything that can be decided before weights are read.
 
-    The devices to choose from are those here, if none are given. They may be of a compile-only
-    topology. `program_bytes` is what programs of each stage need beside their arguments, where it
-    is known.
+    By default the devices to choose from are those of this process. They may also be of a
+    compile-only topology. `program_bytes`, if known, has the bytes that the programs of each stage
+    need beside their arguments.
     """
     devices = jax.devices() if devices is None else devices
     meshes = stage_meshes(devices, config.parallel)
     num_shards = meshes[0].shape[TENSOR]
-    # One of those that this process can ask about itself, if any is.
+    # A device of this process if there is one, since only that reports its memory.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
@@ -349,7 +349,7 @@ def _cache_shape(
     dtype: Any,
     mesh: Mesh,
 ) -> jax.ShapeDtypeStruct:
-    """A layer's cache over all devices of a mesh; the config is that of one."""
+    """The shape of a layer's cache over all devices of a mesh. `config` is that of one device."""
     shard = attention.cache_shape(
         config, num_blocks=num_blocks, block_size=block_size, dtype=jnp.dtype(dtype)
     )

@@ -1,4 +1,4 @@
-"""How many KV blocks fit: the memory side of the plan."""
+"""Chooses how many KV blocks fit: the memory side of the plan."""
 
 import resource
 from collections.abc import Callable, Iterable, Mapping
@@ -13,10 +13,10 @@ from jaxllm.errors import OutOfMemoryError, ValidationError
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.runner.jax_setup import gpu_pool_share
 
-# Of the memory that is free after the weights, on a CPU: the machine has other things to do, and
-# a cache of this size is rarely the limit there.
+# On a CPU, the cache's share of the memory that is free after the weights. The machine has other
+# work, and a cache of this size is rarely the limit there.
 _CPU_SHARE = 0.4
-# On accelerators: kept for what programs need beside their arguments, until that is known.
+# On accelerators, the share kept for the memory of programs until that is known.
 _PROGRAM_SHARE = 0.08
 
 
@@ -34,14 +34,15 @@ def size_kv_cache(
 ) -> int:
     """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
 
-    Blocks are those of the first cache group; `cache_bytes` says what they take, with the blocks of
-    the other groups, which follow from them. A request holds `min_blocks` of them at most. Sizes
-    are those of one device; the engine and its replicas have `num_devices`, and if these are CPUs
-    they share the host's memory.
+    Blocks are those of the first cache group. `cache_bytes` returns the bytes of so many blocks and
+    of the other groups' blocks, which follow from them. A request holds at most `min_blocks`. Sizes
+    are those of one device. The engine and its replicas have `num_devices`; CPU devices share the
+    host's memory.
 
-    One request of the greatest length must fit, so that no accepted request can wait for ever. What
-    the user asks for is what he gets. If he does not, cached prefixes may fill an accelerator's
-    memory, which nobody else uses; of a host's no more is taken than all slots can use at once.
+    One request of the maximum length must fit, so that no accepted request can wait for ever. If
+    the user sets a size, the cache has this size. Otherwise cached prefixes may fill an
+    accelerator's memory, which nothing else uses; on a CPU the cache takes at most what all slots
+    can use at once.
     """
     useful = min_blocks * max_num_seqs
     free = _free_bytes(config, device, num_devices)
@@ -64,8 +65,8 @@ def size_kv_cache(
             room = max(0, left - program_bytes)
         num_blocks = num_fitting(cache_bytes, room)
         if device.platform == "cpu":
-            # The next start finds a little more or less memory free. It should come to the same
-            # number, which is in the shapes of all programs, or none is found in the cache.
+            # The next start may find a little more or less free memory. It should choose the same
+            # number, which is in all programs' shapes, so that it finds them in the cache.
             num_blocks = max(_power_of_two(num_blocks), min(num_blocks, min_blocks))
         if device.platform == "cpu" or not config.enable_prefix_caching:
             num_blocks = min(num_blocks, useful)
@@ -97,23 +98,23 @@ def format_bytes(count: int) -> str:
 
 
 def _power_of_two(number: int) -> int:
-    """The largest that is not above the number."""
+    """The largest power of two that is at most the number."""
     return 1 << number.bit_length() >> 1
 
 
 def peak_host_bytes() -> int:
-    """The most memory that this process has had, pages of mapped files included."""
+    """The peak memory of this process, pages of mapped files included."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    # In bytes where there is no /proc. On Linux it may be the peak of the parent, in KiB.
+    # Without /proc this is in bytes. On Linux it would be in KiB, and perhaps the parent's peak.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def device_memory(devices: Iterable[Device]) -> list[DeviceMemory]:
-    """What is in use on devices of this process; those that do not tell are left out."""
+    """The memory use of devices of this process; devices that do not report it are left out."""
     found = []
     for device in devices:
         stats = _memory_stats(device)
@@ -138,7 +139,7 @@ def _memory_stats(device: Device) -> Mapping[str, int]:
 
 
 def _free_bytes(config: CacheConfig, device: Device, num_devices: int) -> int:
-    """What the engine may take of the device's memory."""
+    """How much of the device's memory the engine may take."""
     if device.platform == "cpu":
         return _available_host_bytes() // num_devices
     stats = _memory_stats(device)
@@ -149,7 +150,7 @@ def _free_bytes(config: CacheConfig, device: Device, num_devices: int) -> int:
 
 
 def _available_host_bytes() -> int:
-    """MemAvailable, and no more than the cgroup allows (containers report the host's memory)."""
+    """MemAvailable, but at most what the cgroup allows: containers report the host's memory."""
     available = 2**62
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

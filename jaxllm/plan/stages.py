@@ -1,7 +1,7 @@
-"""The stages of a pipeline: which layers each has, on which devices, with which caches.
+"""The stages of a pipeline: the layers, devices and caches of each.
 
 Without pipeline parallelism there is one stage, which is the whole model. With it, a step passes
-through the stages one after the other, and each has another step to run while this one is away.
+through the stages one after the other, while the other stages run other steps.
 """
 
 import math
@@ -30,18 +30,18 @@ class StagePlan:
     index: int
     part: ModelPart
     mesh: Mesh
-    cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # of its attentions, over all devices
+    cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # by attention, over all devices
     attention_configs: tuple[AttentionConfig, ...]  # of one device
-    block_bytes: tuple[int, ...]  # what a block takes on one device, by attention
-    weights_bytes: int  # of one device
+    block_bytes: tuple[int, ...]  # of a block on one device, by attention
+    weights_bytes: int  # on one device
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of one device."""
+        """The bytes of the caches on one device."""
         return sum(map(device_bytes, self.cache_shapes))
 
     def cache_bytes(self, groups: Sequence[CacheGroup]) -> int:
-        """What caches of these groups would take on one device."""
+        """The bytes on one device if the groups had these sizes."""
         num_blocks = {group.window: group.num_blocks for group in groups}
         return sum(
             num_blocks[config.sliding_window] * size
@@ -50,13 +50,13 @@ class StagePlan:
 
 
 def device_bytes(array: jax.ShapeDtypeStruct) -> int:
-    """What an array takes on each device that it lies on."""
+    """The bytes of an array on each of its devices."""
     assert array.sharding is not None, array
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def stage_meshes(devices: Sequence[Device], parallel: ParallelConfig) -> list[Mesh]:
-    """A mesh for each stage: neighbours, in the order of the devices."""
+    """Make a mesh for each stage, of neighbours in the order of the devices."""
     size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     is_there = "there is" if len(devices) == 1 else "there are"
     what = f"{is_there} {counted(len(devices), 'device')} ({devices[0].device_kind})"
@@ -77,7 +77,7 @@ def stage_meshes(devices: Sequence[Device], parallel: ParallelConfig) -> list[Me
 
 
 def check_num_stages(num_stages: int, num_layers: int) -> None:
-    """A stage has one layer at least."""
+    """Refuse more stages than layers."""
     if num_stages > num_layers:
         raise refused(
             "pipeline_parallel_size",
@@ -89,15 +89,16 @@ def check_num_stages(num_stages: int, num_layers: int) -> None:
 def activation_bytes(
     stage: StagePlan, num_stages: int, *, num_tokens: int, hidden_size: int, itemsize: int
 ) -> int:
-    """What hidden states of the largest steps take on each device of a stage, when each step under
-    way has those that come in and those that go out."""
+    """The bytes of the largest steps' hidden states on each device of a stage. Each step in flight
+    has those that come in and those that go out."""
     num_sides = (not stage.part.embeds) + (not stage.part.has_head)
     return num_sides * (num_stages + 1) * num_tokens * hidden_size * itemsize
 
 
 def logits_sharding(mesh: Mesh) -> NamedSharding:
-    """Where a step leaves its logits, f32 [R, V]: as they are computed, each device with its part
-    of the vocabulary. Where devices belong to several processes, on all: each has to read them."""
+    """The sharding of the logits that a step leaves, f32 [R, V]: by vocabulary, as they are
+    computed. If several processes have devices of the mesh, every device has all logits, since each
+    process reads them."""
     return sharding(mesh, () if mesh.is_multi_process else (None, "vocab"))
 
 
@@ -111,12 +112,12 @@ def sampling_bytes(
     max_logprobs: int,
     max_model_len: int,
 ) -> int:
-    """What sampling keeps on each device: the state of the slots; and what the steps under way, and
-    the next one, leave for the host."""
+    """The bytes for sampling on each device: the state of the slots, and the outputs of the steps
+    in flight and of the next one."""
     of_device = num_logits // num_pieces(mesh, ("vocab",))
     tables = jax.tree.leaves(SlotState.abstract(num_rows, of_device, max_model_len))
     in_slots = sum(table.size * table.dtype.itemsize for table in tables)
-    # An id and a value of each logprob, a rank and a normaliser of each position.
+    # An id and a value for each logprob, a rank and a normaliser for each position.
     of_position = 8 * (1 + min(max_logprobs, MAX_STEP_LOGPROBS)) + 8
     of_step = (num_tokens + num_rows) * of_position
     if max_logprobs > MAX_STEP_LOGPROBS:

@@ -1,12 +1,12 @@
 """Bundles: an engine's programs, compiled ahead by `jaxllm plan --out` and loaded at its start.
 
-A bundle is a directory with a file per program and a manifest, which says what the programs were
-made for and what each file must hash to. An engine that is anything else, or that cannot load them,
-compiles its programs as ever, and says why.
+A bundle is a directory with a file per program and a manifest. The manifest says what the programs
+were made for, and the hash of each file. An engine that differs from that, or cannot load the
+programs, compiles its own, and logs why.
 
-**Loading a bundle runs what is in it**, for programs are machine code. The hashes are checked
-before anything is loaded, and find damage; they are no protection from somebody who can write the
-directory, manifest and all.
+**To load a bundle runs the code in it**, since programs are machine code. The hashes are checked
+before anything is loaded, and detect damage. They do not protect from somebody who can write the
+directory, since it holds the manifest too.
 """
 
 import json
@@ -33,11 +33,11 @@ _FORMAT = 1
 
 
 class BundleError(JaxLLMError):
-    """A bundle that cannot be made or used; never a reason not to start."""
+    """A bundle cannot be made or used. It never keeps an engine from starting."""
 
 
 class BundleWriter:
-    """Makes a bundle of the programs of a plan. Without `finish` there is none."""
+    """Makes a bundle of a plan's programs. It is complete only after `finish`."""
 
     def __init__(self, directory: Path, plan: EnginePlan):
         if foreign := foreign_code(plan):
@@ -59,7 +59,7 @@ class BundleWriter:
         self._programs[str(key)] = {"file": file, "bytes": len(data), "sha256": hash_of(data)}
 
     def finish(self) -> str:
-        """Write the manifest; return what there is now, for people."""
+        """Write the manifest; return a summary for people."""
         manifest = {"format": _FORMAT, "made_for": self._made_for, "programs": self._programs}
         text = json.dumps(manifest, indent=1) + "\n"
         (self._directory / _MANIFEST).write_text(text, encoding="utf-8")
@@ -68,7 +68,7 @@ class BundleWriter:
 
 
 class Bundle:
-    """A bundle on disk, of which the manifest has been read and nothing been run."""
+    """A bundle on disk. Its manifest has been read, and none of its code has run."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -86,7 +86,7 @@ class Bundle:
             raise BundleError(f"its manifest cannot be read: {error!r}") from error
 
     def check(self, plan: EnginePlan) -> None:
-        """Raise BundleError if the programs are not those of the plan."""
+        """Raise BundleError if the programs were not made for the plan."""
         if foreign := foreign_code(plan):
             raise BundleError(f"{foreign} would be in the programs, which no bundle has")
         there, here = self._made_for, program_identity(plan)
@@ -99,7 +99,7 @@ class Bundle:
             )
 
     def load(self, plan: EnginePlan, keys: Iterable[Hashable]) -> dict[Hashable, Any]:
-        """The executables of these programs, on the devices of the plan."""
+        """Load the executables of these programs on the devices of the plan."""
         loaded = {}
         for key in keys:
             if str(key) not in self._programs:
@@ -115,7 +115,7 @@ class Bundle:
 
 
 def open_bundle(directory: Path) -> Bundle | None:
-    """Read what a bundle is made for; None, with a warning, if it cannot be read."""
+    """Read a bundle's manifest; return None, with a warning, if it cannot be read."""
     try:
         return Bundle(directory)
     except BundleError as error:
@@ -124,7 +124,7 @@ def open_bundle(directory: Path) -> Bundle | None:
 
 
 def load_programs(plan: EnginePlan, programs: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-    """The programs from the plan's bundle; none, with a warning, if they cannot be loaded."""
+    """Load the programs of the plan's bundle; return none, with a warning, if that fails."""
     if plan.program_bundle is None:
         return {}
     try:
@@ -132,12 +132,12 @@ def load_programs(plan: EnginePlan, programs: Mapping[Hashable, Any]) -> dict[Ha
         bundle.check(plan)
         return bundle.load(plan, programs)
     except Exception as error:
-        # Whatever keeps another machine's program from being loaded: we can compile our own.
+        # Whatever the reason why another machine's program cannot be loaded, we compile our own.
         warn(plan.program_bundle, error)
         return {}
 
 
 def warn(directory: Path, error: Exception) -> None:
-    """Say why a bundle is not used."""
+    """Log why a bundle is not used."""
     reason = str(error) if isinstance(error, JaxLLMError) else f"{type(error).__name__}: {error}"
     logger.warning("program bundle %s is not used: %s; compiling instead", directory, reason)

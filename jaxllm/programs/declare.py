@@ -1,7 +1,7 @@
 """The programs that a plan needs: what to compile, with which shapes, for which device.
 
-The runner compiles and runs them; a planner, which has neither weights nor the device, compiles the
-same ones for a device that exists only as a description.
+The runner compiles and runs them. A planner without weights or device compiles the same programs
+for a device that exists only as a description.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ TABLE_WRITES = 1024  # block updates per call of WRITE_TABLES
 
 
 def make_packer(plan: EnginePlan) -> StepPacker:
-    """What turns Schedules into the inputs of the steps."""
+    """Make the packer that turns Schedules into the inputs of steps."""
     return StepPacker(
         plan.buckets,
         num_slots=plan.max_num_seqs,
@@ -44,7 +44,7 @@ def make_packer(plan: EnginePlan) -> StepPacker:
 
 
 class StageKey(NamedTuple):
-    """Of a program in a pipeline: the stage, and the key that it has within the stage."""
+    """The key of a program in a pipeline: the stage, and the key within the stage."""
 
     stage: int
     key: Hashable
@@ -54,7 +54,7 @@ class StageKey(NamedTuple):
 
 
 def program_key(stage: StagePlan, key: Hashable) -> Hashable:
-    """The key of a stage's program among those of the engine."""
+    """The key of a stage's program among all programs of the engine."""
     return key if stage.part.is_whole else StageKey(stage.index, key)
 
 
@@ -64,14 +64,14 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
 
 
 def num_programs(plan: EnginePlan) -> int:
-    """How many are declared: steps of every shape, and those beside them, of each stage."""
+    """How many programs are declared: for each stage, its steps and its small programs."""
     return sum(len(plan.buckets) + 2 + stage.part.has_head for stage in plan.stages)
 
 
 def declare_programs(
     plan: EnginePlan, layouts: Mapping[Bucket, InputLayout]
 ) -> dict[Hashable, Program]:
-    """All programs of an engine; a step's key is its bucket, and that of a stage's a StageKey."""
+    """Declare all programs of an engine. A step's key is its bucket, in a pipeline a StageKey."""
     return {
         program_key(stage, key): program
         for stage in plan.stages
@@ -82,7 +82,7 @@ def declare_programs(
 def declare_stage_programs(
     plan: EnginePlan, stage: StagePlan, layouts: Mapping[Bucket, InputLayout]
 ) -> dict[Hashable, Program]:
-    """The programs of one stage by the keys that they have within it."""
+    """Declare the programs of one stage, by their keys within the stage."""
     model = plan.abstract_model(stage)
     spec = ModelSpec.of(model)
     weights, state = abstract_weights(model, stage.mesh), DeviceState.abstract(plan, stage)
@@ -149,7 +149,7 @@ def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
 def _arriving(
     plan: EnginePlan, stage: StagePlan, bucket: Bucket
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What comes to a stage from the one before: at the first, from the last."""
+    """The array that arrives at a stage from the stage before; at the first, from the last."""
     if stage.part.is_whole:
         return ()
     if stage.part.embeds:

@@ -1,4 +1,4 @@
-"""What a plan comes to on a device, found by compiling it: memory, programs, and bounds on time
+"""Reports what a plan costs on a device, by compiling it: memory, programs, and bounds on time
 (see `roofline`)."""
 
 import dataclasses
@@ -35,23 +35,24 @@ class ProgramReport:
     compile_seconds: float
     temp_bytes: int
     code_bytes: int
-    # Opcode -> how many there are and how many bytes they make in all.
+    # Opcode -> how many there are, and their total bytes.
     collectives: dict[str, tuple[int, int]]
-    # Copies of something as large as a weight or a layer's cache; there should be none.
+    # Copies of arrays as large as a weight or a layer's cache; there should be none.
     whole_array_copies: list[str]
-    bound: Bound | None  # of a step that is full; None for programs beside the steps
+    bound: Bound | None  # of a full step; None for the small programs beside the steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """What a stage of a pipeline takes on each of its devices; without one, the whole model."""
+    """What a stage takes on each of its devices; without a pipeline, what the model takes."""
 
     num_layers: int
     num_devices: int
     weights_bytes: int
     kv_cache_bytes: int
-    state_bytes: int  # of the sampler, block tables, and hidden states that come and go
-    program_bytes: int  # the largest program's temporaries; code of all, if all were the largest
+    state_bytes: int  # of the sampler, the block tables, and hidden states in and out
+    # The largest program's temporaries, and the code of all programs if each were the largest.
+    program_bytes: int
     roofline: Roofline | None  # None where the chip's rates are not known
 
     @property
@@ -61,7 +62,7 @@ class StageReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A plan on its chips. Bytes are those of one device, of the stage that takes most."""
+    """A plan on its chips. Bytes are those of one device of the stage that takes the most."""
 
     model: str
     chip: str
@@ -81,39 +82,39 @@ class PlanReport:
     max_num_seqs: int
     max_num_batched_tokens: int
     buckets: tuple[Bucket, ...]
-    context: int  # tokens of every row in the bounds
-    # No more output tokens per second than this, of as many rows as have room in the cache, dealt
-    # out evenly over a step in every stage; and the least time of the slowest stage, which sets the
-    # pace. None where the chip's rates are not known.
+    context: int  # the bounds assume so many tokens in every row
+    # An upper bound of output tokens per second, with as many rows as fit in the cache, spread
+    # evenly over one step in each stage; and the least time of the slowest stage, which sets the
+    # pace. None if the chip's rates are not known.
     max_tokens_per_second: float | None
     pace: Bound | None
     programs: list[ProgramReport]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens for which the layers that keep most have room."""
+        """How many tokens fit in the cache of the layers that keep the most tokens."""
         return self.cache_groups[0].num_blocks * self.block_size
 
     @property
     def free_bytes(self) -> int:
-        """What is left of the device's memory; negative where the plan does not fit."""
+        """The rest of the device's memory; negative if the plan does not fit."""
         return self.hbm_bytes - (
             self.weights_bytes + self.kv_cache_bytes + self.state_bytes + self.program_bytes
         )
 
     @property
     def largest_decode(self) -> ProgramReport:
-        """The decode step with most rows; in a pipeline, of the stage that takes longest."""
+        """The decode step with the most rows; in a pipeline, of the slowest stage."""
         decodes = (program for program in self.programs if program.num_decodes)
         return max(decodes, key=lambda p: (p.num_decodes, p.bound.seconds if p.bound else 0))
 
     @property
     def num_fitting(self) -> int:
-        """Rows of the given context for which the cache has room."""
+        """How many rows of the report's context the cache has room for."""
         return self.room_for(self.context)
 
     def room_for(self, context: int) -> int:
-        """How many requests with contexts of so many tokens the cache has room for."""
+        """How many requests with contexts of `context` tokens the cache has room for."""
         return room_for(self.cache_groups, context, self.block_size)
 
 
@@ -124,8 +125,8 @@ def report_plan(
     all_programs: bool = True,
     on_compiled: Callable[[Hashable, jax.stages.Compiled], None] = lambda key, compiled: None,
 ) -> PlanReport:
-    """Compile the programs of a plan, or the largest of each kind, for every stage, and let the
-    caller see each. Rows have `context` tokens in the bounds."""
+    """Compile the programs of a plan, or the largest step of each kind, for every stage. Call
+    `on_compiled` with each. In the bounds each row has `context` tokens."""
     layouts = make_packer(plan).layouts
     wanted = None if all_programs else _largest_buckets(plan)
     total = num_programs(plan) if wanted is None else len(wanted) * len(plan.stages)
@@ -180,7 +181,7 @@ def report_plan(
 
 
 def _largest_buckets(plan: EnginePlan) -> tuple[Bucket, Bucket]:
-    """Of decodes alone, and of steps with prompts in them."""
+    """The largest bucket of decode steps, and that of mixed steps."""
     decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
     mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
     return decodes[-1], mixed[-1]
@@ -195,8 +196,8 @@ def _report_program(
     arrays: list[jax.ShapeDtypeStruct],
     context: int,
 ) -> ProgramReport:
-    """Look at what was compiled. `arrays` are its weights and state: what else goes in is no larger
-    than activations."""
+    """Report a compiled program. `arrays` are its weights and caches: its other inputs are no
+    larger than activations."""
     memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -246,16 +247,16 @@ def _report_stage(
 
 
 def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
-    """What steps of a stage take at least; None where the chip's rates are not known."""
+    """The lower bounds of a stage's steps; None if the chip's rates are not known."""
     chip, arch = plan.chip, plan.architecture
     if not chip.hbm_bytes_per_second:
         return None
     part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.shape[TENSOR]
     attentions = stage.attention_configs
-    # The embedding is a table in which rows are looked up; as a head it is a matrix, for rows only.
+    # A token looks up one row of the embedding. As the head it is a matrix, read for rows only.
     embedding = plan.num_logits * arch.hidden_size / num_shards
-    # Sums over the devices: of the looked-up rows, and after the attention and MLP of each layer.
-    # To add up so many bytes, each device sends its part of all others' and of the sum.
+    # The devices sum the looked-up rows, and the outputs of the attention and MLP of each layer.
+    # In a sum each device sends the others their parts, and then its own part of the sum.
     num_sums = part.embeds + 2 * len(part.layers)
     sent_per_byte = 2 * (num_shards - 1) / num_shards
     is_shared = part.is_whole and arch.tie_word_embeddings
@@ -279,8 +280,8 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
 def step_bound(
     plan: EnginePlan, stage: StagePlan, num_tokens: float, num_rows: float, context: int
 ) -> Bound | None:
-    """The least time of a step on one stage whose rows are alike: each has its share of the tokens,
-    the last of so long a context."""
+    """The least time of a step on one stage whose rows are alike: each has an equal share of the
+    tokens, at the end of `context` tokens."""
     line = roofline(plan, stage)
     if line is None:
         return None

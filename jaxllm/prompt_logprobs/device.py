@@ -1,4 +1,4 @@
-"""Logprobs of prompt tokens, on the device: logits of the positions that were asked for."""
+"""Logprobs of prompt tokens, on the device: computed from the logits of the wanted positions."""
 
 from collections.abc import Mapping
 
@@ -13,17 +13,17 @@ from jaxllm.sampling.choose import most_likely
 from jaxllm.sampling.logprobs import LogprobOutput, token_logprobs
 from jaxllm.scheduler.schedule import Slice
 
-# They are computed for this many positions at a time: their logits are large.
+# How many positions are computed at a time, since their logits are large.
 _CHUNK = 64
 
 
 class PromptLogprobs:
-    """The feature's device half; it is in mixed steps only."""
+    """The feature's device half. Only programs for mixed steps have it."""
 
     name = NAME
 
     def __init__(self, num_logprobs: int) -> None:
-        """Compute so many logprobs for a position at most."""
+        """Compute at most `num_logprobs` logprobs for a position."""
         self._k = num_logprobs
 
     def fields(self, bucket: Bucket) -> dict[str, tuple[int, ...]]:
@@ -45,7 +45,7 @@ class PromptLogprobs:
         chunk = min(_CHUNK, tokens)
 
         def one_chunk(first: jax.Array) -> LogprobOutput:
-            # A gather and no slice: XLA:GPU keeps loops that slice out of its command buffers.
+            # A gather, not a slice: XLA:GPU keeps loops that slice out of its command buffers.
             places = jnp.minimum(first + jnp.arange(chunk, dtype=jnp.int32), tokens - 1)
             chosen = jnp.maximum(targets[places], 0)
             logits = model.compute_logits(hidden[places])

@@ -1,7 +1,7 @@
-"""Logprobs of prompt tokens, on the host: asks for those of each chunk, and hands them out.
+"""Logprobs of prompt tokens, on the host: requests them for each chunk, and puts them in outputs.
 
-They come from computing the prompt, so a request that wants some takes no prefix over from the
-cache until all of them are on their way.
+They come from computing the prompt, so a request that wants them takes no prefix from the cache
+until all of them are dispatched.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from jaxllm.scheduler.schedule import LogprobArrays, Schedule, StepResult
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """The logprobs that a step brought, by row."""
+    """The logprobs in a step's result, by row."""
 
     rows: dict[int, list[PositionLogprobs]]
     corrupted: set[int]
@@ -35,11 +35,11 @@ class PromptLogprobs:
     name = NAME
 
     def __init__(self) -> None:
-        # Of requests that want more of them: the next prompt position to ask for.
+        # The next prompt position to compute, for each request that still wants some.
         self._next: dict[str, int] = {}
 
     def add(self, request: Request) -> None:
-        """Note a request that wants some; the first prompt token has none."""
+        """Note a request that wants prompt logprobs. The first prompt token has none."""
         wants = request.sampling_params.prompt_logprobs is not None
         if wants and request.num_prompt_tokens > 1:
             self._next[request.request_id] = 1
@@ -49,9 +49,9 @@ class PromptLogprobs:
         self._next.pop(request.request_id, None)
 
     def limit(self, request: Request, n: int, budget: int) -> int:
-        """Go no further than the next prompt token whose logprobs are made of logits: a step brings
-        those of a row's last position and of no other. As slow as decoding, like all that is done
-        with so many logprobs."""
+        """Give one position per step to a request that wants more than MAX_STEP_LOGPROBS. These
+        come from logits, and a step brings the logits of a row's last position only. So such a
+        prompt is as slow as decoding."""
         first = self._next.get(request.request_id)
         if first is None or _count(request) <= MAX_STEP_LOGPROBS:
             return n
@@ -68,8 +68,8 @@ class PromptLogprobs:
         spans = []
         for row in wanted:
             request = rows[row]
-            # The token at position p gives the logprob of the prompt token at p + 1. What was
-            # dispatched before a preemption is not asked for again.
+            # The token at position p gives the logprob of the prompt token at p + 1. Positions that
+            # were dispatched before a preemption are not computed again.
             first = self._next[request.request_id]
             end = min(request.num_computed_tokens + 1, request.num_prompt_tokens)
             if first < end:
@@ -104,14 +104,14 @@ class PromptLogprobs:
             if not np.isfinite(arrays.logprobs[start:end, 0]).all():
                 corrupted.add(row)
                 continue
-            # A span of whom needs logits has one position, which is the row's last (see `limit`).
+            # A span that needs logits has one position, the last of its row (see `limit`).
             logits = None if result.logits is None else result.logits[row]
             count = _count(request)
             parts[row] = [row_logprobs(arrays, i, count, logits) for i in range(start, end)]
         return PromptParts(parts, corrupted)
 
     def _move_on(self, request: Request, position: int) -> None:
-        """All before this position are on their way."""
+        """Note that the logprobs of all earlier positions are dispatched."""
         if position < request.num_prompt_tokens:
             self._next[request.request_id] = position
         else:

@@ -1,11 +1,11 @@
-"""What the two halves say to each other: their slices of a Schedule and of a StepResult.
+"""What the two halves exchange: the feature's slices of a Schedule and of a StepResult.
 
-To the device: `targets`, i32 [T], by flat token position the prompt token that follows where its
-logprob is wanted, NO_TARGET elsewhere; `wants_more`, i32 [], whether some row wants more than the
-best token of a position. The host keeps `spans` there, too: i32 [n, 3], of each row that wants
-some the row, and the flat positions from where up to where.
+The slice of a Schedule has two arrays for the device. `targets`, i32 [T], by flat token position,
+has the prompt token that follows if its logprobs are wanted, else NO_TARGET. `wants_more`, i32 [],
+says whether some row wants more than the best token of a position. A third array is the host's own:
+`spans`, i32 [n, 3], has (row, first flat position, end) of each row that wants logprobs.
 
-Back come the fields of LogprobArrays, by flat token position.
+The slice of a StepResult has the fields of LogprobArrays, by flat token position.
 """
 
 NAME = "prompt_logprobs"

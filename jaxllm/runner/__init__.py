@@ -1,1 +1,1 @@
-"""Runs steps on devices: packs their inputs, dispatches them, brings results to the host."""
+"""Runs steps on devices: packs their inputs, dispatches them, copies results to the host."""

@@ -1,4 +1,4 @@
-"""The features of an engine, their device halves; `engine.features` names those of the host."""
+"""The device halves of an engine's features. `engine.features` has their host halves."""
 
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.prompt_logprobs.device import PromptLogprobs
@@ -6,5 +6,5 @@ from jaxllm.runner.slices import DeviceSlice
 
 
 def device_features(plan: EnginePlan) -> tuple[DeviceSlice, ...]:
-    """Those that the plan's programs have."""
+    """Return the features that the plan's programs have."""
     return (PromptLogprobs(plan.step_logprobs),)

@@ -1,12 +1,12 @@
-"""Arrays that wait in the host's memory for a place on their devices."""
+"""Arrays that are kept in the host's memory while their devices have no place for them."""
 
 import jax
 import numpy as np
 
 
 class HostArray:
-    """A copy of an array of this process's devices, in the pieces that they have of it: each piece
-    once, on however many devices it lies."""
+    """A copy of an array on this process's devices. It holds each shard once, even if several
+    devices have it."""
 
     def __init__(self, array: jax.Array):
         assert array.is_fully_addressable, "a part of it is on another host"
@@ -18,7 +18,7 @@ class HostArray:
                 self._pieces[key] = np.array(shard.data)
 
     def to_device(self) -> jax.Array:
-        """The array, where it was."""
+        """Return the array, with the sharding that it had."""
         return jax.make_array_from_callback(
             self._shape, self._sharding, lambda index: self._pieces[_key(index)]
         )

@@ -1,7 +1,7 @@
 """Large pages for weights in a host's memory.
 
-A decode step reads all weights once. A processor reads ahead within a page and not beyond it, so in
-pages of 4 KiB it waits at the head of each. Linux gives large ones only where it is asked to.
+A decode step reads all weights once. A processor reads ahead within a page and not beyond it, so
+with pages of 4 KiB it waits at the start of each. Linux gives large pages only on request.
 """
 
 import ctypes
@@ -16,21 +16,21 @@ from jaxllm.logging import init_logger
 logger = init_logger(__name__)
 
 _HUGE_PAGE = 2 << 20
-# Of madvise(2): now, and not when the kernel gets round to it. Since Linux 6.1.
+# For madvise(2), since Linux 6.1: the kernel makes large pages now, not at some later time.
 _MADV_COLLAPSE = 25
 
 
 def use_huge_pages(arrays: Iterable[jax.Array]) -> None:
-    """Move the large ones of these CPU arrays into large pages, as far as there are any; the arrays
-    stay where they are."""
+    """Move the CPU arrays that are large enough into large pages, as far as Linux has any. Their
+    addresses stay the same."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
     moved = total = 0
     for array in arrays:
         if len(array.sharding.device_set) > 1:
-            continue  # several devices on one CPU are there to be tested, and not to be fast
-        address = np.asarray(array).ctypes.data  # which copies nothing on a CPU
+            continue  # several devices on one CPU are for tests, not for speed
+        address = np.asarray(array).ctypes.data  # on a CPU this copies nothing
         start = -(-address // _HUGE_PAGE) * _HUGE_PAGE
         length = (address + array.nbytes) // _HUGE_PAGE * _HUGE_PAGE - start
         if length > 0:

@@ -1,8 +1,8 @@
 """What a step gets from the host: StepInputs, which travel as one packed int32 buffer.
 
-`InputLayout` is the only description of that buffer: the host packs by it (`pack`, vectorised
+`InputLayout` is the only description of that buffer. The host packs by it (`pack`, vectorised
 numpy), the traced step unpacks by it (`unpack`, static slices that cost nothing), and warm-up and
-planning take its size. One upload per step, whatever the number of fields.
+planning take its size. A step has one upload, whatever its number of fields.
 """
 
 import math
@@ -17,23 +17,23 @@ from jaxllm.plan.buckets import Bucket
 from jaxllm.runner.slices import DeviceSlice
 from jaxllm.scheduler.schedule import Schedule
 
-# The token of padding: in no vocabulary, so that its embedding is zero.
+# The token of padding. No vocabulary has it, so its embedding is zero.
 PADDING_TOKEN = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """One step's metadata on the device. Padding rows have slot = number of slots (scatters with
-    mode="drop" ignore them) and zeros elsewhere."""
+    """One step's metadata on the device. Padding rows have slot = number of slots, which scatters
+    with mode="drop" ignore, and zeros in the other fields."""
 
-    # i32 [T]; CARRIED_TOKEN where the slot's last sampled token goes, PADDING_TOKEN for padding
+    # i32 [T]; CARRIED_TOKEN stands for the slot's last sampled token, PADDING_TOKEN for padding
     token_ids: jax.Array
     token_rows: jax.Array  # i32 [T]; padding tokens belong to row R - 1
     query_starts: jax.Array  # i32 [R + 1]
     num_decodes: jax.Array  # i32 []
     slots: jax.Array  # i32 [R]
-    starts: jax.Array  # i32 [R]; GO_ON where the slot's length says where the row's tokens begin
+    starts: jax.Array  # i32 [R]; GO_ON if the row begins at the slot's length
     prompt_lens: jax.Array  # i32 [R]
     samples: jax.Array  # bool [R]
     row_params: jax.Array  # i32 [R, columns]: encoded sampling parameters
@@ -42,7 +42,7 @@ class StepInputs:
 
 
 class SlotTables:
-    """What the host keeps of the request in each slot, to send it with the rows of its steps."""
+    """What the host keeps about the request in each slot, to send it with each row."""
 
     def __init__(self, num_slots: int, num_param_columns: int):
         self.params = np.zeros((num_slots, num_param_columns), np.int32)  # encoded for the sampler
@@ -50,7 +50,7 @@ class SlotTables:
 
 
 def table_row(group: Any, slot: Any, num_slots: int) -> Any:
-    """Where the device has a slot's block table of one cache group."""
+    """The row of a slot's block table for one cache group, in the device's block tables."""
     return group * num_slots + slot
 
 
@@ -67,7 +67,7 @@ class InputLayout:
         features: Sequence[DeviceSlice] = (),
     ):
         self.bucket = bucket
-        # Those that are in the programs of this bucket, and the names of their fields.
+        # The features in the programs of this bucket, and the names of their fields.
         self.features = [feature for feature in features if feature.fields(bucket)]
         self._slices: dict[str, list[str]] = {}
         self._num_slots = num_slots
@@ -80,7 +80,7 @@ class InputLayout:
             "starts": (rows,),
             "prompt_lens": (rows,),
             "samples": (rows,),
-            # Column by column, so that the step takes each as one slice.
+            # Column by column, so that the step takes each column as one slice.
             "row_params": (num_param_columns, rows),
             "block_updates": (bucket.max_block_updates, 3),
         }
@@ -106,11 +106,10 @@ class InputLayout:
         return jax.ShapeDtypeStruct((self.size,), np.int32)
 
     def pack(self, schedule: Schedule, tables: SlotTables) -> np.ndarray:
-        """Build the buffer of a step; block updates beyond the bucket's room are left to the
-        caller (`overflow`).
+        """Build the buffer of a step. `overflow` has the block updates that do not fit.
 
-        The buffer is new for every step: on CPU the device may read it in place while the host
-        already packs the next one.
+        Every step gets a new buffer: on CPU the device may read it in place while the host packs
+        the next one.
         """
         buffer = np.zeros(self.size, np.int32)
         view = {name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()}
@@ -140,11 +139,12 @@ class InputLayout:
         return buffer
 
     def overflow(self, schedule: Schedule) -> np.ndarray:
-        """The block updates that `pack` has no room for, i32 [n, 3]: long cached prefixes."""
+        """The block updates that `pack` has no room for, i32 [n, 3]. Long cached prefixes cause
+        them."""
         return self._table_updates(schedule.block_updates[self.bucket.max_block_updates :])
 
     def _table_updates(self, updates: np.ndarray) -> np.ndarray:
-        """(group, slot, index, block) to (row of the tables, index, block)."""
+        """Turn (group, slot, index, block) into (row of the tables, index, block)."""
         rows = table_row(updates[:, 0], updates[:, 1], self._num_slots)
         return np.column_stack((rows, updates[:, 2:]))
 
@@ -154,7 +154,7 @@ class InputLayout:
         field["samples"] = field["samples"] != 0
         field["row_params"] = field["row_params"].T
         if self.bucket.decode_only:
-            # Token t is row t; rows past the last real one have no tokens.
+            # Token t is row t. Padding rows have no tokens.
             rows = jax.numpy.arange(self.bucket.num_rows + 1, dtype=np.int32)
             field["token_rows"] = rows[:-1]
             field["query_starts"] = jax.numpy.minimum(rows, field["num_decodes"])
@@ -166,5 +166,5 @@ class InputLayout:
 
 
 def _field(feature: str, name: str) -> str:
-    """A field of a slice, among those of all."""
+    """The name of a feature's field in the layout."""
     return f"{feature}.{name}"

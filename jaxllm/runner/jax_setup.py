@@ -1,4 +1,4 @@
-"""What JAX has to be told by an engine, before any device is touched."""
+"""The settings of JAX that an engine makes before JAX touches a device."""
 
 import importlib.metadata
 import importlib.util
@@ -13,30 +13,30 @@ from jaxllm.logging import init_logger
 
 logger = init_logger(__name__)
 
-# The share of a GPU's memory that XLA takes as its own pool when it starts; the second name is old.
+# The share of a GPU's memory that XLA takes as its pool when it starts. The second name is old.
 _GPU_POOL_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-# Without either.
+# XLA's share when neither is set.
 _GPU_POOL_DEFAULT = 0.75
 
-# Of the environment, on machines with TPUs.
+# Environment variables of machines with TPUs.
 _TPU_NAMES = ("TPU_ACCELERATOR_TYPE", "TPU_NAME", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID")
-_GOOGLE = "0x1ae0"  # as a vendor of PCI devices
+_GOOGLE = "0x1ae0"  # Google's PCI vendor id
 
 
 def set_up_jax(config: EngineConfig) -> None:
-    """First of all: planning for an accelerator compiles a step on it."""
+    """Configure JAX for an engine. Call it before planning, which may compile on the device."""
     leave_out_absent_tpu()
     if not any(os.environ.get(name) for name in _GPU_POOL_NAMES):
-        # Weights, caches and what programs need all lie in the pool.
+        # Weights, caches and the memory of programs all lie in the pool.
         os.environ[_GPU_POOL_NAMES[0]] = str(config.cache.gpu_memory_utilization)
     use_compilation_cache(config.compilation.compilation_cache_dir)
 
 
 def leave_out_absent_tpu() -> None:
-    """Keep JAX from trying a TPU that is not there: libtpu, which plans for TPUs need on any
-    machine, would raise several alarms.
+    """Keep JAX from trying a TPU that is not there. libtpu is installed to plan for TPUs on any
+    machine, and would print several warnings.
 
-    Only where nobody has said which platforms to use, and no other accelerator can be tried.
+    This has no effect if the user has set the platforms, or if JAX can try another accelerator.
     """
     is_decided = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if is_decided or importlib.util.find_spec("libtpu") is None or _may_have_tpu():
@@ -46,7 +46,7 @@ def leave_out_absent_tpu() -> None:
 
 
 def _may_have_tpu() -> bool:
-    """Whether there is a sign of one: a device, or what machines with TPUs are told of them."""
+    """Whether the machine has a sign of a TPU: a device, or an environment variable."""
     if any(os.environ.get(name) for name in _TPU_NAMES):
         return True
     devices = Path("/dev")
@@ -65,7 +65,7 @@ def gpu_pool_share() -> float:
 def use_compilation_cache(name: str | None) -> None:
     """Keep every compiled program on disk, however small, so that the next start is fast.
 
-    The setting is the process's: without a name it stays as it is.
+    The setting belongs to the process. Without a name it stays as it is.
     """
     if not name:
         return
@@ -76,7 +76,7 @@ def use_compilation_cache(name: str | None) -> None:
         logger.warning("no compilation cache: cannot write %s (%s)", directory, error.strerror)
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    # JAX opens a directory once in a process; this makes it open the new one.
+    # JAX opens a directory once in a process. This makes it open the new one.
     compilation_cache.reset_cache()
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

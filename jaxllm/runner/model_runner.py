@@ -1,8 +1,8 @@
 """Runs Schedules: pack, run, carry, unpack. Loads the model and compiles its programs.
 
-The device runs steps in the order in which they are dispatched, and `execute` returns as soon as a
-step is dispatched; so the host plans the next step while this one runs, and reads the tokens one
-step later. Weights and device state belong to the model's stage, or to the stages of a pipeline.
+The device runs steps in the order of their dispatch. `execute` returns as soon as a step is
+dispatched, so the host plans the next step while this one runs, and reads the tokens one step
+later. The model's stage, or each stage of a pipeline, owns its weights and its device state.
 """
 
 import math
@@ -46,11 +46,11 @@ class PendingStep:
             array.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        tokens: Any = self._outputs.tokens  # arrays have more than jax.Array says
+        tokens: Any = self._outputs.tokens  # the type jax.Array lacks is_ready
         return tokens.is_ready()
 
     def result(self) -> StepResult:
-        """Wait for the device and hand over numpy arrays."""
+        """Wait for the device and return numpy arrays."""
         tokens, logprobs, logits, slices = jax.tree.map(np.asarray, self._wanted())
         return StepResult(
             token_ids=tokens,
@@ -60,7 +60,8 @@ class PendingStep:
         )
 
     def _wanted(self) -> tuple[Any, Any, Any, Any]:
-        """What is copied to the host; the rest stays on the device, and goes with the step."""
+        """The outputs to copy to the host. The others stay on the device, and are freed with the
+        step."""
         outputs = self._outputs
         return (
             outputs.tokens,
@@ -90,13 +91,13 @@ class ModelRunner:
                 for stage, its in zip(plan.stages, weights, strict=True)
             ]
         self._model = self._stages[0] if len(self._stages) == 1 else Pipeline(plan, self._stages)
-        self._host_weights: list[list[HostArray]] = []  # by stage, while they are not on devices
+        self._host_weights: list[list[HostArray]] = []  # by stage, while the engine sleeps
         self.num_compiles_after_warmup = 0
         self.num_token_rows = 0
         self.pack_s = 0.0
 
     def device_memory(self) -> list[DeviceMemory]:
-        """Of the devices of this process that tell it."""
+        """The memory of the devices of this process that report it."""
         return device_memory(
             device for stage in self._plan.stages for device in stage.mesh.local_devices
         )
@@ -115,7 +116,7 @@ class ModelRunner:
         self.pack_s += time.perf_counter() - start
         self.num_token_rows += packed.bucket.num_tokens
         outputs = self._model.run(packed)
-        # Counted here: another replica of this process may be compiling on its own account.
+        # Counted here, since another replica of this process may compile at other times.
         self.num_compiles_after_warmup += compilation_counter.compiles - compiles
         assert isinstance(outputs, StepOutputs)
         return PendingStep(schedule, outputs)
@@ -125,19 +126,19 @@ class ModelRunner:
         self._model.reset()
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give back what the devices hold, but for the programs; to be asked when no step is under
-        way. The weights are kept in the host's memory, or let go."""
+        """Free the weights and the state on the devices, but not the programs. No step may be in
+        flight. The weights are kept in the host's memory, or dropped."""
         self._model.reset()
         if not keep_weights:
             self._host_weights = []
         elif self._has_weights:
-            # All are copied before any is let go: if the memory does not suffice, nothing is lost.
+            # Copy all before freeing any: if the host's memory does not suffice, nothing is lost.
             self._host_weights = [list(map(HostArray, stage.weights)) for stage in self._stages]
         for stage in self._stages:
             stage.weights = []
 
     def wake_weights(self) -> None:
-        """Bring the weights back to the devices, from the host's memory or from the checkpoint."""
+        """Copy the weights back to the devices, or load the checkpoint again."""
         if self._has_weights:
             return
         if self._host_weights:
@@ -154,7 +155,7 @@ class ModelRunner:
             stage.ensure_state()
 
     def free(self) -> None:
-        """Give the devices' memory back; nothing can run any more."""
+        """Free the devices' memory. Nothing can run any more."""
         self._host_weights = []
         self._model.free()
 
@@ -163,7 +164,7 @@ class ModelRunner:
         return bool(self._stages[0].weights)
 
     def _load_weights(self) -> list[list[jax.Array]]:
-        """The weights of each stage, from the checkpoint."""
+        """Load the weights of each stage."""
         plan, start = self._plan, time.perf_counter()
         states = load_parts(
             plan.model_dir,
@@ -177,7 +178,7 @@ class ModelRunner:
             format_bytes(_local_bytes(states)),
             format_bytes(peak_host_bytes()),
         )
-        trim_heap()  # what was on its way from files to devices
+        trim_heap()  # the buffers between files and devices
         return self._placed(list(map(jax.tree.leaves, states)))
 
     def _placed(self, weights: list[list[jax.Array]]) -> list[list[jax.Array]]:
@@ -188,7 +189,7 @@ class ModelRunner:
 
 
 def _local_bytes(arrays: Any) -> int:
-    """What arrays take on the devices of this process."""
+    """How many bytes arrays take on the devices of this process."""
     return sum(
         math.prod(array.sharding.shard_shape(array.shape))
         * array.dtype.itemsize

@@ -1,4 +1,4 @@
-"""The host half of a step on the device side: which program runs it, and the buffer it gets."""
+"""Packs a Schedule: chooses the program that runs it, and builds the program's buffer."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,14 +18,14 @@ class PackedStep(NamedTuple):
 
     bucket: Bucket
     buffer: np.ndarray  # i32, by the bucket's InputLayout
-    # Block-table changes that the buffer has no room for, i32 [n, 3]; rarely any.
+    # Block-table changes that the buffer has no room for, i32 [n, 3]; usually empty.
     more_block_updates: np.ndarray
     step: int
     carried_from: int | None  # as in the Schedule
 
 
 class StepPacker:
-    """Packs Schedules. Keeps what rows bring of the request in each slot."""
+    """Packs Schedules. Keeps what each row needs about the request in its slot."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class StepPacker:
         self._tables = SlotTables(num_slots, columns)
 
     def admit(self, admission: Admission) -> None:
-        """Note what the rows of a request that takes a slot bring with them."""
+        """Note what the rows of a newly admitted request need."""
         slot = admission.slot
         self._tables.prompt_lens[slot] = len(admission.prompt_token_ids)
         self._tables.params[slot] = row_params.encode(

@@ -1,11 +1,10 @@
-"""The stages of a model one after the other, with a step under way in each.
+"""The stages of a model one after the other, with a step in flight in each.
 
-Dispatching a step sends it through all stages at once, as far as the host is concerned: each
-stage's program waits on its devices for the hidden states of the stage before, which go from mesh
-to mesh without the host. So the stages overlap by themselves, if steps do not wait for each other's
-tokens. These go back the same way: after each step the last stage's table of sampled tokens is
-copied to the first stage, and a step takes the copy that was made when all that it goes on from was
-there. A newer one would do as well, but the step would wait for it.
+The host dispatches a step to all stages at once. Each stage's program waits on its devices for the
+hidden states of the stage before, which go from mesh to mesh without the host. So the stages
+overlap by themselves if steps do not wait for each other's tokens. After each step the last stage's
+table of sampled tokens is copied to the first stage. A step takes the oldest copy that has all
+tokens it goes on from. A newer copy would be correct too, but the step would wait for it.
 """
 
 from collections import deque
@@ -21,15 +20,14 @@ from jaxllm.sampling.slot_state import SlotRow
 
 
 class Pipeline:
-    """Does for several stages what Stage does for one that is the whole model."""
+    """Runs a model of several stages, as Stage runs a model of one."""
 
     def __init__(self, plan: EnginePlan, stages: list[Stage]):
         self._stages = stages
         self._first, *self._others = stages
         no_tokens = np.zeros(plan.max_num_seqs, np.int32)
         self._no_tokens = jax.device_put(no_tokens, self._first.everywhere)
-        # The tables by the step after which they were copied, oldest first. A step that is older
-        # than the pipeline is deep, and one more, is through.
+        # (step, table copied after it), oldest first. Older steps than these have certainly ended.
         self._tokens: deque[tuple[int, jax.Array]] = deque(maxlen=len(stages) + 1)
 
     def run(self, packed: PackedStep) -> StepOutputs:
@@ -59,13 +57,13 @@ class Pipeline:
             stage.reset()
 
     def free(self) -> None:
-        """Give the devices' memory back; nothing can run any more."""
+        """Free the devices' memory. Nothing can run any more."""
         self._tokens.clear()
         for stage in self._stages:
             stage.free()
 
     def _tokens_since(self, step: int | None) -> jax.Array:
-        """The first table that has what this step sampled; None: the newest."""
+        """The oldest table that has what this step sampled; for None, the newest table."""
         if step is None:
             return self._tokens[-1][1] if self._tokens else self._no_tokens
         return next((table for after, table in self._tokens if after >= step), self._no_tokens)

@@ -1,12 +1,12 @@
-"""What the device side asks of a feature: the device half of a package with a slice of every step.
+"""The contract of a feature's device half with the runner.
 
-*Present per engine, conditional per step*: what a feature computes is part of every program that
-has a field of it, behind a conditional on its fields, and where no row of a step uses it the fields
-say so. A feature adds no program, and nothing is compiled when the first request uses it.
+*Present per engine, conditional per step*: every program that has fields of a feature contains the
+feature's computation, under a conditional on these fields. If no row of a step uses the feature,
+the fields switch it off. A feature adds no program, and its first request compiles nothing.
 
-Nobody declares what a feature takes of the devices' memory. Its temporaries are those of the
-programs: the plan compiles the largest step, asks it, and gives the KV cache what is left
-(`programs.sizing`). So what grows with a step's tokens is computed in pieces of bounded size.
+A feature does not declare how much device memory it takes. Its temporaries are part of the
+programs: the plan compiles the largest step, reads its memory use, and gives the KV cache the rest
+(`programs.sizing`). So a feature must compute what grows with a step's tokens in bounded pieces.
 """
 
 from collections.abc import Mapping
@@ -21,28 +21,28 @@ from jaxllm.scheduler.schedule import Slice
 
 
 class DeviceSlice(Protocol):
-    """The device half of a feature. It has no state: all that a step needs is in the slice."""
+    """The device half of a feature. It has no state: the slice has all that a step needs."""
 
     @property
     def name(self) -> str:
-        """Of the feature's slices; the host half has the same."""
+        """The name of the feature's slices. The host half has the same name."""
         ...
 
     def fields(self, bucket: Bucket) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the int32 arrays that the programs of this bucket get. None
-        if the feature is not in them: then no step with a slice of it may run there
+        """Return names and shapes of the feature's int32 arrays in the programs of this bucket.
+        Return {} if these programs lack the feature: then no step with a slice of it may run there
         (`scheduler.features.Drafted.needs_mixed`)."""
         ...
 
     def pack(self, fields: Mapping[str, np.ndarray], its: Slice | None) -> None:
-        """Fill the fields, which are zeros, with the slice of a Schedule; without one, with what
-        switches the feature off."""
+        """Fill the fields, which are zeros, with the slice of a Schedule. Without a slice, fill
+        them with the values that switch the feature off."""
         ...
 
     def compute(
         self, fields: Mapping[str, jax.Array], model: Model, hidden: jax.Array
     ) -> dict[str, jax.Array]:
-        """Return the slice of the result, from the hidden states [T, D] of all tokens; traced, in a
-        scope of the feature's name. It comes to the host if the Schedule has a slice of this
-        feature. Under `jax.lax.cond`, so that a step without one computes nothing."""
+        """Return the slice of the result, from the hidden states [T, D] of all tokens. The step
+        traces it in a scope of the feature's name, and the host reads it if the Schedule has a
+        slice of this feature. Compute under `jax.lax.cond`, so that other steps compute nothing."""
         ...

@@ -1,7 +1,7 @@
-"""A part of the model on its devices; without pipeline parallelism, all of it.
+"""A part of the model on its devices; without pipeline parallelism, the whole model.
 
-The devices run what a stage dispatches in the order of its calls, and no call waits for them. Only
-this class holds the device state: each program consumes it and leaves a new one.
+The devices run a stage's programs in the order of its calls, and no call waits for them. Only this
+class holds the device state: each program consumes the state and leaves a new one.
 """
 
 import jax
@@ -33,19 +33,19 @@ class Stage:
         self._stage = stage
         self._num_table_rows = len(plan.cache_groups) * plan.max_num_seqs
         self._programs = programs
-        self.weights = weights  # none while they are elsewhere
+        self.weights = weights  # empty while the engine sleeps
         self._state: DeviceState | None = programs[program_key(stage, MAKE_STATE)]()
         self.everywhere = sharding(stage.mesh)
 
     @property
     def tokens(self) -> jax.Array:
-        """The table of the tokens that the slots sampled last; the next step consumes it."""
+        """The last sampled token of each slot. The next step consumes this table."""
         assert self._state is not None and self._state.tokens is not None
         return self._state.tokens
 
     def run(self, packed: PackedStep, *arrived: jax.Array) -> StepOutputs | jax.Array:
-        """Dispatch a step; in a pipeline, with what has arrived from the stage before. Returns
-        what the step leaves: for the next stage, or for the host."""
+        """Dispatch a step; in a pipeline, with the array that arrived from another stage. Return
+        the step's output, for the next stage or for the host."""
         program = self._programs[program_key(self._stage, packed.bucket)]
         state = self._take_state()
         self._state, left = program(self.weights, state, packed.buffer, *arrived)
@@ -68,18 +68,18 @@ class Stage:
 
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
-        self._state = None  # made anew by the next step: there may be no room for two caches
+        self._state = None  # the next step makes it: there may be no room for two caches
 
     def ensure_state(self) -> None:
-        """Make the state now if it is not there, which the next step would do."""
+        """Make the state now if it is missing. Otherwise the next step would make it."""
         self._state = self._take_state()
 
     def free(self) -> None:
-        """Give the devices' memory back; nothing can run any more."""
+        """Free the devices' memory. Nothing can run any more."""
         self.weights, self._state = [], None
 
     def _take_state(self) -> DeviceState:
-        """The state, for a program that consumes it."""
+        """Return the state, for a program that consumes it."""
         state = self._state
         if state is None:
             state = self._programs[program_key(self._stage, MAKE_STATE)]()

@@ -1,4 +1,4 @@
-"""What stays on the device from step to step. Donated to each step and replaced by its result."""
+"""The state on the device. It is donated to each step and replaced by the step's result."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jaxllm.sampling.slot_state import SlotState
 
 
 def abstract_slots(plan: EnginePlan, mesh: Mesh) -> SlotState:
-    """Shapes and places of the sampler's tables."""
+    """Shapes and shardings of the sampler's tables."""
     tables = SlotState.abstract(plan.max_num_seqs, plan.num_logits, plan.max_model_len)
     return dataclasses.replace(
         tables,
@@ -31,18 +31,18 @@ def abstract_slots(plan: EnginePlan, mesh: Mesh) -> SlotState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceState:
-    """Owned by the runner: nobody else keeps a reference, since every step consumes it.
+    """The runner owns the state and alone keeps a reference, since every step consumes it.
 
-    Each stage of a pipeline has its own; what belongs to sampling is in the last one's.
+    Each stage of a pipeline has a state. Only the last stage's state has the fields for sampling.
     """
 
     caches: tuple[jax.Array, ...]  # KV pages, one array per layer, in the backend's layout
     tokens: jax.Array | None  # i32 [S]: the token that each slot sampled last
     # i32 [S]: how many tokens of each slot's request are in the caches. A row that goes on begins
-    # there, so the host need not know where a step has left off to plan the next one.
+    # there, so the host can plan the next step without knowing where this one ended.
     lengths: jax.Array
     block_tables: jax.Array  # i32 [G * S, P], of each cache group for each slot (`table_row`)
-    slots: SlotState | None  # sampler state of requests that need some
+    slots: SlotState | None  # the sampler's tables
 
     @classmethod
     def abstract(cls, plan: EnginePlan, stage: StagePlan) -> "DeviceState":
@@ -62,12 +62,12 @@ class DeviceState:
 
     @classmethod
     def zeros(cls, plan: EnginePlan, stage: StagePlan) -> "DeviceState":
-        """The state of an engine that has seen nothing; traced."""
+        """The state of a new engine; traced."""
         shapes = cls.abstract(plan, stage)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def abstract_tokens(plan: EnginePlan, stage: StagePlan) -> jax.ShapeDtypeStruct:
-    """The table of the tokens that the slots sampled last, on a stage's devices."""
+    """The shape of the table of last sampled tokens, on a stage's devices."""
     shape = jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32)
     return place(shape, sharding(stage.mesh))

@@ -2,13 +2,13 @@
 
     step(weights, state, packed) -> (state, StepOutputs)
 
-In a pipeline a stage has its part of it. What one stage leaves arrives at the next one: hidden
-states, and from the last at the first the table of the tokens that are carried on.
+In a pipeline each stage runs its part of the step. Each later stage gets the hidden states of the
+stage before. The first stage gets the last stage's table of sampled tokens.
 
     step(weights, state, packed, arrived) -> (state, hidden states, or StepOutputs at the end)
 
-It is traced once per bucket. Everything a request may ask of the sampler is in that program,
-behind conditionals that look at the step's rows, so there is nothing left to compile later.
+The step is traced once per bucket. Every sampling parameter is in that program, under conditionals
+on the step's rows, so nothing is compiled later.
 """
 
 import dataclasses
@@ -38,17 +38,17 @@ from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, NO_TOKEN
 class StepOutputs:
     """What a step leaves for the host, by row (padding rows included)."""
 
-    tokens: jax.Array  # i32 [R]; NO_TOKEN where the logits were no numbers
+    tokens: jax.Array  # i32 [R]; NO_TOKEN if the logits are not finite
     logprobs: LogprobOutput  # [R, 1 + k]; zeros when no row asked
     slices: dict[str, dict[str, jax.Array]]  # of the features in this program
-    # f32 [R, V], after each row's last token; only if requests may ask for more than k logprobs.
-    # It costs nothing to leave it, and it stays on the device unless a row did ask.
+    # f32 [R, V], after each row's last token; only if requests may want more than k logprobs.
+    # To leave the logits costs nothing: they stay on the device unless a row wants that many.
     logits: jax.Array | None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The static part of a model: with the weights it makes the module again."""
+    """The static part of a model. Together with the weights it makes the module again."""
 
     graphdef: Any
     treedef: Any
@@ -69,7 +69,7 @@ StepFunction = Callable[..., tuple[DeviceState, "StepOutputs | jax.Array"]]
 def make_step(
     plan: EnginePlan, stage: StagePlan, spec: ModelSpec, layout: InputLayout
 ) -> StepFunction:
-    """The step of one bucket on one stage, to be jitted with the state donated."""
+    """Make the step of one bucket on one stage. The caller jits it and donates the state."""
 
     def step(
         weights: list[jax.Array],
@@ -85,7 +85,7 @@ def make_step(
             group.window: RaggedBatch(
                 query_starts=inputs.query_starts,
                 context_lens=context_lens,
-                # Padding rows get a table of nobody or of somebody, which they do not read.
+                # Padding rows may get another row's table: they do not read it.
                 block_tables=block_tables.at[table_row(index, inputs.slots, plan.max_num_seqs)].get(
                     mode="fill", fill_value=0
                 ),
@@ -136,7 +136,7 @@ def _sample(
     assert state.tokens is not None and state.slots is not None
     with jax.named_scope("sample"):
         last = jnp.where(context_lens > 0, inputs.query_starts[1:] - 1, len(hidden))
-        # Padding rows are zeros here, too.
+        # The hidden states of padding rows become zeros.
         logits = model.compute_logits(hidden.at[last].get(mode="fill", fill_value=0))
         params = row_params.decode(inputs.row_params, plan.logits_processors)
         sampled = sample(
@@ -166,7 +166,7 @@ def _sample(
 def _compute_slices(
     layout: InputLayout, inputs: StepInputs, model: Any, hidden: jax.Array
 ) -> dict[str, dict[str, jax.Array]]:
-    """What the features leave."""
+    """The features' slices of the result."""
     slices = {}
     for feature in layout.features:
         with jax.named_scope(feature.name):
@@ -175,7 +175,7 @@ def _compute_slices(
 
 
 def update_block_tables(block_tables: jax.Array, updates: jax.Array) -> jax.Array:
-    """Apply (slot, index, block) changes; those with a slot out of range are padding."""
+    """Apply (row, index, block) changes. A change with a row out of range is padding."""
     return block_tables.at[updates[:, 0], updates[:, 1]].set(updates[:, 2], mode="drop")
 
 

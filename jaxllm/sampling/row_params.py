@@ -1,8 +1,8 @@
-"""Sampling parameters as the device gets them: a few int32 columns per row of the step.
+"""Sampling parameters for the device: a few int32 columns per row of a step.
 
-`encode` runs once on the host when a request takes a slot; the runner copies the columns into the
-packed buffer of every step, floats as their bits; `decode` opens them in the traced step. A row of
-zeros is padding: greedy, with no flags, so that it switches nothing on.
+`encode` runs once on the host, when a request takes a slot. The runner copies the columns into the
+packed buffer of every step, with floats as their bits. `decode` reads them in the traced step. A
+row of zeros is padding: it is greedy and has no flags, so it switches nothing on.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from jaxllm.sampling.logits_processor import (
 )
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 
-# Flags: what a row needs of the sampler. The step skips whatever no row of it needs.
+# Flags: the parts of the sampler that a row needs. A step skips the parts that no row needs.
 RANDOM = 1 << 0  # temperature above zero
 LOGIT_BIAS = 1 << 1
 BAD_WORDS = 1 << 2
 MIN_TOKENS = 1 << 3
 PENALTIES = 1 << 4
 LOGPROBS = 1 << 5
-MORE_LOGPROBS = 1 << 6  # of the step's own, more than the best token's
+MORE_LOGPROBS = 1 << 6  # more than the best token's, of those that a step computes
 ALLOWED_IDS = 1 << 7
 _FIRST_PROCESSOR = 1 << 16
 _PROCESSORS = ((1 << MAX_LOGITS_PROCESSORS) - 1) * _FIRST_PROCESSOR
 
-# Unions: what changes the logits, and what of that lives in the slot's state.
+# Unions: the flags that read the slot's state, and all flags that change the logits.
 USES_SLOT = LOGIT_BIAS | ALLOWED_IDS | BAD_WORDS | MIN_TOKENS | PENALTIES
 ADJUSTS = USES_SLOT | _PROCESSORS
 
@@ -41,12 +41,12 @@ _COLUMN = {name: column for column, name in enumerate((*_FLOATS, *_INTS))}
 
 _FLOAT = np.finfo(np.float32)
 
-# Columns of the sampler itself; those of the logits processors follow.
+# The number of the sampler's own columns. The columns of the logits processors follow.
 NUM_PARAMS = len(_COLUMN)
 
 
 def processor_flag(index: int) -> int:
-    """The flag of rows that use the logits processor at this place of the engine's list."""
+    """The flag of rows that use the logits processor at this index of the engine's list."""
     assert 0 <= index < MAX_LOGITS_PROCESSORS, index
     return _FIRST_PROCESSOR << index
 
@@ -70,12 +70,12 @@ class RowParams:
 
 
 def num_columns(processors: Sequence[LogitsProcessor] = ()) -> int:
-    """Columns per row, with those of the engine's logits processors."""
+    """The number of columns per row, with those of the engine's logits processors."""
     return NUM_PARAMS + sum(processor.num_params for processor in processors)
 
 
 def request_flags(params: SamplingParams) -> int:
-    """What a request needs of the sampler, logits processors aside."""
+    """The flags of a request, without those of logits processors."""
     return (
         RANDOM * (not params.is_greedy)
         | LOGIT_BIAS * bool(params.logit_bias)
@@ -96,7 +96,7 @@ def request_flags(params: SamplingParams) -> int:
 def encode(
     params: SamplingParams, seed: int, processors: Sequence[LogitsProcessor] = ()
 ) -> np.ndarray:
-    """Columns of one request, i32 [num_columns(processors)]."""
+    """Encode the columns of one request, i32 [num_columns(processors)]."""
     row = np.zeros(num_columns(processors), np.int32)
     floats, words = row.view(np.float32), row.view(np.uint32)
     if not params.is_greedy:
@@ -123,7 +123,7 @@ def encode(
 
 
 def decode(packed: jax.Array, processors: Sequence[LogitsProcessor] = ()) -> RowParams:
-    """Open the columns of a step's rows, i32 [R, num_columns(processors)]; traced."""
+    """Decode the columns of a step's rows, i32 [R, num_columns(processors)]; traced."""
     floats = jax.lax.bitcast_convert_type(packed, jnp.float32)
     words = jax.lax.bitcast_convert_type(packed, jnp.uint32)
     top_p = floats[:, _COLUMN["top_p"]]
@@ -136,7 +136,7 @@ def decode(packed: jax.Array, processors: Sequence[LogitsProcessor] = ()) -> Row
     return RowParams(
         temperature=floats[:, _COLUMN["temperature"]],
         top_k=packed[:, _COLUMN["top_k"]],
-        # Zero is not a value: it stands in padding and greedy rows, and 1 is what changes nothing.
+        # Padding and greedy rows have zero, which is not a valid value; 1 has no effect.
         top_p=jnp.where(top_p > 0, top_p, 1),
         min_p=floats[:, _COLUMN["min_p"]],
         presence=floats[:, _COLUMN["presence"]],

@@ -1,8 +1,7 @@
 """Chooses the next token of every row: the last part of a step.
 
-One program serves every mix of parameters. What only some requests ask for stands behind a
-conditional on the step's rows, so it costs nothing when no row needs it and there is nothing to
-compile after start-up.
+One program serves every mix of parameters. Whatever only some requests need is under a conditional
+on the step's rows, so it costs nothing if no row needs it, and nothing is compiled after start-up.
 """
 
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ from jaxllm.sampling.slot_state import SlotState, record_tokens
 
 
 class SampleOutput(NamedTuple):
-    """What the sampler makes of a step's rows."""
+    """The sampler's results for a step's rows."""
 
     tokens: jax.Array  # i32 [R]; meaningful where the row samples
-    # bool [R]: whether there was something to choose from. The largest of a model's logits is a
-    # finite number; and what biases, processors and penalties make of them is one.
+    # bool [R]: whether the row's largest logit is finite, and no bias, processor or penalty has
+    # made a logit NaN.
     is_valid: jax.Array
     state: SlotState
     logprobs: LogprobOutput  # [R, 1 + num_logprobs]; zeros when no row asked
@@ -44,29 +43,30 @@ def sample(
     processors: Sequence[LogitsProcessor] = (),
     vocab_size: int | None = None,
 ) -> SampleOutput:
-    """Sample one token per row from logits, f32 [R, V]; columns from `vocab_size` on (default: V)
-    are padding, -inf, which users' processors do not get to see:
+    """Sample one token per row from logits, f32 [R, V]. Columns from `vocab_size` on (default: V)
+    are padding, -inf, which users' processors do not get. The order is:
 
     1. allowed token ids and logit bias
-    2. bad words: mask the last token of each that is otherwise complete
+    2. bad words: mask the last token of each whose other tokens are already there
     3. min_tokens: mask the stop ids until the output is long enough
     4. the users' logits processors, in the order of the engine's list
     5. penalties: repetition (prompt and output), frequency, presence (output only)
-    6. greedy rows: the arg-max, and they are done
+    6. greedy rows: take the arg-max, and skip 7 to 9
     7. temperature
     8. min_p, top_k, top_p
-    9. draw from what is left
-    10. logprobs of the token, and the best ones, under the logits as they came
-    11. count the token among its slot's output
+    9. draw from the tokens that are left
+    10. logprobs of the token and of the best tokens, from the model's unchanged logits
+    11. count the token in its slot's output
 
-    `slots` i32 [R] is out of range for padding; `samples` bool [R] says whose token counts;
-    `output_index` i32 [R] is the number of output tokens before this one; `positions` i32 [R] is
+    `slots` i32 [R] is out of range for padding. `samples` bool [R] says which rows sample.
+    `output_index` i32 [R] is the number of output tokens before this one. `positions` i32 [R] is
     the token's place in its sequence: with the row's seed it decides the draw, so a request's
-    tokens do not depend on its neighbours; `num_logprobs` is how many of the best ones a row may
-    ask for. A row in which 2 to 5 leave no token (the door refuses
-    what always would) goes on with its logits as 1 left them, so that it never gets a token that
-    is not allowed. Logits that are NaN stay so, and the row is not valid; it gets some token, and
-    touches no other.
+    tokens do not depend on its neighbours. `num_logprobs` is the largest number of best tokens that
+    a row may want.
+
+    If 2 to 5 leave a row no token, it goes on with the logits after 1, so it never gets a token
+    that is not allowed. (The input processor refuses parameters that never leave one.) Logits that
+    are NaN stay NaN: the row is not valid, gets some token, and affects no other row.
     """
     flags = jnp.where(samples, params.flags, 0)
     needed = jnp.bitwise_or.reduce(flags)

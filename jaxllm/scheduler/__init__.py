@@ -1,1 +1,1 @@
-"""Decides what runs in each step. Pure Python and numpy: no jax on this side."""
+"""Decides what runs in each step. It uses only Python and numpy, never jax."""

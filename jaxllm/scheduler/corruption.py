@@ -1,11 +1,11 @@
-"""Corrupted rows: their logits are NaN or infinite, so that there is no token to sample.
+"""Corrupted rows: their logits are NaN or infinite, so there is no token to sample.
 
-Damaged weights are a cause, and activations that overflow. Such a request ends with an error, and
-no other request may find the keys and values that it has left in the KV cache.
+The causes are damaged weights and activations that overflow. A corrupted request ends with an
+error. No other request may find the keys and values that it has left in the KV cache.
 
-The scheduler learns of a corrupted row when its step comes back. Until then a request whose prompt
-begins alike may take over its blocks, and is corrupted by them: attention computes some tokens
-together, so NaN may reach keys and values of earlier tokens. A corrupted request that has taken
+The scheduler learns of a corrupted row when its step comes back. Until then a request with the same
+prefix may take over its blocks, and they corrupt that request: attention computes some tokens
+together, so NaN may reach the keys and values of earlier tokens. A corrupted request that has taken
 over blocks therefore starts over, once, with blocks of its own.
 """
 
@@ -20,6 +20,6 @@ CORRUPTED = (
 
 
 def corrupted_rows(schedule: Schedule, result: StepResult) -> set[int]:
-    """Return the rows of a step that should have sampled a token, and have not."""
+    """Return the rows of a step that should have sampled a token and did not."""
     tokens = result.token_ids[: schedule.num_rows]
     return set(np.flatnonzero((tokens == NO_TOKEN) & schedule.samples).tolist())

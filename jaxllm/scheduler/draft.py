@@ -1,5 +1,7 @@
-"""A step while it is being planned: collects rows and block table changes, then becomes a
-Schedule. Arrays are made once, at the end, from whole lists."""
+"""A step while the scheduler plans it: collects rows and block table changes for a Schedule.
+
+`build` makes each array once, from a whole list.
+"""
 
 import itertools
 from array import array
@@ -14,17 +16,17 @@ from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, Admission, Schedule
 
 
 class StepDraft:
-    """Rows are added after `Request.num_computed_tokens` has been advanced, and the sampled
-    tokens are counted after `build`, in which features take the step for dispatched."""
+    """The caller advances `Request.num_computed_tokens` before it adds a row, and counts the
+    sampled tokens after `build`. In `build` the features take the step as dispatched."""
 
     def __init__(self, features: Sequence[Feature] = ()) -> None:
         self._features = features
-        self.decodes: list[Request] = []  # compute one token
-        self.chunks: list[Request] = []  # compute more
+        self.decodes: list[Request] = []  # they compute one token
+        self.chunks: list[Request] = []  # they compute more
         self.chunk_sizes: list[int] = []
         self.carried_from: int | None = None  # as in Schedule
         self._admissions: list[Admission] = []
-        self._starts: dict[int, int] = {}  # by slot, of those admitted
+        self._starts: dict[int, int] = {}  # of the admitted requests, by slot
         self._update_groups: list[int] = []
         self._update_slots: list[int] = []
         self._update_indices: list[int] = []
@@ -38,7 +40,7 @@ class StepDraft:
             self.chunk_sizes.append(num_tokens)
 
     def add_blocks(self, request: Request) -> None:
-        """Note what the device does not have yet of the request's block tables."""
+        """Note the part of the request's block tables that the device does not have yet."""
         for group, table in enumerate(request.tables):
             first, blocks = table.take_unsent()
             self._update_groups += itertools.repeat(group, len(blocks))
@@ -47,8 +49,8 @@ class StepDraft:
             self._update_blocks += blocks
 
     def admit(self, request: Request, num_cached_tokens: int) -> None:
-        """Note that the request has taken a slot, with its blocks; the first ones hold tokens that
-        are computed already."""
+        """Note that the request has taken a slot and blocks. The first `num_cached_tokens` tokens
+        in these blocks are already computed."""
         self.add_blocks(request)
         self._starts[request.slot] = num_cached_tokens
         self._admissions.append(
@@ -68,7 +70,6 @@ class StepDraft:
         return self.decodes + self.chunks
 
     def build(self, step: int, rows: list[Request]) -> Schedule:
-        """Return the Schedule."""
         num_decodes = len(self.decodes)
         num_tokens = np.ones(len(rows), np.int32)
         num_tokens[num_decodes:] = self.chunk_sizes

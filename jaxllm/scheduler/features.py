@@ -1,12 +1,11 @@
-"""What the scheduler asks of a feature: the host half of a package with a slice of every step.
+"""The contract of a feature's host half with the scheduler.
 
-A feature adds its slice to a `Schedule` while the step is drafted, its device half
-(`runner.slices`) computes something for it, and what comes back as its slice of the `StepResult`
-becomes part of the outputs. Neither half knows the other, nor do features know each other.
+A feature adds its slice to a `Schedule` while the scheduler drafts the step. Its device half
+(`runner.slices`) computes from that slice. The feature's slice of the `StepResult` becomes part of
+the outputs. The halves do not know each other, and a feature knows no other feature.
 
-Rules for all methods: they never raise, and they never wait. `draft` and `read` are called in every
-step that concerns them: nothing there may cost more than the feature's own rows deserve, and a
-request that does not use the feature pays nothing.
+No method may raise or wait. The scheduler calls `draft` for every step, and `read` for every step
+with a slice of the feature. A request that does not use the feature pays nothing there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,68 +21,69 @@ from jaxllm.scheduler.schedule import Schedule, Slice, StepResult
 class Drafted(NamedTuple):
     """A feature's part of a Schedule."""
 
-    # It travels to other hosts, and comes back to `Feature.read` unchanged.
+    # It may travel to other hosts. `Feature.read` gets it back unchanged.
     slice: Slice
-    # Whether the step needs a program for mixed steps, even if all of its rows are decodes.
+    # Whether the step needs a program for mixed steps even if all its rows are decodes.
     needs_mixed: bool
-    # Whether the logits after the last token of each row are to come to the host.
+    # Whether the host needs the logits after the last token of each row.
     wants_logits: bool
 
 
 class Brought(Protocol):
-    """What a feature has found in a step's result."""
+    """A feature's part of a step's result, by row."""
 
     @property
     def corrupted(self) -> Iterable[int]:
-        """Rows that end with an error: what the device has computed for them is no numbers."""
+        """Rows whose requests end with an error, since the device computed NaN or infinities."""
         ...
 
     @property
     def rows(self) -> Iterable[int]:
-        """Rows with something for their requests."""
+        """Rows that add something to the output of their request."""
         ...
 
     def add_to(self, output: EngineOutput, row: int) -> None:
-        """Put what one of `rows` has brought in the output of its request. It has one even if the
-        row samples no token."""
+        """Add the result of one of `rows` to the output of its request. The request gets an output
+        even if the row samples no token."""
         ...
 
 
 class Feature(Protocol):
-    """The host half of a feature. It may keep something for each request that uses it."""
+    """The host half of a feature. It may keep state for each request that uses it."""
 
     @property
     def name(self) -> str:
-        """Of the feature's slices; the device half has the same."""
+        """The name of the feature's slices. The device half has the same name."""
         ...
 
     def add(self, request: Request) -> None:
-        """A request has come. If some tokens must be computed by the request itself, and not be
-        found in the cache, raise `request.num_cache_bars` by one, and lower it once they are on
-        their way."""
+        """Note a new request. If the request must compute some tokens itself instead of finding
+        them in the prefix cache, add one to `request.num_cache_bars`, and subtract it once these
+        tokens are dispatched."""
         ...
 
     def drop(self, request: Request) -> None:
-        """A request has ended: forget it. Steps with rows of it may still be under way."""
+        """Forget a request that has ended. Steps with rows of it may still be in flight."""
         ...
 
     def limit(self, request: Request, n: int, budget: int) -> int:
-        """Return how many of `n` tokens a request may compute in a step, at least one: the first of
-        the limits that are applied (`scheduler.limits`)."""
+        """Return how many of `n` tokens a request may compute in a step, at least one. These limits
+        come before those of `scheduler.limits`."""
         ...
 
     def draft(self, rows: Sequence[Request], num_tokens: np.ndarray) -> Drafted | None:
         """Return the slice of a step with these rows, or None if no row uses the feature.
 
-        Row r computes the `num_tokens[r]` tokens before `rows[r].num_computed_tokens`; i32 [rows].
-        The rows' tokens lie one after another. The step is certain to be dispatched.
+        `num_tokens` is i32 [rows]: row r computes the `num_tokens[r]` tokens that end at
+        `rows[r].num_computed_tokens`. The tokens of the rows lie one after another. The step is
+        certain to be dispatched.
         """
         ...
 
     def read(
         self, schedule: Schedule, result: StepResult, rows: Sequence[Request | None]
     ) -> Brought:
-        """Take in the result of a step that has a slice of this feature. Steps come back in the
-        order in which they were drafted; those that failed do not. A row is None where its
-        request has started over since, and its request may have ended."""
+        """Read the result of a step that has a slice of this feature. Steps come back in the order
+        in which they were drafted; failed steps do not come back. A row is None if its request has
+        started over since. The request of a row may have ended."""
         ...

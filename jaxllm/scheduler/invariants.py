@@ -1,6 +1,6 @@
 """Asserts that the scheduler's bookkeeping adds up: nothing is lost, doubled or over its limit.
 
-It looks at everything, so it runs only where that was asked for (`check_invariants`).
+The check visits every request and every block, so it runs only with `check_invariants`.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from jaxllm.scheduler.waiting_queue import WaitingQueue
 
 
 class DispatchedStep(Protocol):
-    """A step on its way, and the requests of its rows."""
+    """A step in flight, and the requests of its rows."""
 
     @property
     def schedule(self) -> Schedule: ...
@@ -33,7 +33,7 @@ def check(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> None:
-    """Assert what holds between any two calls of a scheduler."""
+    """Assert the invariants that hold between any two calls of a scheduler."""
     kv.check(running)
     slots = [request.slot for request in running]
     assert sorted(slots + free_slots) == list(range(max_num_seqs)), "slots"
@@ -45,7 +45,7 @@ def check(
         assert 0 < step.schedule.total_tokens <= max_num_batched_tokens, "budget"
         assert step.schedule.num_rows <= max_num_seqs, "rows"
         for request, samples in zip(step.rows, step.schedule.samples, strict=True):
-            in_flight[id(request)] += bool(samples)  # of None, too, which is no request
+            in_flight[id(request)] += bool(samples)  # the count of None is never read
     for r in requests.values():
         assert r.num_in_flight == in_flight[id(r)], f"{r}: {in_flight[id(r)]} in flight"
         assert r.num_known_tokens <= r.num_tokens <= r.max_num_tokens, r
@@ -56,7 +56,7 @@ def check(
 def _check_places(
     requests: Mapping[str, Request], running: Sequence[Request], waiting: WaitingQueue
 ) -> None:
-    """Assert that every request is in one place, and that its status says in which."""
+    """Assert that every request is in exactly one place, and that its status names this place."""
     queued = waiting.requests()
     followers = [f for r in requests.values() for f in r.followers if not f.is_finished]
     late = [r for r in requests.values() if r.status is RequestStatus.PARKED and r.num_in_flight]

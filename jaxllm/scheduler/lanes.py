@@ -1,12 +1,12 @@
-"""Which running requests a step may serve, where steps pass through several stages of a pipeline.
+"""Chooses the running requests that a step may serve in a pipeline of several stages.
 
-As many steps can be under way as there are stages, if none of them waits for another. A request
-that goes on from a sampled token waits for the step that samples it, so requests that generate are
-dealt out to as many *lanes* as there are stages, and steps serve the lanes in turn: when the turn
-comes round, the lane's last step is just leaving the last stage. A prompt waits for no token: until
-its end is computed, a request is in no lane, and its chunks may be in any step.
+A pipeline of n stages can run n steps at once if no step waits for another. A request that goes on
+from a sampled token waits for the step that samples it. So the requests that generate are spread
+over n *lanes*, and the steps serve the lanes in turn: when the turn of a lane comes again, its last
+step is just leaving the last stage. A prompt waits for no token: until its end is computed, a
+request is in no lane, and its chunks may be in any step.
 
-Lanes are for speed alone. Whatever a step serves, the device waits for the tokens that it needs.
+Lanes only affect speed. The device waits for the tokens that a step needs, whatever it serves.
 """
 
 from collections.abc import Iterable
@@ -15,19 +15,20 @@ from jaxllm.scheduler.request import NO_LANE, Request
 
 
 class Lanes:
-    """Deals out requests to lanes, and lets the lanes take turns."""
+    """Assigns requests to lanes, and lets the lanes take turns."""
 
     def __init__(self, num_lanes: int, *, max_in_flight: int = 1):
         """Make the lanes. A request is not served while more than `max_in_flight` of its tokens
-        are on their way: running further ahead of the host gains nothing. 0 waits for each."""
+        are in flight: to run further ahead of the host gains nothing. 0 waits for each token."""
         self._num_lanes = num_lanes
         self._max_in_flight = max_in_flight
-        self._last = num_lanes - 1  # served by the step before
+        self._last = num_lanes - 1  # the lane that the previous step served
         self._turn = 0
 
     def take_turn(self, running: list[Request]) -> list[Request]:
-        """The requests that the next step may serve, in the order in which they are given: those
-        of the next lane that can go on, and those in no lane. Nothing counts until `dispatch`."""
+        """Return the requests that the next step may serve, in the given order: the ready requests
+        of the next lane that has any, and the requests in no lane. The turn passes to the next
+        lane only with `dispatch`."""
         lanes = [(self._last + 1 + i) % self._num_lanes for i in range(self._num_lanes)]
         ready = {request.lane for request in running if self._is_ready(request)}
         self._turn = next((lane for lane in lanes if lane in ready), lanes[0])
@@ -39,7 +40,7 @@ class Lanes:
         ]
 
     def dispatch(self, step: int, rows: Iterable[Request]) -> None:
-        """Note that a step was dispatched, after what it samples has been counted."""
+        """Note that a step was dispatched. Its sampled tokens must already be counted."""
         self._last = self._turn
         for request in rows:
             if request.num_in_flight:
@@ -47,8 +48,8 @@ class Lanes:
 
     @staticmethod
     def carried_from(rows: Iterable[Request]) -> int:
-        """The newest step that samples what one of these rows goes on from; -1 if the host has
-        all of it."""
+        """Return the newest step that samples a token from which one of these rows goes on; -1 if
+        the host has all these tokens."""
         return max((request.sampled_in for request in rows if request.num_in_flight), default=-1)
 
     def _is_ready(self, request: Request) -> bool:
@@ -58,8 +59,8 @@ class Lanes:
         )
 
     def _deal_out(self, running: list[Request]) -> None:
-        """Let the lane whose turn it is hand over what it has too much. The others' turns come
-        later, so nobody is served before his token is there; and all are equal in the end."""
+        """Move requests from the lane whose turn it is to smaller lanes. Their turns come later,
+        so no request is served before its token is there. In time all lanes get equal sizes."""
         members: list[list[Request]] = [[] for _ in range(self._num_lanes)]
         for request in running:
             if request.lane != NO_LANE:

@@ -1,9 +1,9 @@
 """How many tokens a request may compute in one step: small pure functions, applied in turn.
 
-A limit takes the request, the number of tokens `n` it would get so far and what is left of the
-step's token budget, and returns `n` or less. 0 means that the request cannot run in this step.
-Requests that want a single token (decodes) are not subject to limits. Those of the features
-(`features.Feature.limit`) come before these.
+A limit takes the request, the number of tokens `n` that it would get so far, and the rest of the
+step's token budget. It returns `n` or less; 0 means that the request cannot run in this step.
+A running request that needs a single token (a decode) is not subject to limits. The limits of the
+features (`features.Feature.limit`) come before these.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Limit = Callable[[Request, int, int], int]
 
 
 def within_budget(request: Request, n: int, budget: int) -> int:
-    """Take what is left of the budget."""
+    """Give at most the rest of the budget."""
     return min(n, budget)
 
 
@@ -24,7 +24,7 @@ def whole_or_nothing(request: Request, n: int, budget: int) -> int:
 
 
 def long_prefill(threshold: int) -> Limit:
-    """Leave room for others: at most `threshold` tokens of one request in a step."""
+    """Give one request at most `threshold` tokens in a step, to leave room for others."""
 
     def limit(request: Request, n: int, budget: int) -> int:
         return min(n, threshold)
@@ -35,8 +35,8 @@ def long_prefill(threshold: int) -> Limit:
 def make_limits(
     *, enable_chunked_prefill: bool, long_prefill_token_threshold: int
 ) -> tuple[Limit, ...]:
-    """Choose the limits by configuration. The threshold is a chunk size, so it has no meaning
-    without chunks; 0 turns it off."""
+    """Choose the limits by configuration. The threshold is a chunk size, so without chunked prefill
+    it has no meaning. 0 turns it off."""
     if not enable_chunked_prefill:
         return (whole_or_nothing,)
     if long_prefill_token_threshold:

@@ -1,7 +1,7 @@
-"""Takes each request's logprobs out of the arrays that a step brought.
+"""Takes each request's logprobs out of the arrays of a step's result.
 
-A step computes MAX_STEP_LOGPROBS for a position at most. Whoever wants more gets them made here, of
-the position's logits: the cost is the request's own, and the step is no slower for the others.
+A step computes at most MAX_STEP_LOGPROBS for a position. For a request that wants more, this module
+computes them from the position's logits: so the step is no slower for the other requests.
 """
 
 import numpy as np
@@ -14,8 +14,8 @@ from jaxllm.scheduler.schedule import LogprobArrays
 def row_logprobs(
     arrays: LogprobArrays, index: int, count: int, logits: np.ndarray | None = None
 ) -> PositionLogprobs:
-    """Return the logprobs at one position: of the token there, and of the `count` best ones. The
-    position's logits, [V], are needed only for more than a step computes."""
+    """Return the logprobs at one position: of the token there, and of the `count` best tokens.
+    `logits`, [V], is needed only if `count` exceeds what a step computes."""
     rank = int(arrays.ranks[index])
     if count <= MAX_STEP_LOGPROBS:
         token_ids, logprobs = arrays.token_ids[index, : 1 + count], arrays.logprobs[index]
@@ -28,7 +28,8 @@ def row_logprobs(
 
 
 def _most_likely(logits: np.ndarray, count: int) -> np.ndarray:
-    """The tokens with the largest logits, best first; of equals the first, as on the device."""
+    """Return the tokens with the largest logits, best first. Among equal logits the smaller token
+    id comes first, as on the device."""
     least = np.partition(logits, -count)[-count]
     candidates = np.flatnonzero(logits >= least)
     order = np.argsort(-logits[candidates], kind="stable")

@@ -1,6 +1,6 @@
 """Where every request is: in the waiting queue, parked, or running with a slot and blocks.
 
-Requests move between these places here and nowhere else. A move costs what it moves, however many
+Only this module moves requests between these places. The cost of a move does not depend on how many
 requests wait.
 """
 
@@ -27,10 +27,10 @@ class Places:
         features: Sequence[Feature],
         stats: EngineStats,
     ) -> None:
-        self.requests: dict[str, Request] = {}  # all unfinished ones
+        self.requests: dict[str, Request] = {}  # all unfinished requests
         self.running: list[Request] = []  # in policy order
         self.waiting = WaitingQueue()
-        self.free_slots = list(range(max_num_seqs - 1, -1, -1))  # taken from the end
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))  # the last is taken first
         self._kv = kv
         self._features = features
         self._stats = stats
@@ -40,8 +40,8 @@ class Places:
         return len(self.requests) - len(self.running)
 
     def add(self, request: Request, prefix_leader_id: str | None) -> None:
-        """Let a new request wait; until the leader's prompt is dispatched, if it has a leader whose
-        prompt is not."""
+        """Put a new request in the waiting queue; park it while its leader's prompt has not been
+        dispatched."""
         leader = self.requests.get(prefix_leader_id or "")
         self.requests[request.request_id] = request
         for feature in self._features:
@@ -55,27 +55,27 @@ class Places:
             self.waiting.push(request)
 
     def admit_first(self) -> None:
-        """Let the first of those who wait run. It has its blocks already."""
+        """Let the first waiting request run. It already has its blocks."""
         request = self.waiting.pop()
         request.status = RequestStatus.RUNNING
         request.slot = self.free_slots.pop()
         bisect.insort(self.running, request, key=attrgetter("order"))
 
     def wait(self, request: Request) -> None:
-        """Let a request wait that was parked, or that ran."""
+        """Put a request that was parked, or that ran, in the waiting queue."""
         request.status = RequestStatus.WAITING
         self.waiting.push(request)
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to wait; the caller takes it out of `running`. It computes
-        its tokens anew, except for those whose blocks are still cached when it returns."""
+        """Take slot and blocks from a running request; the caller takes it out of `running`. When
+        it runs again it computes its tokens again, except those whose blocks are still cached."""
         self._give_back(request)
         request.num_computed_tokens = 0
         request.stats.num_preemptions += 1
         request.has_new_stats = True
         self._stats.num_preemptions += 1
         if request.num_in_flight:
-            request.status = RequestStatus.PARKED  # until its token has come
+            request.status = RequestStatus.PARKED  # until its token arrives
         else:
             self.wait(request)
 
@@ -88,13 +88,13 @@ class Places:
     def end_all(
         self, requests: Iterable[Request], reason: FinishReason, error: str | None = None
     ) -> list[EngineOutput]:
-        """Finish requests from outside, not because of a token."""
+        """Finish requests for a reason other than a token."""
         outputs = [self.end(request, reason, error) for request in requests]
         self.drop_finished()
         return outputs
 
     def end(self, request: Request, reason: FinishReason, error: str | None = None) -> EngineOutput:
-        """Finish a request from outside; `drop_finished` must follow."""
+        """Finish a request for a reason other than a token; `drop_finished` must follow."""
         self.finish(request)
         return EngineOutput(
             request_id=request.request_id,
@@ -105,7 +105,7 @@ class Places:
         )
 
     def finish(self, request: Request) -> None:
-        """Let go of a request; `drop_finished` must follow."""
+        """Finish a request and free what it holds; `drop_finished` must follow."""
         status = request.status
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
@@ -120,11 +120,11 @@ class Places:
         self._stats.num_requests_finished += 1
 
     def drop_finished(self) -> None:
-        """Keep only those in `running` who still run."""
+        """Remove the requests that no longer run from `running`."""
         self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
 
     def count(self) -> None:
-        """Bring the gauges up to date."""
+        """Update the gauges."""
         stats = self._stats
         stats.num_requests_running = len(self.running)
         stats.num_requests_waiting = self.num_waiting

@@ -33,7 +33,7 @@ class SchedulingPolicy(Protocol):
 
 
 def checked_key(policy: SchedulingPolicy, request: Request) -> tuple:
-    """The policy's key of a request, once it is known to be comparable with others."""
+    """Return the policy's key of a request. Raise if it is not comparable with other keys."""
     key = policy.key(request)
     if not isinstance(key, tuple) or not all(
         isinstance(part, int | float) and not math.isnan(part) for part in key
@@ -51,7 +51,7 @@ class FirstComeFirstServed:
     """Serves requests in the order in which the engine received them."""
 
     def key(self, request: Request) -> tuple:
-        return ()  # ties are served in order of arrival, and here everything ties
+        return ()  # all keys are equal, and equal keys are served in order of arrival
 
 
 class Priority:

@@ -1,9 +1,9 @@
 """A request as the scheduler sees it, from its arrival to its end.
 
-Progress is three numbers. `num_tokens` counts the prompt and every output token that is known or
-on its way; `num_computed_tokens` of them have been dispatched to the device; the difference is
-what the request still wants. A step that computes the newest token also samples the next one,
-which is *in flight* (counted in `num_tokens`, absent from `output_token_ids`) until its id arrives.
+Two numbers are its progress. `num_tokens` counts the tokens of the prompt and every output token
+that is known or in flight. `num_computed_tokens` of them have been dispatched to the device; the
+others are still to be computed. A step that computes the newest token also samples the next one.
+That token is *in flight* until its id arrives: `num_tokens` counts it, `output_token_ids` lacks it.
 """
 
 import copy
@@ -19,9 +19,9 @@ NO_LANE = -1
 class RequestStatus(enum.IntEnum):
     """Where a request is. It is in exactly one place."""
 
-    WAITING = 0  # in the waiting queue, could be admitted
-    PARKED = 1  # must not be admitted yet: its leader's prompt or its own token is under way
-    RUNNING = 2  # has a slot and blocks
+    WAITING = 0  # in the waiting queue: it may be admitted
+    PARKED = 1  # not to be admitted yet: it waits for its leader's prompt or for its own token
+    RUNNING = 2  # with a slot and blocks
     FINISHED = 3
 
 
@@ -86,28 +86,29 @@ class Request:
         self.num_tokens = self.num_prompt_tokens
         self.max_num_tokens = self.num_prompt_tokens + message.max_tokens
         self.num_computed_tokens = 0
-        self.num_counted_prompt_tokens = 0  # up to where the statistics have them
-        # How many features want it to compute its tokens itself, and not to find them cached.
+        self.num_counted_prompt_tokens = 0  # the statistics have counted this many
+        # How many features bar it from the prefix cache: it must compute its tokens itself.
         self.num_cache_bars = 0
 
         self.status = RequestStatus.WAITING
         self.order: tuple = ()  # set once, by the scheduling policy
         self.slot = -1
-        self.lane = NO_LANE  # see `lanes`, which owns this and the next
+        self.lane = NO_LANE  # `lanes` owns this field and the next
         self.sampled_in = -1  # the step that samples the newest token
         self.followers: list[Request] = []  # parked until this request's prompt is dispatched
         self.num_cached_tokens = 0  # found in the prefix cache when first admitted
         self.stats = RequestStats(replica=message.replica)
-        self.has_new_stats = True  # the next output carries them
+        self.has_new_stats = True  # the next output carries the stats
 
         # Owned by KVCacheManager. Hashes outlive a preemption; blocks do not.
-        self.tables: tuple[BlockTable, ...] = ()  # by group; empty unless it runs
-        self.room = 0  # tokens that the tables of all groups hold
+        self.tables: tuple[BlockTable, ...] = ()  # by group; empty unless the request runs
+        self.room = 0  # how many tokens the tables of every group have blocks for
         self.hash_root = hash_root  # None: this request shares no blocks
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
-        self.has_taken_over_blocks = False  # that others have filled, when it was admitted last
-        # Computed tokens that fill the next block to register, or leave one behind a window.
+        # Whether its last admission took over blocks that other requests had filled.
+        self.has_taken_over_blocks = False
+        # At this number of computed tokens a block can be registered, or falls behind a window.
         self.next_block_at = sys.maxsize
 
     @property
@@ -133,16 +134,16 @@ class Request:
         return self.prompt_token_ids[start:] + outputs if start < num_prompt else outputs
 
     def count_prompt_tokens(self, n: int) -> int:
-        """Return how many of the last n computed tokens are of the prompt and new: they count once,
-        and not when they are computed again after a preemption."""
+        """Return how many of the last n computed tokens are prompt tokens that were not counted
+        before. A prompt token that is computed again after a preemption does not count twice."""
         end = min(self.num_computed_tokens, self.num_prompt_tokens)
         start = max(self.num_computed_tokens - n, self.num_counted_prompt_tokens)
         self.num_counted_prompt_tokens = max(end, self.num_counted_prompt_tokens)
         return max(end - start, 0)
 
     def finish_after(self, token: int) -> tuple[FinishReason, int | None] | None:
-        """Return why the output token that has just arrived ends the request, and the stop token
-        if that is why; None if it goes on."""
+        """Return the finish reason if the newest output token ends the request, and the token if it
+        is one of `stop_token_ids`. Return None if the request goes on."""
         num_outputs = len(self.output_token_ids)
         if num_outputs >= self.min_tokens:
             if token in self.eos_token_ids:
@@ -154,7 +155,7 @@ class Request:
         return None
 
     def report_stats(self) -> RequestStats:
-        """Return a copy: the frontend, which may be in this process, compares it with the next."""
+        """Return a copy: a frontend in this process compares one copy with the next."""
         self.has_new_stats = False
         return copy.copy(self.stats)
 

@@ -1,4 +1,4 @@
-"""Takes in what steps bring, in the order of their dispatch: tokens, failures, corrupted rows."""
+"""Takes in the results of steps in their order of dispatch: tokens, failures, corrupted rows."""
 
 import time
 from collections import deque
@@ -20,15 +20,15 @@ logger = init_logger(__name__)
 
 
 class Dispatched(NamedTuple):
-    """A step on its way. The requests themselves, since a slot or an id may be reused before the
-    step comes back."""
+    """A step in flight. It keeps the requests themselves, since a slot or an id may be reused
+    before the step comes back."""
 
     schedule: Schedule
-    rows: list[Request | None]  # None: what comes back is of no use
+    rows: list[Request | None]  # None: the result of the row is to be dropped
 
 
 class Results:
-    """The steps on their way, and what becomes of their requests when they come back."""
+    """The steps in flight, and what happens to their requests when they come back."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Results:
         self._stats = stats
 
     def update(self, schedule: Schedule, result: StepResult) -> list[EngineOutput]:
-        """Take in what the oldest dispatched step brought; return what is new for whom."""
+        """Take in the result of the oldest dispatched step; return the new outputs."""
         step = self._take_oldest(schedule)
         now = time.monotonic()
         corrupted = corrupted_rows(schedule, result)
@@ -64,7 +64,7 @@ class Results:
             zip(step.rows, schedule.samples.tolist(), token_ids, strict=True)
         ):
             if request is None or request.status is finished:
-                continue  # it ended, or started over, after this row had been dispatched
+                continue  # it ended or started over after this row was dispatched
             if row in corrupted:
                 outputs += self._end_corrupted(request)
                 any_finished = True
@@ -114,8 +114,8 @@ class Results:
     def fail(self, schedule: Schedule, message: str) -> list[EngineOutput]:
         """End the requests of the oldest dispatched step, which did not run.
 
-        Steps dispatched after it read the KV and the tokens that it should have written, so their
-        requests end too. Nothing that any of them may have filled can be found again.
+        Later steps read the keys, values and tokens that it should have written, so their requests
+        end too. The prefix cache forgets every block that any of these requests may have filled.
         """
         step = self._take_oldest(schedule)
         outputs = []
@@ -144,7 +144,7 @@ class Results:
 
     def _end_corrupted(self, request: Request) -> list[EngineOutput]:
         """Finish a request whose logits are not finite, or let it start over if blocks that it has
-        taken over may be the cause. No other request finds its blocks any more."""
+        taken over may be the cause. Make its blocks unfindable for other requests."""
         self._kv.forget(request)
         if request.has_taken_over_blocks and request.hash_root is not None:
             self._start_over(request)
@@ -154,17 +154,17 @@ class Results:
         self._stats.num_requests_corrupted += 1
         request.stats.is_corrupted = True
         output = self._places.end(request, FinishReason.ERROR, CORRUPTED)
-        self._kv.forget(request)  # what its end has registered
+        self._kv.forget(request)  # its end has registered blocks
         return [output]
 
     def _start_over(self, request: Request) -> None:
-        """Compute a request anew, in blocks of its own; `drop_finished` must follow. The results
-        of its rows in steps under way are dropped."""
+        """Compute a request again, in blocks of its own; `drop_finished` must follow. Drop the
+        results of its rows in steps in flight."""
         for step in self.dispatched:
             step.rows[:] = [None if row is request else row for row in step.rows]
         request.hash_root = None
         request.num_tokens = request.num_known_tokens
         if request.status is RequestStatus.RUNNING:
             self._places.preempt(request)
-        else:  # preempted before, it waited for this token
+        else:  # it was preempted before, and parked until this token arrived
             self._places.wait(request)

@@ -1,18 +1,18 @@
 """Plans each step and takes its results in: the state machine at the heart of the engine.
 
-There is no prefill or decode phase. Every request has tokens computed and tokens wanted, and a
-step hands out its token budget: first to the running requests, in policy order, then to waiting
-ones. Chunked prefill, mixed batches, prefix hits and resumption after preemption all follow.
+There is no prefill or decode phase. Every request has computed tokens and tokens still to compute.
+A step hands out its token budget, first to the running requests in policy order, then to the
+waiting ones. Chunked prefill, mixed batches, prefix hits and resumption all follow from this rule.
 
-The engine core calls `schedule`, dispatches what it returns, and later calls `update` (or `fail`)
-with what came back, in the order of dispatch. `schedule` may be called again before: a sampled
-token that is still on the device is counted, and scheduled as CARRIED_TOKEN. That the token ends
-its request is then found out one step late, and the row dispatched in between is dropped. Slot and
-blocks of a finished request are free at once nevertheless, see `kv.manager`.
+The engine core calls `schedule`, dispatches the returned step, and later calls `update` (or `fail`)
+with its result, in the order of dispatch. It may call `schedule` again before `update`: the
+scheduler counts a sampled token that is still on the device, and schedules it as CARRIED_TOKEN. If
+that token ends its request, the scheduler learns it one step late, and drops the row dispatched in
+between. The slot and blocks of a finished request are free at once nevertheless: see `kv.manager`.
 
-Planning is here. Where each request is stands in `places`; what comes back goes to `results`.
+This module plans. `places` says where each request is, and `results` takes the results in.
 
-Not thread safe; the cost of a step depends on its rows, never on how many requests wait or have
+Not thread safe. The cost of a step depends on its rows, never on how many requests wait or have
 finished.
 """
 
@@ -53,11 +53,11 @@ class Scheduler:
         stats: EngineStats | None = None,
         check_invariants: bool = False,
     ) -> None:
-        # Or else the longest prompts would never run; the plan refuses that.
+        # Without chunks the longest prompt must fit in one step. The plan refuses other configs.
         assert enable_chunked_prefill or max_num_batched_tokens >= max_model_len, (
             f"{max_num_batched_tokens=} is below {max_model_len=}"
         )
-        # A request that has the pools to itself always fits. This is why nothing can deadlock.
+        # A request that has the pools to itself always fits, so nothing can deadlock.
         for group in kv.groups:
             assert group.num_blocks >= group.max_blocks_per_request, (
                 f"{group} does not hold one request of max_model_len={max_model_len}"
@@ -86,7 +86,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_steps = 0
 
-    # ---- requests come and go
+    # ---- adding and ending requests
 
     @property
     def num_running(self) -> int:
@@ -100,7 +100,7 @@ class Scheduler:
         return bool(self._places.requests)
 
     def add_request(self, message: EngineRequest) -> None:
-        """Take a validated request in."""
+        """Add a validated request."""
         if message.request_id in self._places.requests:
             raise ValidationError(
                 f"request_id={message.request_id!r} belongs to a request that has not finished; "
@@ -121,17 +121,17 @@ class Scheduler:
         self._settle()
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        """End requests now. Ids that are unknown, or finished already, are ignored."""
+        """End requests now. Unknown and finished ids are ignored."""
         found = map(self._places.requests.get, request_ids)
         return self._end_all((one for one in found if one is not None), FinishReason.ABORT)
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
-        """End every request that there is."""
+        """End every unfinished request."""
         return self._end_all(list(self._places.requests.values()), reason, error)
 
     def restart(self) -> None:
-        """Let all running requests start over, and forget every prefix: the device's KV cache is
-        lost. No step may be on its way."""
+        """Let all running requests start over, and forget every prefix, since the device's KV cache
+        is lost. No step may be in flight."""
         dispatched, running = self._results.dispatched, self._places.running
         assert not dispatched, f"{len(dispatched)} steps are on their way"
         while running:
@@ -141,7 +141,7 @@ class Scheduler:
         self._settle()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and nothing happens, while a request holds blocks."""
+        """Forget all cached prefixes. Return False and change nothing if a request holds blocks."""
         return self._kv.reset()
 
     # ---- planning a step
@@ -150,12 +150,12 @@ class Scheduler:
         """Plan the next step, or return None if no request can compute a token now."""
         draft = StepDraft(self._features)
         budget, preempted = self._schedule_running(draft, self._max_num_batched_tokens)
-        # What was just freed goes to those who were short of it, not to newcomers.
+        # Blocks that a preemption freed go to running requests, not to new ones.
         if not preempted:
             budget = self._schedule_waiting(draft, budget)
         rows = draft.rows
         if not rows and preempted:
-            return self.schedule()  # a lane that had to go leaves its room to the next
+            return self.schedule()  # the requests of the next lane get the freed blocks
         if not rows:
             assert self._results.dispatched or not self._places.requests, (
                 f"{len(self._places.requests)} unfinished requests, and none of them can ever run"
@@ -207,15 +207,15 @@ class Scheduler:
         return budget, len(everyone) < num_running
 
     def _make_room(self, request: Request, num_tokens: int, served: list[Request]) -> bool:
-        """Give a running request blocks for so many tokens, if need be by preempting those served
-        last.
+        """Give a running request blocks for `num_tokens` tokens. While blocks are short, preempt
+        the last request in policy order.
 
-        Running requests are served in order, so no victim is in this step already. False if the
-        request itself was the last one and had to go.
+        Running requests are served in order, so no victim is already in this step. Return False if
+        the request itself was the last and was preempted.
         """
         while not self._kv.extend(request, num_tokens):
             victim = self._places.running.pop()
-            if served and served[-1] is victim:  # another list, with lanes
+            if served and served[-1] is victim:  # with lanes, `served` is another list
                 served.pop()
             self._places.preempt(victim)
             if victim is request:
@@ -223,9 +223,10 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, draft: StepDraft, budget: int) -> int:
-        """Admit waiting requests in policy order, as far as budget, slots and blocks go.
+        """Admit waiting requests in policy order while there are budget, slots and blocks.
 
-        The first that does not fit ends the round: nobody overtakes it, so it cannot starve.
+        The first request that does not fit ends the round: no other overtakes it, so it cannot
+        starve.
         """
         places = self._places
         while budget and places.free_slots:
@@ -235,8 +236,8 @@ class Scheduler:
             prefix = self._kv.find_prefix(request)
             num_cached = prefix * self._kv.block_size
             n = self._limit(request, request.num_tokens - num_cached, budget)
-            # One block in reserve for each running request, or else the newcomer would soon be
-            # preempted by one that grows.
+            # Keep one block in reserve for each running request. Otherwise a request that grows
+            # would soon preempt the new one.
             if n == 0 or not self._kv.admit(request, prefix, reserve=len(places.running)):
                 break
             places.admit_first()
@@ -259,7 +260,7 @@ class Scheduler:
         return n
 
     def _advance(self, rows: list[Request]) -> None:
-        """Count what the step samples, and let others share what it computes."""
+        """Count the tokens that the step samples, and let other requests share its full blocks."""
         for request in rows:
             num_computed = request.num_computed_tokens
             if num_computed == request.num_tokens:
@@ -272,14 +273,14 @@ class Scheduler:
     # ---- taking results in
 
     def update(self, schedule: Schedule, result: StepResult) -> list[EngineOutput]:
-        """Take in what the oldest dispatched step brought; return what is new for whom."""
+        """Take in the result of the oldest dispatched step; return the new outputs."""
         outputs = self._results.update(schedule, result)
         self._settle()
         return outputs
 
     def fail(self, schedule: Schedule, message: str) -> list[EngineOutput]:
-        """End the requests of the oldest dispatched step, which did not run, and of those after
-        it."""
+        """End the requests of the oldest dispatched step, which did not run, and of all later
+        steps."""
         outputs = self._results.fail(schedule, message)
         self._settle()
         return outputs
@@ -294,13 +295,13 @@ class Scheduler:
         return outputs
 
     def _settle(self) -> None:
-        """Bring the gauges up to date, and check that all is well if that was asked for."""
+        """Update the gauges, and check the invariants if `check_invariants` is set."""
         self._places.count()
         if self._check_invariants:
             self.check()
 
     def check(self) -> None:
-        """Assert that nothing is lost, doubled or over its limit. Looks at everything."""
+        """Assert the invariants. The cost grows with all requests and blocks."""
         invariants.check(
             requests=self._places.requests,
             running=self._places.running,

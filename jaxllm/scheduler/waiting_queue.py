@@ -1,7 +1,7 @@
 """The requests that wait for admission, in policy order.
 
-A binary heap whose cost depends on what is pushed and popped, not on how many wait. Requests that
-end while waiting (aborts) stay in the heap until they surface or outnumber the live ones.
+The queue is a binary heap. A request that ends while it waits (an abort) stays in the heap until it
+reaches the top, or until the finished requests outnumber the others.
 """
 
 import heapq
@@ -43,7 +43,7 @@ class WaitingQueue:
     def forget_finished(self) -> None:
         """Note that one request of this queue has just finished."""
         self._num_finished += 1
-        # Dropping them all at once when they are the majority costs O(1) per finished request.
+        # To drop them all at once when they are the majority costs O(1) per finished request.
         if self._num_finished > len(self._heap) // 2:
             self._heap = [entry for entry in self._heap if not entry[1].is_finished]
             heapq.heapify(self._heap)

@@ -1,11 +1,10 @@
-"""A device made of numpy and an engine loop around it, to run the scheduler for real.
+"""A device made of numpy, and an engine loop around it, to run the real scheduler.
 
-The fake device keeps, for every position of every block of every cache group, a hash of the whole
-token history up to there, as real keys and values depend on it. Each step asserts that every
-position that it attends to holds exactly the history of its own request, so a block that is shared,
-reused or freed wrongly is caught where it happens. The next token is a function of the history:
-whatever was preempted, cached, chunked or overlapped, the outputs must be those of an undisturbed
-run.
+The fake device keeps, for every position of every block of every cache group, a hash of all tokens
+up to there, since real keys and values depend on all of them. Each step asserts that every position
+that it attends to holds the history of its own request. So it detects a block that is shared,
+reused or freed wrongly in the step that reads it. The next token is a function of the history: with
+any preemption, caching, chunking or overlap, the outputs must equal those of an undisturbed run.
 """
 
 from collections import deque
@@ -64,7 +63,7 @@ def logprob(history: int, token: int) -> float:
 
 
 def expected_run(request: EngineRequest) -> tuple[list[int], FinishReason, int | None]:
-    """The output tokens of a request that nothing disturbs, and how it ends."""
+    """The output tokens of a request in an undisturbed run, and how it ends."""
     history = histories(request.prompt_token_ids)[-1]
     tokens: list[int] = []
     while True:
@@ -81,7 +80,7 @@ def expected_run(request: EngineRequest) -> tuple[list[int], FinishReason, int |
 
 
 class FakeDevice:
-    """Runs Schedules in order; knows nothing of requests beyond what a Schedule says."""
+    """Runs Schedules in order. It knows of requests only what Schedules contain."""
 
     def __init__(
         self, *, groups: tuple[CacheGroup, ...], block_size: int, max_num_seqs: int, max_blocks: int
@@ -95,7 +94,7 @@ class FakeDevice:
         self.last_token = [-1] * max_num_seqs
         self.sampled_in = [-1] * max_num_seqs
         self.is_broken = False
-        # Computes no numbers for requests that have this token, nor leaves any in their blocks.
+        # Requests with this token are corrupted: they sample nothing, and poison their blocks.
         self.glitch_token: int | None = None
         self.is_corrupted = [False] * max_num_seqs
 
@@ -129,7 +128,8 @@ class FakeDevice:
             prompt_logprobs = self.no_logprobs(ends[-1])._asdict()
             slices = {PROMPT_LOGPROBS: prompt_logprobs}
             return StepResult(garbage, self.no_logprobs(len(rows)), slices=slices)
-        # Every row reads before any row writes: a kernel promises no order within a step.
+        # Every row reads before any row writes, and no row may write what another reads: a kernel
+        # promises no order within a step.
         written: list[set[int]] = [set() for _ in self.groups]
         read: list[set[int]] = [set() for _ in self.groups]
         for slot, start, end, _ in rows:
@@ -227,7 +227,7 @@ class FakeDevice:
 
 @dataclass
 class Received:
-    """All that came back for one request."""
+    """All outputs of one request."""
 
     request: EngineRequest
     token_ids: list[int] = field(default_factory=list)
@@ -250,7 +250,7 @@ class Received:
         self.last = output
 
     def verify(self) -> None:
-        """Assert that this is what an undisturbed run would have brought, as far as it got."""
+        """Assert that the outputs equal those of an undisturbed run, as far as the request got."""
         assert self.last is not None
         tokens, finish_reason, stop_reason = expected_run(self.request)
         if self.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
@@ -271,7 +271,7 @@ class Received:
 
 
 class FakeEngine:
-    """schedule, run, update; with `depth` steps dispatched ahead of the one taken in."""
+    """Schedules, runs and updates, with `depth` steps dispatched ahead of the one taken in."""
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class FakeEngine:
     def dispatch(self, *, fails: bool = False) -> Schedule | None:
         schedule = self.scheduler.schedule()
         if schedule is not None:
-            # What is dispatched after a failed step, before that is known, is lost as well.
+            # Steps dispatched after a failed step, before its failure is known, are lost too.
             self.device.is_broken |= fails
             self.in_flight.append((schedule, self.device.run(schedule), fails))
         return schedule
@@ -364,7 +364,7 @@ class FakeEngine:
         return schedule
 
     def drain(self, max_steps: int = 10_000) -> None:
-        """Run until nothing is left, and check that nothing stayed behind."""
+        """Run until every request has ended, and check that no slot or block is still held."""
         for _ in range(max_steps):
             if not (self.scheduler.has_unfinished_requests() or self.in_flight):
                 break
@@ -394,7 +394,7 @@ def new_request(
     prompt_logprobs: int | None = None,
     **fields,
 ) -> EngineRequest:
-    """A request; a number as prompt stands for that many tokens, the same for the same id."""
+    """Make a request. A number as prompt stands for that many tokens, the same for the same id."""
     if isinstance(prompt, int):
         prompt = np.random.default_rng(list(request_id.encode())).integers(50, size=prompt).tolist()
     return EngineRequest(

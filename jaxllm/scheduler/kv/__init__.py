@@ -1,1 +1,1 @@
-"""The KV cache as the scheduler sees it: blocks, who holds them, and what they contain."""
+"""The KV cache as the scheduler sees it: the blocks, their holders and their contents."""

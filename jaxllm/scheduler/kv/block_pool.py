@@ -1,8 +1,8 @@
-"""The KV blocks: which are free, who refers to them, and which hold a known prefix.
+"""The KV blocks: which are free, how many tables refer to each, and which hold a known prefix.
 
-A block is in use while its reference count is above zero. A free block is either *blank* or
-*cached*: its content has a hash and can be shared again. Blank blocks are handed out first, then
-cached ones, least recently used first; handing one out forgets its content.
+A block is in use while its reference count is above zero. A free block is *blank*, or it is
+*cached*: its content has a hash and can be shared again. The pool hands out blank blocks first,
+then cached blocks, the least recently used first. A cached block loses its content then.
 """
 
 from collections import Counter, OrderedDict
@@ -17,11 +17,11 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         # A hash names one block. Two requests that compute the same prefix side by side fill two
-        # blocks; only the first is entered here, the other stays private and ends up blank.
+        # blocks. Only the first is entered here; the other stays private and becomes blank.
         self._block_of: dict[bytes, int] = {}
-        self._blank = list(range(num_blocks - 1, -1, -1))  # taken from the end
-        # Insertion order is the order of release. Not a plain dict: finding its first key gets
-        # slower with every deletion at the front.
+        self._blank = list(range(num_blocks - 1, -1, -1))  # the last is taken first
+        # Insertion order is the order of release. A plain dict would be slow: to find its first key
+        # takes longer with every deletion at the front.
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -33,7 +33,7 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def count_free(self, blocks: Iterable[int]) -> int:
-        """Count those of the blocks that nobody refers to."""
+        """Count how many of these blocks have no references."""
         ref_counts = self._ref_counts
         return sum(not ref_counts[block] for block in blocks)
 
@@ -53,7 +53,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block, which may be in use or cached."""
+        """Add a reference to each block. A block may be in use or cached."""
         ref_counts = self._ref_counts
         for block in blocks:
             if ref_counts[block] == 0:
@@ -61,10 +61,10 @@ class BlockPool:
             ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block of a prefix.
+        """Drop one reference to each block of a prefix.
 
-        From the last to the first, so that of a prefix the tail is reused before its head:
-        without the head the rest could not be found.
+        The last block goes first, so the tail of a prefix is reused before its head: without the
+        head the rest could not be found.
         """
         ref_counts, hashes = self._ref_counts, self._hashes
         for block in reversed(blocks):
@@ -82,7 +82,7 @@ class BlockPool:
         return self._block_of.get(content)
 
     def register(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Name the contents of blocks in use, except those that another block has already."""
+        """Name the contents of blocks in use, except contents that another block already has."""
         block_of, hashes, ref_counts = self._block_of, self._hashes, self._ref_counts
         for block, content in zip(blocks, contents, strict=True):
             assert ref_counts[block] > 0, f"block {block} is free and cannot be registered"
@@ -92,7 +92,7 @@ class BlockPool:
                 hashes[block] = content
 
     def forget(self, content: bytes) -> None:
-        """Make a content unfindable, because it is not what the hash promises."""
+        """Make a content unfindable, because the block does not hold what its hash says."""
         block = self._block_of.get(content)
         if block is None:
             return
@@ -112,7 +112,7 @@ class BlockPool:
         return True
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert the invariants, given the block tables of all who hold blocks. O(blocks)."""
+        """Assert the invariants, given every block table. O(blocks)."""
         references = Counter(block for table in tables for block in table)
         free = self._blank + list(self._cached)
         assert len(set(free)) == len(free), "a block is free twice"

@@ -1,13 +1,13 @@
 """Gives requests their KV blocks, and finds blocks that already hold the head of a prompt.
 
-All bookkeeping is on the host. The device runs steps in the order in which they were dispatched,
-so a block may be handed on as soon as its owner needs it no more, even with a step under way that
-still reads or writes it: whoever gets it writes later. For the same reason a block can be found by
-others from the step after the one that fills it. Within one step it cannot, so registration comes
-after all admissions of a step.
+All bookkeeping is on the host. The device runs steps in the order of their dispatch. So a block may
+pass to another request as soon as its owner no longer needs it, even while a step in flight still
+reads or writes it: the new owner writes later. For the same reason other requests can find a block
+from the step after the one that fills it. Within one step they cannot, so registration comes after
+all admissions of a step.
 
-Each group of layers has a pool of blocks, and a request has a table in each group. A group with a
-window gets a request's blocks back once all its next tokens are past them.
+Each group of layers has a pool of blocks, and a request has a table in each group. A request gives
+a block of a group with a window back once none of its later tokens can read the block.
 """
 
 import sys
@@ -19,7 +19,7 @@ from jaxllm.scheduler.kv.prefix_hash import block_hashes, group_root_hash, root_
 from jaxllm.scheduler.kv.tables import BlockTable
 from jaxllm.scheduler.request import Request
 
-_HASH_STRIDE = 64  # blocks that a look-up hashes at a time
+_HASH_STRIDE = 64  # how many blocks a look-up hashes at a time
 
 
 class KVCacheManager:
@@ -40,11 +40,11 @@ class KVCacheManager:
         return [pool.num_used for pool in self._pools]
 
     def hash_root(self, cache_salt: str | None) -> bytes | None:
-        """Return where a request's chain of hashes starts; None if it shares no blocks."""
+        """Return the root of a request's chain of hashes; None if it shares no blocks."""
         return root_hash(cache_salt) if self.enable_prefix_caching else None
 
     def let_share(self, leader: Request, follower: Request) -> None:
-        """Let the follower find the leader's blocks, also when prefix caching is off."""
+        """Let the follower find the leader's blocks even if prefix caching is off."""
         if self.enable_prefix_caching:
             return
         if leader.hash_root is None:
@@ -55,14 +55,14 @@ class KVCacheManager:
         follower.hash_root = leader.hash_root
 
     def may_read(self, request: Request) -> bool:
-        """Whether a request may take over computed blocks, and need not compute all itself."""
+        """Whether a request may take over computed blocks."""
         return request.hash_root is not None and not request.num_cache_bars
 
     def find_prefix(self, request: Request) -> int:
-        """Return how many blocks of the request's tokens need not be computed: every group knows
-        all of them that it would still read.
+        """Return how many blocks at the head of the request need not be computed: every group has
+        those of them that later tokens read.
 
-        The last token is never part of it: it must be computed for the next one to be sampled.
+        The last token is never among them: it must be computed to sample the next one.
         """
         if not self.may_read(request):
             return 0
@@ -76,12 +76,12 @@ class KVCacheManager:
         return length
 
     def admit(self, request: Request, num_prefix_blocks: int, reserve: int) -> bool:
-        """Give a request the blocks for all its tokens, of which known blocks hold the first ones;
-        in a group with a window, as many as it can hold there at once.
+        """Give a request blocks for all its tokens; the first `num_prefix_blocks` are shared. In a
+        group with a window it gets at most as many as it can hold at once.
 
-        All at once, not chunk by chunk: prompts that are admitted together then cannot take each
-        other's room half way. False, and nothing changes, if fewer than `reserve` blocks would
-        stay free in a group.
+        It gets them all at once, not chunk by chunk: otherwise prompts that are admitted together
+        could take each other's room half way. Return False and change nothing if fewer than
+        `reserve` blocks would stay free in a group.
         """
         length = -(-request.num_tokens // self.block_size)
         parts = []
@@ -109,8 +109,8 @@ class KVCacheManager:
         return True
 
     def extend(self, request: Request, num_tokens: int) -> bool:
-        """Give a running request room for so many tokens; False, and nothing changes, if a group
-        has not enough free blocks."""
+        """Give a running request room for `num_tokens` tokens. Return False and change nothing if a
+        group has too few free blocks."""
         end = -(-num_tokens // self.block_size)
         parts = list(zip(self._pools, request.tables, strict=True))
         if any(end - table.end > pool.num_free for pool, table in parts):
@@ -122,8 +122,8 @@ class KVCacheManager:
         return True
 
     def advance(self, request: Request) -> None:
-        """Let others find the request's full blocks, as far as their tokens are known, and take
-        back those that lie behind a window."""
+        """Register the request's full blocks whose tokens are known, and take back the blocks
+        behind a window."""
         self._register(request)
         num_computed = request.num_computed_tokens
         for group, pool, table in zip(self.groups, self._pools, request.tables, strict=True):
@@ -133,7 +133,7 @@ class KVCacheManager:
         self._note_next_block(request)
 
     def free(self, request: Request) -> None:
-        """Take the request's blocks back; those that are registered stay findable."""
+        """Take the request's blocks back. Registered blocks stay findable."""
         self._register(request)
         for pool, table in zip(self._pools, request.tables, strict=True):
             pool.release(table.blocks)
@@ -170,7 +170,8 @@ class KVCacheManager:
             assert request.room == min(ends) * self.block_size, f"{request}: {ends}"
 
     def _find_in_group(self, request: Request, index: int, length: int) -> int:
-        """Return up to which block, `length` at most, the group knows what it would read."""
+        """Return the length in blocks of the longest prefix, at most `length`, of which the group
+        has every block that later tokens read."""
         group, pool = self.groups[index], self._pools[index]
         if group.window is None:
             for found in range(length):
@@ -179,14 +180,14 @@ class KVCacheManager:
                     return found
             return length
         self._hash_blocks(request, length)
-        first = length  # from here on all blocks up to `length` are known
+        first = length  # the group has all blocks from here up to `length`
         while length:
             start = group.first_block(length * self.block_size, self.block_size)
             while first > start and pool.find(request.block_hashes[first - 1]) is not None:
                 first -= 1
             if first <= start:
                 return length
-            first = length = first - 1  # whatever ends later would read the missing block
+            first = length = first - 1  # a longer prefix would read the missing block
         return 0
 
     def _register(self, request: Request) -> None:
@@ -205,13 +206,13 @@ class KVCacheManager:
             request.num_registered_blocks = end
 
     def _hash_ahead(self, request: Request, index: int, num_blocks: int) -> None:
-        """Hash a block that a look-up comes to, and some more. Not all at once: after the first
-        miss no more are needed for now."""
+        """Hash the block that a look-up needs, and some more. After the first miss no more hashes
+        are needed, so it does not hash all blocks at once."""
         if index == len(request.block_hashes):
             self._hash_blocks(request, min(index + _HASH_STRIDE, num_blocks))
 
     def _hash_blocks(self, request: Request, num_blocks: int) -> None:
-        """Bring the request's hashes to so many blocks; each is computed once per request."""
+        """Hash the request's first `num_blocks` blocks; each is hashed once per request."""
         hashes, root = request.block_hashes, request.hash_root
         assert root is not None, request
         start, end = len(hashes) * self.block_size, num_blocks * self.block_size
@@ -223,7 +224,7 @@ class KVCacheManager:
         request.room = min(table.end for table in request.tables) * self.block_size
 
     def _note_next_block(self, request: Request) -> None:
-        """Note how many computed tokens give `advance` something to do."""
+        """Note at how many computed tokens `advance` has something to do."""
         at = sys.maxsize
         if request.hash_root is not None:
             at = (request.num_registered_blocks + 1) * self.block_size
