@@ -59,12 +59,13 @@ def program_identity(plan: EnginePlan) -> dict[str, str]:
         "host": processor() if plan.chip.platform == "cpu" else "any",
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "topology": ", ".join(map(_place, devices)),
+        # Before the groups, which are divided by it: it is the number that people know.
+        "num_blocks": str(plan.num_blocks),
         **{
             field.name: _text(getattr(plan, field.name))
             for field in dataclasses.fields(plan)
             if field.name not in _NOT_IN_PROGRAMS
         },
-        "num_blocks": str(plan.num_blocks),
     }
     return {name: text if len(text) <= _LONGEST else _hash(text) for name, text in facts.items()}
 

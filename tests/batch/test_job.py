@@ -157,7 +157,8 @@ def test_only_the_same_batch_is_gone_on_with(bench, capsys):
         return capsys.readouterr().err
 
     begun = "this batch was begun with something else: "
-    assert begun + "dtype was None and is 'float32'. Give what it" in refusal("--dtype=float32")
+    refused = refusal("--dtype=bfloat16")
+    assert begun + "dtype was 'float32' and is 'bfloat16'. Give what it" in refused
     assert "ordered was False and is True" in refusal("--ordered")
     assert begun + "reasoning_parser was None and" in refusal("--reasoning-parser=qwen3")
     assert begun + "model was" in refusal("--model=/another/model")

@@ -217,8 +217,8 @@ def test_chunked_is_whole(kind, make_llm, params, expected, assert_same):
 
 def test_preempted_is_undisturbed(kind, make_llm, plain, assert_same):
     # All are admitted, but there is no room for all of their answers.
-    prompts = [prompt(10 + i, 16) for i in range(4)]
-    params = kind.params([one.clone(max_tokens=18) for one in PARAMS])
+    prompts = [prompt(10 + i, 8) for i in range(4)]
+    params = kind.params([one.clone(max_tokens=26) for one in PARAMS])
     expected = generate(plain, prompts, params)
     assert plain.llm_engine.stats().num_preemptions == 0
     llm = make_llm(enable_prefix_caching=False)

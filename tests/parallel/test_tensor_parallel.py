@@ -15,7 +15,7 @@ SHARDS = {size: {"tensor_parallel_size": size} for size in (2, 8)}
 OTHER_WAYS = {
     "plain": {"async_scheduling": False},
     "alone": {"max_num_seqs": 1},
-    "few blocks": {"enable_prefix_caching": False, "num_gpu_blocks_override": 18},
+    "few blocks": {"enable_prefix_caching": False, "block_size": 4, "num_gpu_blocks_override": 36},
     "reference": {"attention_backend": "reference", "block_size": 16},
     "whole": {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
 }

@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_to_the_very_same_end(small_run):
 @pytest.fixture(scope="module")
 def first(small_run) -> Trainer:
     """A run that is done."""
-    trainer = Trainer(small_run("first", steps=120, learning_rate=1e-2, eval_steps=120))
+    trainer = Trainer(small_run("first", steps=240, learning_rate=1e-2, eval_steps=240))
     trainer.run()
     return trainer
 
@@ -156,7 +156,7 @@ def test_a_run_may_begin_with_the_weights_of_a_model_and_be_prolonged(
     small_run, first, first_model
 ):
     again = {
-        "data": {"tokenizer": first_model}, "initial_model": first_model, "learning_rate": 1e-9
+        "data": {"tokenizer": first_model}, "initial_model": first_model, "learning_rate": 1e-15
     }  # fmt: skip
     Trainer(small_run("again", steps=1, **again)).run()
     longer = small_run("again", steps=3, **again)
