@@ -29,6 +29,8 @@ _SILENCE_S = 15.0
 _SILENCE_AFTER_BREAK_S = 4.0
 # For the first beat: JAX may have to find the devices before.
 _MEETING_S = 300.0
+# For the last messages, which linger for a second, to be sent at the end.
+_END_S = 10.0
 _LEADER = b"0"
 
 
@@ -142,7 +144,7 @@ class LeaderLink:
         self._doorman.stop()
         self._steps.close(linger=1000)
         self._reports.close(linger=0)
-        self._context.term()
+        _end(self._context)
 
 
 class PeerLink:
@@ -185,7 +187,7 @@ class PeerLink:
         self._pulse.stop()
         self._steps.close(linger=0)
         self._reports.close(linger=1000)
-        self._context.term()
+        _end(self._context)
 
 
 class _Pulse(threading.Thread):
@@ -276,6 +278,16 @@ class _OneKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._key
+
+
+def _end(context: "zmq.Context[Any]") -> None:
+    """End a context whose sockets are closed. Under load libzmq once waited for ever for its own
+    threads, and an engine that ends must not hang, so its process leaves them behind."""
+    ending = threading.Thread(target=context.term, name="end of links", daemon=True)
+    ending.start()
+    ending.join(_END_S)
+    if ending.is_alive():
+        logger.warning("the connections between ranks did not end in %g s", _END_S)
 
 
 def _settle(one: "zmq.Socket[Any]") -> None:

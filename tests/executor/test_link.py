@@ -33,6 +33,15 @@ def test_messages_arrive_in_order_at_those_they_are_for(leader):
         peer.close()
 
 
+def test_an_end_that_hangs_is_left_behind(monkeypatch, caplog):
+    monkeypatch.setattr(link, "_END_S", 0.2)
+    leader = LeaderLink("127.0.0.1", 2)
+    open_socket = leader._context.socket(zmq.PUSH)  # the context waits until it is closed
+    leader.close(b"end")
+    assert "did not end in 0.2 s" in caplog.text
+    open_socket.close(linger=0)
+
+
 def test_who_has_no_key_is_not_let_in(leader):
     _, secret = zmq.curve_keypair()
     own = msgspec.structs.replace(
