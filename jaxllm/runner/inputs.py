@@ -123,9 +123,8 @@ class InputLayout:
         view["prompt_lens"][:rows] = tables.prompt_lens[schedule.slots]
         view["samples"][:rows] = schedule.samples
         view["row_params"][:, :rows] = tables.params[schedule.slots].T
-        updates = self._table_updates(schedule.block_updates[: self.bucket.max_block_updates])
-        view["block_updates"][: len(updates)] = updates
-        view["block_updates"][len(updates) :, 0] = self._num_table_rows
+        updates = schedule.block_updates[: self.bucket.max_block_updates]
+        self._write_updates(updates, view["block_updates"])
         if not self.bucket.decode_only:
             view["token_rows"][:tokens] = np.repeat(
                 np.arange(rows, dtype=np.int32), schedule.num_tokens
@@ -141,12 +140,17 @@ class InputLayout:
     def overflow(self, schedule: Schedule) -> np.ndarray:
         """The block updates that `pack` has no room for, i32 [n, 3]. Long cached prefixes cause
         them."""
-        return self._table_updates(schedule.block_updates[self.bucket.max_block_updates :])
+        updates = schedule.block_updates[self.bucket.max_block_updates :]
+        return self._write_updates(updates, np.empty((len(updates), 3), np.int32))
 
-    def _table_updates(self, updates: np.ndarray) -> np.ndarray:
-        """Turn (group, slot, index, block) into (row of the tables, index, block)."""
-        rows = table_row(updates[:, 0], updates[:, 1], self._num_slots)
-        return np.column_stack((rows, updates[:, 2:]))
+    def _write_updates(self, updates: np.ndarray, room: np.ndarray) -> np.ndarray:
+        """Write (group, slot, index, block) as (row of the tables, index, block), then padding."""
+        count = len(updates)
+        if count:
+            room[:count, 0] = table_row(updates[:, 0], updates[:, 1], self._num_slots)
+            room[:count, 1:] = updates[:, 2:]
+        room[count:, 0] = self._num_table_rows
+        return room
 
     def unpack(self, buffer: jax.Array) -> StepInputs:
         """Cut the buffer into fields; traced."""

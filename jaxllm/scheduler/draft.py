@@ -77,8 +77,9 @@ class StepDraft:
         lengths = np.array([r.num_tokens for r in rows], np.int32)
         samples = context_lens == lengths
         starts = np.full(len(rows), GO_ON, np.int32)
-        if self._starts:
-            starts[:] = [self._starts.get(r.slot, GO_ON) for r in rows]
+        slots = np.array([r.slot for r in rows], np.int32)
+        for slot, start in self._starts.items():
+            starts[slots == slot] = start
         updates = [
             self._update_groups, self._update_slots, self._update_indices, self._update_blocks
         ]  # fmt: skip
@@ -95,7 +96,7 @@ class StepDraft:
         return Schedule(
             step=step,
             num_decodes=num_decodes,
-            slots=np.array([r.slot for r in rows], np.int32),
+            slots=slots,
             num_tokens=num_tokens,
             starts=starts,
             context_lens=context_lens,

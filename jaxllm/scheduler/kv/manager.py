@@ -32,6 +32,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._pools = tuple(BlockPool(group.num_blocks) for group in groups)
+        self._windowed = [i for i, group in enumerate(groups) if group.window is not None]
         self._num_sharing = 0
 
     @property
@@ -104,7 +105,7 @@ class KVCacheManager:
         request.tables = tuple(tables)
         request.num_registered_blocks = num_prefix_blocks
         request.has_taken_over_blocks = num_prefix_blocks > 0
-        self._note_room(request)
+        request.room = min(table.end for table in tables) * self.block_size
         self._note_next_block(request)
         return True
 
@@ -112,24 +113,26 @@ class KVCacheManager:
         """Give a running request room for `num_tokens` tokens. Return False and change nothing if a
         group has too few free blocks."""
         end = -(-num_tokens // self.block_size)
-        parts = list(zip(self._pools, request.tables, strict=True))
-        if any(end - table.end > pool.num_free for pool, table in parts):
-            return False
-        for pool, table in parts:
+        tables = request.tables
+        for pool, table in zip(self._pools, tables, strict=True):
+            if end - table.end > pool.num_free:
+                return False
+        for pool, table in zip(self._pools, tables, strict=True):
             if end > table.end:
                 table.blocks += pool.take(end - table.end)
-        self._note_room(request)
+        # It asked since some table was too short, and that one ends here now.
+        request.room = end * self.block_size
         return True
 
     def advance(self, request: Request) -> None:
         """Register the request's full blocks whose tokens are known, and take back the blocks
         behind a window."""
         self._register(request)
-        num_computed = request.num_computed_tokens
-        for group, pool, table in zip(self.groups, self._pools, request.tables, strict=True):
-            start = group.first_block(num_computed, self.block_size)
+        for index in self._windowed:
+            table = request.tables[index]
+            start = self.groups[index].first_block(request.num_computed_tokens, self.block_size)
             if start > table.start:
-                pool.release(table.drop_until(start))
+                self._pools[index].release(table.drop_until(start))
         self._note_next_block(request)
 
     def free(self, request: Request) -> None:
@@ -174,9 +177,12 @@ class KVCacheManager:
         has every block that later tokens read."""
         group, pool = self.groups[index], self._pools[index]
         if group.window is None:
+            hashes = request.block_hashes
             for found in range(length):
-                self._hash_ahead(request, found, length)
-                if pool.find(request.block_hashes[found]) is None:
+                if found == len(hashes):
+                    # Not all at once: after the first miss no more are needed for now.
+                    self._hash_blocks(request, min(found + _HASH_STRIDE, length))
+                if pool.find(hashes[found]) is None:
                     return found
             return length
         self._hash_blocks(request, length)
@@ -205,12 +211,6 @@ class KVCacheManager:
                 )
             request.num_registered_blocks = end
 
-    def _hash_ahead(self, request: Request, index: int, num_blocks: int) -> None:
-        """Hash the block that a look-up needs, and some more. After the first miss no more hashes
-        are needed, so it does not hash all blocks at once."""
-        if index == len(request.block_hashes):
-            self._hash_blocks(request, min(index + _HASH_STRIDE, num_blocks))
-
     def _hash_blocks(self, request: Request, num_blocks: int) -> None:
         """Hash the request's first `num_blocks` blocks; each is hashed once per request."""
         hashes, root = request.block_hashes, request.hash_root
@@ -220,15 +220,13 @@ class KVCacheManager:
             tokens = request.known_tokens(start, end)
             hashes += block_hashes(hashes[-1] if hashes else root, tokens, self.block_size)
 
-    def _note_room(self, request: Request) -> None:
-        request.room = min(table.end for table in request.tables) * self.block_size
-
     def _note_next_block(self, request: Request) -> None:
         """Note at how many computed tokens `advance` has something to do."""
         at = sys.maxsize
         if request.hash_root is not None:
             at = (request.num_registered_blocks + 1) * self.block_size
-        for group, table in zip(self.groups, request.tables, strict=True):
-            if group.window is not None:
-                at = min(at, (table.start + 1) * self.block_size + group.window - 1)
+        for index in self._windowed:
+            window = self.groups[index].window
+            assert window is not None
+            at = min(at, (request.tables[index].start + 1) * self.block_size + window - 1)
         request.next_block_at = at
