@@ -147,8 +147,9 @@ class InputLayout:
         """Write (group, slot, index, block) as (row of the tables, index, block), then padding."""
         count = len(updates)
         if count:
-            room[:count, 0] = table_row(updates[:, 0], updates[:, 1], self._num_slots)
-            room[:count, 1:] = updates[:, 2:]
+            room[:count] = updates[:, 1:]
+            if self._num_table_rows > self._num_slots:  # more groups than one
+                room[:count, 0] = table_row(updates[:, 0], updates[:, 1], self._num_slots)
         room[count:, 0] = self._num_table_rows
         return room
 

@@ -95,7 +95,7 @@ class Results:
                 output.new_logprobs = [
                     row_logprobs(result.logprobs, row, request.sampling_params.logprobs, logits)
                 ]
-            if row in parts:
+            if parts and row in parts:
                 for brought in parts[row]:
                     brought.add_to(output, row)
             finish = request.finish_after(token)
