@@ -161,12 +161,18 @@ def test_blocks_behind_the_window_are_given_back(windowed, new):
     assert windowed.num_blocks_used == [0, 0]
 
 
-def test_a_prefix_is_found_if_every_group_has_what_it_reads(windowed, new):
-    prompt = list(range(24))
-    request = computed(windowed, new(prompt), 12)
+def computed_in_two_chunks(windowed, request):
+    """Compute 24 tokens of a request, the second half in blocks that it gets only then."""
+    computed(windowed, request, 12)
     request.num_computed_tokens = 24
     assert windowed.extend(request, 24)
     windowed.advance(request)
+    return request
+
+
+def test_a_prefix_is_found_if_every_group_has_what_it_reads(windowed, new):
+    prompt = list(range(24))
+    request = computed_in_two_chunks(windowed, new(prompt))
     windowed.free(request)
     assert windowed.find_prefix(new([*prompt, 99])) == 6
     windowed._pools[1].forget(request.block_hashes[0])  # token 24 does not see it
@@ -181,10 +187,7 @@ def test_a_prefix_is_found_if_every_group_has_what_it_reads(windowed, new):
 
 def test_a_prefix_takes_only_the_blocks_that_are_read(windowed, new):
     prompt = list(range(24))
-    request = computed(windowed, new(prompt), 12)
-    request.num_computed_tokens = 24
-    assert windowed.extend(request, 24)
-    windowed.advance(request)
+    request = computed_in_two_chunks(windowed, new(prompt))
     other = new([*prompt, 99])
     assert windowed.admit(other, windowed.find_prefix(other), reserve=0)
     other.num_computed_tokens = 24
