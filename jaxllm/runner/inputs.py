@@ -41,12 +41,14 @@ class StepInputs:
     slices: dict[str, dict[str, jax.Array]]  # of the features in this program, i32
 
 
-class SlotTables:
-    """What the host keeps about the request in each slot, to send it with each row."""
+class SlotTable:
+    """What the host keeps about the request in each slot, to send it with each row. It is one
+    array, since a step reads the rows of its slots in one operation."""
 
     def __init__(self, num_slots: int, num_param_columns: int):
-        self.params = np.zeros((num_slots, num_param_columns), np.int32)  # encoded for the sampler
-        self.prompt_lens = np.zeros(num_slots, np.int32)
+        self.columns = np.zeros((num_slots, 1 + num_param_columns), np.int32)
+        self.prompt_lens = self.columns[:, 0]
+        self.params = self.columns[:, 1:]  # encoded for the sampler
 
 
 def table_row(group: Any, slot: Any, num_slots: int) -> Any:
@@ -67,9 +69,10 @@ class InputLayout:
         features: Sequence[DeviceSlice] = (),
     ):
         self.bucket = bucket
-        # The features in the programs of this bucket, and the names of their fields.
+        # The features in the programs of this bucket, and the fields of this layout by the names
+        # that each feature gives them.
         self.features = [feature for feature in features if feature.fields(bucket)]
-        self._slices: dict[str, list[str]] = {}
+        self._slices: dict[str, dict[str, str]] = {}
         self._num_slots = num_slots
         self._num_table_rows = num_slots * num_cache_groups
         tokens, rows = bucket.num_tokens, bucket.num_rows
@@ -78,10 +81,9 @@ class InputLayout:
             "num_decodes": (),
             "slots": (rows,),
             "starts": (rows,),
-            "prompt_lens": (rows,),
             "samples": (rows,),
-            # Column by column, so that the step takes each column as one slice.
-            "row_params": (num_param_columns, rows),
+            # Of `SlotTable`; column by column, so that the step takes each column as one slice.
+            "slot_columns": (1 + num_param_columns, rows),
             "block_updates": (bucket.max_block_updates, 3),
         }
         if not bucket.decode_only:
@@ -91,8 +93,8 @@ class InputLayout:
             }
         for feature in self.features:
             its = feature.fields(bucket)
-            shapes |= {_field(feature.name, name): shape for name, shape in its.items()}
-            self._slices[feature.name] = list(its)
+            self._slices[feature.name] = {name: f"{feature.name}.{name}" for name in its}
+            shapes |= {f"{feature.name}.{name}": shape for name, shape in its.items()}
         self._fields: dict[str, tuple[slice, tuple[int, ...]]] = {}
         offset = 0
         for name, shape in shapes.items():
@@ -105,7 +107,7 @@ class InputLayout:
         """Shape of the packed buffer, for compiling."""
         return jax.ShapeDtypeStruct((self.size,), np.int32)
 
-    def pack(self, schedule: Schedule, tables: SlotTables) -> np.ndarray:
+    def pack(self, schedule: Schedule, table: SlotTable) -> np.ndarray:
         """Build the buffer of a step. `overflow` has the block updates that do not fit.
 
         Every step gets a new buffer: on CPU the device may read it in place while the host packs
@@ -120,9 +122,8 @@ class InputLayout:
         view["slots"][:rows] = schedule.slots
         view["slots"][rows:] = self._num_slots
         view["starts"][:rows] = schedule.starts
-        view["prompt_lens"][:rows] = tables.prompt_lens[schedule.slots]
         view["samples"][:rows] = schedule.samples
-        view["row_params"][:, :rows] = tables.params[schedule.slots].T
+        view["slot_columns"][:, :rows] = table.columns[schedule.slots].T
         updates = schedule.block_updates[: self.bucket.max_block_updates]
         self._write_updates(updates, view["block_updates"])
         if not self.bucket.decode_only:
@@ -133,7 +134,7 @@ class InputLayout:
             np.cumsum(schedule.num_tokens, out=view["query_starts"][1 : rows + 1])
             view["query_starts"][rows + 1 :] = tokens
         for feature in self.features:
-            its = {name: view[_field(feature.name, name)] for name in self._slices[feature.name]}
+            its = {name: view[key] for name, key in self._slices[feature.name].items()}
             feature.pack(its, schedule.slices.get(feature.name))
         return buffer
 
@@ -150,26 +151,23 @@ class InputLayout:
             room[:count] = updates[:, 1:]
             if self._num_table_rows > self._num_slots:  # more groups than one
                 room[:count, 0] = table_row(updates[:, 0], updates[:, 1], self._num_slots)
-        room[count:, 0] = self._num_table_rows
+        if count < len(room):
+            room[count:, 0] = self._num_table_rows
         return room
 
     def unpack(self, buffer: jax.Array) -> StepInputs:
         """Cut the buffer into fields; traced."""
         field = {name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()}
         field["samples"] = field["samples"] != 0
-        field["row_params"] = field["row_params"].T
+        columns = field.pop("slot_columns")
+        field["prompt_lens"], field["row_params"] = columns[0], columns[1:].T
         if self.bucket.decode_only:
             # Token t is row t. Padding rows have no tokens.
             rows = jax.numpy.arange(self.bucket.num_rows + 1, dtype=np.int32)
             field["token_rows"] = rows[:-1]
             field["query_starts"] = jax.numpy.minimum(rows, field["num_decodes"])
         slices = {
-            feature: {name: field.pop(_field(feature, name)) for name in names}
+            feature: {name: field.pop(key) for name, key in names.items()}
             for feature, names in self._slices.items()
         }
         return StepInputs(**field, slices=slices)
-
-
-def _field(feature: str, name: str) -> str:
-    """The name of a feature's field in the layout."""
-    return f"{feature}.{name}"

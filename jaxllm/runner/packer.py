@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.plan.buckets import Bucket, BucketTable
-from jaxllm.runner.inputs import InputLayout, SlotTables
+from jaxllm.runner.inputs import InputLayout, SlotTable
 from jaxllm.runner.slices import DeviceSlice
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logits_processor import LogitsProcessor
@@ -49,13 +49,13 @@ class StepPacker:
         }
         self._buckets = BucketTable(buckets)
         self._processors = processors
-        self._tables = SlotTables(num_slots, columns)
+        self._table = SlotTable(num_slots, columns)
 
     def admit(self, admission: Admission) -> None:
         """Note what the rows of a newly admitted request need."""
         slot = admission.slot
-        self._tables.prompt_lens[slot] = len(admission.prompt_token_ids)
-        self._tables.params[slot] = row_params.encode(
+        self._table.prompt_lens[slot] = len(admission.prompt_token_ids)
+        self._table.params[slot] = row_params.encode(
             admission.sampling_params, admission.seed, self._processors
         )
 
@@ -69,7 +69,7 @@ class StepPacker:
         layout = self.layouts[bucket]
         return PackedStep(
             bucket,
-            layout.pack(schedule, self._tables),
+            layout.pack(schedule, self._table),
             layout.overflow(schedule),
             step=schedule.step,
             carried_from=schedule.carried_from,

@@ -3,7 +3,6 @@
 `build` makes each array once, from a whole list.
 """
 
-import itertools
 from array import array
 from collections.abc import Sequence
 
@@ -27,10 +26,9 @@ class StepDraft:
         self.carried_from: int | None = None  # as in Schedule
         self._admissions: list[Admission] = []
         self._starts: dict[int, int] = {}  # of the admitted requests, by slot
-        self._update_groups: list[int] = []
-        self._update_slots: list[int] = []
-        self._update_indices: list[int] = []
-        self._update_blocks: list[int] = []
+        # Block updates, as in Schedule: single ones one after another, longer parts as arrays.
+        self._single_updates: list[int] = []
+        self._long_updates: list[np.ndarray] = []
 
     def add_row(self, request: Request, num_tokens: int) -> None:
         if num_tokens == 1:
@@ -43,10 +41,14 @@ class StepDraft:
         """Note the part of the request's block tables that the device does not have yet."""
         for group, table in enumerate(request.tables):
             first, blocks = table.take_unsent()
-            self._update_groups += itertools.repeat(group, len(blocks))
-            self._update_slots += itertools.repeat(request.slot, len(blocks))
-            self._update_indices += range(first, first + len(blocks))
-            self._update_blocks += blocks
+            if len(blocks) == 1:
+                self._single_updates += (group, request.slot, first, blocks[0])
+            else:
+                updates = np.empty((len(blocks), 4), np.int32)
+                updates[:, :2] = group, request.slot
+                updates[:, 2] = np.arange(first, first + len(blocks))
+                updates[:, 3] = blocks
+                self._long_updates.append(updates)
 
     def admit(self, request: Request, num_cached_tokens: int) -> None:
         """Note that the request has taken a slot and blocks. The first `num_cached_tokens` tokens
@@ -80,9 +82,9 @@ class StepDraft:
         slots = np.array([r.slot for r in rows], np.int32)
         for slot, start in self._starts.items():
             starts[slots == slot] = start
-        updates = [
-            self._update_groups, self._update_slots, self._update_indices, self._update_blocks
-        ]  # fmt: skip
+        updates = np.array(self._single_updates, np.int32).reshape(-1, 4)
+        if self._long_updates:
+            updates = np.concatenate([updates, *self._long_updates])
         drafted = {
             feature.name: its
             for feature in self._features
@@ -102,7 +104,7 @@ class StepDraft:
             context_lens=context_lens,
             samples=samples,
             token_ids=self._token_ids(),
-            block_updates=np.ascontiguousarray(np.array(updates, np.int32).T),
+            block_updates=updates,
             admissions=self._admissions,
             wants_logprobs=bool(counts),
             wants_logits=(

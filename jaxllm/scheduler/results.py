@@ -14,7 +14,7 @@ from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.logprobs import row_logprobs
 from jaxllm.scheduler.places import Places
 from jaxllm.scheduler.request import Request, RequestStatus
-from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.scheduler.schedule import NO_TOKEN, Schedule, StepResult
 
 logger = init_logger(__name__)
 
@@ -48,27 +48,25 @@ class Results:
         """Take in the result of the oldest dispatched step; return the new outputs."""
         step = self._take_oldest(schedule)
         now = time.monotonic()
-        corrupted = corrupted_rows(schedule, result)
+        token_ids = result.token_ids[: len(step.rows)].tolist()
+        corrupted = corrupted_rows(schedule, result) if NO_TOKEN in token_ids else set[int]()
         parts: dict[int, list[Brought]] = {}  # of features, by row
-        for brought in self._read_slices(step, result):
+        for brought in self._read_slices(step, result) if schedule.slices else ():
             corrupted.update(brought.corrupted)
             for row in brought.rows:
                 parts.setdefault(row, []).append(brought)
+        outputs: list[EngineOutput] = []
+        for row in sorted(corrupted):
+            outputs += self._end_corrupted(step, row)
         num_new_tokens = 0
-        any_finished = False
+        any_finished = bool(corrupted)
         wants_logprobs = schedule.wants_logprobs
         finished, parked = RequestStatus.FINISHED, RequestStatus.PARKED
-        outputs: list[EngineOutput] = []
-        token_ids = result.token_ids[: len(step.rows)].tolist()
         for row, (request, samples, token) in enumerate(
             zip(step.rows, schedule.samples.tolist(), token_ids, strict=True)
         ):
             if request is None or request.status is finished:
                 continue  # it ended or started over after this row was dispatched
-            if row in corrupted:
-                outputs += self._end_corrupted(request)
-                any_finished = True
-                continue
             if not samples:
                 if row in parts:
                     output = EngineOutput(request_id=request.request_id)
@@ -142,9 +140,14 @@ class Results:
         )
         return step
 
-    def _end_corrupted(self, request: Request) -> list[EngineOutput]:
-        """Finish a request whose logits are not finite, or let it start over if blocks that it has
-        taken over may be the cause. Make its blocks unfindable for other requests."""
+    def _end_corrupted(self, step: Dispatched, row: int) -> list[EngineOutput]:
+        """Finish the request of a row whose logits are not finite, or let it start over if blocks
+        that it has taken over may be the cause. Make its blocks unfindable for other requests.
+        `drop_finished` must follow."""
+        request = step.rows[row]
+        if request is None or request.is_finished:
+            return []  # it ended or started over after this row was dispatched
+        step.rows[row] = None
         self._kv.forget(request)
         if request.has_taken_over_blocks and request.hash_root is not None:
             self._start_over(request)

@@ -53,7 +53,8 @@ class Schedule:
     samples: np.ndarray  # bool [rows]: whether the row samples a token after its last one
     # The tokens of the rows, one row after another; CARRIED_TOKEN if the host has no id yet.
     token_ids: np.ndarray  # int32 [sum(num_tokens)]
-    # Changes of the device's block tables: (cache group, slot, index in the table, block).
+    # Changes of the device's block tables, in any order: (cache group, slot, index in the table,
+    # block).
     block_updates: np.ndarray  # int32 [changes, 4]
     admissions: list[Admission] = field(default_factory=list)
     wants_logprobs: bool = False  # whether a row that samples wants logprobs

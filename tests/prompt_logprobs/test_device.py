@@ -6,7 +6,7 @@ import pytest
 from jaxllm.plan.buckets import Bucket
 from jaxllm.prompt_logprobs.device import PromptLogprobs
 from jaxllm.prompt_logprobs.slice import NO_TARGET
-from jaxllm.runner.inputs import InputLayout, SlotTables
+from jaxllm.runner.inputs import InputLayout, SlotTable
 from jaxllm.scheduler.schedule import Schedule
 
 K = 3
@@ -47,7 +47,7 @@ def run(head, bucket, schedule, hidden):
     layout = InputLayout(
         bucket, num_slots=4, num_cache_groups=1, num_param_columns=1, features=[feature]
     )
-    buffer = layout.pack(schedule, SlotTables(4, 1))
+    buffer = layout.pack(schedule, SlotTable(4, 1))
 
     def step(buffer):
         inputs = layout.unpack(buffer)

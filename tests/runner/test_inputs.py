@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from jaxllm.plan.buckets import Bucket
-from jaxllm.runner.inputs import PADDING_TOKEN, InputLayout, SlotTables
+from jaxllm.runner.inputs import PADDING_TOKEN, InputLayout, SlotTable
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, Schedule
 
 NUM_SLOTS = 6
 COLUMNS = 3
-TABLES = SlotTables(NUM_SLOTS, COLUMNS)
-TABLES.params[:] = np.arange(NUM_SLOTS * COLUMNS).reshape(NUM_SLOTS, COLUMNS)
-TABLES.prompt_lens[:] = 10 + np.arange(NUM_SLOTS)
+TABLE = SlotTable(NUM_SLOTS, COLUMNS)
+TABLE.params[:] = np.arange(NUM_SLOTS * COLUMNS).reshape(NUM_SLOTS, COLUMNS)
+TABLE.prompt_lens[:] = 10 + np.arange(NUM_SLOTS)
 
 
 def int32(*values):
@@ -30,7 +30,7 @@ def layout(bucket: Bucket, *features) -> InputLayout:
 
 
 def unpacked(layout: InputLayout, schedule: Schedule):
-    inputs = jax.jit(layout.unpack)(layout.pack(schedule, TABLES))
+    inputs = jax.jit(layout.unpack)(layout.pack(schedule, TABLE))
     return jax.tree.map(np.asarray, inputs)
 
 
@@ -97,8 +97,8 @@ def test_block_updates_beyond_the_room_are_left_over(mixed_schedule):
 
 def test_each_step_gets_a_buffer_of_its_own(mixed_schedule):
     bucket = Bucket(decode_only=False, num_tokens=8, num_rows=3, max_block_updates=4)
-    first = layout(bucket).pack(mixed_schedule, TABLES)
-    second = layout(bucket).pack(mixed_schedule, TABLES)
+    first = layout(bucket).pack(mixed_schedule, TABLE)
+    second = layout(bucket).pack(mixed_schedule, TABLE)
     assert not np.shares_memory(first, second)
 
 

@@ -115,12 +115,11 @@ class KVCacheManager:
         end = -(-num_tokens // self.block_size)
         tables = request.tables
         for pool, table in zip(self._pools, tables, strict=True):
-            if end - table.start - len(table.blocks) > pool.num_free:
+            if end - table.end > pool.num_free:
                 return False
         for pool, table in zip(self._pools, tables, strict=True):
-            num_missing = end - table.start - len(table.blocks)
-            if num_missing > 0:
-                table.blocks += pool.take(num_missing)
+            if end > table.end:
+                table.append(pool.take(end - table.end))
         # It asked since some table was too short, and that one ends here now.
         request.room = end * self.block_size
         return True

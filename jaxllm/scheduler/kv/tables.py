@@ -2,19 +2,20 @@
 
 
 class BlockTable:
-    """The blocks of a request from block `start` on. Earlier blocks have been given back."""
+    """The blocks of a request from block `start` up to block `end`. Earlier blocks have been given
+    back."""
 
-    __slots__ = ("blocks", "num_sent", "start")
+    __slots__ = ("blocks", "end", "num_sent", "start")
 
     def __init__(self, start: int, blocks: list[int]) -> None:
         self.start = start
+        self.end = start + len(blocks)
         self.blocks = blocks
         self.num_sent = start  # the device has the table up to this block
 
-    @property
-    def end(self) -> int:
-        """One past the index of the last block."""
-        return self.start + len(self.blocks)
+    def append(self, blocks: list[int]) -> None:
+        self.blocks += blocks
+        self.end += len(blocks)
 
     def drop_until(self, start: int) -> list[int]:
         """Remove the blocks before block `start`, and return them."""
@@ -26,6 +27,6 @@ class BlockTable:
 
     def take_unsent(self) -> tuple[int, list[int]]:
         """Return the blocks that the device does not have yet, and the index of the first."""
-        first = max(self.num_sent, self.start)
+        first = self.num_sent if self.num_sent > self.start else self.start
         self.num_sent = self.end
         return first, self.blocks[first - self.start :]
