@@ -31,9 +31,8 @@ class ServerOptions(ParserOptions):
     )
     admin_api_key: tuple[str, ...] = option(
         (),
-        "Keys that open the admin endpoints (/sleep, /wake_up, /is_sleeping, /reset_prefix_cache, "
-        "/server_info, and with --profile-dir /start_profile and /stop_profile) and nothing else. "
-        "Without such a key there are none of these endpoints.",
+        "Keys that open the admin endpoints, such as /sleep and /server_info, and nothing else. "
+        "Without such a key there are none of these endpoints; with one, /openapi.json lists them.",
     )
     admin_api_key_file: str | None = option(None, "File with such keys, one on each line.")
     admin_without_key: bool = option(
