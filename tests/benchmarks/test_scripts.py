@@ -17,6 +17,7 @@ SCRIPTS = [
     "logprobs",
     "offline",
     "plots",
+    "predict",
     "replicas",
     "serve",
     "startup",
