@@ -38,6 +38,13 @@ _GPU_OPTIONS = (
 # the same wherever they are compiled.
 _TPU_OPTIONS = (("xla_tpu_use_enhanced_launch_barrier", "true"),)
 
+# VMEM that a fusion may take, on chips that have 128 MiB of it. By default it is a quarter of that,
+# and XLA reads the activations of an MLP again for every other tile of its products. With half of
+# it, two layers of Llama-8B and the head take 9 to 15 % fewer cycles for 1024 and 2048 tokens, and
+# 1.5 % fewer for 64, as v5e's and v6e's compiler estimates them. With three quarters, too little is
+# left for prefetched weights.
+_LARGE_FUSIONS = (("xla_tpu_scoped_vmem_limit_kib", str(64 << 10)),)
+
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -96,7 +103,7 @@ CHIPS = {
             link_bytes_per_second=200e9,
             vmem_bytes=128 * _MIB,
             smem_bytes=_MIB,
-            compiler_options=_TPU_OPTIONS,
+            compiler_options=_TPU_OPTIONS + _LARGE_FUSIONS,
         ),
         Chip(
             name="v5p",
@@ -119,7 +126,7 @@ CHIPS = {
             link_bytes_per_second=400e9,
             vmem_bytes=128 * _MIB,
             smem_bytes=_MIB,
-            compiler_options=_TPU_OPTIONS,
+            compiler_options=_TPU_OPTIONS + _LARGE_FUSIONS,
         ),
         Chip(
             name="v7x",
