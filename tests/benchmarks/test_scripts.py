@@ -18,6 +18,7 @@ SCRIPTS = [
     "offline",
     "plots",
     "replicas",
+    "sampler",
     "serve",
     "startup",
     "step_device_time",
