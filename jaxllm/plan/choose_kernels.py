@@ -22,6 +22,7 @@ from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.logging import init_logger
+from jaxllm.sampling.layout import LAYOUTS, Layout
 
 logger = init_logger(__name__)
 
@@ -47,6 +48,11 @@ def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
     if isinstance(library, NoLibrary) or num_shards > 1:
         return XLA
     return NativeMatmul(library)
+
+
+def choose_sampling(chip: Chip) -> Layout:
+    """How the sampler reads logits. XLA can run each layout everywhere."""
+    return LAYOUTS[chip.platform]
 
 
 def free_padding(attention: AttentionBackend, matmul: Matmul, dtype: Any) -> int:

@@ -46,6 +46,7 @@ from jaxllm.plan.choose import (
 from jaxllm.plan.choose_kernels import (
     choose_attention,
     choose_matmul,
+    choose_sampling,
     free_padding,
     load_native_kernels,
 )
@@ -63,6 +64,7 @@ from jaxllm.plan.stages import (
     sampling_bytes,
     stage_meshes,
 )
+from jaxllm.sampling.layout import Layout
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 from jaxllm.weights.checkpoint import resolve_model_dir
@@ -92,6 +94,7 @@ class EnginePlan:
     attention: AttentionBackend
     attention_configs: tuple[AttentionConfig, ...]
     matmul: Matmul
+    sampling: Layout
     stages: tuple[StagePlan, ...]
     buckets: tuple[Bucket, ...]
     max_logprobs: int
@@ -321,6 +324,7 @@ def make_plan(
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
+        sampling=choose_sampling(chip),
         stages=plan_stages(cache_groups),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,

@@ -10,6 +10,7 @@ from jaxllm.models.base import Model
 from jaxllm.plan.buckets import Bucket
 from jaxllm.prompt_logprobs.slice import NAME, NO_TARGET
 from jaxllm.sampling.choose import most_likely
+from jaxllm.sampling.layout import Layout
 from jaxllm.sampling.logprobs import LogprobOutput, token_logprobs
 from jaxllm.scheduler.schedule import Slice
 
@@ -22,9 +23,10 @@ class PromptLogprobs:
 
     name = NAME
 
-    def __init__(self, num_logprobs: int) -> None:
+    def __init__(self, num_logprobs: int, layout: Layout) -> None:
         """Compute at most `num_logprobs` logprobs for a position."""
         self._k = num_logprobs
+        self._layout = layout
 
     def fields(self, bucket: Bucket) -> dict[str, tuple[int, ...]]:
         if bucket.decode_only:
@@ -49,8 +51,9 @@ class PromptLogprobs:
             places = jnp.minimum(first + jnp.arange(chunk, dtype=jnp.int32), tokens - 1)
             chosen = jnp.maximum(targets[places], 0)
             logits = model.compute_logits(hidden[places])
+            best = most_likely(logits, self._layout)
             return token_logprobs(
-                logits, chosen, most_likely(logits), k=self._k, wants_more=wants_more
+                logits, chosen, best, k=self._k, wants_more=wants_more, layout=self._layout
             )
 
         def compute() -> dict[str, jax.Array]:

@@ -7,4 +7,4 @@ from jaxllm.runner.slices import DeviceSlice
 
 def device_features(plan: EnginePlan) -> tuple[DeviceSlice, ...]:
     """Return the features that the plan's programs have."""
-    return (PromptLogprobs(plan.step_logprobs),)
+    return (PromptLogprobs(plan.step_logprobs, plan.sampling),)

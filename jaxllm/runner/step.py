@@ -148,6 +148,7 @@ def _sample(
             positions=context_lens,
             state=state.slots,
             num_logprobs=plan.step_logprobs,
+            layout=plan.sampling,
             processors=plan.logits_processors,
             vocab_size=plan.architecture.vocab_size,
         )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ValidationError
 from jaxllm.sampling import row_params
+from jaxllm.sampling.layout import Layout
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.sampling.row_params import RowParams
 from jaxllm.sampling.slot_state import MAX_COUNT, NO_TOKEN, WORD_BITS, SlotState
@@ -25,6 +26,7 @@ def adjust_logits(
     slots: jax.Array,
     output_index: jax.Array,
     state: SlotState,
+    layout: Layout,
     processors: Sequence[LogitsProcessor],
     vocab_size: int,
 ) -> jax.Array:
@@ -47,7 +49,7 @@ def adjust_logits(
         values = params.processor_params[index]
         apply = functools.partial(_apply, processor, vocab_size)
         logits = _in_rows(uses, apply, logits, values, output_index)
-    logits = _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params)
+    logits = _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params, layout)
     # NaN counts as a token that is left, so that a row of NaN is not replaced by a valid one.
     some_left = jnp.any(logits != -jnp.inf, axis=1, keepdims=True)
     return jnp.where(some_left, logits, biased)
@@ -130,9 +132,9 @@ def _apply(
 
 
 def _penalize(
-    logits: jax.Array, state: SlotState, slots: jax.Array, params: RowParams
+    logits: jax.Array, state: SlotState, slots: jax.Array, params: RowParams, layout: Layout
 ) -> jax.Array:
-    counts = _of_rows(state.token_counts, slots).astype(jnp.int32)
+    counts = layout.entries(state.token_counts, slots).astype(jnp.int32)
     num_output = _add_rounds(counts & MAX_COUNT, state, slots)
     repetition = params.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)

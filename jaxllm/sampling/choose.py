@@ -1,21 +1,24 @@
 """Chooses one token per row from its logits: the most likely one, or a random one.
 
-Both choose a block of the vocabulary first, and then a token of the block. On CPU this arg-max is
-three times as fast as XLA's own. A random draw needs two random numbers per row this way; the usual
-Gumbel noise needs one for every token of the vocabulary.
+A random token is an arg-max, too: of the logarithms of the probabilities, plus Gumbel noise. The
+noise depends on nothing but the request's seed, the position and the token. So it is the same alone
+and in a batch, and a draft model's draw with it is mostly the same token.
+
+Noise for every token would be a random number for each of the vocabulary. So the draw has two
+levels: a block of 128 tokens, with noise of its own, and a token in it, with noise of its place.
+P(block) * P(token | block) = P(token): the draw is as exact, and takes V / 128 + 128 numbers.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxllm_kernels.common import round_up
-from jaxllm_kernels.top_k_mask.api import top_k_top_p_min_p_mask
+from jaxllm_kernels.top_k_cut.api import top_k_top_p_min_p_cut
 
+from jaxllm.sampling.layout import BLOCK, Layout
 from jaxllm.sampling.row_params import RowParams
 
-_BLOCK = 128
-_LARGEST = jnp.finfo(jnp.float32).max
+_FLOAT = jnp.finfo(jnp.float32)
 
 
 class MostLikely(NamedTuple):
@@ -26,73 +29,73 @@ class MostLikely(NamedTuple):
     logits: jax.Array
 
 
-def most_likely(logits: jax.Array) -> MostLikely:
+def most_likely(logits: jax.Array, layout: Layout) -> MostLikely:
     """The arg-max of each row of f32 [R, V], and the maximum."""
-    blocks = _blocks(logits, fill=-jnp.inf)
-    # Replace NaN by inf: whether a maximum keeps NaN depends on the compiler.
-    largest = jnp.max(jnp.where(blocks < jnp.inf, blocks, jnp.inf), axis=2)
-    block = jnp.argmax(largest, axis=1)
-    tokens = _token(block, jnp.argmax(_block_of(blocks, block), axis=1))
-    # A lookup, because XLA would turn a maximum of maxima into one that reads all logits again.
-    return MostLikely(tokens, jnp.take_along_axis(largest, block[:, None], axis=1)[:, 0])
+    return MostLikely(*layout.arg_max(logits))
 
 
 def draw(
-    logits: jax.Array, params: RowParams, *, random: jax.Array, positions: jax.Array
+    logits: jax.Array,
+    params: RowParams,
+    *,
+    random: jax.Array,
+    positions: jax.Array,
+    largest: jax.Array,
+    layout: Layout,
 ) -> jax.Array:
-    """Draw a token for each row that is `random`, bool [R]; other rows get an arbitrary one."""
-    temperature = jnp.where(random, params.temperature, 1)[:, None]
-    # If the division overflows, the overflowing tokens are equally likely, and no others.
-    logits = jnp.minimum(logits / temperature, _LARGEST)
-    logits = top_k_top_p_min_p_mask(
-        logits,
-        jnp.where(random, params.top_k, 0),
-        jnp.where(random, params.top_p, 1),
-        jnp.where(random, params.min_p, 0),
+    """Draw a token for each row that is `random`, bool [R]; other rows get an arbitrary one.
+    `largest` f32 [R] are the rows' largest logits."""
+    top_k = jnp.where(random, params.top_k, 0)
+    top_p = jnp.where(random, params.top_p, 1)
+    min_p = jnp.where(random, params.min_p, 0)
+    temperature = jnp.where(random, params.temperature, 1)
+
+    def heated(x: jax.Array) -> jax.Array:
+        # If the division overflows, the overflowing tokens are equally likely, and no others.
+        return jnp.minimum(x / temperature[:, None], _FLOAT.max)
+
+    def relative() -> jax.Array:
+        """Probabilities divided by that of the row's most likely token."""
+        first = heated(jnp.where(jnp.isfinite(largest), largest, 0)[:, None])
+        return jnp.exp(heated(logits) - first)
+
+    lowest = jax.lax.cond(
+        jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0)),
+        lambda: top_k_top_p_min_p_cut(relative(), top_k, top_p, min_p),
+        lambda: min_p,
     )
-    largest = jnp.max(logits, axis=1, keepdims=True)
-    blocks = _blocks(jnp.exp(logits - largest), fill=0)
-    uniform = jax.vmap(_uniform)(params.seed, positions)
-    block = _pick(jnp.sum(blocks, axis=2), uniform[:, 0])
-    return _token(block, _pick(_block_of(blocks, block), uniform[:, 1]))
+    p = relative()
+    # A subnormal number may be zero to one operation and not to the next, so it counts as zero.
+    weights = jnp.where(p >= jnp.maximum(lowest, _FLOAT.tiny)[:, None], p, 0)
+    by_block = jnp.log(layout.block_sums(weights))
+    of_blocks, of_places = _noise(params.seed, positions, max(by_block.shape[1], BLOCK))
+    block = jnp.argmax(by_block + of_blocks[:, : by_block.shape[1]], axis=1)
+    by_place = jnp.log(layout.block_of(weights, block))
+    place = jnp.argmax(by_place + of_places[:, :BLOCK], axis=1)
+    return (block * BLOCK + place).astype(jnp.int32)
 
 
-def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """Two numbers in [0, 1) that depend only on the seed and the position.
+def _noise(seed: jax.Array, positions: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """Gumbel noise of the first n blocks and of the first n places, f32 [R, n] each.
 
-    Folding the position into the key evaluates the generator once, and its output is random bits.
-    Drawing bits from the folded key would evaluate the generator a second time.
+    Folding a number into a key evaluates the generator once, for two words of random bits. The
+    words of number i are for block i and place i.
     """
-    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    bits = jax.random.key_data(jax.random.fold_in(key, position))
-    return (bits >> 8).astype(jnp.float32) * 2.0**-24
+
+    def of_row(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        numbers = jnp.arange(n, dtype=jnp.uint32)
+        return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, numbers))
+
+    words = jax.vmap(of_row)(seed, positions)
+    return _gumbel(words[:, :, 0]), _gumbel(words[:, :, 1])
 
 
-def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Draw an index of each row of f32 [R, n] in proportion to its weights (>= 0).
+def _gumbel(bits: jax.Array) -> jax.Array:
+    """Gumbel noise of random bits.
 
-    Rounding never makes it draw an index of weight zero: it takes the first index with a weight
-    where the cumulative sum exceeds `uniform` of the total, else the last index with a weight.
+    The largest values decide most draws. They come from the smallest uniform numbers, which have
+    all their digits. A uniform number of one, by rounding, would be noise of -inf.
     """
-    sums = jnp.cumsum(weights, axis=1)
-    index = jnp.arange(weights.shape[1])
-    has_weight = weights > 0
-    reached = has_weight & (sums > uniform[:, None] * sums[:, -1:])
-    last = jnp.max(jnp.where(has_weight, index, 0), axis=1)
-    return jnp.min(jnp.where(reached, index, last[:, None]), axis=1)
-
-
-def _blocks(x: jax.Array, fill: float) -> jax.Array:
-    """Cut rows f32 [R, V] into blocks, f32 [R, V / BLOCK rounded up, BLOCK]."""
-    rows, vocab_size = x.shape
-    padding = round_up(vocab_size, _BLOCK) - vocab_size
-    x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=fill)
-    return x.reshape(rows, -1, _BLOCK)
-
-
-def _block_of(blocks: jax.Array, block: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-
-
-def _token(block: jax.Array, place: jax.Array) -> jax.Array:
-    return (block * _BLOCK + place).astype(jnp.int32)
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform))

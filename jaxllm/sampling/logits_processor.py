@@ -2,8 +2,9 @@
 
 A processor has two halves. On the host, `encode` turns a request's `extra_args` into a few numbers,
 or refuses them. It runs when a request is validated and again when the request gets a slot. On the
-device, `apply` is traced into the step and changes the logits of all rows at once. This module does
-not import jax, so that processes without jax can load processors, too.
+device, `apply` is traced into the step and changes the logits of several rows at once, of which
+none may depend on another. This module does not import jax, so that processes without jax can load
+processors, too.
 """
 
 import importlib

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.sampling.choose import MostLikely
+from jaxllm.sampling.layout import Layout
 from jaxllm.sampling.top_k import top_k
 
 
@@ -31,6 +32,7 @@ def token_logprobs(
     *,
     k: int,
     wants_more: jax.Array,
+    layout: Layout,
 ) -> LogprobOutput:
     """Compute logprobs of the targets, i32 [n], and of the best tokens, under logits f32 [n, V].
 
@@ -53,7 +55,7 @@ def token_logprobs(
         jnp.all(targets == best.tokens), lambda: jnp.zeros(n, jnp.int32), count_better
     )
     if k > 1:
-        top = jax.lax.cond(wants_more, lambda: top_k(logits, k), the_best)
+        top = jax.lax.cond(wants_more, lambda: top_k(logits, k, layout.max_top_k_columns), the_best)
     else:
         top = best.logits[:, None][:, :k], best.tokens[:, None][:, :k]
     return LogprobOutput(

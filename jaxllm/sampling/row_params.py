@@ -31,8 +31,10 @@ ALLOWED_IDS = 1 << 7
 _FIRST_PROCESSOR = 1 << 16
 _PROCESSORS = ((1 << MAX_LOGITS_PROCESSORS) - 1) * _FIRST_PROCESSOR
 
-# Unions: the flags that read the slot's state, and all flags that change the logits.
+# Unions: the flags that read the slot's state, those that write the sampled token to it, and all
+# flags that change the logits.
 USES_SLOT = LOGIT_BIAS | ALLOWED_IDS | BAD_WORDS | MIN_TOKENS | PENALTIES
+RECORDS = PENALTIES | BAD_WORDS
 ADJUSTS = USES_SLOT | _PROCESSORS
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")

@@ -2,10 +2,11 @@
 
 One program serves every mix of parameters. Whatever only some requests need is under a conditional
 on the step's rows, so it costs nothing if no row needs it, and nothing is compiled after start-up.
+A step of greedy rows that want nothing else takes an arg-max, and enters no conditional.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxllm.sampling import row_params
 from jaxllm.sampling.adjust import adjust_logits
 from jaxllm.sampling.choose import MostLikely, draw, most_likely
+from jaxllm.sampling.layout import Layout
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.sampling.logprobs import LogprobOutput, no_logprobs, token_logprobs
 from jaxllm.sampling.row_params import RowParams
@@ -40,6 +42,7 @@ def sample(
     positions: jax.Array,
     state: SlotState,
     num_logprobs: int,
+    layout: Layout,
     processors: Sequence[LogitsProcessor] = (),
     vocab_size: int | None = None,
 ) -> SampleOutput:
@@ -62,7 +65,7 @@ def sample(
     `output_index` i32 [R] is the number of output tokens before this one. `positions` i32 [R] is
     the token's place in its sequence: with the row's seed it decides the draw, so a request's
     tokens do not depend on its neighbours. `num_logprobs` is the largest number of best tokens that
-    a row may want.
+    a row may want. `layout` says how the platform likes to read logits; it changes no result.
 
     If 2 to 5 leave a row no token, it goes on with the logits after 1, so it never gets a token
     that is not allowed. (The input processor refuses parameters that never leave one.) Logits that
@@ -70,34 +73,102 @@ def sample(
     """
     flags = jnp.where(samples, params.flags, 0)
     needed = jnp.bitwise_or.reduce(flags)
-    random = (flags & row_params.RANDOM) != 0
+    best = most_likely(logits, layout)
 
-    best = most_likely(logits)
+    def plain() -> tuple[_Chosen, SlotState]:
+        none_has = jnp.zeros(len(logits), bool)
+        return _Chosen(best.tokens, none_has, no_logprobs(len(logits), num_logprobs)), state
+
+    def choose_some(rows: _Rows) -> _Chosen:
+        return _choose(
+            rows,
+            state=state,
+            num_logprobs=num_logprobs,
+            layout=layout,
+            processors=processors,
+            vocab_size=logits.shape[1] if vocab_size is None else vocab_size,
+        )
+
+    def choose() -> tuple[_Chosen, SlotState]:
+        rows = _Rows(logits, best, flags, params, slots, output_index, positions)
+        chosen = _in_parts(choose_some, rows, layout.max_rows)
+        records = (needed & row_params.RECORDS) != 0
+        new_state = jax.lax.cond(
+            records, lambda: record_tokens(state, chosen.tokens, slots, flags), lambda: state
+        )
+        return chosen, new_state
+
+    asks = row_params.RANDOM | row_params.ADJUSTS | row_params.LOGPROBS
+    chosen, new_state = jax.lax.cond((needed & asks) != 0, choose, plain)
+    is_valid = jnp.isfinite(best.logits) & ~chosen.has_nan
+    return SampleOutput(chosen.tokens, is_valid, new_state, chosen.logprobs)
+
+
+class _Rows(NamedTuple):
+    """What is known of some rows."""
+
+    logits: jax.Array
+    best: MostLikely  # of these logits
+    flags: jax.Array  # cleared in rows that sample nothing
+    params: RowParams
+    slots: jax.Array
+    output_index: jax.Array
+    positions: jax.Array
+
+
+class _Chosen(NamedTuple):
+    """What was chosen for some rows."""
+
+    tokens: jax.Array
+    has_nan: jax.Array  # whether a change has made a logit NaN
+    logprobs: LogprobOutput
+
+
+def _choose(
+    rows: _Rows,
+    *,
+    state: SlotState,
+    num_logprobs: int,
+    layout: Layout,
+    processors: Sequence[LogitsProcessor],
+    vocab_size: int,
+) -> _Chosen:
+    """The conditional parts of `sample`, for some rows."""
+    logits, best, flags, params = rows.logits, rows.best, rows.flags, rows.params
+    needed = jnp.bitwise_or.reduce(flags)
+    random = (flags & row_params.RANDOM) != 0
 
     def adjust() -> tuple[jax.Array, MostLikely, jax.Array]:
         adjusted = adjust_logits(
             logits,
             params,
             flags=flags,
-            slots=slots,
-            output_index=output_index,
+            slots=rows.slots,
+            output_index=rows.output_index,
             state=state,
+            layout=layout,
             processors=processors,
-            vocab_size=logits.shape[1] if vocab_size is None else vocab_size,
+            vocab_size=vocab_size,
         )
-        return adjusted, most_likely(adjusted), jnp.any(jnp.isnan(adjusted), axis=1)
+        return adjusted, most_likely(adjusted, layout), jnp.any(jnp.isnan(adjusted), axis=1)
 
     def choose() -> tuple[jax.Array, jax.Array]:
         adjusted, greedy, has_nan = jax.lax.cond(
             (needed & row_params.ADJUSTS) != 0, adjust, lambda: (logits, best, none_has)
         )
-        tokens = jax.lax.cond(
-            (needed & row_params.RANDOM) != 0,
-            lambda: jnp.where(
-                random, draw(adjusted, params, random=random, positions=positions), greedy.tokens
-            ),
-            lambda: greedy.tokens,
-        )
+
+        def draw_some() -> jax.Array:
+            drawn = draw(
+                adjusted,
+                params,
+                random=random,
+                positions=rows.positions,
+                largest=greedy.logits,
+                layout=layout,
+            )
+            return jnp.where(random, drawn, greedy.tokens)
+
+        tokens = jax.lax.cond((needed & row_params.RANDOM) != 0, draw_some, lambda: greedy.tokens)
         return tokens, has_nan
 
     none_has = jnp.zeros(len(logits), bool)
@@ -106,7 +177,6 @@ def sample(
         choose,
         lambda: (best.tokens, none_has),
     )
-    is_valid = jnp.isfinite(best.logits) & ~has_nan
     logprobs = jax.lax.cond(
         (needed & row_params.LOGPROBS) != 0,
         lambda: token_logprobs(
@@ -115,8 +185,33 @@ def sample(
             best,
             k=num_logprobs,
             wants_more=(needed & row_params.MORE_LOGPROBS) != 0,
+            layout=layout,
         ),
         lambda: no_logprobs(len(tokens), num_logprobs),
     )
-    new_state = record_tokens(state, tokens, slots, flags)
-    return SampleOutput(tokens, is_valid, new_state, logprobs)
+    return _Chosen(tokens, has_nan, logprobs)
+
+
+def _in_parts(function: Callable[[_Rows], _Chosen], rows: _Rows, max_rows: int) -> _Chosen:
+    """Apply the function to at most `max_rows` rows at a time.
+
+    The last part ends with the last row, so it may begin before the one before it ends. A row that
+    is computed twice is the same twice.
+    """
+    num_rows = len(rows.slots)
+    if num_rows <= max_rows:
+        return function(rows)
+    last = num_rows - max_rows
+
+    def one_part(first: jax.Array) -> _Chosen:
+        return function(
+            jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, max_rows), rows)
+        )
+
+    def join(x: jax.Array) -> jax.Array:
+        before = x[:-1].reshape(-1, *x.shape[2:])[:last]
+        return jnp.concatenate([before, x[-1]])
+
+    firsts = jnp.minimum(jnp.arange(0, num_rows, max_rows, dtype=jnp.int32), last)
+    parts: Any = jax.lax.map(one_part, firsts)
+    return jax.tree.map(join, parts)

@@ -19,6 +19,7 @@ SCRIPTS = [
     "plots",
     "predict",
     "replicas",
+    "sampler",
     "serve",
     "startup",
     "step_device_time",

@@ -7,6 +7,7 @@ from jaxllm.plan.buckets import Bucket
 from jaxllm.prompt_logprobs.device import PromptLogprobs
 from jaxllm.prompt_logprobs.slice import NO_TARGET
 from jaxllm.runner.inputs import InputLayout, SlotTable
+from jaxllm.sampling.layout import LAYOUTS
 from jaxllm.scheduler.schedule import Schedule
 
 K = 3
@@ -43,7 +44,7 @@ def schedule_of(tokens: int, its=None) -> Schedule:
 
 def run(head, bucket, schedule, hidden):
     """What the feature leaves, of inputs that went through the buffer of a step."""
-    feature = PromptLogprobs(K)
+    feature = PromptLogprobs(K, LAYOUTS["cpu"])
     layout = InputLayout(
         bucket, num_slots=4, num_cache_groups=1, num_param_columns=1, features=[feature]
     )
@@ -121,7 +122,7 @@ def test_logits_are_made_for_few_positions_at_a_time(head):
 
 def test_decodes_have_none():
     bucket = Bucket(decode_only=True, num_tokens=4, num_rows=4, max_block_updates=4)
-    assert PromptLogprobs(K).fields(bucket) == {}
+    assert PromptLogprobs(K, LAYOUTS["cpu"]).fields(bucket) == {}
 
 
 def test_what_comes_back_is_the_same_whatever_is_wanted(head):

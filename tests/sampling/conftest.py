@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.sampling import row_params
+from jaxllm.sampling.layout import LAYOUTS
 from jaxllm.sampling.sampler import SampleOutput, sample
 from jaxllm.sampling.slot_state import SlotState, slot_row, write_slot
 from jaxllm.sampling_params import SamplingParams
@@ -19,7 +20,7 @@ MAX_MODEL_LEN = 100_000
 
 
 @functools.cache
-def _program(processors):
+def _program(processors, layout):
     def step(logits, packed, slots, samples, output_index, positions, state):
         return sample(
             logits,
@@ -30,6 +31,7 @@ def _program(processors):
             positions=positions,
             state=state,
             num_logprobs=NUM_LOGPROBS,
+            layout=layout,
             processors=processors,
         )
 
@@ -41,6 +43,8 @@ _write_slot = jax.jit(write_slot, donate_argnums=0)
 
 class SamplerDriver:
     """Slots with requests. Tables start with garbage, as from earlier requests."""
+
+    layout = LAYOUTS["cpu"]
 
     def __init__(self, vocab_size: int, num_slots: int, processors: tuple = ()):
         self.vocab_size, self.num_slots, self.processors = vocab_size, num_slots, processors
@@ -94,7 +98,7 @@ class SamplerDriver:
             return np.concatenate([x, np.full((num_rows - n, *x.shape[1:]), fill, x.dtype)])
 
         slots = np.asarray(slots, np.int32)
-        output = _program(self.processors)(
+        output = _program(self.processors, self.layout)(
             pad(np.asarray(logits, np.float32), np.nan),
             pad(self.columns[slots]),
             pad(slots, self.num_slots),
@@ -113,8 +117,10 @@ class SamplerDriver:
 
 
 @pytest.fixture
-def driver() -> type[SamplerDriver]:
-    return SamplerDriver
+def driver(request) -> type[SamplerDriver]:
+    """The driver, with a layout that a test may choose by `of_each_layout`."""
+    layout = getattr(request, "param", SamplerDriver.layout)
+    return type("Driver", (SamplerDriver,), {"layout": layout})
 
 
 @pytest.fixture

@@ -1,27 +1,39 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.sampling import choose, row_params
+from jaxllm.sampling.layout import LAYOUTS
 from jaxllm.sampling_params import SamplingParams
 
 DRAWS = 4096
 
 
-@jax.jit
-def _draw(logits, packed, positions):
+# That of GPUs has the blocks of one and the arg-max of the other.
+of_each_layout = pytest.mark.parametrize(
+    "layout", [LAYOUTS["cpu"], LAYOUTS["tpu"]], ids=["cpu", "tpu"]
+)
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _draw(logits, packed, positions, layout):
     params = row_params.decode(packed)
     random = (params.flags & row_params.RANDOM) != 0
-    return choose.draw(logits, params, random=random, positions=positions)
+    largest = choose.most_likely(logits, layout).logits
+    return choose.draw(
+        logits, params, random=random, positions=positions, largest=largest, layout=layout
+    )
 
 
-def draws(logits, *, seed=0, **fields):
+def draws(logits, *, seed=0, layout=LAYOUTS["cpu"], num_draws=DRAWS, **fields):
     """Many draws from one distribution: at successive positions of one request."""
     row = row_params.encode(SamplingParams(**fields), seed)
-    positions = np.arange(DRAWS, dtype=np.int32)
-    logits = np.tile(np.asarray(logits, np.float32), (DRAWS, 1))
-    return np.asarray(_draw(logits, np.tile(row, (DRAWS, 1)), positions))
+    positions = np.arange(num_draws, dtype=np.int32)
+    logits = np.tile(np.asarray(logits, np.float32), (num_draws, 1))
+    return np.asarray(_draw(logits, np.tile(row, (num_draws, 1)), positions, layout))
 
 
 def chi_square(tokens, probabilities):
@@ -35,11 +47,38 @@ def chi_square(tokens, probabilities):
     return (statistic - freedom) / np.sqrt(2 * freedom)
 
 
+@of_each_layout
 @pytest.mark.parametrize("vocab_size", [12, 128, 300])
-def test_draws_follow_the_softmax(rng, vocab_size):
+def test_draws_follow_the_softmax(rng, vocab_size, layout):
     logits = rng.normal(0, 1, vocab_size)
-    tokens = draws(logits, seed=1)
+    tokens = draws(logits, seed=1, layout=layout)
     assert abs(chi_square(tokens, np.exp(logits) / np.exp(logits).sum())) < 3
+
+
+def test_draws_of_many_blocks_follow_the_softmax(rng):
+    # Blocks of very different weights: some are nearly impossible.
+    logits = rng.normal(0, 1, 2000) + np.repeat(rng.normal(0, 2, 16), 125)
+    p = np.exp(logits) / np.exp(logits).sum()
+    tokens = np.concatenate([draws(logits, seed=seed, num_draws=8192) for seed in range(8)])
+    # Pearson's statistic needs some expected draws of every token: rare ones count as one.
+    rare = p * len(tokens) < 8
+    order = np.cumsum(~rare)
+    places = np.where(rare, 0, order)
+    merged = np.bincount(places, weights=p)
+    assert abs(chi_square(places[tokens], merged)) < 3
+
+
+def test_two_draws_of_a_request_are_independent(rng):
+    logits = rng.normal(0, 1, 6)
+    tokens = draws(logits, seed=4, num_draws=2 * DRAWS)
+    p = np.exp(logits) / np.exp(logits).sum()
+    pairs = tokens[0::2] * 6 + tokens[1::2]
+    assert abs(chi_square(pairs, np.outer(p, p).ravel())) < 3
+    # Blocks and places have noise of their own: which block says nothing of the place in it.
+    logits = np.repeat(np.log([0.5, 0.3, 0.2]), 128)
+    tokens = draws(logits, seed=5)
+    halves = tokens // 128 * 2 + (tokens % 128 >= 64)
+    assert abs(chi_square(halves, np.repeat([0.25, 0.15, 0.1], 2))) < 3
 
 
 def test_draws_follow_the_temperature(rng):
@@ -85,37 +124,41 @@ def test_impossible_tokens_are_never_drawn(rng):
     assert set(draws(logits)) == set(possible)
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.3, 0.5, 1 - 2**-24, 1.0])
-def test_pick_takes_something_with_weight_whatever_the_rounding(uniform):
-    weights = np.zeros((6, 9), np.float32)
-    weights[0, 4] = 1
-    weights[1, [2, 6]] = 1
-    weights[2, 1:8] = 1 / 7
-    weights[3, [3, 5]] = 1e-37, 1e-37
-    weights[4, [3, 5]] = 1e30, 1e-30
-    weights[5, 8] = 1
-    picked = np.asarray(jax.jit(choose._pick)(weights, jnp.full(6, uniform)))
-    for row, index in zip(weights, picked, strict=True):
-        assert row[index] > 0
+def test_noise_is_finite_for_all_bits_and_keeps_its_largest_values():
+    bits = np.array([0, 1, 2, 1 << 8, 1 << 31, (1 << 32) - 300, (1 << 32) - 1], np.uint32)
+    noise = np.asarray(jax.jit(choose._gumbel)(bits))
+    exact = -np.log(-np.log1p(-(bits.astype(np.float64) + 0.5) * 2.0**-32))
+    assert np.isfinite(noise).all() and (np.diff(noise) <= 0).all()
+    np.testing.assert_allclose(noise[:-2], exact[:-2], rtol=1e-5)
+    assert noise[0] > 22  # where 24 bits would end at 17
 
 
-def test_rounding_at_the_end_picks_the_last_that_has_weight():
-    weights = jnp.asarray([[0.5, 0.25, 0.0, 0.25, 0.0, 0.0]])
-    assert choose._pick(weights, jnp.asarray([1.0]))[0] == 3
-    assert choose._pick(weights, jnp.asarray([0.0]))[0] == 0
-    assert choose._pick(weights, jnp.asarray([0.75]))[0] == 3
-    assert choose._pick(weights, jnp.asarray([0.5]))[0] == 1
+def test_noise_is_that_of_the_number_whatever_the_vocabulary():
+    seeds, positions = jnp.asarray([[0, 7], [3, 1 << 31]], jnp.uint32), jnp.asarray([5, 6])
+    few, many = choose._noise(seeds, positions, 128), choose._noise(seeds, positions, 1002)
+    for some, more in zip(few, many, strict=True):
+        np.testing.assert_array_equal(some, more[:, :128])
+    values = np.concatenate([np.ravel(noise) for noise in many])
+    assert len(np.unique(values)) > 0.99 * len(values)
 
 
-def test_rounding_inside_the_sums_does_not_pick_what_has_no_weight(rng):
-    # XLA adds up in an order of its own, so a sum may grow where nothing was added.
-    weights = rng.exponential(1, (2000, 300)).astype(np.float32)
-    weights[rng.random(weights.shape) < 0.6] = 0
-    sums = np.asarray(jnp.cumsum(jnp.asarray(weights), axis=1))
-    rows, grown = np.nonzero((np.diff(sums, axis=1) > 0) & (weights[:, 1:] == 0))
-    edges = sums[rows, grown] / sums[rows, -1]
-    picked = choose._pick(jnp.asarray(weights[rows]), jnp.asarray(edges))
-    assert (weights[rows, picked] > 0).all()
+@of_each_layout
+@pytest.mark.parametrize("small", [1e-37, 1e-39, 0.0])
+def test_weights_near_nothing_do_not_mislead_the_draw(small, layout):
+    # Where a block's sum is a number, its tokens' weights are, too.
+    with np.errstate(divide="ignore"):
+        logits = np.full(1000, np.log(small))
+    logits[::128] = -np.inf
+    logits[700] = 0
+    tokens = draws(logits, layout=layout)
+    assert (tokens == 700).all()
+
+
+@of_each_layout
+def test_a_row_that_is_no_distribution_gets_a_token_of_the_vocabulary(layout):
+    for value in (np.nan, np.inf, -np.inf):
+        tokens = draws(np.full(300, value), layout=layout, top_p=0.9)
+        assert ((tokens >= 0) & (tokens < 300)).all(), value
 
 
 def test_overflow_by_temperature_leaves_the_largest(rng):
@@ -124,11 +167,12 @@ def test_overflow_by_temperature_leaves_the_largest(rng):
     assert (draws(logits, temperature=0.01) == 3).all()
 
 
+@of_each_layout
 @pytest.mark.parametrize("vocab_size", [1, 5, 127, 128, 129, 1000])
-def test_most_likely_is_the_first_arg_max(rng, vocab_size):
+def test_most_likely_is_the_first_arg_max(rng, vocab_size, layout):
     logits = rng.integers(-5, 6, (16, vocab_size)).astype(np.float32)
     logits[0] = -np.inf
-    tokens, largest = jax.jit(choose.most_likely)(logits)
+    tokens, largest = jax.jit(choose.most_likely, static_argnums=1)(logits, layout)
     np.testing.assert_array_equal(largest, logits.max(axis=1))
     assert tokens.dtype == jnp.int32
     np.testing.assert_array_equal(tokens, logits.argmax(axis=1))

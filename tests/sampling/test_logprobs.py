@@ -5,11 +5,15 @@ import numpy as np
 import pytest
 
 from jaxllm.sampling.choose import most_likely
+from jaxllm.sampling.layout import LAYOUTS
 from jaxllm.sampling.logprobs import token_logprobs
+
+LAYOUT = LAYOUTS["tpu"]  # which narrows rows in parts
 
 
 def logprobs_of(logits, targets, *, k, wants_more=True):
-    return token_logprobs(logits, targets, most_likely(logits), k=k, wants_more=wants_more)
+    best = most_likely(logits, LAYOUT)
+    return token_logprobs(logits, targets, best, k=k, wants_more=wants_more, layout=LAYOUT)
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 40])

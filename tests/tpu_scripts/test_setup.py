@@ -4,9 +4,19 @@ import json
 import re
 import subprocess
 import tarfile
+import tomllib
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parents[2] / "tpu_scripts"
+
+
+def test_hosts_and_users_get_the_jax_for_which_the_tests_compile():
+    root = SCRIPTS.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    jax, libtpu = extras["optional-dependencies"]["tpu"]
+    counted = json.loads((root / "tests/kernels/tpu_bundles.json").read_text())["libtpu"]
+    assert libtpu == f"libtpu=={counted}"
+    assert f"({jax.partition('==')[2]})" in (SCRIPTS / "setup.sh").read_text()
 
 
 def uv_calls(host):

@@ -1,4 +1,4 @@
-"""The mask in plain XLA, without a sort: each cut is found by bisection.
+"""The cut in plain XLA, without a sort: each is found by bisection.
 
 Positive floats are ordered like their bits. A row's cut is the lowest p that is kept. Bisection of
 an interval of integers finds it; each pass over p counts or adds up the values at or above the
@@ -17,12 +17,9 @@ import jax.numpy as jnp
 _ONE = 0x3F800000  # the bits of 1.0, the largest p
 
 
-def top_k_top_p_min_p_mask(
-    logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+def top_k_top_p_min_p_cut(
+    p: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
-    largest = jnp.max(logits, axis=1, keepdims=True)
-    p = jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0))
-
     def above(bits: jax.Array) -> jax.Array:
         return p >= _float(bits)[:, None]
 
@@ -43,7 +40,7 @@ def top_k_top_p_min_p_mask(
     lowest = jax.lax.bitcast_convert_type(jnp.abs(min_p), jnp.int32)
     lowest = jax.lax.cond(jnp.any(top_k > 0), cut_to_k, lambda lowest: lowest, lowest)
     lowest = jax.lax.cond(jnp.any(top_p < 1), cut_to_share, lambda lowest: lowest, lowest)
-    return jnp.where(above(lowest), logits, -jnp.inf)
+    return _float(lowest)
 
 
 def _cut(

@@ -2,13 +2,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxllm_kernels.top_k_mask import reference
-from jaxllm_kernels.top_k_mask.api import top_k_top_p_min_p_mask
+from jaxllm_kernels.top_k_cut import reference
+from jaxllm_kernels.top_k_cut.api import top_k_top_p_min_p_cut
 
 ROWS = 16
 
 
-mask_of_logits = jax.jit(top_k_top_p_min_p_mask)
+@jax.jit
+def mask_of_logits(logits, top_k, top_p, min_p):
+    """The logits of what a row may sample, -inf for the rest."""
+    largest = jnp.max(logits, axis=1, keepdims=True)
+    p = jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0))
+    lowest = top_k_top_p_min_p_cut(p, top_k, top_p, min_p)
+    return jnp.where(p >= lowest[:, None], logits, -jnp.inf)
+
+
+def reference_mask(logits, top_k, top_p, min_p):
+    largest = logits.max(axis=1, keepdims=True)
+    p = np.exp(logits - np.where(np.isfinite(largest), largest, 0))
+    lowest = reference.top_k_top_p_min_p_cut(p, top_k, top_p, min_p)
+    return np.where(p >= lowest[:, None], logits, -np.inf)
 
 
 @pytest.fixture(params=["here", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -41,9 +54,7 @@ def test_equals_the_sort(mask, vocab_size, scale, seed):
     rng = np.random.default_rng(seed)
     logits = distinct_logits(rng, vocab_size, scale)
     args = settings(rng)
-    np.testing.assert_array_equal(
-        mask(logits, *args), reference.top_k_top_p_min_p_mask(logits, *args)
-    )
+    np.testing.assert_array_equal(mask(logits, *args), reference_mask(logits, *args))
 
 
 @pytest.mark.parametrize("vocab_size", [32_000, 128_256, 256_000])
@@ -54,7 +65,7 @@ def test_equals_the_sort_on_the_vocabularies_of_models(mask, vocab_size):
     logits = np.float32(2.0**-12) * ranks.astype(np.float32)
     top_k, top_p, min_p = settings(rng, rows=8)
     masked = np.asarray(mask(logits, top_k, top_p, min_p))
-    expected = np.isfinite(reference.top_k_top_p_min_p_mask(logits, top_k, top_p, min_p))
+    expected = np.isfinite(reference_mask(logits, top_k, top_p, min_p))
     kept = np.isfinite(masked)
     np.testing.assert_array_equal(masked[kept], logits[kept])
     np.testing.assert_array_equal(kept[top_p == 1], expected[top_p == 1])
@@ -70,7 +81,7 @@ def test_ties_at_the_cut_are_kept(mask, seed):
     logits = rng.integers(-3, 4, (ROWS, 128)).astype(np.float32)
     args = settings(rng)
     masked = np.asarray(mask(logits, *args))
-    np.testing.assert_array_equal(masked, reference.top_k_top_p_min_p_mask(logits, *args))
+    np.testing.assert_array_equal(masked, reference_mask(logits, *args))
     for row, kept in zip(logits, np.isfinite(masked), strict=True):
         assert not set(row[kept]) & set(row[~kept])
 
@@ -80,7 +91,7 @@ def test_a_zero_of_either_sign_is_no_min_p(mask):
     top_k, top_p = np.full(ROWS, 9, np.int32), np.full(ROWS, 0.8, np.float32)
     np.testing.assert_array_equal(
         mask(logits, top_k, top_p, np.full(ROWS, -0.0, np.float32)),
-        reference.top_k_top_p_min_p_mask(logits, top_k, top_p, np.zeros(ROWS, np.float32)),
+        reference_mask(logits, top_k, top_p, np.zeros(ROWS, np.float32)),
     )
 
 
@@ -139,7 +150,7 @@ def test_masked_logits_and_rows_without_any_are_left_alone(mask):
     masked = np.asarray(mask(logits, *args))
     assert not np.isnan(masked).any()
     assert (masked[3] == -np.inf).all()
-    np.testing.assert_array_equal(masked, reference.top_k_top_p_min_p_mask(logits, *args))
+    np.testing.assert_array_equal(masked, reference_mask(logits, *args))
 
 
 def test_a_row_does_not_depend_on_the_others(mask):
@@ -153,7 +164,7 @@ def test_a_row_does_not_depend_on_the_others(mask):
 
 
 def test_a_cut_that_no_row_uses_is_not_searched():
-    jaxpr = jax.make_jaxpr(top_k_top_p_min_p_mask)(
+    jaxpr = jax.make_jaxpr(top_k_top_p_min_p_cut)(
         *(jnp.zeros(shape, dtype) for shape, dtype in
           (((2, 8), jnp.float32), ((2,), jnp.int32), ((2,), jnp.float32), ((2,), jnp.float32)))
     )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Cuts the tail off each row's distribution: min-p, top-k and top-p in one mask."""
