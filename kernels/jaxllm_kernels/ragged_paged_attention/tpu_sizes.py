@@ -12,6 +12,8 @@ from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, BatchLimi
 
 # Lanes of a vector register. The minor dimension of every array is padded to a multiple.
 LANES = 128
+# Rows of a vector register of 32-bit numbers.
+SUBLANES = 8
 
 _MIB = 1 << 20
 
@@ -95,11 +97,12 @@ class KernelSizes:
 
         slots = self.num_slots * _padded_bytes((heads, slot_tokens, layout.width), kv_dtype)
         written = _padded_bytes((2 * heads, sublane_tile(kv_dtype), layout.width), kv_dtype)
-        softmax = _padded_bytes((heads, lines, 2 * LANES + layout.lanes), jnp.float32)
         if self.for_decodes:
+            softmax = _padded_bytes((heads, lines, 2 * LANES + layout.lanes), jnp.float32)
             q = _padded_bytes((self.step_tokens, heads, group_size, layout.lanes), dtype)
             new = _padded_bytes((self.step_tokens, heads, layout.width), dtype)
         else:
+            softmax = _padded_bytes((heads, 2 * SUBLANES + layout.lanes, lines), jnp.float32)
             q = _padded_bytes((heads, group_size, self.step_tokens, layout.lanes), dtype)
             new = _padded_bytes((heads, self.step_tokens, layout.width), dtype)
         per_head = _padded_bytes((heads, group_size + 1, LANES), jnp.float32)

@@ -1,0 +1,285 @@
+"""A step of the TPU kernel for prefill chunks: a tile of tokens, with a segment for each row in it.
+
+The last items of a segment contain the places of its own tokens. The kernel inserts their keys and
+values on chip, where the segment reads them, and copies the pages back to the cache. Tiles of one
+chunk read what earlier tiles have written, so all writes of a tile are complete before any later
+page is fetched.
+
+Attention is computed in units: a chunk of keys of one head. Scores are transposed, with keys along
+sublanes and queries along lanes:
+  - The largest score of a query and the sum of its weights are taken over registers, not within.
+  - The weights are already the operand that the matrix unit holds while it streams the other one,
+    in whole tiles of 256 x 256. With values held, whose head size is 128, half of it would be idle.
+What depends on each other takes long, what does not overlaps. So the scores of the next unit are
+computed beside the weights of this one, and in the same memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
+from jaxllm_kernels.ragged_paged_attention.tpu_items import Items, Pages
+from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
+    UNSEEN,
+    Ref,
+    cast,
+    cdiv,
+    dot,
+    for_each,
+    keep_first_rows,
+    multiple_of,
+)
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import SUBLANES, KernelSizes
+
+# Scores are logarithms to the base 2, in which the hardware computes exponentials.
+_LOG2_E = 1.4426950408889634
+
+
+class PrefillScratch(NamedTuple):
+    """On-chip memory with the lifetime of the call."""
+
+    scores: Ref  # [keys of a chunk, M]: of one unit
+    unit_largest: Ref  # [SUBLANES, M]: its largest scores; the largest of all sublanes counts
+    largest: Ref  # [K, SUBLANES, M]: running softmax; all sublanes are equal
+    total: Ref  # [K, SUBLANES, M]: the sum of all sublanes counts
+    weighted: Ref  # [K, D, M]
+    sent: Ref  # a semaphore
+
+    @classmethod
+    def shapes(
+        cls, sizes: KernelSizes, slots: jax.ShapeDtypeStruct, group_size: int, lanes: int
+    ) -> "PrefillScratch":
+        _, heads, slot_tokens, _ = slots.shape
+        lines = sizes.lines(group_size)
+        chunk_tokens = slot_tokens * sizes.chunk_pages // sizes.slot_pages
+        return cls(
+            scores=pltpu.VMEM((chunk_tokens, lines), jnp.float32),
+            unit_largest=pltpu.VMEM((SUBLANES, lines), jnp.float32),
+            largest=pltpu.VMEM((heads, SUBLANES, lines), jnp.float32),
+            total=pltpu.VMEM((heads, SUBLANES, lines), jnp.float32),
+            weighted=pltpu.VMEM((heads, lanes, lines), jnp.float32),
+            sent=pltpu.SemaphoreType.DMA(()),
+        )
+
+
+class _Unit(NamedTuple):
+    """A chunk of a slot for one head."""
+
+    head: jax.Array
+    # The slot's index, and of the chunk's first key the index in the slot and the position.
+    slot: jax.Array
+    in_slot: jax.Array
+    first: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillStep:
+    """A step of the grid, during tracing."""
+
+    items: Items
+    # The step's part of the operand; likewise `new` and `out`.
+    q: Ref  # [K, G, tokens, D]
+    new: Ref  # [K, tokens, W]
+    kv_scales: Ref | None  # [K, 1, 2]
+    sinks: Ref | None  # [K, 1, M]
+    out: Ref
+    scratch: PrefillScratch
+    config: AttentionConfig
+    sizes: KernelSizes
+
+    def start(self) -> None:
+        """Prepare for the first step."""
+
+    def finish(self) -> None:
+        """Wait for what is left after the last step."""
+
+    def attend(self, segment: jax.Array) -> None:
+        """Compute a segment."""
+        items = self.items
+        self._start_softmax()
+
+        def attend_item(item: jax.Array) -> None:
+            slot = items.take_slot()
+            pages = items.pages(segment, item)
+            items.wait(segment, pages, slot)
+            self._insert_tokens(segment, pages, slot)
+            items.fetch_next()
+            self._attend_pages(segment, pages, slot)
+
+        for_each(0, items.num_items(segment), attend_item)
+        for_each(0, items.num_heads, lambda head: self._store_output(segment, head))
+
+    def _insert_tokens(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
+        """Insert the keys and values of a tile whose places are in a slot, and send the pages."""
+        items, block_size, tile = self.items, self.items.block_size, self.sizes.step_tokens
+        start, length = items.work.positions[segment], items.work.lengths[segment]
+        # Token i of the tile has the position i + shift.
+        offset = items.offset(segment)
+        shift = start - offset
+
+        def is_ours(axis: int) -> jax.Array:
+            shape = (1, tile) if axis else (tile, 1)
+            token = lax.broadcasted_iota(jnp.int32, shape, axis)
+            return (offset <= token) & (token < offset + length)
+
+        def insert_page(page: jax.Array) -> None:
+            position = page * block_size + lax.broadcasted_iota(jnp.int32, (block_size, 1), 0)
+            token = lax.broadcasted_iota(jnp.int32, (block_size, tile), 1)
+            # A matrix product moves each token to its place.
+            moves = ((token + shift == position) & is_ours(1)).astype(self.q.dtype)
+            is_new = (start <= position) & (position < start + length)
+            first = multiple_of((page - pages.first) * block_size, block_size)
+            in_slot = pl.ds(first, block_size)
+
+            def insert_head(head: jax.Array) -> None:
+                # A factor of zero would not remove NaN in other rows' tokens.
+                new = jnp.where(is_ours(0), self.new[head].astype(jnp.float32), 0)
+                moved = dot(moves, new.astype(self.q.dtype), contract=(1, 0))
+                old = items.slots[slot, head, in_slot, :].astype(jnp.float32)
+                items.slots[slot, head, in_slot, :] = cast(
+                    jnp.where(is_new, moved, old), items.cache.dtype
+                )
+
+            for_each(0, items.num_heads, insert_head)
+
+        def copy(page: jax.Array) -> Any:
+            return pltpu.make_async_copy(
+                items.in_slot(slot, page - pages.first),
+                items.in_cache(items.block(segment, page)),
+                self.scratch.sent,
+            )
+
+        def insert_and_send(page: jax.Array) -> None:
+            insert_page(page)
+            copy(page).start()
+
+        first = jnp.maximum(pages.first, lax.div(start, block_size))
+        for_each(first, pages.end, insert_and_send)
+        for_each(first, pages.end, lambda page: copy(page).wait())
+
+    def _start_softmax(self) -> None:
+        scratch = self.scratch
+        if self.sinks is None:
+            scratch.largest[...] = jnp.full_like(scratch.largest, UNSEEN)
+            scratch.total[...] = jnp.zeros_like(scratch.total)
+        else:
+            sinks = self.sinks[...] * _LOG2_E
+            scratch.largest[...] = jnp.broadcast_to(sinks, scratch.largest.shape)
+            scratch.total[...] = jnp.full_like(scratch.total, 1 / SUBLANES)
+        scratch.weighted[...] = jnp.zeros_like(scratch.weighted)
+
+    def _attend_pages(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
+        """Fold the pages of a slot into the softmax of a segment's queries."""
+        items, chunk_tokens = self.items, self.items.chunk_tokens
+        num_chunks = cdiv(pages.end - pages.first, self.sizes.chunk_pages)
+        num_units = num_chunks * items.num_heads
+
+        def unit_at(index: int | jax.Array) -> _Unit:
+            index = jnp.asarray(index, jnp.int32)
+            chunk = lax.div(index, items.num_heads)
+            in_slot = multiple_of(chunk * chunk_tokens, chunk_tokens)
+            first = pages.first * items.block_size + in_slot
+            return _Unit(lax.rem(index, items.num_heads), slot, in_slot, first)
+
+        def attend_unit(index: jax.Array) -> None:
+            unit, following = unit_at(index), unit_at(jnp.minimum(index + 1, num_units - 1))
+
+            def attend(*, masked: bool) -> None:
+                self._fold(segment, unit, masked=masked)
+                self._score(segment, following, masked=masked)
+
+            is_whole = self._is_whole(segment, unit) & self._is_whole(segment, following)
+            pl.when(is_whole)(lambda: attend(masked=False))
+            pl.when(jnp.logical_not(is_whole))(lambda: attend(masked=True))
+
+        self._score(segment, unit_at(0), masked=True)
+        for_each(0, num_units, attend_unit)
+
+    def _is_whole(self, segment: jax.Array, unit: _Unit) -> jax.Array:
+        """Whether all tokens of a segment see all keys of a unit."""
+        start = self.items.work.positions[segment]
+        is_whole = unit.first + self.items.chunk_tokens - 1 <= start
+        if self.config.sliding_window is not None:
+            last = start + self.items.work.lengths[segment] - 1
+            is_whole &= last - unit.first < self.config.sliding_window
+        return is_whole
+
+    def _score(self, segment: jax.Array, unit: _Unit, *, masked: bool) -> None:
+        """Compute the scores of a unit."""
+        config, lanes = self.config, self.q.shape[-1]
+        q = self.q[unit.head].reshape(-1, lanes)  # [M, D]
+        tokens = pl.ds(unit.in_slot, self.items.chunk_tokens)
+        keys = self.items.slots[unit.slot, unit.head, tokens, :lanes].astype(q.dtype)
+        scores = dot(keys, q, contract=(1, 1))  # [keys, M]
+        # As much of the factor as possible is one constant.
+        constant = config.scale if config.soft_cap is not None else config.scale * _LOG2_E
+        scores *= constant
+        if self.kv_scales is not None:
+            scores *= self.kv_scales[unit.head, :, 0:1]
+        if config.soft_cap is not None:
+            scores = (config.soft_cap * _LOG2_E) * jnp.tanh(scores / config.soft_cap)
+        if masked:
+            # This also replaces scores of garbage keys.
+            scores = jnp.where(self._is_seen(segment, unit), scores, UNSEEN)
+        self.scratch.scores[...] = scores
+        self.scratch.unit_largest[...] = _registers(scores).max(axis=0)
+
+    def _is_seen(self, segment: jax.Array, unit: _Unit) -> jax.Array:
+        """Whether the queries see the keys of a unit: [keys, M]."""
+        keys, lines = self.scratch.scores.shape
+        items, tile = self.items, self.sizes.step_tokens
+        # From the keys of a chunk's first register to the query. What is added for the other
+        # registers is a constant.
+        line = lax.broadcasted_iota(jnp.int32, (1, SUBLANES, lines), 2)
+        key = lax.broadcasted_iota(jnp.int32, (1, SUBLANES, lines), 1)
+        token = line & (tile - 1)  # tiles are powers of two
+        shift = items.work.positions[segment] - items.offset(segment) - unit.first
+        distance = token + shift - key
+        shape = (keys // SUBLANES, SUBLANES, lines)
+        start = lax.broadcasted_iota(jnp.int32, shape, 0) * SUBLANES
+        is_seen = distance >= start
+        if self.config.sliding_window is not None:
+            is_seen &= distance - self.config.sliding_window < start
+        return is_seen.reshape(keys, lines)
+
+    def _fold(self, segment: jax.Array, unit: _Unit, *, masked: bool) -> None:
+        """Fold a unit, whose scores are there, into the softmax of its head."""
+        items, scratch, head, lanes = self.items, self.scratch, unit.head, self.q.shape[-1]
+        largest = scratch.largest[head]
+        new_largest = jnp.maximum(largest, scratch.unit_largest[...].max(axis=0, keepdims=True))
+        decay = jnp.exp2(largest - new_largest)
+        weights = jnp.exp2(scratch.scores[...] - new_largest[:1])
+        tokens = pl.ds(unit.in_slot, items.chunk_tokens)
+        values = items.slots[unit.slot, head, tokens, -lanes:]
+        if masked:
+            # Values past the context are garbage. A weight of zero would not remove NaN.
+            end = items.work.positions[segment] + items.work.lengths[segment]
+            values = keep_first_rows(values[None], end - unit.first)[0]
+        scratch.largest[head] = new_largest
+        scratch.total[head] = scratch.total[head] * decay + _registers(weights).sum(axis=0)
+        scratch.weighted[head] = scratch.weighted[head] * decay[:1] + dot(
+            values.astype(self.q.dtype), weights.astype(self.q.dtype), contract=(0, 0)
+        )
+
+    def _store_output(self, segment: jax.Array, head: jax.Array) -> None:
+        """Store a head's result of the softmax."""
+        scratch, offset = self.scratch, self.items.offset(segment)
+        factor = 1 / scratch.total[head].sum(axis=0, keepdims=True)
+        if self.kv_scales is not None:
+            factor *= self.kv_scales[head, :, 1:2]
+        new = (scratch.weighted[head] * factor).T.reshape(self.out.shape[1:])
+        old = self.out[head].astype(jnp.float32)
+        token = lax.broadcasted_iota(jnp.int32, old.shape, 1)
+        is_ours = (offset <= token) & (token < offset + self.items.work.lengths[segment])
+        self.out[head] = jnp.where(is_ours, new, old).astype(self.out.dtype)
+
+
+def _registers(x: jax.Array) -> jax.Array:
+    """x [rows, lanes] as rows of registers: [rows / SUBLANES, SUBLANES, lanes]."""
+    return x.reshape(-1, SUBLANES, x.shape[-1])
