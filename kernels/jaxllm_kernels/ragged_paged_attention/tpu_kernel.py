@@ -1,4 +1,4 @@
-"""The Pallas kernels of the TPU backend: attention over pages that they fetch and update themselves.
+"""The kernels of the TPU backend: attention over pages that they fetch and update themselves.
 
 The grid walks over steps of query tokens. A segment is the tokens of a step that belong to one row:
 a decode, or the part of a prefill chunk in the step's tile. `tpu_items.py` fetches the pages of

@@ -44,8 +44,8 @@ _LOG2_E = 1.4426950408889634
 class PrefillScratch(NamedTuple):
     """On-chip memory with the lifetime of the call."""
 
-    scores: Ref  # [keys of a chunk, M]: of one unit
-    unit_largest: Ref  # [SUBLANES, M]: its largest scores; the largest of all sublanes counts
+    scores: Ref  # [heads, keys of a chunk, M]: of one unit
+    unit_largest: Ref  # [heads, SUBLANES, M]: its largest scores, of which the largest counts
     largest: Ref  # [K, SUBLANES, M]: running softmax; all sublanes are equal
     total: Ref  # [K, SUBLANES, M]: the sum of all sublanes counts
     weighted: Ref  # [K, D, M]
@@ -59,8 +59,8 @@ class PrefillScratch(NamedTuple):
         lines = sizes.lines(group_size)
         chunk_tokens = slot_tokens * sizes.chunk_pages // sizes.slot_pages
         return cls(
-            scores=pltpu.VMEM((chunk_tokens, lines), jnp.float32),
-            unit_largest=pltpu.VMEM((SUBLANES, lines), jnp.float32),
+            scores=pltpu.VMEM((sizes.batch_heads, chunk_tokens, lines), jnp.float32),
+            unit_largest=pltpu.VMEM((sizes.batch_heads, SUBLANES, lines), jnp.float32),
             largest=pltpu.VMEM((heads, SUBLANES, lines), jnp.float32),
             total=pltpu.VMEM((heads, SUBLANES, lines), jnp.float32),
             weighted=pltpu.VMEM((heads, lanes, lines), jnp.float32),
@@ -69,9 +69,9 @@ class PrefillScratch(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """A chunk of a slot for one head."""
+    """A chunk of a slot for a batch of heads."""
 
-    head: jax.Array
+    batch: jax.Array
     # The slot's index, and of the chunk's first key the index in the slot and the position.
     slot: jax.Array
     in_slot: jax.Array
@@ -177,28 +177,35 @@ class PrefillStep:
     def _attend_pages(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
         """Fold the pages of a slot into the softmax of a segment's queries."""
         items, chunk_tokens = self.items, self.items.chunk_tokens
+        batches = range(self.sizes.batch_heads)
+        units_of_chunk = items.num_heads // self.sizes.batch_heads
         num_chunks = cdiv(pages.end - pages.first, self.sizes.chunk_pages)
-        num_units = num_chunks * items.num_heads
+        num_units = num_chunks * units_of_chunk
 
         def unit_at(index: int | jax.Array) -> _Unit:
             index = jnp.asarray(index, jnp.int32)
-            chunk = lax.div(index, items.num_heads)
+            chunk = lax.div(index, units_of_chunk)
             in_slot = multiple_of(chunk * chunk_tokens, chunk_tokens)
             first = pages.first * items.block_size + in_slot
-            return _Unit(lax.rem(index, items.num_heads), slot, in_slot, first)
+            return _Unit(lax.rem(index, units_of_chunk), slot, in_slot, first)
 
         def attend_unit(index: jax.Array) -> None:
+            # The last unit has no next one. It computes its own scores again, which costs no time.
             unit, following = unit_at(index), unit_at(jnp.minimum(index + 1, num_units - 1))
 
             def attend(*, masked: bool) -> None:
-                self._fold(segment, unit, masked=masked)
-                self._score(segment, following, masked=masked)
+                for i in batches:
+                    # The products of a head are issued first: they take longest.
+                    scores, largest = self.scratch.scores[i], self.scratch.unit_largest[i]
+                    self._score(segment, following, i, masked=masked)
+                    self._fold(segment, unit, scores, largest, i, masked=masked)
 
             is_whole = self._is_whole(segment, unit) & self._is_whole(segment, following)
             pl.when(is_whole)(lambda: attend(masked=False))
             pl.when(jnp.logical_not(is_whole))(lambda: attend(masked=True))
 
-        self._score(segment, unit_at(0), masked=True)
+        for i in batches:
+            self._score(segment, unit_at(0), i, masked=True)
         for_each(0, num_units, attend_unit)
 
     def _is_whole(self, segment: jax.Array, unit: _Unit) -> jax.Array:
@@ -210,32 +217,32 @@ class PrefillStep:
             is_whole &= last - unit.first < self.config.sliding_window
         return is_whole
 
-    def _score(self, segment: jax.Array, unit: _Unit, *, masked: bool) -> None:
-        """Compute the scores of a unit."""
+    def _score(self, segment: jax.Array, unit: _Unit, i: int, *, masked: bool) -> None:
+        """Compute the scores of a unit's i-th head."""
         config, lanes = self.config, self.q.shape[-1]
-        q = self.q[unit.head].reshape(-1, lanes)  # [M, D]
+        head = unit.batch * self.sizes.batch_heads + i
+        q = self.q[head].reshape(-1, lanes)  # [M, D]
         tokens = pl.ds(unit.in_slot, self.items.chunk_tokens)
-        keys = self.items.slots[unit.slot, unit.head, tokens, :lanes].astype(q.dtype)
+        keys = self.items.slots[unit.slot, head, tokens, :lanes].astype(q.dtype)
         scores = dot(keys, q, contract=(1, 1))  # [keys, M]
         # As much of the factor as possible is one constant.
-        constant = config.scale if config.soft_cap is not None else config.scale * _LOG2_E
-        scores *= constant
+        scores *= config.scale if config.soft_cap is not None else config.scale * _LOG2_E
         if self.kv_scales is not None:
-            scores *= self.kv_scales[unit.head, :, 0:1]
+            scores *= self.kv_scales[head, :, 0:1]
         if config.soft_cap is not None:
             scores = (config.soft_cap * _LOG2_E) * jnp.tanh(scores / config.soft_cap)
         if masked:
             # This also replaces scores of garbage keys.
             scores = jnp.where(self._is_seen(segment, unit), scores, UNSEEN)
-        self.scratch.scores[...] = scores
-        self.scratch.unit_largest[...] = _registers(scores).max(axis=0)
+        self.scratch.scores[i] = scores
+        self.scratch.unit_largest[i] = _registers(scores).max(axis=0)
 
     def _is_seen(self, segment: jax.Array, unit: _Unit) -> jax.Array:
         """Whether the queries see the keys of a unit: [keys, M]."""
-        keys, lines = self.scratch.scores.shape
+        keys, lines = self.scratch.scores.shape[1:]
         items, tile = self.items, self.sizes.step_tokens
-        # From the keys of a chunk's first register to the query. What is added for the other
-        # registers is a constant.
+        # From the keys of a chunk's first register to the query. For the other registers it differs
+        # by a constant.
         line = lax.broadcasted_iota(jnp.int32, (1, SUBLANES, lines), 2)
         key = lax.broadcasted_iota(jnp.int32, (1, SUBLANES, lines), 1)
         token = line & (tile - 1)  # tiles are powers of two
@@ -248,19 +255,30 @@ class PrefillStep:
             is_seen &= distance - self.config.sliding_window < start
         return is_seen.reshape(keys, lines)
 
-    def _fold(self, segment: jax.Array, unit: _Unit, *, masked: bool) -> None:
-        """Fold a unit, whose scores are there, into the softmax of its head."""
-        items, scratch, head, lanes = self.items, self.scratch, unit.head, self.q.shape[-1]
-        largest = scratch.largest[head]
-        new_largest = jnp.maximum(largest, scratch.unit_largest[...].max(axis=0, keepdims=True))
-        decay = jnp.exp2(largest - new_largest)
-        weights = jnp.exp2(scratch.scores[...] - new_largest[:1])
+    def _fold(
+        self,
+        segment: jax.Array,
+        unit: _Unit,
+        scores: jax.Array,
+        unit_largest: jax.Array,
+        i: int,
+        *,
+        masked: bool,
+    ) -> None:
+        """Fold a unit's i-th head, given its scores, into the softmax."""
+        items, scratch, lanes = self.items, self.scratch, self.q.shape[-1]
+        head = unit.batch * self.sizes.batch_heads + i
         tokens = pl.ds(unit.in_slot, items.chunk_tokens)
         values = items.slots[unit.slot, head, tokens, -lanes:]
         if masked:
             # Values past the context are garbage. A weight of zero would not remove NaN.
             end = items.work.positions[segment] + items.work.lengths[segment]
             values = keep_first_rows(values[None], end - unit.first)[0]
+
+        largest = scratch.largest[head]
+        new_largest = jnp.maximum(largest, unit_largest.max(axis=0, keepdims=True))
+        weights = jnp.exp2(scores - new_largest[:1])
+        decay = jnp.exp2(largest - new_largest)
         scratch.largest[head] = new_largest
         scratch.total[head] = scratch.total[head] * decay + _registers(weights).sum(axis=0)
         scratch.weighted[head] = scratch.weighted[head] * decay[:1] + dot(

@@ -9,6 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import SUBLANES
+
 # A reference to memory. (Type checkers know only a part of `jax.Ref`.)
 Ref = Any
 
@@ -80,9 +82,15 @@ def keep_first_rows(x: jax.Array, num_rows: jax.Array) -> jax.Array:
     rows_per_word = 4 // x.dtype.itemsize
     batch, rows, lanes = x.shape
     words = pltpu.bitcast(x.reshape(batch * rows, lanes), jnp.int32)
-    words = words.reshape(batch, rows // rows_per_word, lanes)
-    word = lax.broadcasted_iota(jnp.int32, (1, words.shape[1], 1), 1)
-    kept = jnp.clip(num_rows - word * rows_per_word, 0, rows_per_word)
-    mask = jnp.where(kept == rows_per_word, -1, (1 << (kept * (8 * x.dtype.itemsize))) - 1)
+    words = words.reshape(batch, -1, SUBLANES, lanes)
+    # Rows that are left from a word of a register's first word on; for the other registers it
+    # differs by a constant.
+    left = num_rows - rows_per_word * lax.broadcasted_iota(jnp.int32, (1, 1, SUBLANES, lanes), 2)
+    register = lax.broadcasted_iota(jnp.int32, (1, words.shape[1], SUBLANES, lanes), 1)
+    before = register * (SUBLANES * rows_per_word)
+    mask = jnp.zeros_like(before)
+    for kept in range(1, rows_per_word + 1):
+        kept_bits = -1 if kept == rows_per_word else (1 << (kept * 8 * x.dtype.itemsize)) - 1
+        mask = jnp.where(left >= before + kept, kept_bits, mask)
     words = (words & mask).reshape(-1, lanes)
     return pltpu.bitcast(words, x.dtype).reshape(x.shape)

@@ -163,11 +163,26 @@ def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) ->
             chunk_tokens=256 if config.num_kv_heads > 2 else 512,
             num_slots=4,
         )
-    # 256 query lines (tokens x heads of a group) against 512 keys. Compiled for v5e and v6e, fewer
-    # lines or keys need more instructions per score; more keys are wasted on short rows.
-    lines = 256 * config.num_kv_heads // config.num_heads
-    tile = max(min(1 << max(lines.bit_length() - 1, 0), 256), MIN_TILE_TOKENS)
-    return Tuning(step_tokens=tile, slot_tokens=512, chunk_tokens=512, num_slots=2)
+    # 512 query lines (tokens x heads of a group), which read a page half as often as it takes to
+    # compute them. Compiled for v5e, v6e and v7x, a unit of 2^19 scores hides its latencies.
+    lines = _PREFILL_LINES * config.num_kv_heads // config.num_heads
+    tile = max(min(1 << max(lines.bit_length() - 1, 0), 512), MIN_TILE_TOKENS)
+    heads = _batch_heads(config.num_kv_heads, for_decodes=False)
+    return Tuning(step_tokens=tile, slot_tokens=1024, chunk_tokens=1024 // heads, num_slots=2)
+
+
+_PREFILL_LINES = 512
+
+# Kv heads whose products are issued together, to hide their latency: the few lines of a decode, and
+# short chunks of a prefill.
+_MAX_DECODE_HEADS = 8
+_MAX_PREFILL_HEADS = 4
+
+
+def _batch_heads(num_kv_heads: int, *, for_decodes: bool) -> int:
+    """The largest allowed divisor of the number of kv heads."""
+    most = min(num_kv_heads, _MAX_DECODE_HEADS if for_decodes else _MAX_PREFILL_HEADS)
+    return next(n for n in range(most, 0, -1) if num_kv_heads % n == 0)
 
 
 def choose_sizes(
@@ -186,8 +201,6 @@ def choose_sizes(
     budget, taken = vmem_budget(chip), 0
     for head_groups in _head_groups(config.num_kv_heads, chip.num_cores):
         heads = config.num_kv_heads // head_groups
-        most = _MAX_BATCH_HEADS if for_decodes else 1
-        batch_heads = next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
         for shrink in (1, 2, 4, 8):
             chunk_pages = max(min(tuning.chunk_tokens // shrink // block_size, max_blocks), 1)
             slot_pages = max(min(tuning.slot_tokens // shrink // block_size, max_blocks), 1)
@@ -197,7 +210,7 @@ def choose_sizes(
                 slot_pages=cdiv(slot_pages, chunk_pages) * chunk_pages,
                 chunk_pages=chunk_pages,
                 num_slots=tuning.num_slots,
-                batch_heads=batch_heads,
+                batch_heads=_batch_heads(heads, for_decodes=for_decodes),
                 head_groups=head_groups,
                 row_groups=chip.num_cores if for_decodes and head_groups % chip.num_cores else 1,
             )
@@ -211,9 +224,6 @@ def choose_sizes(
         f"{budget / _MIB:.0f}"
     )
 
-
-# Kv heads of a decode whose products are issued together, to hide the latency of few lines.
-_MAX_BATCH_HEADS = 8
 
 # Tiles of prefill chunks start at multiples, where a 16-bit array can be cut.
 MIN_TILE_TOKENS = 16
