@@ -63,21 +63,28 @@ class Items:
             is_last = item + 1 == self.num_items(segment)
             state[_FETCH_SEGMENT] = jnp.where(is_last, self._next_segment(segment), segment)
             state[_FETCH_ITEM] = jnp.where(is_last, 0, item + 1)
-            state[_FETCH_SLOT] = self._next_slot(slot)
+            state[_FETCH_SLOT] = self._after(slot)
 
     def take_slot(self) -> jax.Array:
         """Return the slot of the next item to compute, and advance."""
-        slot = self.state[_COMPUTE_SLOT]
-        self.state[_COMPUTE_SLOT] = self._next_slot(slot)
+        slot = self.next_slot()
+        self.state[_COMPUTE_SLOT] = self._after(slot)
         return slot
 
     def wait(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
         """Wait until an item's pages are in its slot."""
         self._for_each_copy(segment, pages, slot, lambda copy: copy.wait())
 
-    def num_items(self, segment: jax.Array) -> jax.Array:
+    def next_slot(self) -> jax.Array:
+        """The slot that `take_slot` returns next; the others follow in turn."""
+        return self.state[_COMPUTE_SLOT]
+
+    def num_pages(self, segment: jax.Array) -> jax.Array:
         pages = self._all_pages(segment)
-        return cdiv(pages.end - pages.first, self.sizes.slot_pages)
+        return pages.end - pages.first
+
+    def num_items(self, segment: jax.Array) -> jax.Array:
+        return cdiv(self.num_pages(segment), self.sizes.slot_pages)
 
     def pages(self, segment: jax.Array, item: jax.Array) -> Pages:
         """The pages of an item."""
@@ -151,5 +158,5 @@ class Items:
         is_first = lax.rem(segment, self.sizes.step_tokens) == 0
         return jnp.where(is_first, segment + others, segment)
 
-    def _next_slot(self, slot: jax.Array) -> jax.Array:
+    def _after(self, slot: jax.Array) -> jax.Array:
         return jnp.where(slot + 1 == self.sizes.num_slots, 0, slot + 1)

@@ -92,6 +92,13 @@ def _run(step: DecodeStep | PrefillStep, items: Items) -> None:
         items.start(row_group * sizes.step_tokens)
         step.start()
 
-    step.out[...] = jnp.zeros_like(step.out)
-    for_each(first_segments[index], first_segments[index + 1], step.attend)
+    first, end = first_segments[index], first_segments[index + 1]
+    # A segment may be the whole step. (Its index is past the end if there is none.)
+    length = items.work.lengths[jnp.minimum(first, items.work.lengths.shape[0] - 1)]
+
+    @pl.when((first == end) | (length < sizes.step_tokens))
+    def _():
+        step.out[...] = jnp.zeros_like(step.out)
+
+    for_each(first, end, step.attend)
     pl.when(pl.program_id(1) == pl.num_programs(1) - 1)(step.finish)

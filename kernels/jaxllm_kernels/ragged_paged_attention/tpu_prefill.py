@@ -14,6 +14,7 @@ What depends on each other takes long, what does not overlaps. So the scores of 
 computed beside the weights of this one, and in the same memory.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,13 +70,17 @@ class PrefillScratch(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """A chunk of a slot for a batch of heads."""
+    """A chunk of a segment's keys for a batch of heads."""
 
     batch: jax.Array
-    # The slot's index, and of the chunk's first key the index in the slot and the position.
+    # The chunk's slot, and of its first key the index in the slot and the position.
     slot: jax.Array
     in_slot: jax.Array
     first: jax.Array
+
+
+# Units of an item that are computed while the pages before it are written, if it has so many.
+_UNITS_BEFORE_FETCH = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +106,68 @@ class PrefillStep:
 
     def attend(self, segment: jax.Array) -> None:
         """Compute a segment."""
-        items = self.items
-        self._start_softmax()
+        items, heads = self.items, self.sizes.batch_heads
+        units_of_chunk = items.num_heads // heads
+        units_of_item = self.sizes.slot_pages // self.sizes.chunk_pages * units_of_chunk
+        num_units = cdiv(items.num_pages(segment), self.sizes.chunk_pages) * units_of_chunk
+        first_slot = items.next_slot()
+        delay = min(_UNITS_BEFORE_FETCH, units_of_item - 1)
 
-        def attend_item(item: jax.Array) -> None:
-            slot = items.take_slot()
-            pages = items.pages(segment, item)
+        def unit_at(index: jax.Array) -> _Unit:
+            item, index_in_item = lax.div(index, units_of_item), lax.rem(index, units_of_item)
+            chunk_in_item = lax.div(index_in_item, units_of_chunk)
+            in_slot = multiple_of(chunk_in_item * items.chunk_tokens, items.chunk_tokens)
+            return _Unit(
+                batch=lax.rem(index, units_of_chunk),
+                slot=lax.rem(first_slot + item, self.sizes.num_slots),
+                in_slot=in_slot,
+                first=items.pages(segment, item).first * items.block_size + in_slot,
+            )
+
+        def open_item(item: jax.Array) -> None:
+            pages, slot = items.pages(segment, item), items.take_slot()
             items.wait(segment, pages, slot)
             self._insert_tokens(segment, pages, slot)
-            items.fetch_next()
-            self._attend_pages(segment, pages, slot)
 
-        for_each(0, items.num_items(segment), attend_item)
-        for_each(0, items.num_heads, lambda head: self._store_output(segment, head))
+        def fetch_after_writes(item: jax.Array) -> None:
+            slot = lax.rem(first_slot + item, self.sizes.num_slots)
+            pages = items.pages(segment, item)
+            self._for_each_write(segment, pages, slot, lambda copy: copy.wait())
+            items.fetch_next()
+
+        def attend_unit(index: jax.Array) -> None:
+            is_last = index == num_units - 1
+            # The last unit has no next one. It computes its own scores again, which costs no time.
+            following_index = jnp.where(is_last, index, index + 1)
+            item, following_item = (lax.div(i, units_of_item) for i in (index, following_index))
+            index_in_item = lax.rem(index, units_of_item)
+            fetches = (index_in_item == delay) | is_last & (index_in_item < delay)
+            opens = (lax.rem(following_index, units_of_item) == 0) & (following_index > index)
+            pl.when((index >= 0) & fetches)(lambda: fetch_after_writes(item))
+            pl.when(opens)(lambda: open_item(following_item))
+
+            unit, following = unit_at(index), unit_at(following_index)
+            is_whole = self._is_whole(segment, unit) & self._is_whole(segment, following)
+
+            def attend(*, masked: bool) -> None:
+                for i in range(heads):
+                    # The scores are issued first: their products take longest.
+                    scores, largest = self.scratch.scores[i], self.scratch.unit_largest[i]
+                    self._score(segment, following, i, masked=masked)
+                    self._fold(segment, unit, scores, largest, i, masked=masked)
+
+            @pl.when(index < 0)
+            def _():
+                for i in range(heads):
+                    self._score(segment, following, i, masked=True)
+
+            pl.when((index >= 0) & is_whole)(lambda: attend(masked=False))
+            pl.when((index >= 0) & jnp.logical_not(is_whole))(lambda: attend(masked=True))
+
+        self._start_softmax()
+        # Before the first unit only its scores are computed.
+        for_each(-1, num_units, attend_unit)
+        self._store_output(segment)
 
     def _insert_tokens(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
         """Insert the keys and values of a tile whose places are in a slot, and send the pages."""
@@ -128,7 +182,7 @@ class PrefillStep:
             token = lax.broadcasted_iota(jnp.int32, shape, axis)
             return (offset <= token) & (token < offset + length)
 
-        def insert_page(page: jax.Array) -> None:
+        def insert(page: jax.Array) -> None:
             position = page * block_size + lax.broadcasted_iota(jnp.int32, (block_size, 1), 0)
             token = lax.broadcasted_iota(jnp.int32, (block_size, tile), 1)
             # A matrix product moves each token to its place.
@@ -146,22 +200,42 @@ class PrefillStep:
                     jnp.where(is_new, moved, old), items.cache.dtype
                 )
 
-            for_each(0, items.num_heads, insert_head)
+            self._for_each_head(insert_head)
 
-        def copy(page: jax.Array) -> Any:
-            return pltpu.make_async_copy(
-                items.in_slot(slot, page - pages.first),
-                items.in_cache(items.block(segment, page)),
-                self.scratch.sent,
+        for_each(self._first_written(segment, pages), pages.end, insert)
+        self._for_each_write(segment, pages, slot, lambda copy: copy.start())
+
+    def _first_written(self, segment: jax.Array, pages: Pages) -> jax.Array:
+        """The first of an item's pages that has places of a segment's tokens; the others follow."""
+        first = lax.div(self.items.work.positions[segment], self.items.block_size)
+        return jnp.maximum(pages.first, first)
+
+    def _for_each_write(
+        self, segment: jax.Array, pages: Pages, slot: jax.Array, action: Callable[[Any], None]
+    ) -> None:
+        """Call action with each copy of an item's new pages back to the cache."""
+        items = self.items
+
+        def act(page: jax.Array) -> None:
+            action(
+                pltpu.make_async_copy(
+                    items.in_slot(slot, page - pages.first),
+                    items.in_cache(items.block(segment, page)),
+                    self.scratch.sent,
+                )
             )
 
-        def insert_and_send(page: jax.Array) -> None:
-            insert_page(page)
-            copy(page).start()
+        for_each(self._first_written(segment, pages), pages.end, act)
 
-        first = jnp.maximum(pages.first, lax.div(start, block_size))
-        for_each(first, pages.end, insert_and_send)
-        for_each(first, pages.end, lambda page: copy(page).wait())
+    def _for_each_head(self, body: Callable[[jax.Array], None]) -> None:
+        """Call body with every head; those of a batch overlap."""
+        heads = self.sizes.batch_heads
+
+        def for_batch(batch: jax.Array) -> None:
+            for i in range(heads):
+                body(batch * heads + i)
+
+        for_each(0, self.items.num_heads // heads, for_batch)
 
     def _start_softmax(self) -> None:
         scratch = self.scratch
@@ -173,40 +247,6 @@ class PrefillStep:
             scratch.largest[...] = jnp.broadcast_to(sinks, scratch.largest.shape)
             scratch.total[...] = jnp.full_like(scratch.total, 1 / SUBLANES)
         scratch.weighted[...] = jnp.zeros_like(scratch.weighted)
-
-    def _attend_pages(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
-        """Fold the pages of a slot into the softmax of a segment's queries."""
-        items, chunk_tokens = self.items, self.items.chunk_tokens
-        batches = range(self.sizes.batch_heads)
-        units_of_chunk = items.num_heads // self.sizes.batch_heads
-        num_chunks = cdiv(pages.end - pages.first, self.sizes.chunk_pages)
-        num_units = num_chunks * units_of_chunk
-
-        def unit_at(index: int | jax.Array) -> _Unit:
-            index = jnp.asarray(index, jnp.int32)
-            chunk = lax.div(index, units_of_chunk)
-            in_slot = multiple_of(chunk * chunk_tokens, chunk_tokens)
-            first = pages.first * items.block_size + in_slot
-            return _Unit(lax.rem(index, units_of_chunk), slot, in_slot, first)
-
-        def attend_unit(index: jax.Array) -> None:
-            # The last unit has no next one. It computes its own scores again, which costs no time.
-            unit, following = unit_at(index), unit_at(jnp.minimum(index + 1, num_units - 1))
-
-            def attend(*, masked: bool) -> None:
-                for i in batches:
-                    # The products of a head are issued first: they take longest.
-                    scores, largest = self.scratch.scores[i], self.scratch.unit_largest[i]
-                    self._score(segment, following, i, masked=masked)
-                    self._fold(segment, unit, scores, largest, i, masked=masked)
-
-            is_whole = self._is_whole(segment, unit) & self._is_whole(segment, following)
-            pl.when(is_whole)(lambda: attend(masked=False))
-            pl.when(jnp.logical_not(is_whole))(lambda: attend(masked=True))
-
-        for i in batches:
-            self._score(segment, unit_at(0), i, masked=True)
-        for_each(0, num_units, attend_unit)
 
     def _is_whole(self, segment: jax.Array, unit: _Unit) -> jax.Array:
         """Whether all tokens of a segment see all keys of a unit."""
@@ -285,17 +325,22 @@ class PrefillStep:
             values.astype(self.q.dtype), weights.astype(self.q.dtype), contract=(0, 0)
         )
 
-    def _store_output(self, segment: jax.Array, head: jax.Array) -> None:
-        """Store a head's result of the softmax."""
+    def _store_output(self, segment: jax.Array) -> None:
+        """Store the result of the softmax."""
         scratch, offset = self.scratch, self.items.offset(segment)
-        factor = 1 / scratch.total[head].sum(axis=0, keepdims=True)
-        if self.kv_scales is not None:
-            factor *= self.kv_scales[head, :, 1:2]
-        new = (scratch.weighted[head] * factor).T.reshape(self.out.shape[1:])
-        old = self.out[head].astype(jnp.float32)
-        token = lax.broadcasted_iota(jnp.int32, old.shape, 1)
-        is_ours = (offset <= token) & (token < offset + self.items.work.lengths[segment])
-        self.out[head] = jnp.where(is_ours, new, old).astype(self.out.dtype)
+        length = self.items.work.lengths[segment]
+
+        def store_head(head: jax.Array) -> None:
+            factor = 1 / scratch.total[head].sum(axis=0, keepdims=True)
+            if self.kv_scales is not None:
+                factor *= self.kv_scales[head, :, 1:2]
+            new = (scratch.weighted[head] * factor).T.reshape(self.out.shape[1:])
+            token = lax.broadcasted_iota(jnp.int32, new.shape, 1)
+            is_ours = (offset <= token) & (token < offset + length)
+            old = self.out[head].astype(jnp.float32)
+            self.out[head] = jnp.where(is_ours, new, old).astype(self.out.dtype)
+
+        self._for_each_head(store_head)
 
 
 def _registers(x: jax.Array) -> jax.Array:

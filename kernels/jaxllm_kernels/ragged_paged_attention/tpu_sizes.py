@@ -168,7 +168,7 @@ def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) ->
     lines = _PREFILL_LINES * config.num_kv_heads // config.num_heads
     tile = max(min(1 << max(lines.bit_length() - 1, 0), 512), MIN_TILE_TOKENS)
     heads = _batch_heads(config.num_kv_heads, for_decodes=False)
-    return Tuning(step_tokens=tile, slot_tokens=1024, chunk_tokens=1024 // heads, num_slots=2)
+    return Tuning(step_tokens=tile, slot_tokens=512, chunk_tokens=1024 // heads, num_slots=2)
 
 
 _PREFILL_LINES = 512
