@@ -79,6 +79,10 @@ class Items:
         """The slot that `take_slot` returns next; the others follow in turn."""
         return self.state[_COMPUTE_SLOT]
 
+    def first_key(self, segment: jax.Array) -> jax.Array:
+        """The position of the first key that is fetched for a segment."""
+        return self._all_pages(segment).first * self.block_size
+
     def num_pages(self, segment: jax.Array) -> jax.Array:
         pages = self._all_pages(segment)
         return pages.end - pages.first

@@ -31,6 +31,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     Ref,
     cast,
     cdiv,
+    divide,
     dot,
     for_each,
     keep_first_rows,
@@ -72,11 +73,14 @@ class PrefillScratch(NamedTuple):
 class _Unit(NamedTuple):
     """A chunk of a segment's keys for a batch of heads."""
 
+    item: jax.Array
     batch: jax.Array
     # The chunk's slot, and of its first key the index in the slot and the position.
     slot: jax.Array
     in_slot: jax.Array
     first: jax.Array
+    # Whether all tokens of the segment see all keys.
+    is_whole: jax.Array
 
 
 # Units of an item that are computed while the pages before it are written, if it has so many.
@@ -106,22 +110,26 @@ class PrefillStep:
 
     def attend(self, segment: jax.Array) -> None:
         """Compute a segment."""
-        items, heads = self.items, self.sizes.batch_heads
+        items, heads, chunk_tokens = self.items, self.sizes.batch_heads, self.items.chunk_tokens
         units_of_chunk = items.num_heads // heads
-        units_of_item = self.sizes.slot_pages // self.sizes.chunk_pages * units_of_chunk
+        chunks_of_item = self.sizes.slot_pages // self.sizes.chunk_pages
+        units_of_item = chunks_of_item * units_of_chunk
         num_units = cdiv(items.num_pages(segment), self.sizes.chunk_pages) * units_of_chunk
-        first_slot = items.next_slot()
+        first_slot, first_key = items.next_slot(), items.first_key(segment)
+        whole_first, whole_end = self._whole_chunks(segment, first_key)
         delay = min(_UNITS_BEFORE_FETCH, units_of_item - 1)
 
         def unit_at(index: jax.Array) -> _Unit:
-            item, index_in_item = lax.div(index, units_of_item), lax.rem(index, units_of_item)
-            chunk_in_item = lax.div(index_in_item, units_of_chunk)
-            in_slot = multiple_of(chunk_in_item * items.chunk_tokens, items.chunk_tokens)
+            chunk = divide(index, units_of_chunk)
+            item = divide(chunk, chunks_of_item)
+            in_slot = (chunk - item * chunks_of_item) * chunk_tokens
             return _Unit(
-                batch=lax.rem(index, units_of_chunk),
+                item=item,
+                batch=index - chunk * units_of_chunk,
                 slot=lax.rem(first_slot + item, self.sizes.num_slots),
-                in_slot=in_slot,
-                first=items.pages(segment, item).first * items.block_size + in_slot,
+                in_slot=multiple_of(in_slot, chunk_tokens),
+                first=first_key + chunk * chunk_tokens,
+                is_whole=(whole_first <= chunk) & (chunk < whole_end),
             )
 
         def open_item(item: jax.Array) -> None:
@@ -129,44 +137,42 @@ class PrefillStep:
             items.wait(segment, pages, slot)
             self._insert_tokens(segment, pages, slot)
 
-        def fetch_after_writes(item: jax.Array) -> None:
-            slot = lax.rem(first_slot + item, self.sizes.num_slots)
-            pages = items.pages(segment, item)
-            self._for_each_write(segment, pages, slot, lambda copy: copy.wait())
+        def fetch_after_writes(unit: _Unit) -> None:
+            pages = items.pages(segment, unit.item)
+            self._for_each_write(segment, pages, unit.slot, lambda copy: copy.wait())
             items.fetch_next()
 
         def attend_unit(index: jax.Array) -> None:
-            is_last = index == num_units - 1
-            # The last unit has no next one. It computes its own scores again, which costs no time.
-            following_index = jnp.where(is_last, index, index + 1)
-            item, following_item = (lax.div(i, units_of_item) for i in (index, following_index))
-            index_in_item = lax.rem(index, units_of_item)
-            fetches = (index_in_item == delay) | is_last & (index_in_item < delay)
-            opens = (lax.rem(following_index, units_of_item) == 0) & (following_index > index)
-            pl.when((index >= 0) & fetches)(lambda: fetch_after_writes(item))
-            pl.when(opens)(lambda: open_item(following_item))
+            """Compute the scores of a unit beside the weights of the one before, if there are."""
+            unit, before = unit_at(index), unit_at(jnp.maximum(index - 1, 0))
+            is_first, is_end = index == 0, index == num_units
+            index_in_item = index - unit.item * units_of_item
+            # It is `delay` units since an item was opened, or all that it has.
+            fetches = (index_in_item == delay + 1) | is_end & (index_in_item <= delay)
+            if delay + 1 == units_of_item:
+                fetches = (index_in_item == 0) & ~is_first | is_end
+            pl.when(fetches)(lambda: fetch_after_writes(before))
+            pl.when((index_in_item == 0) & ~is_end)(lambda: open_item(unit.item))
 
-            unit, following = unit_at(index), unit_at(following_index)
-            is_whole = self._is_whole(segment, unit) & self._is_whole(segment, following)
-
-            def attend(*, masked: bool) -> None:
+            def score_and_fold(*, masked: bool) -> None:
                 for i in range(heads):
                     # The scores are issued first: their products take longest.
                     scores, largest = self.scratch.scores[i], self.scratch.unit_largest[i]
-                    self._score(segment, following, i, masked=masked)
-                    self._fold(segment, unit, scores, largest, i, masked=masked)
+                    self._score(segment, unit, i, masked=masked)
+                    self._fold(segment, before, scores, largest, i, masked=masked)
 
-            @pl.when(index < 0)
+            @pl.when(is_first)
             def _():
                 for i in range(heads):
-                    self._score(segment, following, i, masked=True)
+                    self._score(segment, unit, i, masked=True)
 
-            pl.when((index >= 0) & is_whole)(lambda: attend(masked=False))
-            pl.when((index >= 0) & jnp.logical_not(is_whole))(lambda: attend(masked=True))
+            is_whole = unit.is_whole & before.is_whole
+            pl.when(~is_first & is_whole)(lambda: score_and_fold(masked=False))
+            pl.when(~is_first & ~is_whole)(lambda: score_and_fold(masked=True))
 
         self._start_softmax()
-        # Before the first unit only its scores are computed.
-        for_each(-1, num_units, attend_unit)
+        # There is one more step than units. What it scores is not used, and takes no time.
+        for_each(0, num_units + 1, attend_unit)
         self._store_output(segment)
 
     def _insert_tokens(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
@@ -248,14 +254,17 @@ class PrefillStep:
             scratch.total[...] = jnp.full_like(scratch.total, 1 / SUBLANES)
         scratch.weighted[...] = jnp.zeros_like(scratch.weighted)
 
-    def _is_whole(self, segment: jax.Array, unit: _Unit) -> jax.Array:
-        """Whether all tokens of a segment see all keys of a unit."""
-        start = self.items.work.positions[segment]
-        is_whole = unit.first + self.items.chunk_tokens - 1 <= start
+    def _whole_chunks(
+        self, segment: jax.Array, first_key: jax.Array
+    ) -> tuple[int | jax.Array, jax.Array]:
+        """The chunks [first, end) of a segment whose keys are seen by all of its tokens."""
+        chunk_tokens, start = self.items.chunk_tokens, self.items.work.positions[segment]
+        first, end = 0, lax.div(start + 1 - first_key, chunk_tokens)
         if self.config.sliding_window is not None:
             last = start + self.items.work.lengths[segment] - 1
-            is_whole &= last - unit.first < self.config.sliding_window
-        return is_whole
+            outside = jnp.maximum(last + 1 - self.config.sliding_window - first_key, 0)
+            first = cdiv(outside, chunk_tokens)
+        return first, end
 
     def _score(self, segment: jax.Array, unit: _Unit, i: int, *, masked: bool) -> None:
         """Compute the scores of a unit's i-th head."""

@@ -38,6 +38,11 @@ def cdiv(a: jax.Array, b: int) -> jax.Array:
     return lax.div(a + (b - 1), b)
 
 
+def divide(a: jax.Array, b: int) -> jax.Array:
+    """Divide a non-negative number and round down; by a power of two in one instruction."""
+    return a >> (b.bit_length() - 1) if b.bit_count() == 1 else lax.div(a, b)
+
+
 def dot(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
     """A matrix product in float32 that sums over one axis of each operand."""
     i, j = contract
