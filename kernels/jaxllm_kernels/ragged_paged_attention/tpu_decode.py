@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_items import Items, Pages
 from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
+    LOG2_E,
     UNSEEN,
     Ref,
     batch_dot,
@@ -138,63 +139,95 @@ class DecodeStep:
             scratch.largest[...] = jnp.full_like(scratch.largest, UNSEEN)
             scratch.total[...] = jnp.zeros_like(scratch.total)
         else:
-            scratch.largest[...] = jnp.broadcast_to(self.sinks[...], scratch.largest.shape)
+            scratch.largest[...] = jnp.broadcast_to(self.sinks[...] * LOG2_E, scratch.largest.shape)
             scratch.total[...] = jnp.ones_like(scratch.total)
         scratch.weighted[...] = jnp.zeros_like(scratch.weighted)
 
     def _attend_pages(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
-        """Fold the pages of a slot into the softmax of a segment's queries."""
-        items, chunk_tokens = self.items, self.items.chunk_tokens
+        """Fold the pages of a slot into the softmax of a segment's queries.
+
+        A chunk of keys that are not all seen is computed in halves. So a short context does not
+        cost a whole chunk.
+        """
+        items, position = self.items, self.items.work.positions[segment]
+        chunk_pages = self.sizes.chunk_pages
+        half_pages = chunk_pages // 2 if chunk_pages % 2 == 0 else chunk_pages
+
+        def attend_keys(page: jax.Array, num_pages: int, *, masked: bool) -> None:
+            """Fold the keys of a slot's pages from that one on."""
+            in_slot = multiple_of(page * items.block_size, num_pages * items.block_size)
+            # The token's distance from the first key. It sees itself and what is before.
+            distance = position - pages.first * items.block_size - in_slot
+            keys = pl.ds(in_slot, num_pages * items.block_size)
+            attend_heads = functools.partial(
+                self._attend_heads, segment, slot, keys, distance, masked
+            )
+            for_each(0, items.num_heads // self.sizes.batch_heads, attend_heads)
 
         def attend_chunk(chunk: jax.Array) -> None:
-            in_slot = multiple_of(chunk * chunk_tokens, chunk_tokens)
-            first = pages.first * items.block_size + in_slot
-            # The token's distance from the chunk's first key. It sees itself and what is before.
-            distance = items.work.positions[segment] - first
-            for_heads = functools.partial(self._attend_heads, slot, in_slot, distance, segment)
-            for_each(0, items.num_heads // self.sizes.batch_heads, for_heads)
+            page = chunk * chunk_pages
+            distance = position - (pages.first + page) * items.block_size
+            is_whole = distance >= items.chunk_tokens - 1
+            if self.config.sliding_window is not None:
+                is_whole &= distance < self.config.sliding_window
+            pl.when(is_whole)(lambda: attend_keys(page, chunk_pages, masked=False))
 
-        for_each(0, cdiv(pages.end - pages.first, self.sizes.chunk_pages), attend_chunk)
+            @pl.when(~is_whole)
+            def _():
+                num_pages = jnp.minimum(pages.end - pages.first - page, chunk_pages)
+
+                def attend_half(half: jax.Array) -> None:
+                    attend_keys(page + half * half_pages, half_pages, masked=True)
+
+                for_each(0, cdiv(num_pages, half_pages), attend_half)
+
+        for_each(0, cdiv(pages.end - pages.first, chunk_pages), attend_chunk)
 
     def _attend_heads(
         self,
-        slot: jax.Array,
-        in_slot: jax.Array,
-        distance: jax.Array,
         segment: jax.Array,
+        slot: jax.Array,
+        tokens: Any,
+        distance: jax.Array,
+        masked: bool,
         batch: jax.Array,
     ) -> None:
-        """Fold a chunk of a slot into the softmax of a batch of heads."""
+        """Fold keys of a slot into the softmax of a batch of heads."""
         scratch, dtype = self.scratch, self.q.dtype
         heads = pl.ds(batch * self.sizes.batch_heads, self.sizes.batch_heads)
-        tokens = pl.ds(in_slot, self.items.chunk_tokens)
         q = self.q[self.items.offset(segment), heads]  # [heads, G, D]
         lanes = q.shape[-1]
         kv = self.items.slots[slot, heads, tokens, :]  # [heads, keys, W]
-        keys = kv[..., :lanes].astype(dtype)
-        # Values past the context are garbage. A weight of zero would not remove NaN.
-        values = keep_first_rows(kv[..., -lanes:], distance + 1).astype(dtype)
+        keys, values = kv[..., :lanes].astype(dtype), kv[..., -lanes:]
+        if masked:
+            # Values past the context are garbage. A weight of zero would not remove NaN.
+            values = keep_first_rows(values, distance + 1)
 
-        scores = batch_dot(q, keys, contract=(2, 2)) * self.config.scale
+        scores = batch_dot(q, keys, contract=(2, 2))
+        # As much of the factor as possible is one constant.
+        scores *= (
+            self.config.scale if self.config.soft_cap is not None else self.config.scale * LOG2_E
+        )
         if self.kv_scales is not None:
             scores *= self.kv_scales[heads, :, 0:1]
         if self.config.soft_cap is not None:
-            scores = self.config.soft_cap * jnp.tanh(scores / self.config.soft_cap)
-        distances = distance - lax.broadcasted_iota(jnp.int32, (1, 1, scores.shape[-1]), 2)
-        is_seen = distances >= 0
-        if self.config.sliding_window is not None:
-            is_seen &= distances < self.config.sliding_window
-        # This also replaces scores of garbage keys.
-        scores = jnp.where(is_seen, scores, UNSEEN)
+            scores = (self.config.soft_cap * LOG2_E) * jnp.tanh(scores / self.config.soft_cap)
+        if masked:
+            # This also replaces scores of garbage keys.
+            distances = distance - lax.broadcasted_iota(jnp.int32, (1, 1, scores.shape[-1]), 2)
+            is_seen = distances >= 0
+            if self.config.sliding_window is not None:
+                is_seen &= distances < self.config.sliding_window
+            scores = jnp.where(is_seen, scores, UNSEEN)
 
         largest = scratch.largest[heads]  # [heads, G, LANES]
         new_largest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
-        weights = jnp.exp(scores - new_largest[..., :1])
-        decay = jnp.exp(largest - new_largest)
+        weights = jnp.exp2(scores - new_largest[..., :1])
+        decay = jnp.exp2(largest - new_largest)
         scratch.largest[heads] = new_largest
         scratch.total[heads] = scratch.total[heads] * decay + weights.sum(axis=-1, keepdims=True)
         scratch.weighted[heads] = scratch.weighted[heads] * decay[..., :1] + batch_dot(
-            weights.astype(dtype), values, contract=(2, 1)
+            weights.astype(dtype), values.astype(dtype), contract=(2, 1)
         )
 
     def _store_output(self, segment: jax.Array) -> None:

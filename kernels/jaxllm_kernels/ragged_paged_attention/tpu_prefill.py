@@ -27,6 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_items import Items, Pages
 from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
+    LOG2_E,
     UNSEEN,
     Ref,
     cast,
@@ -37,10 +38,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     keep_first_rows,
     multiple_of,
 )
-from jaxllm_kernels.ragged_paged_attention.tpu_sizes import SUBLANES, KernelSizes
-
-# Scores are logarithms to the base 2, in which the hardware computes exponentials.
-_LOG2_E = 1.4426950408889634
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import SUBLANES, KernelSizes, sublane_tile
 
 
 class PrefillScratch(NamedTuple):
@@ -144,15 +142,18 @@ class PrefillStep:
 
         def attend_unit(index: jax.Array) -> None:
             """Compute the scores of a unit beside the weights of the one before, if there are."""
-            unit, before = unit_at(index), unit_at(jnp.maximum(index - 1, 0))
+            unit = unit_at(jnp.minimum(index, num_units - 1))
+            before = unit_at(jnp.maximum(index - 1, 0))
             is_first, is_end = index == 0, index == num_units
-            index_in_item = index - unit.item * units_of_item
-            # It is `delay` units since an item was opened, or all that it has.
-            fetches = (index_in_item == delay + 1) | is_end & (index_in_item <= delay)
-            if delay + 1 == units_of_item:
-                fetches = (index_in_item == 0) & ~is_first | is_end
-            pl.when(fetches)(lambda: fetch_after_writes(before))
-            pl.when((index_in_item == 0) & ~is_end)(lambda: open_item(unit.item))
+            # The units of its item that are computed before that one.
+            num_before = index - 1 - before.item * units_of_item
+            fetches = ~is_first & (num_before == delay) | is_end & (num_before < delay)
+            opens = (index == unit.item * units_of_item) & ~is_end
+
+            @pl.when(fetches | opens)
+            def _():
+                pl.when(fetches)(lambda: fetch_after_writes(before))
+                pl.when(opens)(lambda: open_item(unit.item))
 
             def score_and_fold(*, masked: bool) -> None:
                 for i in range(heads):
@@ -161,14 +162,17 @@ class PrefillStep:
                     self._score(segment, unit, i, masked=masked)
                     self._fold(segment, before, scores, largest, i, masked=masked)
 
-            @pl.when(is_first)
-            def _():
-                for i in range(heads):
-                    self._score(segment, unit, i, masked=True)
-
             is_whole = unit.is_whole & before.is_whole
-            pl.when(~is_first & is_whole)(lambda: score_and_fold(masked=False))
-            pl.when(~is_first & ~is_whole)(lambda: score_and_fold(masked=True))
+            pl.when(is_whole & ~is_first)(lambda: score_and_fold(masked=False))
+
+            @pl.when(~is_whole | is_first)
+            def _():
+                pl.when(~is_first)(lambda: score_and_fold(masked=True))
+
+                @pl.when(is_first)
+                def _():
+                    for i in range(heads):
+                        self._score(segment, unit, i, masked=True)
 
         self._start_softmax()
         # There is one more step than units. What it scores is not used, and takes no time.
@@ -177,38 +181,41 @@ class PrefillStep:
 
     def _insert_tokens(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
         """Insert the keys and values of a tile whose places are in a slot, and send the pages."""
-        items, block_size, tile = self.items, self.items.block_size, self.sizes.step_tokens
+        items, tile = self.items, self.sizes.step_tokens
         start, length = items.work.positions[segment], items.work.lengths[segment]
-        # Token i of the tile has the position i + shift.
         offset = items.offset(segment)
-        shift = start - offset
+        # The rows of the slot that may change: those of all tokens, from a multiple on where the
+        # slot can be cut.
+        align, slot_tokens = sublane_tile(items.cache.dtype), items.slots.shape[2]
+        num_rows = min(tile + align, slot_tokens)
+        start_in_slot = start - pages.first * items.block_size
+        first = jnp.clip(start_in_slot & -align, 0, slot_tokens - num_rows)
+        rows = pl.ds(multiple_of(first, align), num_rows)
 
         def is_ours(axis: int) -> jax.Array:
             shape = (1, tile) if axis else (tile, 1)
             token = lax.broadcasted_iota(jnp.int32, shape, axis)
             return (offset <= token) & (token < offset + length)
 
-        def insert(page: jax.Array) -> None:
-            position = page * block_size + lax.broadcasted_iota(jnp.int32, (block_size, 1), 0)
-            token = lax.broadcasted_iota(jnp.int32, (block_size, tile), 1)
-            # A matrix product moves each token to its place.
-            moves = ((token + shift == position) & is_ours(1)).astype(self.q.dtype)
-            is_new = (start <= position) & (position < start + length)
-            first = multiple_of((page - pages.first) * block_size, block_size)
-            in_slot = pl.ds(first, block_size)
+        # A matrix product moves each token to its place.
+        row = first - start_in_slot + lax.broadcasted_iota(jnp.int32, (num_rows, 1), 0)
+        token = lax.broadcasted_iota(jnp.int32, (num_rows, tile), 1)
+        moves = ((token - offset == row) & is_ours(1)).astype(self.q.dtype)
+        is_new = (row >= 0) & (row < length)
 
-            def insert_head(head: jax.Array) -> None:
-                # A factor of zero would not remove NaN in other rows' tokens.
-                new = jnp.where(is_ours(0), self.new[head].astype(jnp.float32), 0)
-                moved = dot(moves, new.astype(self.q.dtype), contract=(1, 0))
-                old = items.slots[slot, head, in_slot, :].astype(jnp.float32)
-                items.slots[slot, head, in_slot, :] = cast(
-                    jnp.where(is_new, moved, old), items.cache.dtype
-                )
+        def insert_head(head: jax.Array) -> None:
+            # A factor of zero would not remove NaN in other rows' tokens.
+            new = jnp.where(is_ours(0), self.new[head].astype(jnp.float32), 0)
+            moved = dot(moves, new.astype(self.q.dtype), contract=(1, 0))
+            old = items.slots[slot, head, rows, :].astype(jnp.float32)
+            items.slots[slot, head, rows, :] = cast(
+                jnp.where(is_new, moved, old), items.cache.dtype
+            )
 
+        @pl.when(self._first_written(segment, pages) < pages.end)
+        def _():
             self._for_each_head(insert_head)
 
-        for_each(self._first_written(segment, pages), pages.end, insert)
         self._for_each_write(segment, pages, slot, lambda copy: copy.start())
 
     def _first_written(self, segment: jax.Array, pages: Pages) -> jax.Array:
@@ -249,7 +256,7 @@ class PrefillStep:
             scratch.largest[...] = jnp.full_like(scratch.largest, UNSEEN)
             scratch.total[...] = jnp.zeros_like(scratch.total)
         else:
-            sinks = self.sinks[...] * _LOG2_E
+            sinks = self.sinks[...] * LOG2_E
             scratch.largest[...] = jnp.broadcast_to(sinks, scratch.largest.shape)
             scratch.total[...] = jnp.full_like(scratch.total, 1 / SUBLANES)
         scratch.weighted[...] = jnp.zeros_like(scratch.weighted)
@@ -275,11 +282,11 @@ class PrefillStep:
         keys = self.items.slots[unit.slot, head, tokens, :lanes].astype(q.dtype)
         scores = dot(keys, q, contract=(1, 1))  # [keys, M]
         # As much of the factor as possible is one constant.
-        scores *= config.scale if config.soft_cap is not None else config.scale * _LOG2_E
+        scores *= config.scale if config.soft_cap is not None else config.scale * LOG2_E
         if self.kv_scales is not None:
             scores *= self.kv_scales[head, :, 0:1]
         if config.soft_cap is not None:
-            scores = (config.soft_cap * _LOG2_E) * jnp.tanh(scores / config.soft_cap)
+            scores = (config.soft_cap * LOG2_E) * jnp.tanh(scores / config.soft_cap)
         if masked:
             # This also replaces scores of garbage keys.
             scores = jnp.where(self._is_seen(segment, unit), scores, UNSEEN)

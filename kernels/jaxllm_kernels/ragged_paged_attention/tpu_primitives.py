@@ -14,6 +14,9 @@ from jaxllm_kernels.ragged_paged_attention.tpu_sizes import SUBLANES
 # A reference to memory. (Type checkers know only a part of `jax.Ref`.)
 Ref = Any
 
+# The kernels' scores are logarithms to the base 2, of which the hardware computes exponentials.
+LOG2_E = 1.4426950408889634
+
 # The score of a key that is not seen. It is finite, because a chunk may have only such keys for a
 # query: their weights are one. As soon as the query sees a key, exp(UNSEEN - score) = 0 multiplies
 # them.

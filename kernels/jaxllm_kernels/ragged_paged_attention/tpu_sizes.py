@@ -110,7 +110,7 @@ class KernelSizes:
         # their weights, and keys and values in the dtype of the product.
         scores = _padded_bytes((self.batch_heads, lines, chunk_tokens), jnp.float32)
         chunk = _padded_bytes((self.batch_heads, chunk_tokens, layout.width), jnp.float32)
-        intermediate = 5 * scores + 3 * chunk + _VMEM_RESERVE
+        intermediate = (5 if self.for_decodes else 3) * scores + 3 * chunk + _VMEM_RESERVE
         return slots + written + softmax + 2 * (2 * q + new + per_head) + intermediate
 
 
@@ -159,8 +159,7 @@ def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) ->
         return Tuning(
             step_tokens=16,
             slot_tokens=min(max(slot_tokens, 512), 2048),
-            # One head has too few products to hide their latency.
-            chunk_tokens=256 if config.num_kv_heads > 2 else 512,
+            chunk_tokens=512,
             num_slots=4,
         )
     # 512 query lines (tokens x heads of a group), which read a page half as often as it takes to
