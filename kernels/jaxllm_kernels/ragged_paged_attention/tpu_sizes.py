@@ -162,8 +162,9 @@ def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) ->
             chunk_tokens=512,
             num_slots=4,
         )
-    # 512 query lines (tokens x heads of a group), which read a page half as often as it takes to
-    # compute them. Compiled for v5e, v6e and v7x, a unit of 2^19 scores hides its latencies.
+    # Every tile reads its row's pages again. With 512 query lines (tokens x heads of a group) it
+    # computes longer than that takes. A unit of 2^19 scores, in chunks as short as its heads allow,
+    # hides latencies (compiled for v5e, v6e and v7x); longer chunks have more unseen keys.
     lines = _PREFILL_LINES * config.num_kv_heads // config.num_heads
     tile = max(min(1 << max(lines.bit_length() - 1, 0), 512), MIN_TILE_TOKENS)
     heads = _batch_heads(config.num_kv_heads, for_decodes=False)
