@@ -73,15 +73,13 @@ def attend_segments(
         if sinks is not None:
             # Along the query lines of a segment.
             sinks = jnp.repeat(sinks, sizes.step_tokens, axis=1).swapaxes(1, 2)
-    scales_block = block((heads, 1, 2), "heads", "", "")
-    sinks_block = block((heads, *(() if sinks is None else sinks.shape[1:])), "heads", "", "")
     in_place = pl.BlockSpec(memory_space=pl.ANY)
 
-    optional = [
-        (x, x_block)
-        for x, x_block in ((kv_scales, scales_block), (sinks, sinks_block))
-        if x is not None
-    ]
+    optional = []
+    if kv_scales is not None:
+        optional.append((kv_scales, block((heads, 1, 2), "heads", "", "")))
+    if sinks is not None:
+        optional.append((sinks, block((heads, *sinks.shape[1:]), "heads", "", "")))
     operands = (*work, q, new, *[x for x, _ in optional], cache)
     slots = jax.ShapeDtypeStruct(
         (sizes.num_slots, heads, sizes.slot_pages * block_size, width), cache.dtype

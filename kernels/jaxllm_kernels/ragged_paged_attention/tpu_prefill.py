@@ -3,15 +3,16 @@
 The last items of a segment contain the places of its own tokens. The kernel inserts their keys and
 values on chip, where the segment reads them, and copies the pages back to the cache. Tiles of one
 chunk read what earlier tiles have written, so all writes of a tile are complete before any later
-page is fetched.
+page is fetched. The kernel computes meanwhile.
 
-Attention is computed in units: a chunk of keys of one head. Scores are transposed, with keys along
-sublanes and queries along lanes:
-  - The largest score of a query and the sum of its weights are taken over registers, not within.
-  - The weights are already the operand that the matrix unit holds while it streams the other one,
-    in whole tiles of 256 x 256. With values held, whose head size is 128, half of it would be idle.
-What depends on each other takes long, what does not overlaps. So the scores of the next unit are
-computed beside the weights of this one, and in the same memory.
+Attention is computed in units: a chunk of keys for a batch of heads. Scores are transposed, with
+keys along sublanes and queries along lanes:
+  - Maxima and sums over keys combine registers. They do not combine a register's lanes.
+  - The matrix unit can hold the weights and stream the values through them. Weights fill it, if it
+    is 256 x 256; values of head size 128 would fill half of it.
+Scores, weights and products with values depend on each other, and each takes long to begin. So a
+step of the loop computes the scores of a unit beside the weights of the one before. Both use the
+same memory: a head's scores are read before they are replaced.
 """
 
 from collections.abc import Callable

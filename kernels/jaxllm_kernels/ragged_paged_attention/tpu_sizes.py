@@ -101,13 +101,15 @@ class KernelSizes:
             softmax = _padded_bytes((heads, lines, 2 * LANES + layout.lanes), jnp.float32)
             q = _padded_bytes((self.step_tokens, heads, group_size, layout.lanes), dtype)
             new = _padded_bytes((self.step_tokens, heads, layout.width), dtype)
+            sinks = _padded_bytes((heads, group_size, 1), jnp.float32)
         else:
             softmax = _padded_bytes((heads, 2 * SUBLANES + layout.lanes, lines), jnp.float32)
             q = _padded_bytes((heads, group_size, self.step_tokens, layout.lanes), dtype)
             new = _padded_bytes((heads, self.step_tokens, layout.width), dtype)
-        per_head = _padded_bytes((heads, group_size + 1, LANES), jnp.float32)
-        # Operands that move between steps are double-buffered. The rest is intermediate: scores and
-        # their weights, and keys and values in the dtype of the product.
+            sinks = _padded_bytes((heads, 1, lines), jnp.float32)
+        per_head = sinks + _padded_bytes((heads, 1, 2), jnp.float32)
+        # Operands that move between steps are double-buffered. The rest is intermediate: scores
+        # (which a prefill also keeps), their weights, and keys and values in the product's dtype.
         scores = _padded_bytes((self.batch_heads, lines, chunk_tokens), jnp.float32)
         chunk = _padded_bytes((self.batch_heads, chunk_tokens, layout.width), jnp.float32)
         intermediate = (5 if self.for_decodes else 3) * scores + 3 * chunk + _VMEM_RESERVE
