@@ -167,13 +167,25 @@ def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) ->
     # Every tile reads its row's pages again. With 512 query lines (tokens x heads of a group) it
     # computes longer than that takes. A unit of 2^19 scores, in chunks as short as its heads allow,
     # hides latencies (compiled for v5e, v6e and v7x); longer chunks have more unseen keys.
-    lines = _PREFILL_LINES * config.num_kv_heads // config.num_heads
-    tile = max(min(1 << max(lines.bit_length() - 1, 0), 512), MIN_TILE_TOKENS)
+    group_size = config.num_heads // config.num_kv_heads
+    tile = max(min(_power_of_two(_PREFILL_LINES // group_size), 256), MIN_TILE_TOKENS)
     heads = _batch_heads(config.num_kv_heads, for_decodes=False)
-    return Tuning(step_tokens=tile, slot_tokens=512, chunk_tokens=1024 // heads, num_slots=2)
+    return Tuning(
+        step_tokens=tile,
+        slot_tokens=512,
+        chunk_tokens=_power_of_two(_UNIT_SCORES // (tile * group_size * heads)),
+        num_slots=2,
+    )
 
 
 _PREFILL_LINES = 512
+_UNIT_SCORES = 1 << 19
+
+
+def _power_of_two(x: int) -> int:
+    """The largest power of two that is at most x, and at least 1."""
+    return 1 << max(x.bit_length() - 1, 0)
+
 
 # Kv heads whose products are issued together, to hide their latency: the few lines of a decode, and
 # short chunks of a prefill.
