@@ -108,6 +108,22 @@ def test_rows_of_many_items_are_right(name):
     assert_correct(SMALL, CASE[name], "float32")
 
 
+def test_items_of_many_units_are_right():
+    # A tile's keys fill several items of several chunks each, and heads are in two batches. The
+    # middle of a window needs no masks. Pages are written while units are computed.
+    case = Case(
+        name="items_of_many_units",
+        rows=((1, 130), (30, 150), (9, 9)),
+        num_heads=6,
+        num_kv_heads=6,
+        block_size=8,
+        max_blocks=20,
+        sliding_window=75,
+    )
+    decode_tuning = Tuning(step_tokens=2, slot_tokens=64, chunk_tokens=32, num_slots=3)
+    assert_correct(dataclasses.replace(SMALL, decode_tuning=decode_tuning), case, "float32")
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -11,8 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
-from jaxllm_kernels.ragged_paged_attention.tpu_kernel import NUM_STATES, Scratch, compute_step
-from jaxllm_kernels.ragged_paged_attention.tpu_sizes import LANES, KernelSizes, sublane_tile
+from jaxllm_kernels.ragged_paged_attention.tpu_kernel import compute_step, scratch_shapes
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
 from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
 
 
@@ -70,17 +70,20 @@ def attend_segments(
     else:
         q_block = block((heads, group_size, sizes.step_tokens, lanes), "heads", "", "step", "")
         new_block = block((heads, sizes.step_tokens, width), "heads", "step", "")
-    scales_block = block((heads, 1, 2), "heads", "", "")
-    sinks_block = block((heads, group_size, 1), "heads", "", "")
+        if sinks is not None:
+            # Along the query lines of a segment.
+            sinks = jnp.repeat(sinks, sizes.step_tokens, axis=1).swapaxes(1, 2)
     in_place = pl.BlockSpec(memory_space=pl.ANY)
 
-    optional = [
-        (x, x_block)
-        for x, x_block in ((kv_scales, scales_block), (sinks, sinks_block))
-        if x is not None
-    ]
+    optional = []
+    if kv_scales is not None:
+        optional.append((kv_scales, block((heads, 1, 2), "heads", "", "")))
+    if sinks is not None:
+        optional.append((sinks, block((heads, *sinks.shape[1:]), "heads", "", "")))
     operands = (*work, q, new, *[x for x, _ in optional], cache)
-    lines = sizes.lines(group_size)
+    slots = jax.ShapeDtypeStruct(
+        (sizes.num_slots, heads, sizes.slot_pages * block_size, width), cache.dtype
+    )
     kernel = functools.partial(
         compute_step,
         config=config,
@@ -96,18 +99,7 @@ def attend_segments(
             grid=(sizes.head_groups * sizes.row_groups, num_steps // sizes.row_groups),
             in_specs=[q_block, new_block, *[x_block for _, x_block in optional], in_place],
             out_specs=[q_block, in_place],
-            scratch_shapes=Scratch(
-                pages=pltpu.VMEM(
-                    (sizes.num_slots, heads, sizes.slot_pages * block_size, width), cache.dtype
-                ),
-                written=pltpu.VMEM((2, heads, sublane_tile(cache.dtype), width), cache.dtype),
-                largest=pltpu.VMEM((heads, lines, LANES), jnp.float32),
-                total=pltpu.VMEM((heads, lines, LANES), jnp.float32),
-                weighted=pltpu.VMEM((heads, lines, lanes), jnp.float32),
-                state=pltpu.SMEM((NUM_STATES,), jnp.int32),
-                fetched=pltpu.SemaphoreType.DMA((sizes.num_slots,)),
-                sent=pltpu.SemaphoreType.DMA((2,)),
-            ),
+            scratch_shapes=scratch_shapes(sizes, slots, group_size=group_size, lanes=lanes),
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),

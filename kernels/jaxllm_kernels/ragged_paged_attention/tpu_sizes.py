@@ -12,6 +12,8 @@ from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, BatchLimi
 
 # Lanes of a vector register. The minor dimension of every array is padded to a multiple.
 LANES = 128
+# Rows of a vector register of 32-bit numbers.
+SUBLANES = 8
 
 _MIB = 1 << 20
 
@@ -95,19 +97,22 @@ class KernelSizes:
 
         slots = self.num_slots * _padded_bytes((heads, slot_tokens, layout.width), kv_dtype)
         written = _padded_bytes((2 * heads, sublane_tile(kv_dtype), layout.width), kv_dtype)
-        softmax = _padded_bytes((heads, lines, 2 * LANES + layout.lanes), jnp.float32)
         if self.for_decodes:
+            softmax = _padded_bytes((heads, lines, 2 * LANES + layout.lanes), jnp.float32)
             q = _padded_bytes((self.step_tokens, heads, group_size, layout.lanes), dtype)
             new = _padded_bytes((self.step_tokens, heads, layout.width), dtype)
+            sinks = _padded_bytes((heads, group_size, 1), jnp.float32)
         else:
+            softmax = _padded_bytes((heads, 2 * SUBLANES + layout.lanes, lines), jnp.float32)
             q = _padded_bytes((heads, group_size, self.step_tokens, layout.lanes), dtype)
             new = _padded_bytes((heads, self.step_tokens, layout.width), dtype)
-        per_head = _padded_bytes((heads, group_size + 1, LANES), jnp.float32)
-        # Operands that move between steps are double-buffered. The rest is intermediate: scores and
-        # their weights, and keys and values in the dtype of the product.
+            sinks = _padded_bytes((heads, 1, lines), jnp.float32)
+        per_head = sinks + _padded_bytes((heads, 1, 2), jnp.float32)
+        # Operands that move between steps are double-buffered. The rest is intermediate: scores
+        # (which a prefill also keeps), their weights, and keys and values in the product's dtype.
         scores = _padded_bytes((self.batch_heads, lines, chunk_tokens), jnp.float32)
         chunk = _padded_bytes((self.batch_heads, chunk_tokens, layout.width), jnp.float32)
-        intermediate = 5 * scores + 3 * chunk + _VMEM_RESERVE
+        intermediate = (5 if self.for_decodes else 3) * scores + 3 * chunk + _VMEM_RESERVE
         return slots + written + softmax + 2 * (2 * q + new + per_head) + intermediate
 
 
@@ -156,15 +161,42 @@ def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) ->
         return Tuning(
             step_tokens=16,
             slot_tokens=min(max(slot_tokens, 512), 2048),
-            # One head has too few products to hide their latency.
-            chunk_tokens=256 if config.num_kv_heads > 2 else 512,
+            chunk_tokens=512,
             num_slots=4,
         )
-    # 256 query lines (tokens x heads of a group) against 512 keys. Compiled for v5e and v6e, fewer
-    # lines or keys need more instructions per score; more keys are wasted on short rows.
-    lines = 256 * config.num_kv_heads // config.num_heads
-    tile = max(min(1 << max(lines.bit_length() - 1, 0), 256), MIN_TILE_TOKENS)
-    return Tuning(step_tokens=tile, slot_tokens=512, chunk_tokens=512, num_slots=2)
+    # Every tile reads its row's pages again. With 512 query lines (tokens x heads of a group) it
+    # computes longer than that takes. A unit of 2^19 scores, in chunks as short as its heads allow,
+    # hides latencies (compiled for v5e, v6e and v7x); longer chunks have more unseen keys.
+    group_size = config.num_heads // config.num_kv_heads
+    tile = max(min(_power_of_two(_PREFILL_LINES // group_size), 256), MIN_TILE_TOKENS)
+    heads = _batch_heads(config.num_kv_heads, for_decodes=False)
+    return Tuning(
+        step_tokens=tile,
+        slot_tokens=512,
+        chunk_tokens=_power_of_two(_UNIT_SCORES // (tile * group_size * heads)),
+        num_slots=2,
+    )
+
+
+_PREFILL_LINES = 512
+_UNIT_SCORES = 1 << 19
+
+
+def _power_of_two(x: int) -> int:
+    """The largest power of two that is at most x, and at least 1."""
+    return 1 << max(x.bit_length() - 1, 0)
+
+
+# Kv heads whose products are issued together, to hide their latency: the few lines of a decode, and
+# short chunks of a prefill.
+_MAX_DECODE_HEADS = 8
+_MAX_PREFILL_HEADS = 4
+
+
+def _batch_heads(num_kv_heads: int, *, for_decodes: bool) -> int:
+    """The largest allowed divisor of the number of kv heads."""
+    most = min(num_kv_heads, _MAX_DECODE_HEADS if for_decodes else _MAX_PREFILL_HEADS)
+    return next(n for n in range(most, 0, -1) if num_kv_heads % n == 0)
 
 
 def choose_sizes(
@@ -183,8 +215,6 @@ def choose_sizes(
     budget, taken = vmem_budget(chip), 0
     for head_groups in _head_groups(config.num_kv_heads, chip.num_cores):
         heads = config.num_kv_heads // head_groups
-        most = _MAX_BATCH_HEADS if for_decodes else 1
-        batch_heads = next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
         for shrink in (1, 2, 4, 8):
             chunk_pages = max(min(tuning.chunk_tokens // shrink // block_size, max_blocks), 1)
             slot_pages = max(min(tuning.slot_tokens // shrink // block_size, max_blocks), 1)
@@ -194,7 +224,7 @@ def choose_sizes(
                 slot_pages=cdiv(slot_pages, chunk_pages) * chunk_pages,
                 chunk_pages=chunk_pages,
                 num_slots=tuning.num_slots,
-                batch_heads=batch_heads,
+                batch_heads=_batch_heads(heads, for_decodes=for_decodes),
                 head_groups=head_groups,
                 row_groups=chip.num_cores if for_decodes and head_groups % chip.num_cores else 1,
             )
@@ -208,9 +238,6 @@ def choose_sizes(
         f"{budget / _MIB:.0f}"
     )
 
-
-# Kv heads of a decode whose products are issued together, to hide the latency of few lines.
-_MAX_BATCH_HEADS = 8
 
 # Tiles of prefill chunks start at multiples, where a 16-bit array can be cut.
 MIN_TILE_TOKENS = 16

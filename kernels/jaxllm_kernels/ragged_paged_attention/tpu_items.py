@@ -1,0 +1,166 @@
+"""The sequence in which a TPU kernel fetches pages.
+
+A segment attends to its row's pages item by item; an item is as many pages as a slot of on-chip
+memory holds. The items of all segments form one sequence. While the kernel computes an item it
+fetches the pages of later items, across the borders of segments and steps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxllm_kernels.ragged_paged_attention.tpu_primitives import Ref, cdiv, for_each, multiple_of
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
+from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
+
+# The state between items: the next item to fetch, its slot, and the next slot to compute.
+_FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT, _COMPUTE_SLOT = range(NUM_STATES := 4)
+
+
+class Pages(NamedTuple):
+    """Blocks [first, end) of a row's block table."""
+
+    first: jax.Array
+    end: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """The items of a sequence of steps, during tracing."""
+
+    work: Work
+    cache: Ref
+    slots: Ref  # [slots, K, tokens of a slot, W]
+    state: Ref  # int32 [NUM_STATES]
+    fetched: Ref  # semaphores [slots]
+    sizes: KernelSizes
+    sliding_window: int | None
+    max_blocks: int
+
+    def start(self, segment: jax.Array) -> None:
+        """Begin with a segment's first item: fetch into all slots but one."""
+        for i in range(NUM_STATES):
+            self.state[i] = 0
+        self.state[_FETCH_SEGMENT] = segment
+        for _ in range(self.sizes.num_slots - 1):
+            self.fetch_next()
+
+    def fetch_next(self) -> None:
+        """Start to fetch the next item, if there is one."""
+        state = self.state
+        segment, item, slot = (state[i] for i in (_FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT))
+
+        @pl.when(segment < self.work.first_segments[self.work.first_segments.shape[0] - 1])
+        def _():
+            pages = self.pages(segment, item)
+            self._for_each_copy(segment, pages, slot, lambda copy: copy.start())
+            is_last = item + 1 == self.num_items(segment)
+            state[_FETCH_SEGMENT] = jnp.where(is_last, self._next_segment(segment), segment)
+            state[_FETCH_ITEM] = jnp.where(is_last, 0, item + 1)
+            state[_FETCH_SLOT] = self._after(slot)
+
+    def take_slot(self) -> jax.Array:
+        """Return the slot of the next item to compute, and advance."""
+        slot = self.next_slot()
+        self.state[_COMPUTE_SLOT] = self._after(slot)
+        return slot
+
+    def wait(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
+        """Wait until an item's pages are in its slot."""
+        self._for_each_copy(segment, pages, slot, lambda copy: copy.wait())
+
+    def next_slot(self) -> jax.Array:
+        """The slot that `take_slot` returns next; the others follow in turn."""
+        return self.state[_COMPUTE_SLOT]
+
+    def first_key(self, segment: jax.Array) -> jax.Array:
+        """The position of the first key that is fetched for a segment."""
+        return self._all_pages(segment).first * self.block_size
+
+    def num_pages(self, segment: jax.Array) -> jax.Array:
+        pages = self._all_pages(segment)
+        return pages.end - pages.first
+
+    def num_items(self, segment: jax.Array) -> jax.Array:
+        return cdiv(self.num_pages(segment), self.sizes.slot_pages)
+
+    def pages(self, segment: jax.Array, item: jax.Array) -> Pages:
+        """The pages of an item."""
+        pages = self._all_pages(segment)
+        first = pages.first + item * self.sizes.slot_pages
+        return Pages(first, jnp.minimum(first + self.sizes.slot_pages, pages.end))
+
+    def offset(self, segment: jax.Array) -> jax.Array:
+        """The index of a segment's first token in its step."""
+        return lax.rem(self.work.tokens[segment], self.sizes.step_tokens)
+
+    @property
+    def num_heads(self) -> int:
+        """The number of kv heads of this group."""
+        return self.slots.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.cache.shape[2]
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.sizes.chunk_pages * self.block_size
+
+    def block(self, segment: jax.Array, page: jax.Array) -> jax.Array:
+        return self.work.block_tables[self.work.rows[segment] * self.max_blocks + page]
+
+    def in_cache(self, block: int | jax.Array, tokens: Any = slice(None)) -> Ref:
+        """This group's heads of a block."""
+        group = lax.div(pl.program_id(0), self.sizes.row_groups)
+        return self.cache.at[block, pl.ds(group * self.num_heads, self.num_heads), tokens]
+
+    def in_slot(self, slot: jax.Array, index: jax.Array) -> Ref:
+        """The memory of one page in a slot."""
+        start = multiple_of(index * self.block_size, self.block_size)
+        return self.slots.at[slot, :, pl.ds(start, self.block_size)]
+
+    def _all_pages(self, segment: jax.Array) -> Pages:
+        """The pages that a segment sees, without those before its first token's window."""
+        position = self.work.positions[segment]
+        first = jnp.zeros_like(position)
+        if self.sliding_window is not None:
+            oldest = jnp.maximum(position - (self.sliding_window - 1), 0)
+            first = lax.div(oldest, self.block_size)
+        last = lax.div(position + self.work.lengths[segment] - 1, self.block_size)
+        return Pages(first, last + 1)
+
+    def _for_each_copy(
+        self, segment: jax.Array, pages: Pages, slot: jax.Array, action: Callable[[Any], None]
+    ) -> None:
+        """Call action with each copy of pages to a slot."""
+
+        def act(page: jax.Array) -> None:
+            action(
+                pltpu.make_async_copy(
+                    self.in_cache(self.block(segment, page)),
+                    self.in_slot(slot, page - pages.first),
+                    self.fetched.at[slot],
+                )
+            )
+
+        for_each(pages.first, pages.end, act)
+
+    def _next_segment(self, segment: jax.Array) -> jax.Array:
+        """The next segment in this group of rows."""
+        segment += 1
+        if self.sizes.row_groups == 1:
+            return segment
+        # Decodes: a step has as many segments as tokens, and other groups have the next steps.
+        others = (self.sizes.row_groups - 1) * self.sizes.step_tokens
+        is_first = lax.rem(segment, self.sizes.step_tokens) == 0
+        return jnp.where(is_first, segment + others, segment)
+
+    def _after(self, slot: jax.Array) -> jax.Array:
+        return jnp.where(slot + 1 == self.sizes.num_slots, 0, slot + 1)
