@@ -42,11 +42,11 @@ _TPU_OPTIONS = (("xla_tpu_use_enhanced_launch_barrier", "true"),)
 def _large_fusions(mebibytes: int) -> tuple[tuple[str, str], ...]:
     """The option for how much VMEM a fusion may take.
 
-    With the default of 32 MiB, XLA reads the activations of an MLP again for every other tile of
-    its products. Two layers of Llama-8B and the head take fewer cycles with more, as the compiler
-    estimates them: of 1024 and 2048 tokens 9 to 15 % fewer on v5e and v6e with 64 MiB, 12 % on v7x
-    with 48; of 64 tokens 1.5 % fewer on v6e, 10 % on v7x. With 96 MiB, v6e has too little left for
-    prefetched weights: of 64 tokens it takes 3 % more.
+    With the default, XLA reads the activations of an MLP again for every other tile of its
+    products. Two layers of Llama-8B and the head take fewer cycles with more, as the compiler
+    estimates them: of 1024 and 2048 tokens 9 to 15 % fewer on v5e and v6e with 64 MiB, 12 and 14 %
+    on v7x and v5p with 48; of 64 tokens 1.5 % fewer on v6e, 10 and 26 % on v7x and v5p. With
+    96 MiB, v6e has too little left for prefetched weights: of 64 tokens it takes 3 % more.
     """
     return (("xla_tpu_scoped_vmem_limit_kib", str(mebibytes << 10)),)
 
@@ -121,7 +121,7 @@ CHIPS = {
             num_cores=2,
             vmem_bytes=64 * _MIB,
             smem_bytes=_MIB,
-            compiler_options=_TPU_OPTIONS,
+            compiler_options=_TPU_OPTIONS + _large_fusions(48),
         ),
         Chip(
             name="v6e",
