@@ -12,7 +12,7 @@ So queries are loaded through registers, once per tile, and outputs are stored i
 (computed, not measured), and no store touches another row.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import PREFILL_TILE_TOKENS, Tuning
-from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles
+from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles, item_of_worker
 
 _GROUP_TOKENS = 64  # of a compute warpgroup: the rows of a matrix instruction
 _NUM_GROUPS = PREFILL_TILE_TOKENS // _GROUP_TOKENS
@@ -46,6 +46,16 @@ _REGISTERS_IF_CONVERTING = (56, 224)
 _MATRIX = plgpu.Layout.WGMMA
 _PER_TOKEN = plgpu.Layout.WGMMA.reduce(1)
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
+
+
+class _Item(NamedTuple):
+    """A tile and a query head."""
+
+    token: jax.Array  # flat position of the first query
+    position: jax.Array  # of the first query in its row's context
+    num_tokens: jax.Array  # 0 after the last item
+    head: jax.Array
+    keys: Span
 
 
 def prefill(
@@ -84,33 +94,36 @@ def prefill(
         queries, outputs = queries_or_outputs
         group = lax.axis_index("warpgroup")
 
-        def count_items():
-            num_items = tiles_ref.num_tiles[0] * num_heads - lax.axis_index("worker")
-            return lax.div(lax.max(num_items + num_workers - 1, 0), jnp.int32(num_workers))
+        worker = lax.axis_index("worker")
 
-        def read_item(i) -> tuple[PrefillTiles, jax.Array, Span]:
+        def count_items():
+            num_items = tiles_ref.num_tiles[0] * num_heads
+            turns = lax.div(num_items, jnp.int32(num_workers))
+            has_one_more = item_of_worker(worker, turns, num_workers) < num_items
+            return turns + has_one_more.astype(jnp.int32)
+
+        def read_item(i) -> _Item:
             # Adjacent items are heads of one tile: heads that share a kv head find its keys in L2.
-            item = lax.axis_index("worker") + i * num_workers
-            index, head = lax.div(item, jnp.int32(num_heads)), lax.rem(item, jnp.int32(num_heads))
-            tile = PrefillTiles(
-                *(ref[index] for ref in tiles_ref[:-1]), num_tiles=tiles_ref.num_tiles
-            )
+            item = item_of_worker(worker, i, num_workers)
+            head = lax.rem(item, jnp.int32(num_heads))
+            # The last entry of the worklist is always padding.
+            index = jnp.minimum(lax.div(item, jnp.int32(num_heads)), tiles_ref.row.shape[0] - 1)
+            position, num_tokens = tiles_ref.position[index], tiles_ref.num_tokens[index]
             start = jnp.int32(0)
             if config.sliding_window is not None:
-                start = jnp.maximum(tile.position - (config.sliding_window - 1), 0)
+                start = jnp.maximum(position - (config.sliding_window - 1), 0)
                 start = lax.div(start, jnp.int32(ring.load_tokens)) * ring.load_tokens
             kv_head = lax.div(head, jnp.int32(heads_per_kv_head))
-            return tile, head, Span(tile.row, kv_head, start, tile.position + tile.num_tokens)
+            keys = Span(tiles_ref.row[index], kv_head, start, position + num_tokens)
+            return _Item(tiles_ref.token[index], position, num_tokens, head, keys)
 
         def produce():
             plgpu.set_max_registers(registers[0], action="decrease")
 
-            def send_item(i, sent):
-                _, _, span = read_item(i)
-                return ring.send(span, cache_ref, tables_ref, blocks, sent)
+            def begin_item(i):
+                return read_item(i).keys
 
-            sent = lax.fori_loop(jnp.int32(0), count_items(), send_item, jnp.int32(0))
-            ring.drain(blocks, sent)
+            ring.send_all(count_items(), begin_item, cache_ref, tables_ref, blocks)
 
         def take_turn():
             plgpu.barrier_arrive(turn)
@@ -119,12 +132,13 @@ def prefill(
         def compute():
             plgpu.set_max_registers(registers[1], action="increase")
 
-            def attend_item(i, used):
-                tile, head, span = read_item(i)
+            def attend_item(carry):
+                i, used, item = carry
+                head, span = item.head, item.keys
                 num_blocks = ring.count_blocks(span)
                 # The first query of this warpgroup: its flat position, and its position in the row.
-                first_token = tile.token + group * _GROUP_TOKENS
-                first_query = tile.position + group * _GROUP_TOKENS
+                first_token = item.token + group * _GROUP_TOKENS
+                first_query = item.position + group * _GROUP_TOKENS
                 factor = scalars_ref.score_factors[span.head]
 
                 # The previous item's outputs are in the same memory.
@@ -171,6 +185,14 @@ def prefill(
                     )
                     plgpu.barrier_arrive(turn)
                     values = ring.wait(blocks, VALUES, used + j)
+                    if is_masked:
+                        # The other warpgroup uses the values in its next turn, so after this.
+                        num_tokens = span.end - span.start - j * block_tokens
+
+                        @pl.when(group == 0)
+                        def _():
+                            ring.zero_end(blocks, used + j, num_tokens)
+
                     plgpu.barrier_wait(turn)
                     staged = None if weights is None else weights.at[group]
                     weighted = _accumulate(weighted, p, values, staged)
@@ -198,6 +220,8 @@ def prefill(
                 softmax = lax.fori_loop(jnp.int32(0), num_whole, attend_whole, softmax)
                 softmax = lax.fori_loop(num_whole, num_blocks, attend_masked, softmax)
                 pl.when(group == 0)(take_turn)
+                # Storing the outputs hides the latency of reading the next item.
+                next_item = read_item(i + 1)
 
                 weighted, _, total = softmax
                 out = weighted * _over_columns(
@@ -207,9 +231,13 @@ def prefill(
                 plgpu.commit_smem()
                 num_tokens = jnp.clip(span.end - first_query, 0, _GROUP_TOKENS)
                 _store_rows(outputs, group, out_ref, head, first_token, num_tokens)
-                return used + num_blocks
+                return i + 1, used + num_blocks, next_item
 
-            lax.fori_loop(jnp.int32(0), count_items(), attend_item, jnp.int32(0))
+            def is_item(carry):
+                _, _, item = carry
+                return item.num_tokens > 0
+
+            lax.while_loop(is_item, attend_item, (jnp.int32(0), jnp.int32(0), read_item(0)))
             plgpu.wait_smem_to_gmem(0)
 
         pl.when(group < _NUM_GROUPS)(compute)
