@@ -259,13 +259,15 @@ def _merge(
     num_kv_heads, head_size = config.num_kv_heads, config.head_size
     group_size = config.num_heads // num_kv_heads
     padded_size = partials.largest.shape[1]
+    # Panels that do not overlap are merged at the same time: by a thread block each.
+    panels_overlap = head_size % _PANEL != 0
 
     def kernel(partials_ref, first_ref, last_ref, scalars_ref, out_ref, panel_smem):
         row, head = lax.axis_index("row"), lax.axis_index("head")
         pair = row * num_kv_heads + head
         first, last = first_ref[pair], last_ref[pair]
 
-        def merge_panel(panel: int):
+        def merge_panel(panel):
             def merge_item(i, softmax):
                 weighted, largest, total = softmax
                 item_largest = _load(partials_ref.largest.at[i], _PER_HEAD)
@@ -286,8 +288,9 @@ def _merge(
                 first, last, merge_item, (zeros, sink, jnp.ones_like(sink))
             )
             merged = weighted * _over_rows(scalars_ref.value_scales[head] / total, _PANEL)
-            # Overlapping panels must be written one after the other.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=head_size % _PANEL == 0)
+            if panels_overlap:
+                # They must be written one after the other.
+                plgpu.wait_smem_to_gmem(0)
             store_unoptimized(
                 panel_smem.T,
                 plgpu.layout_cast(merged.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED),
@@ -300,15 +303,18 @@ def _merge(
 
         @pl.when(first < last)
         def _():
-            for panel in _panels(head_size):
-                merge_panel(panel)
+            if panels_overlap:
+                for panel in _panels(head_size):
+                    merge_panel(panel)
+            else:
+                merge_panel(pl.multiple_of(lax.axis_index("panel") * _PANEL, _PANEL))
             plgpu.wait_smem_to_gmem(0)
 
     plgpu.kernel(
         kernel,
         out_type=(),
-        grid=(num_rows, num_kv_heads),
-        grid_names=("row", "head"),
+        grid=(num_rows, num_kv_heads, 1 if panels_overlap else head_size // _PANEL),
+        grid_names=("row", "head", "panel"),
         scratch_types=[plgpu.SMEM((padded_size, _PANEL), out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
