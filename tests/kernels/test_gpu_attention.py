@@ -70,6 +70,14 @@ SMALL_CASES = [
     small("head_size_256", head_size=256, block_size=128),
     small("block_size_32", block_size=32),
     small("window_below_a_page", sliding_window=5),
+    # A tile whose first and last blocks are masked, and one between them is not.
+    small(
+        "window_of_blocks",
+        ((1, 450), (70, 560)),
+        num_tokens=128,
+        max_blocks=36,
+        sliding_window=400,
+    ),
     small("everything", sliding_window=40, soft_cap=3.0, has_sinks=True),
     small("int8_kv", kv_dtype="int8"),
     # Three blocks, of which the last is not whole, through two stages.

@@ -311,3 +311,13 @@ def test_a_step_of_decodes_has_no_prefill_kernel(compile_step):
     assert_good(compiled, DECODE)
     # A group of four is eight columns of the matrix instruction.
     assert "HGMMA.64x8x16" in compiled.code["paged_decode"]
+
+
+def test_a_producer_of_16_bits_only_copies(compile_step):
+    """It writes nothing to the ring itself, so it never waits for a copy."""
+    compiled = compile_step(config_of(128), 64)
+    for kernel in ("paged_decode", "paged_prefill"):
+        computing, producing = compiled.code[kernel].split("USETMAXREG.DEALLOC")
+        assert "STSM" in computing
+        assert "UTMALDG" in producing
+        assert "STS" not in producing

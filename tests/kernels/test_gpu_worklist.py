@@ -7,7 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
-from jaxllm_kernels.ragged_paged_attention.gpu_worklist import cut_prefills, split_decodes
+from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
+    cut_prefills,
+    item_of_worker,
+    split_decodes,
+)
 
 NUM_ROWS, NUM_KV_HEADS, BLOCK, LOAD, NUM_WORKERS = 6, 2, 128, 16, 5
 
@@ -71,6 +75,14 @@ def test_no_worker_has_more_than_its_share_of_blocks(contexts):
 
 
 @settings(max_examples=60, deadline=None)
+@given(contexts_of_decodes, windows)
+def test_no_item_is_empty(contexts, window):
+    work = split(make_batch(contexts, [(5, 5)]), window)
+    num_items = int(work.worker_items[-1])
+    assert (work.items.end > work.items.start)[:num_items].all()
+
+
+@settings(max_examples=60, deadline=None)
 @given(contexts_of_decodes)
 def test_partial_results_are_merged_where_they_belong(contexts):
     work = split(make_batch(contexts))
@@ -80,7 +92,6 @@ def test_partial_results_are_merged_where_they_belong(contexts):
             if work.items.end[i] > work.items.start[i]:
                 row, head = int(work.items.row[i]), int(work.items.head[i])
                 assert pair == row * NUM_KV_HEADS + head
-            # Also those without keys are written by somebody.
             assert i < work.worker_items[-1]
             merged.append(i)
     with_keys = np.flatnonzero(np.asarray(work.items.end) > np.asarray(work.items.start))
@@ -134,3 +145,22 @@ def test_every_query_of_every_prefill_is_in_one_tile(tile_tokens, rows):
 def test_tiles_with_many_keys_come_first():
     tiles = cut_prefills(make_batch([], [(3, 3), (20, 90)]), num_tokens=64, tile_tokens=8)
     np.testing.assert_array_equal(tiles.position[:4], [86, 78, 70, 0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 7))
+def test_every_item_is_one_workers(num_items, num_workers):
+    turns = range(cdiv(num_items, num_workers))
+    items = [
+        [int(item_of_worker(worker, jnp.int32(i), num_workers)) for i in turns]
+        for worker in range(num_workers)
+    ]
+    assert sorted(item for own in items for item in own if item < num_items) == [*range(num_items)]
+    # After the first item that is not there, a worker has no other.
+    for own in items:
+        assert own == sorted(own)
+
+
+def test_turns_go_forth_and_back():
+    items = [item_of_worker(0, jnp.int32(i), 4) for i in range(4)]
+    assert [int(item) for item in items] == [0, 7, 8, 15]

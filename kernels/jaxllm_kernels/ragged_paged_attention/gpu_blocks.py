@@ -3,14 +3,25 @@
 Both attention kernels have a producer warpgroup that only loads. It fills a ring of stages with
 blocks of consecutive tokens of a row and kv head, keys and values alternating. The compute
 warpgroups wait for a stage, use it and release it. The ring always has 16-bit numbers, whatever the
-cache's dtype, and zeros for values past the end of the context: a weight of zero would not remove
-NaN garbage.
+cache's dtype.
 
 A 16-bit cache is copied directly to the ring, one TMA copy per page. An 8-bit cache is copied to a
 second ring, and the producer converts it: the matrix instruction needs 16 bits in both operands,
 and the compute warpgroups have no time for conversions.
+
+**What drains, and what does not.** The producer waits for one thing only: a free stage. It treats a
+span's end like any other place, so the next span's blocks are in flight while the readers are still
+at this span's last blocks. The producer of an 8-bit cache converts a block when the second ring
+needs its place again. This lag, too, continues from one span to the next. Only at the kernel's end
+the producer converts what is left, and waits until everything has been read.
+
+**The end of a context.** The last block of a span has garbage after its end, possibly NaN, and a
+weight of zero would not remove NaN. The first reader of such values replaces them by zeros in the
+stage (`zero_end`). The producer could do this only after the copy has landed. It would wait for
+that at every span's end, with nothing in flight meanwhile.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,10 +53,9 @@ class RingRefs(NamedTuple):
     stages: Any  # [2 * num_stages, block_tokens, H]
     full: Any  # barriers: a stage may be read
     free: Any  # barriers: a stage has been read
-    # Blocks that cannot be copied directly to their stage: 8-bit blocks, and the last values of a
-    # context.
-    staged: Any  # [2 * num_staged, block_tokens, H] of the cache's dtype; None for 16 bits
-    landed: Any  # barriers
+    # 8-bit blocks before their conversion; None for 16 bits.
+    staged: Any  # [2 * num_staged, block_tokens, H] of the cache's dtype
+    landed: Any  # barriers: an 8-bit block has arrived
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +115,9 @@ class BlockRing:
             ),
             free=plgpu.Barrier(num_arrivals=self.num_readers, num_barriers=2 * self.num_stages),
             staged=blocks(self.num_staged, self.cache_dtype) if self.converts else None,
-            # Never a single barrier: its address would be a constant, which the compiler keeps
-            # until the kernel's end, in a register or spilled.
-            landed=plgpu.Barrier(
-                num_arrivals=self.num_copies,
-                num_barriers=2 * self.num_staged if self.converts else 2,
-            ),
+            landed=plgpu.Barrier(num_arrivals=self.num_copies, num_barriers=2 * self.num_staged)
+            if self.converts
+            else None,
         )
 
     def count_blocks(self, span: Span):
@@ -131,47 +138,53 @@ class BlockRing:
         """Release the keys or values of a block."""
         plgpu.barrier_arrive(refs.free.at[self._stage(which, block)])
 
+    def zero_end(self, refs: RingRefs, block, num_tokens) -> None:
+        """Zero a block's values after its first tokens, for all readers.
+
+        One reader calls this, after it has waited for the values. It must signal the other readers
+        before they read. A whole block is left as it is.
+        """
+        values = refs.stages.at[self._stage(VALUES, block)]
+
+        @pl.when(num_tokens < self.block_tokens)
+        def _():
+            def zero(part, row):
+                kept = plgpu.load(values.at[part], layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue]
+                values[part] = _zero_from(kept, num_tokens - row)
+
+            self._for_each_part(zero, first_row=num_tokens)
+            plgpu.commit_smem()
+
     # Operations of the producer.
 
-    def send(self, span: Span, cache, block_tables, refs: RingRefs, sent):
-        """Send the blocks of a span. `sent` counts the blocks before; return the count after."""
-        num_blocks = self.count_blocks(span)
+    def send_all(
+        self, num_spans, begin_span: Callable[[Any], Span], cache, block_tables, refs: RingRefs
+    ) -> None:
+        """Send the blocks of all spans, and wait until the readers have read everything.
 
-        def copy(which, i, target, barrier):
-            self._copy(span, which, i, cache, block_tables, target, barrier)
+        `begin_span` reads a span. It is called once for each, in order, before the span's first
+        block is sent. If the cache has 8 bits, the last `num_staged` blocks before that are not
+        converted yet, so `begin_span` must not wait for their readers.
+        """
 
-        def count_tokens(i):
-            return span.end - span.start - i * self.block_tokens
+        def send_span(i, sent):
+            span = begin_span(i)
+            num_blocks = self.count_blocks(span)
 
-        def send_block(i, _):
-            stage = self._wait_until_free(refs, KEYS, sent + i)
-            copy(KEYS, i, refs.stages.at[stage], refs.full.at[stage])
-            self._send_values(refs, sent + i, count_tokens(i), copy, i)
+            def send_block(j, _):
+                self._send_block(span, j, sent + j, cache, block_tables, refs)
 
-        # One code path converts keys and values, and one copies all blocks, including the first:
-        # then the compiler keeps fewer addresses.
-        lead = 2 * self.num_staged
-
-        def stage_or_convert(n, _):
-            @pl.when(n >= lead)
-            def _():
-                which, i = _split(n - lead)
-                self._convert(refs, which, sent + i, count_tokens(i))
-
-            @pl.when(n < 2 * num_blocks)
-            def _():
-                which, i = _split(n)
-                slot = self._slot(which, sent + i)
-                copy(which, i, refs.staged.at[slot], refs.landed.at[slot])
-
-        if self.converts:
-            lax.fori_loop(jnp.int32(0), 2 * num_blocks + lead, stage_or_convert, None)
-        else:
             lax.fori_loop(jnp.int32(0), num_blocks, send_block, None)
-        return sent + num_blocks
+            return sent + num_blocks
 
-    def drain(self, refs: RingRefs, sent):
-        """Wait until the readers have read everything."""
+        sent = lax.fori_loop(jnp.int32(0), num_spans, send_span, jnp.int32(0))
+        if self.converts:
+
+            def convert(n, _):
+                which, age = _split(n)
+                self._convert(refs, which, sent + age - self.num_staged)
+
+            lax.fori_loop(jnp.int32(0), jnp.int32(2 * self.num_staged), convert, None)
         for age in range(self.num_stages, 0, -1):
             for which in (KEYS, VALUES):
 
@@ -194,66 +207,65 @@ class BlockRing:
 
         return stage
 
-    def _send_values(self, refs: RingRefs, block, num_tokens, copy, i):
-        stage = self._wait_until_free(refs, VALUES, block)
-        values = refs.stages.at[stage]
-        is_whole = num_tokens >= self.block_tokens
+    def _send_block(self, span: Span, i, block, cache, block_tables, refs: RingRefs) -> None:
+        """Send block i of a span, which is this block of the kernel."""
+        # Look up the pages before waiting for a free place, which hides the latency.
+        pages = self._look_up(span, i, block_tables)
+        if not self.converts:
+            for which in (KEYS, VALUES):
+                stage = self._wait_until_free(refs, which, block)
+                self._copy(span, which, i, pages, cache, refs.stages.at[stage], refs.full.at[stage])
+            return
 
-        @pl.when(is_whole)
-        def _():
-            copy(VALUES, i, values, refs.full.at[stage])
+        # One code path for keys and values: then the compiler keeps fewer addresses.
+        def convert_and_copy(which, _):
+            self._convert(refs, which, block - self.num_staged)
+            slot = self._slot(which, block)
+            self._copy(span, which, i, pages, cache, refs.staged.at[slot], refs.landed.at[slot])
 
-        # The last values of a context arrive at another barrier. After their end is zeroed, the
-        # readers are signalled as if every copy had just arrived.
-        @pl.when(~is_whole)
+        lax.fori_loop(jnp.int32(KEYS), jnp.int32(VALUES + 1), convert_and_copy, None)
+
+    def _convert(self, refs: RingRefs, which, block) -> None:
+        """Convert the keys or values of a block into the ring, if there is such a block."""
+
+        @pl.when(block >= 0)
         def _():
-            landed = refs.landed.at[lax.rem(block, jnp.int32(2))]
-            copy(VALUES, i, values, landed)
-            plgpu.barrier_wait(landed)
-            self._zero_end(values, num_tokens)
+            slot = self._slot(which, block)
+            plgpu.barrier_wait(refs.landed.at[slot])
+            stage = self._wait_until_free(refs, which, block)
+            target = refs.stages.at[stage]
+
+            def convert(part, row):
+                narrow = refs.staged.at[slot].at[part]
+                wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA, optimized=False)  # pyright: ignore[reportCallIssue]
+                # There is no instruction that converts 8-bit floats to bfloat16.
+                if wide.dtype == jnp.float8_e4m3fn:
+                    wide = wide.astype(jnp.float16)
+                target[part] = wide.astype(self.dtype)
+
+            self._for_each_part(convert)
             plgpu.commit_smem()
-            for _j in range(self.num_copies):
-                plgpu.barrier_arrive(refs.full.at[stage])
+            plgpu.barrier_arrive(refs.full.at[stage])
 
-    def _convert(self, refs: RingRefs, which, block, num_tokens):
-        slot = self._slot(which, block)
-        plgpu.barrier_wait(refs.landed.at[slot])
-        stage = self._wait_until_free(refs, which, block)
-        target = refs.stages.at[stage]
+    def _look_up(self, span: Span, i, block_tables) -> list[Any]:
+        """The page of each copy of block i; after the span's end its last page again."""
+        first = span.start + i * self.block_tokens
+        tokens = (first + j * self.load_tokens for j in range(self.num_copies))
+        return [
+            block_tables[
+                span.row, lax.div(jnp.minimum(token, span.end - 1), jnp.int32(self.page_tokens))
+            ]
+            for token in tokens
+        ]
 
-        @self._for_each_part
-        def _(part, row):
-            narrow = refs.staged.at[slot].at[part]
-            wide = plgpu.load(narrow, layout=plgpu.Layout.WGMMA, optimized=False)  # pyright: ignore[reportCallIssue]
-            # There is no instruction that converts 8-bit floats to bfloat16.
-            if wide.dtype == jnp.float8_e4m3fn:
-                wide = wide.astype(jnp.float16)
-            target[part] = wide.astype(self.dtype)
-
-        @pl.when((which == VALUES) & (num_tokens < self.block_tokens))
-        def _():
-            self._zero_end(target, num_tokens)
-
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(refs.full.at[stage])
-
-    def _zero_end(self, values, num_tokens):
-        """Zero the rows after the first tokens of a block."""
-
-        @self._for_each_part
-        def _(part, row):
-            kept = plgpu.load(values.at[part], layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue]
-            values[part] = _zero_from(kept, num_tokens - row)
-
-    def _copy(self, span: Span, which, i, cache, block_tables, target, barrier):
-        """Start to copy block i of a span; absent pages count as copied."""
+    def _copy(self, span: Span, which, i, pages, cache, target, barrier) -> None:
+        """Start to copy block i of a span; pages after its end count as copied."""
         size = self.load_tokens
-        for j in range(self.num_copies):
+        for j, page in enumerate(pages):
             token = span.start + i * self.block_tokens + j * size
 
             @pl.when(token < span.end)
-            def _(j=j, token=token):
-                page = block_tables[span.row, lax.div(token, jnp.int32(self.page_tokens))]
+            def _(j=j, token=token, page=page):
                 source = cache.at[page, which, span.head]
                 if size < self.page_tokens:
                     offset = lax.rem(token, jnp.int32(self.page_tokens))
@@ -264,8 +276,8 @@ class BlockRing:
             def _():
                 plgpu.barrier_arrive(barrier)
 
-    def _for_each_part(self, body):
-        """Call body with the index and the first row of each part of a block.
+    def _for_each_part(self, body, first_row=0) -> None:
+        """Call body with the index and the first row of each part of a block, from a row on.
 
         A part fits in few registers. This is a loop, because JAX's search for layouts slows down
         quickly with the number of references.
@@ -278,8 +290,9 @@ class BlockRing:
             column = pl.multiple_of(lax.rem(i, jnp.int32(num_across)) * columns, columns)
             body((pl.ds(row, 64), pl.ds(column, columns)), row)
 
+        first_part = lax.div(jnp.int32(first_row), jnp.int32(64)) * num_across
         num_parts = self.block_tokens // 64 * num_across
-        lax.fori_loop(jnp.int32(0), jnp.int32(num_parts), visit, None)
+        lax.fori_loop(first_part, jnp.int32(num_parts), visit, None)
 
 
 def operand_transforms(width: int, dtype: DTypeLike):

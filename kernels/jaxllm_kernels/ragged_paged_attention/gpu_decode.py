@@ -31,7 +31,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     operand_transforms,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
-from jaxllm_kernels.ragged_paged_attention.gpu_tuning import Tuning
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import Tuning, num_query_slots
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeItems, DecodeWork
 
 # Per thread. The two warpgroups start with 240 each. If the sum is larger, one waits forever.
@@ -40,7 +40,6 @@ _COMPUTE_REGISTERS = 240
 
 _MATRIX = plgpu.Layout.WGMMA
 _PER_HEAD = plgpu.Layout.WGMMA.reduce(0)
-_QUERY_SLOTS = 2
 
 
 class Partials(NamedTuple):
@@ -88,6 +87,7 @@ def _attend_items(
     group_size, head_size = q.shape[2:]
     block_tokens = ring.block_tokens
     panels = _panels(head_size)
+    query_slots = num_query_slots(ring.num_staged)
 
     def kernel(
         q_ref,
@@ -115,27 +115,25 @@ def _attend_items(
         def produce():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
-            def send_item(i, sent):
-                item = read_item(i)
-                slot = lax.rem(i - first, _QUERY_SLOTS)
+            def begin_item(i):
+                item = read_item(first + i)
+                slot = lax.rem(i, query_slots)
 
-                @pl.when(i - first >= _QUERY_SLOTS)
+                @pl.when(i >= query_slots)
                 def _():
                     plgpu.barrier_wait(query_free.at[slot])
 
                 plgpu.copy_gmem_to_smem(
                     q_ref.at[item.row, item.head], queries.at[slot], query_full.at[slot]
                 )
-                span = Span(item.row, item.head, item.start, item.end)
-                return ring.send(span, cache_ref, tables_ref, blocks, sent)
+                return Span(item.row, item.head, item.start, item.end)
 
-            sent = lax.fori_loop(first, last, send_item, jnp.int32(0))
-            ring.drain(blocks, sent)
-            for age in range(_QUERY_SLOTS, 0, -1):
+            ring.send_all(last - first, begin_item, cache_ref, tables_ref, blocks)
+            for age in range(query_slots, 0, -1):
 
                 @pl.when(last - first >= age)
                 def _(age=age):
-                    plgpu.barrier_wait(query_free.at[lax.rem(last - first - age, _QUERY_SLOTS)])
+                    plgpu.barrier_wait(query_free.at[lax.rem(last - first - age, query_slots)])
 
         def compute():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
@@ -144,7 +142,7 @@ def _attend_items(
                 # Read the next item early, so that this item's blocks hide the latency.
                 item, used = carry
                 next_item = read_item(jnp.minimum(i + 1, num_items - 1))
-                slot = lax.rem(i - first, _QUERY_SLOTS)
+                slot = lax.rem(i - first, query_slots)
                 span = Span(item.row, item.head, item.start, item.end)
                 num_blocks = ring.count_blocks(span)
                 factor = factors_ref[item.head]
@@ -175,6 +173,7 @@ def _attend_items(
                     plgpu.commit_smem()
 
                     values = ring.wait(blocks, VALUES, used + j)
+                    ring.zero_end(blocks, used + j, item.end - first_key)
                     decay = _over_rows(decay, _PANEL)
                     weighted = tuple(
                         old * decay + _multiply(values.at[:, pl.ds(panel, _PANEL)].T, weights.T)
@@ -226,7 +225,7 @@ def _attend_items(
         scratch_types=dict(
             blocks=ring.scratch(),
             queries=plgpu.SMEM(
-                (_QUERY_SLOTS, group_size, head_size),
+                (query_slots, group_size, head_size),
                 ring.dtype,
                 transforms=operand_transforms(head_size, ring.dtype),
             ),
@@ -236,8 +235,8 @@ def _attend_items(
                 # Both operands of a product must have the same swizzle.
                 transforms=operand_transforms(head_size, ring.dtype),
             ),
-            query_full=plgpu.Barrier(num_barriers=_QUERY_SLOTS),
-            query_free=plgpu.Barrier(num_barriers=_QUERY_SLOTS),
+            query_full=plgpu.Barrier(num_barriers=query_slots),
+            query_free=plgpu.Barrier(num_barriers=query_slots),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -260,13 +259,15 @@ def _merge(
     num_kv_heads, head_size = config.num_kv_heads, config.head_size
     group_size = config.num_heads // num_kv_heads
     padded_size = partials.largest.shape[1]
+    # Panels that do not overlap are merged at the same time: by a thread block each.
+    panels_overlap = head_size % _PANEL != 0
 
     def kernel(partials_ref, first_ref, last_ref, scalars_ref, out_ref, panel_smem):
         row, head = lax.axis_index("row"), lax.axis_index("head")
         pair = row * num_kv_heads + head
         first, last = first_ref[pair], last_ref[pair]
 
-        def merge_panel(panel: int):
+        def merge_panel(panel):
             def merge_item(i, softmax):
                 weighted, largest, total = softmax
                 item_largest = _load(partials_ref.largest.at[i], _PER_HEAD)
@@ -287,8 +288,9 @@ def _merge(
                 first, last, merge_item, (zeros, sink, jnp.ones_like(sink))
             )
             merged = weighted * _over_rows(scalars_ref.value_scales[head] / total, _PANEL)
-            # Overlapping panels must be written one after the other.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=head_size % _PANEL == 0)
+            if panels_overlap:
+                # They must be written one after the other.
+                plgpu.wait_smem_to_gmem(0)
             store_unoptimized(
                 panel_smem.T,
                 plgpu.layout_cast(merged.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED),
@@ -301,15 +303,18 @@ def _merge(
 
         @pl.when(first < last)
         def _():
-            for panel in _panels(head_size):
-                merge_panel(panel)
+            if panels_overlap:
+                for panel in _panels(head_size):
+                    merge_panel(panel)
+            else:
+                merge_panel(pl.multiple_of(lax.axis_index("panel") * _PANEL, _PANEL))
             plgpu.wait_smem_to_gmem(0)
 
     plgpu.kernel(
         kernel,
         out_type=(),
-        grid=(num_rows, num_kv_heads),
-        grid_names=("row", "head"),
+        grid=(num_rows, num_kv_heads, 1 if panels_overlap else head_size // _PANEL),
+        grid_names=("row", "head", "panel"),
         scratch_types=[plgpu.SMEM((padded_size, _PANEL), out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,

@@ -4,7 +4,20 @@ A tile's products grow with its tokens, but the keys that it reads do not. So th
 tensor cores. A tile is 128 tokens of one query head: 64 for each of two compute warpgroups. Both
 read the same blocks, which a producer warpgroup fetches (`gpu_blocks`). They take turns: one
 computes its softmax weights while the other uses the tensor cores (the ping-pong of
-FlashAttention-3).
+FlashAttention-3). This is an item of two blocks:
+
+    turn               1           2            3           4            5
+    warpgroup 0   q.k  |  softmax  |  p.v  q.k  |  softmax  |  p.v       |
+    warpgroup 1        |  q.k      |  softmax   |  p.v q.k  |  softmax   |  p.v
+
+Each turn is a phase of one barrier, at which both warpgroups arrive. So both arrive equally often:
+warpgroup 1 once before its first block, warpgroup 0 once after its last. A warpgroup arrives when
+it has issued q.k, before the product is there, and when it has its weights, before the values are
+there. It waits for p.v before it issues the next q.k. Warpgroup 0 is a turn ahead, so it zeroes the
+end of the last block of values for both, before it multiplies by them.
+
+Blocks that every query sees are not masked. The others are the last ones and, with a window, the
+first ones; so there are two loops over blocks, or three.
 
 Chunks start anywhere in the flat batch. The copy engine's tiled loads and stores do not allow that.
 So queries are loaded through registers, once per tile, and outputs are stored in pieces of 64, 32,
@@ -12,7 +25,8 @@ So queries are loaded through registers, once per tile, and outputs are stored i
 (computed, not measured), and no store touches another row.
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +44,14 @@ from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     operand_columns,
     operand_transforms,
 )
-from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
+from jaxllm_kernels.ragged_paged_attention.gpu_softmax import (
+    UNSEEN,
+    HeadScalars,
+    to_scores,
+    to_unscaled_scores,
+)
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import PREFILL_TILE_TOKENS, Tuning
-from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles
+from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles, item_of_worker
 
 _GROUP_TOKENS = 64  # of a compute warpgroup: the rows of a matrix instruction
 _NUM_GROUPS = PREFILL_TILE_TOKENS // _GROUP_TOKENS
@@ -46,6 +65,16 @@ _REGISTERS_IF_CONVERTING = (56, 224)
 _MATRIX = plgpu.Layout.WGMMA
 _PER_TOKEN = plgpu.Layout.WGMMA.reduce(1)
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
+
+
+class _Item(NamedTuple):
+    """A tile and a query head."""
+
+    token: jax.Array  # flat position of the first query
+    position: jax.Array  # of the first query in its row's context
+    num_tokens: jax.Array  # 0 after the last item
+    head: jax.Array
+    keys: Span
 
 
 def prefill(
@@ -67,6 +96,9 @@ def prefill(
     heads_per_kv_head = num_heads // config.num_kv_heads
     block_tokens = ring.block_tokens
     registers = _REGISTERS_IF_CONVERTING if ring.converts else _REGISTERS
+    # Registers do not suffice for a third loop if the head size is 256 and the producer converts.
+    # Then all blocks of a window are masked.
+    has_three_loops = config.sliding_window is not None and not (ring.converts and head_size > 128)
 
     def kernel(
         q_ref,
@@ -84,47 +116,62 @@ def prefill(
         queries, outputs = queries_or_outputs
         group = lax.axis_index("warpgroup")
 
-        def count_items():
-            num_items = tiles_ref.num_tiles[0] * num_heads - lax.axis_index("worker")
-            return lax.div(lax.max(num_items + num_workers - 1, 0), jnp.int32(num_workers))
+        worker = lax.axis_index("worker")
 
-        def read_item(i) -> tuple[PrefillTiles, jax.Array, Span]:
+        def count_items():
+            num_items = tiles_ref.num_tiles[0] * num_heads
+            turns = lax.div(num_items, jnp.int32(num_workers))
+            has_one_more = item_of_worker(worker, turns, num_workers) < num_items
+            return turns + has_one_more.astype(jnp.int32)
+
+        def read_item(i) -> _Item:
             # Adjacent items are heads of one tile: heads that share a kv head find its keys in L2.
-            item = lax.axis_index("worker") + i * num_workers
-            index, head = lax.div(item, jnp.int32(num_heads)), lax.rem(item, jnp.int32(num_heads))
-            tile = PrefillTiles(
-                *(ref[index] for ref in tiles_ref[:-1]), num_tiles=tiles_ref.num_tiles
-            )
+            item = item_of_worker(worker, i, num_workers)
+            head = lax.rem(item, jnp.int32(num_heads))
+            # The last entry of the worklist is always padding.
+            index = jnp.minimum(lax.div(item, jnp.int32(num_heads)), tiles_ref.row.shape[0] - 1)
+            position, num_tokens = tiles_ref.position[index], tiles_ref.num_tokens[index]
             start = jnp.int32(0)
             if config.sliding_window is not None:
-                start = jnp.maximum(tile.position - (config.sliding_window - 1), 0)
+                start = jnp.maximum(position - (config.sliding_window - 1), 0)
                 start = lax.div(start, jnp.int32(ring.load_tokens)) * ring.load_tokens
             kv_head = lax.div(head, jnp.int32(heads_per_kv_head))
-            return tile, head, Span(tile.row, kv_head, start, tile.position + tile.num_tokens)
+            keys = Span(tiles_ref.row[index], kv_head, start, position + num_tokens)
+            return _Item(tiles_ref.token[index], position, num_tokens, head, keys)
 
         def produce():
             plgpu.set_max_registers(registers[0], action="decrease")
 
-            def send_item(i, sent):
-                _, _, span = read_item(i)
-                return ring.send(span, cache_ref, tables_ref, blocks, sent)
+            def begin_item(i):
+                return read_item(i).keys
 
-            sent = lax.fori_loop(jnp.int32(0), count_items(), send_item, jnp.int32(0))
-            ring.drain(blocks, sent)
+            ring.send_all(count_items(), begin_item, cache_ref, tables_ref, blocks)
 
         def take_turn():
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
+        def is_seen(first_query):
+            """Which keys of a block are seen, by queries from this place of the block on."""
+            # One number per key and one per query: one number per score would need registers that
+            # head size 256 does not leave.
+            key = _over_rows(_iota(block_tokens, _PER_KEY), _GROUP_TOKENS)
+            query = _iota(_GROUP_TOKENS, _PER_TOKEN) + first_query
+            seen = key <= _over_columns(query, block_tokens)
+            if config.sliding_window is not None:
+                seen &= key > _over_columns(query - config.sliding_window, block_tokens)
+            return seen
+
         def compute():
             plgpu.set_max_registers(registers[1], action="increase")
 
-            def attend_item(i, used):
-                tile, head, span = read_item(i)
+            def attend_item(carry):
+                i, used, item = carry
+                head, span = item.head, item.keys
                 num_blocks = ring.count_blocks(span)
                 # The first query of this warpgroup: its flat position, and its position in the row.
-                first_token = tile.token + group * _GROUP_TOKENS
-                first_query = tile.position + group * _GROUP_TOKENS
+                first_token = item.token + group * _GROUP_TOKENS
+                first_query = item.position + group * _GROUP_TOKENS
                 factor = scalars_ref.score_factors[span.head]
 
                 # The previous item's outputs are in the same memory.
@@ -133,7 +180,7 @@ def prefill(
                 queries[group] = plgpu.load(q_ref.at[rows, head], layout=_MATRIX, optimized=False)  # pyright: ignore[reportCallIssue]
                 plgpu.commit_smem()
 
-                def attend_block(j, softmax, *, is_masked):
+                def attend_block(j, softmax, *, is_masked, has_end):
                     weighted, largest, total = softmax
                     keys = ring.wait(blocks, KEYS, used + j)
 
@@ -147,22 +194,15 @@ def prefill(
                         multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
                     )
                     ring.release(blocks, KEYS, used + j)
-                    scores = to_scores(products, factor, config)
                     if is_masked:
-                        first_key = span.start + j * block_tokens
-                        # Positions within the block: one number per key and one per query. One
-                        # number per score would need registers that head size 256 does not leave.
-                        key = _over_rows(_iota(block_tokens, _PER_KEY), _GROUP_TOKENS)
-                        query = _iota(_GROUP_TOKENS, _PER_TOKEN) + (first_query - first_key)
-                        seen = key <= _over_columns(query, block_tokens)
-                        if config.sliding_window is not None:
-                            last_hidden = query - config.sliding_window
-                            seen &= key > _over_columns(last_hidden, block_tokens)
+                        scores, factor_left = to_scores(products, factor, config), 1.0
+                        seen = is_seen(first_query - span.start - j * block_tokens)
                         scores = jnp.where(seen, scores, UNSEEN)
-
-                    new_largest = jnp.maximum(largest, scores.max(axis=1))
+                    else:
+                        scores, factor_left = to_unscaled_scores(products, factor, config)
+                    new_largest = jnp.maximum(largest, scores.max(axis=1) * factor_left)
                     decay = jnp.exp2(largest - new_largest)
-                    p = jnp.exp2(scores - _over_columns(new_largest, block_tokens))
+                    p = jnp.exp2(scores * factor_left - _over_columns(new_largest, block_tokens))
                     weighted = weighted * _over_columns(decay, head_size)
                     total = total * decay + p.sum(axis=1)
                     # All of this must be computed before the other warpgroup's turn ends.
@@ -171,17 +211,18 @@ def prefill(
                     )
                     plgpu.barrier_arrive(turn)
                     values = ring.wait(blocks, VALUES, used + j)
+                    if has_end:
+                        num_tokens = span.end - span.start - j * block_tokens
+
+                        @pl.when(group == 0)
+                        def _():
+                            ring.zero_end(blocks, used + j, num_tokens)
+
                     plgpu.barrier_wait(turn)
                     staged = None if weights is None else weights.at[group]
                     weighted = _accumulate(weighted, p, values, staged)
                     ring.release(blocks, VALUES, used + j)
                     return weighted, new_largest, total
-
-                def attend_masked(j, softmax):
-                    return attend_block(j, softmax, is_masked=True)
-
-                def attend_whole(j, softmax):
-                    return attend_block(j, softmax, is_masked=False)
 
                 sink = jnp.full((_GROUP_TOKENS,), scalars_ref.sinks[head], jnp.float32)
                 softmax = (
@@ -189,15 +230,31 @@ def prefill(
                     plgpu.layout_cast(sink, _PER_TOKEN),
                     plgpu.layout_cast(jnp.ones_like(sink), _PER_TOKEN),
                 )
-                num_whole = jnp.int32(0)
-                if config.sliding_window is None:
-                    # The number of blocks that even the first query sees completely.
-                    num_whole = lax.div(first_query + 1, jnp.int32(block_tokens))
-                    num_whole = jnp.minimum(num_whole, num_blocks)
+                # Every query sees the blocks from `whole` to `masked` completely.
+                whole, masked = jnp.int32(0), jnp.int32(0)
+                if config.sliding_window is None or has_three_loops:
+                    masked = lax.div(first_query + 1 - span.start, jnp.int32(block_tokens))
+                    masked = jnp.minimum(masked, num_blocks)
+                if has_three_loops:
+                    first_key = first_query + _GROUP_TOKENS - config.sliding_window
+                    whole = jnp.maximum(first_key - span.start, 0) + (block_tokens - 1)
+                    whole = lax.div(whole, jnp.int32(block_tokens))
+                    # The last loop always has the last block, whose end may need zeros.
+                    whole = jnp.minimum(whole, num_blocks - 1)
+                    masked = jnp.maximum(masked, whole)
+
+                def attend_blocks(first, last, softmax, **kind):
+                    body = functools.partial(attend_block, **kind)
+                    return lax.fori_loop(first, last, body, softmax)
+
                 pl.when(group == 1)(take_turn)
-                softmax = lax.fori_loop(jnp.int32(0), num_whole, attend_whole, softmax)
-                softmax = lax.fori_loop(num_whole, num_blocks, attend_masked, softmax)
+                if has_three_loops:
+                    softmax = attend_blocks(0, whole, softmax, is_masked=True, has_end=False)
+                softmax = attend_blocks(whole, masked, softmax, is_masked=False, has_end=False)
+                softmax = attend_blocks(masked, num_blocks, softmax, is_masked=True, has_end=True)
                 pl.when(group == 0)(take_turn)
+                # Storing the outputs hides the latency of reading the next item.
+                next_item = read_item(i + 1)
 
                 weighted, _, total = softmax
                 out = weighted * _over_columns(
@@ -207,9 +264,13 @@ def prefill(
                 plgpu.commit_smem()
                 num_tokens = jnp.clip(span.end - first_query, 0, _GROUP_TOKENS)
                 _store_rows(outputs, group, out_ref, head, first_token, num_tokens)
-                return used + num_blocks
+                return i + 1, used + num_blocks, next_item
 
-            lax.fori_loop(jnp.int32(0), count_items(), attend_item, jnp.int32(0))
+            def is_item(carry):
+                _, _, item = carry
+                return item.num_tokens > 0
+
+            lax.while_loop(is_item, attend_item, (jnp.int32(0), jnp.int32(0), read_item(0)))
             plgpu.wait_smem_to_gmem(0)
 
         pl.when(group < _NUM_GROUPS)(compute)

@@ -45,3 +45,15 @@ def to_scores(products, factor, config: AttentionConfig):
     if config.soft_cap is not None:
         scores = config.soft_cap * LOG2_E * jnp.tanh(scores)
     return scores
+
+
+def to_unscaled_scores(products, factor, config: AttentionConfig):
+    """Scores that must still be multiplied by the returned factor.
+
+    The largest score is the largest product times a positive factor. So the products need not be
+    multiplied before their maximum is known, and after that the multiplication is part of an
+    addition.
+    """
+    if config.soft_cap is None and config.scale > 0:
+        return products, factor
+    return to_scores(products, factor, config), 1.0

@@ -30,6 +30,16 @@ def padded_group_size(config: AttentionConfig) -> int:
     return round_up(config.num_heads // config.num_kv_heads, 8)
 
 
+def num_query_slots(num_staged: int) -> int:
+    """Items of a decode whose queries are in shared memory.
+
+    The producer sends the next item's queries while this item's blocks are used. When it waits for
+    the slot of an earlier item, it has not converted the last `num_staged` blocks yet. These may
+    belong to as many items, and the slot's item must not be one of them.
+    """
+    return max(2, num_staged + 1)
+
+
 def choose_tuning(
     kernel: Literal["decode", "prefill"], config: AttentionConfig, chip: str
 ) -> Tuning:
@@ -64,11 +74,13 @@ def default_tuning(kernel: Literal["decode", "prefill"], config: AttentionConfig
     block_tokens = 128 if head_size <= 128 else 64
     block_bytes = 2 * block_tokens * head_size  # keys and values of one byte
     if kernel == "decode":
-        # Queries of two items, because the producer fetches the next item's queries early.
-        query_rows, most_stages, most_staged = 2 * padded_group_size(config), 4, 2
+        most_stages, most_staged = 4, 2
     else:
-        query_rows, most_stages, most_staged = PREFILL_TILE_TOKENS, 2, 1
+        most_stages, most_staged = 2, 1
     num_staged = 0 if config.kv_dtype is None else most_staged
+    query_rows = PREFILL_TILE_TOKENS
+    if kernel == "decode":
+        query_rows = num_query_slots(num_staged) * padded_group_size(config)
     room = _SHARED_BYTES[kernel] - query_rows * head_size * 2 - num_staged * block_bytes
     return Tuning(
         block_tokens=block_tokens,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
@@ -20,13 +21,18 @@ class DecodeItems(NamedTuple):
     The blocks of all (row, kv head) pairs are concatenated. They are cut at the borders of pairs
     and at the borders of equal shares, one share per worker. So no worker has more than one block
     above the average, whatever the lengths, and there are at most as many items as pairs plus
-    workers.
+    workers. Shares are rounded up to blocks, so some workers may have nothing. That costs no
+    bandwidth: the others read what is left of it (`benchmarks/gpu_bounds.py`). Shares in pages
+    would have more, shorter items.
+
+    Every item that a worker has is at least one block. (The producer relies on that, see
+    `num_query_slots`.)
     """
 
     row: jax.Array  # int32 [W]
     head: jax.Array  # int32 [W]
     start: jax.Array  # int32 [W]: position of the first key to load
-    end: jax.Array  # int32 [W]: position after the last key; equals start if there are no keys
+    end: jax.Array  # int32 [W]: position after the last key
     first_seen: jax.Array  # int32 [W]: position of the first key in the row's window
 
 
@@ -80,7 +86,12 @@ def split_decodes(
     share = cdiv_array(total, num_workers)
     worker_start = jnp.arange(num_workers + 1, dtype=jnp.int32) * share
 
-    cuts = jnp.sort(jnp.concatenate([pair_start, jnp.minimum(worker_start[1:-1], total)]))
+    # Each cut once: two equal cuts would have an empty item between them. The others become the
+    # end of everything.
+    starts_pair = _count_below(pair_start, worker_start) < _count_at_most(pair_start, worker_start)
+    worker_cuts = jnp.where(starts_pair, total, jnp.minimum(worker_start, total))
+    pair_cuts = jnp.where(pair_blocks > 0, pair_start, total)
+    cuts = jnp.sort(jnp.concatenate([pair_cuts, worker_cuts[1:-1]]))
     next_cuts = jnp.append(cuts[1:], total)
     # Pairs without blocks have the same start as the next pair. This finds the last, with blocks.
     pair = _count_at_most(pair_start, cuts) - 1
@@ -122,6 +133,16 @@ def cut_prefills(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int) -> Pr
         position=position[order],
         num_tiles=num_tiles[None],
     )
+
+
+def item_of_worker(worker, i, num_workers: int):
+    """The i-th item of a worker: worker by worker, in turns that go forth and back.
+
+    Items are sorted, longest first. If every turn began with the first worker, it would have the
+    longest item of each turn, and the last worker the shortest.
+    """
+    turned = jnp.where(lax.rem(i, jnp.int32(2)) == 0, worker, num_workers - 1 - worker)
+    return i * num_workers + turned
 
 
 def cdiv_array(a: jax.Array, b: int) -> jax.Array:

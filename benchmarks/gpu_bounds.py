@@ -1,0 +1,259 @@
+"""Bounds of the GPU attention kernels, from a model of their pipelines. It measures nothing.
+
+    python benchmarks/gpu_bounds.py            (a minute on any machine; needs no GPU)
+
+The model computes what an H200 could reach at most with the kernels' worklists and rings, and with
+durations that were counted by hand from compiled code (`Durations`). Its worklists are those that
+the kernels use.
+
+A decode is simulated: 132 producers request blocks, one memory serves them at equal rates, and
+readers release stages. The bound is the time of the bytes alone divided by the simulated time. The
+second figure is the most that one multiprocessor had nothing in flight between its first request
+and its last, which is zero as long as no ring drains.
+
+A prefill's figure is its balance: the mean load of a worker divided by the largest. The load of an
+item is its number of blocks and a constant. Whatever the tensor cores lose comes on top.
+"""
+
+import argparse
+import heapq
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import PREFILL_TILE_TOKENS
+from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
+    cut_prefills,
+    item_of_worker,
+    split_decodes,
+)
+
+NUM_WORKERS = 132
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 8, 128  # of Llama-3.1-8B
+BLOCK_TOKENS, PAGE_TOKENS, NUM_STAGES = 128, 64, 4
+REQUEST, ARRIVAL = 0, 1
+BYTES_PER_US = 4.3e6  # of an H200's memory, as measured by others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    """What the steps of a decode take, in microseconds at 1.755 GHz.
+
+    Those of the reader are counted from the machine code for head size 128: 1.5 cycles for each
+    instruction of the warpgroup, 16 for a matrix instruction, 30 for a barrier. The latencies are
+    assumed: 300 cycles for a load from L2.
+    """
+
+    start: float = 0.2  # until the first load
+    memory: float = 0.65  # from a request to its arrival, if nothing is in front of it
+    load: float = 0.17  # of an item, or of a block's page numbers, by the producer
+    keys: float = 0.25  # product of keys and queries, until the stage is released
+    softmax: float = 0.2
+    values: float = 0.25  # product with the values, until the stage is released
+    zero: float = 0.25  # the end of a last block
+    finish: float = 0.3  # write an item's partial result
+
+
+def make_batch(rows: list[tuple[int, int]], num_decodes: int) -> RaggedBatch:
+    """A step of rows of (tokens, context)."""
+    lengths, contexts = np.array(rows, np.int32).T
+    return RaggedBatch(
+        query_starts=jnp.asarray(np.concatenate([[0], lengths.cumsum()]), jnp.int32),
+        context_lens=jnp.asarray(contexts),
+        block_tables=jnp.zeros((len(rows), 1), jnp.int32),
+        num_decodes=jnp.int32(num_decodes),
+        block_size=PAGE_TOKENS,
+        decode_only=num_decodes == len(rows),
+    )
+
+
+def decode_items(contexts: list[int]) -> list[list[int]]:
+    """For each worker, the numbers of keys of its items."""
+    work = split_decodes(
+        make_batch([(1, context) for context in contexts], len(contexts)),
+        num_kv_heads=NUM_KV_HEADS,
+        sliding_window=None,
+        block_tokens=BLOCK_TOKENS,
+        load_tokens=PAGE_TOKENS,
+        num_workers=NUM_WORKERS,
+    )
+    keys = np.asarray(work.items.end - work.items.start).tolist()
+    borders = np.asarray(work.worker_items).tolist()
+    return [keys[first:last] for first, last in itertools.pairwise(borders)]
+
+
+class Copy(NamedTuple):
+    """The keys, or the values, of a block."""
+
+    num_bytes: int
+    look_up: float  # by the producer, before it waits for a free stage
+    use: float  # by the reader, until the stage is released
+    rest: float  # by the reader, until it waits for the next copy
+
+
+def list_copies(items: list[int], take: Durations) -> list[Copy]:
+    """A worker's copies, in their order."""
+    copies = []
+    for num_keys in items:
+        for first in range(0, num_keys, BLOCK_TOKENS):
+            num_tokens = min(BLOCK_TOKENS, num_keys - first)
+            num_bytes = cdiv(num_tokens, PAGE_TOKENS) * PAGE_TOKENS * HEAD_SIZE * 2
+            loads = take.load * (2 if first == 0 else 1)
+            zero = take.zero if num_tokens < BLOCK_TOKENS else 0.0
+            finish = take.finish if first + num_tokens == num_keys else 0.0
+            copies.append(Copy(num_bytes, loads, take.keys, take.softmax))
+            copies.append(Copy(num_bytes, 0.0, take.values + zero, finish))
+    return copies
+
+
+class Worker:
+    """A thread block: its producer and its reader, by the times that are known so far."""
+
+    def __init__(self, items: list[int], take: Durations):
+        self.copies = list_copies(items, take)
+        self.num_requested = 0
+        self.num_arrived = 0
+        self.producer = take.start + take.load
+        self.reader = 0.0
+        self.idle = 0.0  # time with nothing in flight, between the first request and the last
+        self._requested: list[float] = []
+        self._last_arrival = 0.0
+
+    def request(self, free_at: float) -> tuple[float, int]:
+        """The time of the next request, for a stage that is free at a time, and its bytes."""
+        copy = self.copies[self.num_requested]
+        self.producer = max(self.producer + copy.look_up, free_at)
+        if self.num_requested == self.num_arrived > 0:
+            self.idle += self.producer - self._last_arrival
+        self.num_requested += 1
+        return self.producer, copy.num_bytes
+
+    def arrive(self, time: float) -> float:
+        """The next copy in flight has arrived. Return when its stage is released."""
+        copy = self.copies[self.num_arrived]
+        self.num_arrived += 1
+        self._last_arrival = time
+        released = max(self.reader, time) + copy.use
+        self.reader = released + copy.rest
+        return released
+
+
+class Outcome(NamedTuple):
+    """The end of a simulated decode."""
+
+    time: float
+    idle: float  # the most that a worker had nothing in flight
+
+
+def simulate_decode(items_of_workers: list[list[int]], take: Durations) -> Outcome:
+    """Simulate the workers and their memory, which serves all that wait for it at equal rates.
+
+    A worker's requests are served one after the other. `served` is what a worker that never ran out
+    of requests would have received, in bytes; it grows with the memory's rate divided by the number
+    of workers that wait. A request is served when `served` has grown by the bytes of the request.
+    """
+    workers = [Worker(items, take) for items in items_of_workers if items]
+    events: list[tuple[float, int, int, int]] = []  # time, kind, worker, bytes
+    for index, worker in enumerate(workers):
+        for _ in range(min(2 * NUM_STAGES, len(worker.copies))):
+            time, size = worker.request(0.0)
+            heapq.heappush(events, (time, REQUEST, index, size))
+    waiting = [deque[int]() for _ in workers]
+    in_service: list[tuple[float, int]] = []  # the `served` at their ends, worker
+    now = served = 0.0
+    while events or in_service:
+        rate = BYTES_PER_US / max(len(in_service), 1)
+        end = now + (in_service[0][0] - served) / rate if in_service else math.inf
+        if events and events[0][0] <= end:
+            time, kind, index, size = heapq.heappop(events)
+            served += (time - now) * rate
+            now = time
+            if kind == REQUEST:
+                waiting[index].append(size)
+                if len(waiting[index]) == 1:
+                    heapq.heappush(in_service, (served + size, index))
+                continue
+            worker = workers[index]
+            released = worker.arrive(now)
+            if worker.num_requested < len(worker.copies):
+                time, size = worker.request(released)
+                heapq.heappush(events, (time, REQUEST, index, size))
+        else:
+            served, index = heapq.heappop(in_service)
+            now = end
+            waiting[index].popleft()
+            if waiting[index]:
+                heapq.heappush(in_service, (served + waiting[index][0], index))
+            heapq.heappush(events, (now + take.memory, ARRIVAL, index, 0))
+    return Outcome(max(worker.reader for worker in workers), max(x.idle for x in workers))
+
+
+class DecodeBound(NamedTuple):
+    """What a decode reaches at most."""
+
+    of_bandwidth: float
+    idle_us: float
+
+
+def decode_bound(contexts: list[int]) -> DecodeBound:
+    """Simulate a decode of rows with these contexts."""
+    outcome = simulate_decode(decode_items(contexts), Durations())
+    num_bytes = sum(contexts) * NUM_KV_HEADS * HEAD_SIZE * 4
+    return DecodeBound(num_bytes / BYTES_PER_US / outcome.time, outcome.idle)
+
+
+def prefill_balance(rows: list[tuple[int, int]], blocks_per_item: float = 1.0) -> float:
+    """The mean load of the workers divided by the largest; an item costs some blocks more."""
+    num_tokens = sum(tokens for tokens, _ in rows)
+    tiles = cut_prefills(
+        make_batch(rows, 0), num_tokens=num_tokens, tile_tokens=PREFILL_TILE_TOKENS
+    )
+    num_items = int(tiles.num_tiles[0]) * NUM_HEADS
+    blocks = np.asarray((tiles.position + tiles.num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
+    turns = np.arange(cdiv(num_items, NUM_WORKERS), dtype=np.int32)
+    items = np.asarray(
+        item_of_worker(np.arange(NUM_WORKERS, dtype=np.int32)[:, None], turns, NUM_WORKERS)
+    )
+    load = blocks[np.minimum(items // NUM_HEADS, len(blocks) - 1)] + blocks_per_item
+    load = np.where(items < num_items, load, 0).sum(axis=1)
+    return load.mean() / load.max()
+
+
+DECODES = {
+    **{f"64 x {context}": [context] * 64 for context in (250, 256, 1000, 1024, 8192)},
+    "64 x 20 to 500": np.linspace(20, 500, 64, dtype=int).tolist(),
+    "64 x 100 to 1990": np.linspace(100, 1990, 64, dtype=int).tolist(),
+    "1 x 1024": [1024],
+    "1 x 32768": [32768],
+}
+PREFILLS = {
+    "1 x 1800": [(1800, 1800)],
+    "1 x 2048": [(2048, 2048)],
+    "2 x 1024": [(1024, 1024)] * 2,
+    "1 x 8192": [(8192, 8192)],
+    **{f"{n} at 4k": [(n, 4096)] for n in (128, 256, 512)},
+}
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    print("Bounds of a model, no measurements.\n")
+    print("| decode | of the bandwidth | us with nothing in flight |\n|---|---|---|")
+    for name, contexts in DECODES.items():
+        bound = decode_bound(contexts)
+        print(f"| {name} | {bound.of_bandwidth:.3f} | {bound.idle_us:.2f} |")
+    print("\n| prefill | balance |\n|---|---|")
+    for name, rows in PREFILLS.items():
+        print(f"| {name} | {prefill_balance(rows):.2f} |")
+
+
+if __name__ == "__main__":
+    main()
