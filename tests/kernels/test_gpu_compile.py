@@ -65,6 +65,7 @@ class Compiled:
 
     hlo: str
     code: dict[str, str]  # of the machine, by kernel
+    is_serialized: bool  # whether the assembler lets no two matrix products overlap
     spills: dict[str, int]  # bytes, by kernel
     registers: dict[str, int]  # per thread, at the start
     register_changes: dict[str, tuple[int, int]]  # to how many: computing, producing
@@ -89,12 +90,14 @@ def compile_step(monkeypatch, capfd):
         capfd.readouterr()
         compiled, cache = _compile(config, limits, dtype, decode_only)
         hlo = compiled.as_text()
-        messages, code = _printed(hlo, "".join(capfd.readouterr()))
+        log = "".join(capfd.readouterr())
+        messages, code = _printed(hlo, log)
         memory = compiled.memory_analysis()
         assert memory is not None
         return Compiled(
             hlo=hlo,
             code=code,
+            is_serialized="wgmma.mma_async instructions are serialized" in log,
             spills=_numbers(messages, r"(\d+) bytes spill stores, \d+ bytes spill loads"),
             registers=_numbers(messages, r"Used (\d+) registers"),
             register_changes=_register_changes(code),
@@ -202,6 +205,7 @@ def assert_good(compiled: Compiled, kernels: set[str]) -> None:
     assert set(compiled.spills) == kernels
     assert_registers_suffice(compiled)
     assert not any(compiled.spills.values()), compiled.spills
+    assert not compiled.is_serialized
     # Hopper's matrix instruction and copy engine, in each kernel that reads keys and values.
     for kernel in kernels - {"merge_decode"}:
         assert "HGMMA" in compiled.code[kernel], kernel

@@ -290,7 +290,8 @@ class BlockRing:
             column = pl.multiple_of(lax.rem(i, jnp.int32(num_across)) * columns, columns)
             body((pl.ds(row, 64), pl.ds(column, columns)), row)
 
-        first_part = lax.div(jnp.int32(first_row), jnp.int32(64)) * num_across
+        # A division would take a register more, which head size 256 does not have.
+        first_part = lax.shift_right_logical(jnp.int32(first_row), jnp.int32(6)) * num_across
         num_parts = self.block_tokens // 64 * num_across
         lax.fori_loop(first_part, jnp.int32(num_parts), visit, None)
 

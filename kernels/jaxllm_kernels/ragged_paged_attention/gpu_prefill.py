@@ -255,6 +255,8 @@ def prefill(
                 pl.when(group == 0)(take_turn)
                 # Storing the outputs hides the latency of reading the next item.
                 next_item = read_item(i + 1)
+                # Read again, and not kept in a register meanwhile.
+                first_token = read_item(i).token + group * _GROUP_TOKENS
 
                 weighted, _, total = softmax
                 out = weighted * _over_columns(
