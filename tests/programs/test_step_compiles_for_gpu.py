@@ -75,6 +75,6 @@ def test_a_step(decode_only, num_tokens, plan, tmp_path):
     assert plan.attention.name == "mosaic_sm90"
     top_level = re.findall(r"^\d+: (k\w+)", launches, re.MULTILINE)
     assert top_level == ["kCommandBuffer"]
-    # Of the layers; the sampler, with all its branches, has about 200 more.
+    # Of the layers; the sampler, with all its branches, has 203 more.
     num_launches = len(re.findall(r"\d+: k(?:Custom|Gemm|Cublas|Copy|Mem)\w*", launches))
-    assert (num_launches - 200) / NUM_LAYERS <= MAX_LAUNCHES_PER_LAYER, num_launches
+    assert (num_launches - 203) / NUM_LAYERS <= MAX_LAUNCHES_PER_LAYER, num_launches
