@@ -14,7 +14,7 @@ the size of the vocabulary or of a device's shard of it (a shard is a number of 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +27,23 @@ _NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Operations on rows of the vocabulary, f32 [R, V]."""
+    """Operations on rows of the vocabulary, f32 [R, V].
 
+    The text of a layout is part of the identity of programs. It has the name and the numbers, and
+    not the functions, whose text differs from process to process.
+    """
+
+    name: str
     # The column of each row's largest value, the first of equals, i32 [R], and the value. NaN
     # counts as +inf.
-    arg_max: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    arg_max: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = field(repr=False)
     # The sum of each block, f32 [R, blocks].
-    block_sums: Callable[[jax.Array], jax.Array]
+    block_sums: Callable[[jax.Array], jax.Array] = field(repr=False)
     # One block of each row, i32 [R], of values >= 0: f32 [R, BLOCK].
-    block_of: Callable[[jax.Array, jax.Array], jax.Array]
+    block_of: Callable[[jax.Array, jax.Array], jax.Array] = field(repr=False)
     # The entries of slots, i32 [R], in a table i16 [S, V]: integers [R, V]. A slot out of range
     # gets any.
-    entries: Callable[[jax.Array, jax.Array], jax.Array]
+    entries: Callable[[jax.Array, jax.Array], jax.Array] = field(repr=False)
     # How many rows are adjusted, drawn from and given logprobs at a time. Bounds the temporaries.
     max_rows: int
     # The most columns of one XLA `top_k`.
@@ -130,6 +135,7 @@ def _entries_by_product(table: jax.Array, slots: jax.Array) -> jax.Array:
 
 LAYOUTS = {
     "cpu": Layout(
+        name="cpu",
         arg_max=_block_arg_max,
         block_sums=_block_sums,
         block_of=_block_of,
@@ -138,6 +144,7 @@ LAYOUTS = {
         max_top_k_columns=1 << 31,
     ),
     "gpu": Layout(
+        name="gpu",
         arg_max=_one_pass_arg_max,
         block_sums=_block_sums,
         block_of=_block_of,
@@ -146,6 +153,7 @@ LAYOUTS = {
         max_top_k_columns=128,
     ),
     "tpu": Layout(
+        name="tpu",
         arg_max=_one_pass_arg_max,
         block_sums=_tile_sums,
         block_of=_tile_of,

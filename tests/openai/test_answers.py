@@ -120,7 +120,8 @@ def test_chat_logprobs_are_the_likeliest_in_order(chat):
             assert len(top) == 3
             assert top == sorted(top, reverse=True)
             assert top[0] >= token["logprob"]
-            assert token["bytes"] == list(token["token"].encode())
+            is_part = "\ufffd" in token["token"]  # of a character
+            assert is_part or token["bytes"] == list(token["token"].encode())
     plain = chat(messages=HELLO, logprobs=True, **GREEDY)["choices"][0]["logprobs"]["content"]
     assert [token["top_logprobs"] for token in plain] == [[]] * 4
 
