@@ -27,6 +27,7 @@ from jaxllm.metrics.stats import EngineStats
 from jaxllm.plan.buckets import make_ladder
 from jaxllm.prompt_logprobs.device import PromptLogprobs
 from jaxllm.runner.packer import StepPacker
+from jaxllm.sampling.layout import LAYOUTS
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.schedule import Schedule, StepResult
@@ -142,7 +143,7 @@ def measure(args: argparse.Namespace, num_waiting: int) -> dict:
         num_slots=args.running,
         num_cache_groups=len(windows),
         processors=(),
-        features=[PromptLogprobs(MAX_STEP_LOGPROBS)],
+        features=[PromptLogprobs(MAX_STEP_LOGPROBS, LAYOUTS["cpu"])],
     )
     clock = time.thread_time_ns if args.cpu_time else time.perf_counter_ns
     in_flight: deque[tuple[Schedule, StepResult]] = deque()

@@ -42,6 +42,13 @@ def test_help_says_what_it_measures(script):
     assert headline[:40] in done.stdout
 
 
+def test_the_host_takes_every_step_of_every_request():
+    done = run("step_host_time", "--requests", 9, "--waiting", 2, "--running", 4, "--json")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)["results"]
+    assert result["requests"] == 9 and result["lines"]
+
+
 def test_the_last_record_of_each_benchmark_is_drawn(tmp_path):
     def record(date, tokens_per_s):
         rows = [
