@@ -68,10 +68,13 @@ def _says_how_large(cache: CacheConfig) -> bool:
 
 
 def _program_bytes(plan: EnginePlan, stage: StagePlan) -> int:
-    """Temporaries of the largest step, plus the code of all programs."""
+    """Temporaries of the largest step, plus the code of all programs, plus a 512th of the memory:
+    the programs of the final plan have another number of blocks, and one was seen to need a
+    thousandth of the memory more."""
     programs = declare_stage_programs(plan, stage, make_packer(plan).layouts)
     largest = programs[max(plan.buckets, key=lambda bucket: bucket.num_tokens)]
     memory = largest.compile(largest.lower()).memory_analysis()
     if memory is None:
         return 0
-    return memory.temp_size_in_bytes + memory.generated_code_size_in_bytes * len(programs)
+    code_bytes = memory.generated_code_size_in_bytes * len(programs)
+    return memory.temp_size_in_bytes + code_bytes + plan.chip.hbm_bytes // 512
