@@ -93,8 +93,9 @@ class InputLayout:
             }
         for feature in self.features:
             its = feature.fields(bucket)
-            self._slices[feature.name] = {name: f"{feature.name}.{name}" for name in its}
-            shapes |= {f"{feature.name}.{name}": shape for name, shape in its.items()}
+            keys = {name: f"{feature.name}.{name}" for name in its}
+            shapes |= {keys[name]: shape for name, shape in its.items()}
+            self._slices[feature.name] = keys
         self._fields: dict[str, tuple[slice, tuple[int, ...]]] = {}
         offset = 0
         for name, shape in shapes.items():

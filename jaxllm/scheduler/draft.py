@@ -43,7 +43,7 @@ class StepDraft:
             first, blocks = table.take_unsent()
             if len(blocks) == 1:
                 self._single_updates += (group, request.slot, first, blocks[0])
-            else:
+            elif blocks:
                 updates = np.empty((len(blocks), 4), np.int32)
                 updates[:, :2] = group, request.slot
                 updates[:, 2] = np.arange(first, first + len(blocks))
