@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW
 
 from jaxllm.plan.buckets import Bucket
 from jaxllm.runner.slices import DeviceSlice
@@ -32,6 +33,7 @@ class StepInputs:
     token_rows: jax.Array  # i32 [T]; padding tokens belong to row R - 1
     query_starts: jax.Array  # i32 [R + 1]
     num_decodes: jax.Array  # i32 []
+    num_short: jax.Array  # i32 []: rows after the decodes with at most SHORT_ROW tokens
     slots: jax.Array  # i32 [R]
     starts: jax.Array  # i32 [R]; GO_ON if the row begins at the slot's length
     prompt_lens: jax.Array  # i32 [R]
@@ -79,6 +81,7 @@ class InputLayout:
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (tokens,),
             "num_decodes": (),
+            "num_short": (),
             "slots": (rows,),
             "starts": (rows,),
             "samples": (rows,),
@@ -120,6 +123,8 @@ class InputLayout:
         view["token_ids"][:tokens] = schedule.token_ids
         view["token_ids"][tokens:] = PADDING_TOKEN
         view["num_decodes"][...] = schedule.num_decodes
+        up_to_short = np.searchsorted(schedule.num_tokens, SHORT_ROW, side="right")
+        view["num_short"][...] = up_to_short - schedule.num_decodes
         view["slots"][:rows] = schedule.slots
         view["slots"][rows:] = self._num_slots
         view["starts"][:rows] = schedule.starts

@@ -90,6 +90,7 @@ def make_step(
                     mode="fill", fill_value=0
                 ),
                 num_decodes=inputs.num_decodes,
+                num_short=inputs.num_short,
                 block_size=plan.block_size,
                 decode_only=layout.bucket.decode_only,
             )

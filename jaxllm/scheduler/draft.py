@@ -5,6 +5,7 @@
 
 from array import array
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 from jaxllm.scheduler.features import Feature
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, Admission, Schedule
+
+_num_tokens = itemgetter(1)
 
 
 class StepDraft:
@@ -21,8 +24,7 @@ class StepDraft:
     def __init__(self, features: Sequence[Feature] = ()) -> None:
         self._features = features
         self.decodes: list[Request] = []  # they compute one token
-        self.chunks: list[Request] = []  # they compute more
-        self.chunk_sizes: list[int] = []
+        self._chunks: list[tuple[Request, int]] = []  # they compute more
         self.carried_from: int | None = None  # as in Schedule
         self._admissions: list[Admission] = []
         self._starts: dict[int, int] = {}  # of the admitted requests, by slot
@@ -34,8 +36,7 @@ class StepDraft:
         if num_tokens == 1:
             self.decodes.append(request)
         else:
-            self.chunks.append(request)
-            self.chunk_sizes.append(num_tokens)
+            self._chunks.append((request, num_tokens))
 
     def add_blocks(self, request: Request) -> None:
         """Note the part of the request's block tables that the device does not have yet."""
@@ -67,14 +68,16 @@ class StepDraft:
             )
         )
 
-    @property
-    def rows(self) -> list[Request]:
-        return self.decodes + self.chunks
+    def in_order(self) -> list[Request]:
+        """The rows in the order of the step: those with the fewest tokens come first."""
+        self._chunks.sort(key=_num_tokens)
+        return self.decodes + [request for request, _ in self._chunks]
 
     def build(self, step: int, rows: list[Request]) -> Schedule:
+        """Make the step of all rows, which are given in their order."""
         num_decodes = len(self.decodes)
         num_tokens = np.ones(len(rows), np.int32)
-        num_tokens[num_decodes:] = self.chunk_sizes
+        num_tokens[num_decodes:] = [size for _, size in self._chunks]
         context_lens = np.array([r.num_computed_tokens for r in rows], np.int32)
         lengths = np.array([r.num_tokens for r in rows], np.int32)
         samples = context_lens == lengths
@@ -128,7 +131,7 @@ class StepDraft:
             else:
                 newest.append(CARRIED_TOKEN)
         flat = array("i", newest)
-        for request, size in zip(self.chunks, self.chunk_sizes, strict=True):
+        for request, size in self._chunks:
             end = request.num_computed_tokens
             flat.fromlist(request.known_tokens(end - size, end))
         return np.frombuffer(flat, np.int32)

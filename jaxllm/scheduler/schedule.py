@@ -1,7 +1,8 @@
 """The one type between the host, which plans a step, and the device side, which runs it.
 
 A Schedule is plain data: it can be sent to other hosts, and a runner needs nothing else. Each
-request in a step is a row. Rows that compute a single token (decodes) come first.
+request in a step is a row. Rows are in order of their number of tokens, so decodes, which compute a
+single one, come first.
 """
 
 from dataclasses import dataclass, field

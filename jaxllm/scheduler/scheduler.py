@@ -153,7 +153,7 @@ class Scheduler:
         # Blocks that a preemption freed go to running requests, not to new ones.
         if not preempted:
             budget = self._schedule_waiting(draft, budget)
-        rows = draft.rows
+        rows = draft.in_order()
         if not rows and preempted:
             return self.schedule()  # the requests of the next lane get the freed blocks
         if not rows:

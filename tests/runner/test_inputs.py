@@ -57,6 +57,7 @@ def test_mixed_step_arrives_as_it_was_packed(mixed_schedule):
     assert inputs.token_rows.tolist() == [0, 1, 1, 1, 2, 2, 2, 2]
     assert inputs.query_starts.tolist() == [0, 1, 4, 4]
     assert inputs.num_decodes == 1
+    assert inputs.num_short == 1
     assert inputs.slots.tolist() == [4, 1, NUM_SLOTS]
     assert inputs.starts.tolist() == [GO_ON, 5, 0]
     assert inputs.prompt_lens.tolist() == [14, 11, 0]

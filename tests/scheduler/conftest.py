@@ -110,6 +110,7 @@ class FakeDevice:
         assert schedule.num_tokens.sum() == schedule.total_tokens
         assert (schedule.num_tokens[: schedule.num_decodes] == 1).all()
         assert (schedule.num_tokens[schedule.num_decodes :] > 1).all()
+        assert (np.diff(schedule.num_tokens) >= 0).all()
 
         starts = np.where(schedule.starts == GO_ON, self.lengths[schedule.slots], schedule.starts)
         np.testing.assert_array_equal(starts + schedule.num_tokens, schedule.context_lens)

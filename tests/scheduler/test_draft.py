@@ -21,7 +21,7 @@ def build(*rows, features=()):
     draft = StepDraft(features)
     for request, num_tokens in rows:
         draft.add_row(request, num_tokens)
-    return draft.build(7, draft.rows)
+    return draft.build(7, draft.in_order())
 
 
 def test_single_tokens_come_first(make_request):
@@ -39,6 +39,19 @@ def test_single_tokens_come_first(make_request):
     assert schedule.starts.tolist() == [GO_ON] * 4
     assert schedule.samples.tolist() == [True, True, False, False]
     assert schedule.slices == {}
+
+
+def test_rows_with_the_fewest_tokens_come_first(make_request):
+    schedule = build(
+        (placed(make_request("long", [1] * 9), slot=0, computed=9), 9),
+        (placed(make_request("short", [2, 3, 4, 5]), slot=1, computed=4), 3),
+        (placed(make_request("shorter", [6, 7, 8]), slot=2, computed=3), 2),
+        (placed(make_request("decode", [1, 9]), slot=3, computed=2), 1),
+    )
+    assert schedule.slots.tolist() == [3, 2, 1, 0]
+    assert schedule.num_tokens.tolist() == [1, 2, 3, 9]
+    assert schedule.context_lens.tolist() == [2, 3, 4, 9]
+    assert schedule.token_ids.tolist() == [9, 7, 8, 3, 4, 5] + [1] * 9
 
 
 def test_arrays_have_the_types_that_the_runner_expects(make_request):
@@ -62,7 +75,7 @@ def test_block_updates_name_group_slot_index_and_block(make_request):
     draft.add_blocks(grown)
     draft.add_row(request, 2)
     draft.add_row(grown, 1)
-    schedule = draft.build(0, draft.rows)
+    schedule = draft.build(0, draft.in_order())
     of_admitted, of_grown = [[0, 2, 0, 5], [0, 2, 1, 9], [1, 2, 1, 8]], [[0, 1, 2, 7]]
     assert sorted(schedule.block_updates.tolist()) == sorted(of_admitted + of_grown)
     assert schedule.slots.tolist() == [1, 2]
@@ -106,7 +119,7 @@ def test_a_slice_is_there_if_a_row_uses_its_feature(make_request):
     other = (placed(make_request("b", 6, priority=1), slot=1, computed=4), 3)
     schedule = build(one, other, features=features)
     assert list(schedule.slices) == ["halving"]
-    assert schedule.slices["halving"]["rows"].tolist() == [1]
+    assert schedule.slices["halving"]["rows"].tolist() == [0]
     assert schedule.slices["halving"]["tokens"].tolist() == [3]
 
 

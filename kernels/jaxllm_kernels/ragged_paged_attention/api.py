@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.platform import Chip
@@ -54,6 +55,10 @@ class BatchLimits:
     block_size: int
 
 
+# The most tokens of a short row.
+SHORT_ROW = 8
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RaggedBatch:
@@ -61,7 +66,9 @@ class RaggedBatch:
 
     The tokens of row r are the flat positions [query_starts[r], query_starts[r + 1]); they are the
     last ones of its context. Decodes come first: each of the rows [0, num_decodes) has exactly one
-    token, at the flat position equal to its row.
+    token, at the flat position equal to its row. Short rows come next: each of the rows
+    [num_decodes, num_decodes + num_short) has two to SHORT_ROW tokens. So few tokens over a context
+    cost the time in which its pages are read, as a decode does.
 
     Padding: rows without tokens repeat the total in query_starts and have context length 0. Tokens
     at or past query_starts[R] belong to no row. They are not written to the cache, and their
@@ -78,6 +85,8 @@ class RaggedBatch:
     # same holds for blocks entirely before a layer's sliding window: they may be freed.
     block_tables: jax.Array  # int32 [R, P]
     num_decodes: jax.Array  # int32 []
+    # int32 []; zero is always right, and costs time only
+    num_short: jax.Array | np.int32 = np.int32(0)
     block_size: int = field(metadata={"static": True})
     # Every row with tokens is a decode, and T == R.
     decode_only: bool = field(metadata={"static": True})

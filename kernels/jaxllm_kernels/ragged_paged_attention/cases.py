@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.ragged_paged_attention.api import (
+    SHORT_ROW,
     AttentionBackend,
     AttentionConfig,
     KVScales,
@@ -53,6 +54,8 @@ class Case:
     decode_only: bool = False
     # Rows given to the program as decodes; None for all that can be decodes.
     num_decodes: int | None = None
+    # Whether short rows after the decodes are given as such.
+    has_short: bool = True
     # Values of block table entries that must not be followed; some are valid blocks.
     unused_entries: tuple[int, ...] = (*_OUT_OF_RANGE, 0, 1)
     is_slow: bool = False
@@ -73,6 +76,9 @@ class Case:
 
 _DECODES = ((1, 1), (1, 16), (1, 17), (1, 100), (1, 33))
 _PREFILLS = ((20, 20), (7, 40), (16, 32), (9, 9))
+# Decodes, short rows and a chunk. Some begin a context, or end or begin at the border of a page.
+# One lies over three tiles of eight tokens of the flat batch.
+_SHORT = ((1, 40), (2, 2), (2, 17), (3, 48), (8, 72), (8, 8), (5, 101), (20, 30))
 _MIXED = ((1, 5), (1, 64), (1, 130), (30, 61), (17, 17), (3, 90))
 
 CASES = (
@@ -80,6 +86,22 @@ CASES = (
     Case(name="decodes", rows=_DECODES, num_tokens=8, decode_only=True),
     Case(name="decodes_in_a_mixed_program", rows=_DECODES),
     Case(name="prefills", rows=_PREFILLS),
+    Case(name="short_rows", rows=_SHORT),
+    Case(name="short_rows_as_chunks", rows=_SHORT, has_short=False),
+    Case(name="only_short_rows", rows=((2, 30), (4, 4), (4, 66), (8, 90)), num_tokens=32),
+    Case(name="short_rows_and_no_others", rows=((1, 9), (6, 70), (7, 33)), num_tokens=16),
+    Case(name="short_rows_of_one_head", rows=_SHORT, num_kv_heads=1, head_size=128),
+    Case(name="short_rows_in_a_window", rows=_SHORT, sliding_window=6),
+    Case(
+        name="everything_with_short_rows",
+        rows=_SHORT,
+        num_heads=6,
+        head_size=128,
+        sliding_window=21,
+        soft_cap=3.0,
+        has_sinks=True,
+    ),
+    Case(name="short_rows_with_int8_kv", rows=_SHORT, block_size=32, kv_dtype="int8"),
     Case(name="one_token", rows=((1, 1),)),
     Case(name="all_padding", rows=()),
     Case(name="all_padding_decodes", rows=(), num_tokens=8, decode_only=True),
@@ -295,11 +317,14 @@ def _pack(spans: list[_Span], case: Case, dtype: DTypeLike, rng: np.random.Gener
     num_decodes = case.num_decodes
     if num_decodes is None:
         num_decodes = int((lengths == 1).cumprod().sum())
+    others = lengths[num_decodes:]
+    num_short = int(((others > 1) & (others <= SHORT_ROW)).cumprod().sum()) if case.has_short else 0
     batch = RaggedBatch(
         query_starts=jnp.asarray(np.concatenate([[0], lengths.cumsum()]), jnp.int32),
         context_lens=jnp.asarray(contexts),
         block_tables=jnp.asarray(tables),
         num_decodes=jnp.asarray(num_decodes, jnp.int32),
+        num_short=jnp.asarray(num_short, jnp.int32),
         block_size=case.block_size,
         decode_only=case.decode_only,
     )
