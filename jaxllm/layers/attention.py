@@ -3,7 +3,6 @@
 The op defines the layout of the cache; this layer only passes the array on.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,11 +13,34 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.ragged_paged_attention.api import AttentionBackend, AttentionConfig
 
 from jaxllm.errors import refused
-from jaxllm.layers.context import StepContext
+from jaxllm.layers.context import PagedBatch, StepContext
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.norm import NormSpec
+from jaxllm.layers.norm import Norm, NormSpec
 from jaxllm.layers.rope import RopeConfig, rotate
 from jaxllm.parallel.sharding import Axes, Part, num_pieces, partition_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKNorm:
+    """A norm of queries and keys."""
+
+    norm: NormSpec
+    # Over all heads together; False: over each head.
+    over_all_heads: bool = False
+    # Whether it comes after the rotation, not before.
+    after_rope: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temperature:
+    """Multiplies the query at position p by 1 + strength * log(1 + p // interval)."""
+
+    strength: float
+    interval: int
+
+    def factors(self, positions: jax.Array) -> jax.Array:
+        steps = (positions // self.interval).astype(jnp.float32)
+        return 1.0 + self.strength * jnp.log1p(steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +56,14 @@ class AttentionSpec:
     rope: RopeConfig | None  # None: no position embedding
     # The number of tokens that a token sees, itself included; None: all before it.
     window: int | None = None
+    # Scores become soft_cap * tanh(scores / soft_cap).
+    soft_cap: float | None = None
+    # Whether every query head has the logit of one more key, with a value of zero.
+    has_sinks: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    # The norm of every query and key head, before the rotation.
-    qk_norm: NormSpec | None = None
+    qk_norm: QKNorm | None = None
+    temperature: Temperature | None = None
 
     def check(self, num_shards: int) -> None:
         """Raise ValidationError unless the heads can be cut into equal shards."""
@@ -76,9 +102,10 @@ class Attention(nnx.Module):
             head_size=spec.head_size,
             scale=spec.scale,
             sliding_window=spec.window,
+            soft_cap=spec.soft_cap,
         )
+        self.spec = spec
         self.num_shards = num_shards
-        self.is_rotated = spec.rope is not None
         q_size, kv_size = (heads * spec.head_size for heads in (spec.num_heads, spec.num_kv_heads))
         self.qkv_proj = Linear(
             hidden_size,
@@ -91,8 +118,26 @@ class Attention(nnx.Module):
         self.o_proj = Linear(
             q_size, hidden_size, bias=spec.o_bias, axes=("hidden", "heads"), dtype=dtype
         )
-        self.q_norm, self.k_norm = (
-            spec.qk_norm and spec.qk_norm.make(spec.head_size, dtype=dtype) for _ in range(2)
+        self.q_norm, self.k_norm = self._make_norms(Part(q_size), Part(kv_size, copies), dtype)
+        self.sinks = (
+            nnx.Param(jnp.zeros(spec.num_heads, dtype), axes=("heads",)) if spec.has_sinks else None
+        )
+
+    def _make_norms(
+        self, q: Part, k: Part, dtype: DTypeLike
+    ) -> tuple[Norm, Norm] | tuple[None, None]:
+        qk_norm = self.spec.qk_norm
+        if qk_norm is None:
+            return None, None
+        if not qk_norm.over_all_heads:
+            return (
+                qk_norm.norm.make(self.spec.head_size, dtype=dtype),
+                qk_norm.norm.make(self.spec.head_size, dtype=dtype),
+            )
+        # Repeated heads change neither mean nor mean square.
+        return (
+            qk_norm.norm.make(q.rows, axes=("heads",), parts=(q,), dtype=dtype),
+            qk_norm.norm.make(k.rows * k.copies, axes=("heads",), parts=(k,), dtype=dtype),
         )
 
     def __call__(
@@ -106,13 +151,38 @@ class Attention(nnx.Module):
                 part.reshape(len(x), -1, self.config.head_size)
                 for part in jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=2)
             )
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if self.is_rotated:
-                assert context.rotary is not None
-                q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+            q, k = self._place(q, k, context)
             out, cache = self._attend(q, k, v, cache, context)
             return self.o_proj(out.reshape(len(x), -1)), cache
+
+    def _place(
+        self, q: jax.Array, k: jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """Normalise queries and keys, and give them their positions, as the spec says."""
+        qk_norm, temperature = self.spec.qk_norm, self.spec.temperature
+        if qk_norm is not None and not qk_norm.after_rope:
+            q, k = self._normalise(q, k)
+        if self.spec.rope is not None:
+            assert context.rotary is not None
+            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        if qk_norm is not None and qk_norm.after_rope:
+            q, k = self._normalise(q, k)
+        if temperature is not None:
+            assert context.positions is not None
+            factors = temperature.factors(context.positions)[:, None, None]
+            q = (q.astype(jnp.float32) * factors).astype(q.dtype)
+        return q, k
+
+    def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        assert self.spec.qk_norm is not None
+        assert self.q_norm is not None and self.k_norm is not None
+        if not self.spec.qk_norm.over_all_heads:
+            return self.q_norm(q), self.k_norm(k)
+        tokens = len(q)
+        return (
+            self.q_norm(q.reshape(tokens, -1)).reshape(q.shape),
+            self.k_norm(k.reshape(tokens, -1)).reshape(k.shape),
+        )
 
     def _attend(
         self,
@@ -123,8 +193,22 @@ class Attention(nnx.Module):
         context: StepContext,
     ) -> tuple[jax.Array, jax.Array]:
         """Run the attention op. Each shard computes its own heads, without communication."""
-        attend = functools.partial(context.backend.attend, config=self.config)
-        operands = (q, k, v, cache, *context.of_window(self.config.sliding_window))
+        paged = context.of_window(self.config.sliding_window)
+        sinks = () if self.sinks is None else (self.sinks[...],)
+
+        def attend(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            cache: jax.Array,
+            paged: PagedBatch,
+            *sinks: jax.Array,
+        ) -> tuple[jax.Array, jax.Array]:
+            return context.backend.attend(
+                q, k, v, cache, *paged, config=self.config, sinks=sinks[0] if sinks else None
+            )
+
+        operands = (q, k, v, cache, paged, *sinks)
         if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:
             return attend(*operands)
         heads, whole = partition_spec((None, "heads")), partition_spec(())
@@ -132,7 +216,14 @@ class Attention(nnx.Module):
         return jax.shard_map(
             attend,
             mesh=context.mesh,
-            in_specs=(heads, heads, heads, pages, whole, whole),
+            in_specs=(
+                heads,
+                heads,
+                heads,
+                pages,
+                whole,
+                *(partition_spec(("heads",)) for _ in sinks),
+            ),
             out_specs=(heads, pages),
             check_vma=False,
         )(*operands)

@@ -33,7 +33,9 @@ class StepContext:
     backend: AttentionBackend = field(metadata={"static": True})
     # The devices over which heads are sharded; None: there is one device.
     mesh: Mesh | None = field(default=None, metadata={"static": True})
-    # The rotations of the tokens in this layer. The decoder sets them for each layer.
+    # The decoder sets the positions of the tokens in their sequences, i32 [T], and their rotations
+    # in this layer.
+    positions: jax.Array | None = None
     rotary: Rotary | None = None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The token embedding and, with the same layout, the output head."""
+"""The token embedding and, with the same layout, the output head; learned positions."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,22 @@ from jaxllm_kernels.common import round_up
 from jaxllm.layers.linear import Product
 
 _LANES = 128
+# The position of padding, beyond every table.
+NOWHERE = jnp.iinfo(jnp.int32).max
 
 
 class Embedding(Product):
     """A table [V, D]: the embedding looks rows up, the output head multiplies by all of them."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, num_shards: int = 1, dtype: DTypeLike):
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        bias: bool = False,
+        num_shards: int = 1,
+        dtype: DTypeLike,
+    ):
         """Make the table. A sharded table is padded: all shards have the same number of rows, a
         multiple of a vector register's lanes."""
         self.vocab_size = vocab_size
@@ -23,6 +33,10 @@ class Embedding(Product):
             jnp.zeros((rows, hidden_size), dtype),
             axes=("vocab", "hidden"),
             rows=vocab_size,
+        )
+        # Only a head has it.
+        self.bias = (
+            nnx.Param(jnp.zeros(rows, dtype), axes=("vocab",), rows=vocab_size) if bias else None
         )
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
@@ -38,7 +52,21 @@ class Embedding(Product):
         """Compute float32 logits [n, rows] from [n, D]; padding columns are -inf."""
         with jax.named_scope("logits"):
             logits = self.matmul(hidden, self.weight[...])
+            if self.bias is not None:
+                logits = logits + self.bias[...].astype(jnp.float32)
             rows = logits.shape[1]
             if rows == self.vocab_size:
                 return logits
             return jnp.where(jnp.arange(rows) < self.vocab_size, logits, -jnp.inf)
+
+
+class Positions(nnx.Module):
+    """A table [positions, D] of learned positions."""
+
+    def __init__(self, num_positions: int, hidden_size: int, *, dtype: DTypeLike):
+        table = jnp.zeros((num_positions, hidden_size), dtype)
+        self.weight = nnx.Param(table, axes=(None, "hidden"))
+
+    def __call__(self, positions: jax.Array) -> jax.Array:
+        """Look up positions [T]; return [T, D]. The row of NOWHERE is zero."""
+        return self.weight[...].at[positions].get(mode="fill", fill_value=0)

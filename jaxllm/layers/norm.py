@@ -1,32 +1,136 @@
 """Normalisation layers."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxllm.parallel.sharding import Axes, Part
 
-@dataclass(frozen=True, kw_only=True)
-class NormSpec:
+
+class Norm(Protocol):
+    """Normalises the last axis."""
+
+    def __call__(self, x: jax.Array) -> jax.Array: ...
+
+
+class NormSpec(Protocol):
     """The static part of a norm, except its size."""
 
-    eps: float
+    def make(
+        self,
+        size: int,
+        *,
+        axes: Axes = (None,),
+        parts: tuple[Part, ...] = (),
+        dtype: DTypeLike,
+    ) -> Norm:
+        """Make the norm of `size` numbers. `axes` and `parts` are those of its weight."""
+        ...
 
-    def make(self, size: int, *, dtype: DTypeLike) -> "RMSNorm":
-        return RMSNorm(size, eps=self.eps, dtype=dtype)
+
+@dataclass(frozen=True, kw_only=True)
+class RMSNormSpec:
+    """The static part of an RMSNorm."""
+
+    eps: float
+    # What is added to the weight; Gemma stores weights around zero, and adds one.
+    offset: float = 0.0
+    # Whether the result is rounded to the activations' dtype before the weight multiplies it, not
+    # after. It must be as the model was trained, and matters in 16 bits only.
+    rounds_first: bool = True
+    has_weight: bool = True
+
+    def make(
+        self,
+        size: int,
+        *,
+        axes: Axes = (None,),
+        parts: tuple[Part, ...] = (),
+        dtype: DTypeLike,
+    ) -> "RMSNorm":
+        return RMSNorm(self, size, axes=axes, parts=parts, dtype=dtype)
 
 
 class RMSNorm(nnx.Module):
     """Scale the last axis to a root mean square of one, then by a weight."""
 
-    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.ones(size, dtype), axes=(None,))
-        self.eps = eps
+    def __init__(
+        self,
+        spec: RMSNormSpec,
+        size: int,
+        *,
+        axes: Axes = (None,),
+        parts: tuple[Part, ...] = (),
+        dtype: DTypeLike,
+    ):
+        self.spec = spec
+        self.weight = (
+            nnx.Param(jnp.ones(size, dtype), axes=axes, parts=parts) if spec.has_weight else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        # Round to the activations' dtype before the weight, as the models were trained.
-        return self.weight[...] * (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
+        normal = wide * jax.lax.rsqrt(mean_square + self.spec.eps)
+        if self.weight is None:
+            return normal.astype(x.dtype)
+        weight = self.weight[...]
+        if self.spec.rounds_first:
+            return weight * normal.astype(x.dtype)
+        weight = weight.astype(jnp.float32)
+        if self.spec.offset:
+            weight = weight + self.spec.offset
+        return (normal * weight).astype(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNormSpec:
+    """The static part of a LayerNorm."""
+
+    eps: float
+    has_weight: bool = True
+    has_bias: bool = True
+
+    def make(
+        self,
+        size: int,
+        *,
+        axes: Axes = (None,),
+        parts: tuple[Part, ...] = (),
+        dtype: DTypeLike,
+    ) -> "LayerNorm":
+        return LayerNorm(self, size, axes=axes, parts=parts, dtype=dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Scale the last axis to a mean of zero and a variance of one, then by a weight and a bias."""
+
+    def __init__(
+        self,
+        spec: LayerNormSpec,
+        size: int,
+        *,
+        axes: Axes = (None,),
+        parts: tuple[Part, ...] = (),
+        dtype: DTypeLike,
+    ):
+        self.eps = spec.eps
+        self.weight, self.bias = (
+            nnx.Param(jnp.full(size, start, dtype), axes=axes, parts=parts) if exists else None
+            for start, exists in ((1, spec.has_weight), (0, spec.has_bias))
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        y = wide * jax.lax.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            y = y * self.weight[...].astype(jnp.float32)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)

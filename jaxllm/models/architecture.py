@@ -6,6 +6,7 @@ The plan reads it before anything is loaded, so an unsupported model is refused 
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.models.harmless import HARMLESS
 from jaxllm.models.hf_config import HFConfig, merge_overrides
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
@@ -18,4 +19,8 @@ def read_architecture(
     config = HFConfig(merge_overrides(hf_config, overrides or {}))
     name = ModelRegistry.select(config.names("architectures") or ())
     config.refuse_unsupported()
-    return ModelRegistry.family(name).read(name, config)
+    family = ModelRegistry.family(name)
+    architecture = family.read(name, config)
+    if not ModelRegistry.has_own_class(name):
+        config.refuse_unread(HARMLESS.keys() | family.harmless)
+    return architecture

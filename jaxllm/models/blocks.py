@@ -104,6 +104,19 @@ class SandwichBlock(Block):
         return self.add(hidden, behind_ffns(self.feed(before_ffns(hidden), context))), caches
 
 
+class TwoNormParallelBlock(Block):
+    """A norm for the mixers and another for the ffns. Neither sees the outputs of the other."""
+
+    norms = ("input_layernorm", "post_attention_layernorm")
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        before_mixers, before_ffns = map(self.norm, self.norms)
+        mixed, caches = self.mix(before_mixers(hidden), caches, context)
+        return self.add(hidden, mixed, self.feed(before_ffns(hidden), context)), caches
+
+
 class ParallelBlock(Block):
     """One norm for both mixers and ffns. Neither sees the outputs of the other."""
 

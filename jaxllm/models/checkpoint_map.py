@@ -8,7 +8,7 @@ that its tensors must have. Any box of a source can be read without the rest.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -162,6 +162,38 @@ class Interleaved:
 
 
 @dataclass(frozen=True)
+class InHalves:
+    """Rows of heads, whose first `rotated` rows are pairs to rotate, one member beside the other.
+
+    The array has the first members of a head's pairs and then the second ones, as `rotate` wants
+    them. With queries and keys in the same order, their products are the same.
+    """
+
+    source: Source
+    head_size: int
+    rotated: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.source.shape
+
+    def rows(self) -> Iterator[Rows]:
+        return self.source.rows()
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        # The whole heads that contain the rows of the box.
+        size = self.head_size
+        first, end = box[0].start // size * size, -(-box[0].stop // size) * size
+        held = np.empty((end - first, *target.shape[1:]), target.dtype)
+        self.source.copy(tensors, (slice(first, end), *box[1:]), held)
+        pairs = np.arange(self.rotated)
+        rest = np.arange(self.rotated, size)
+        in_head = np.concatenate([pairs[::2], pairs[1::2], rest])
+        rows = np.arange(box[0].start, box[0].stop)
+        target[...] = held[rows // size * size + in_head[rows % size] - first]
+
+
+@dataclass(frozen=True)
 class ViewedAs:
     """A source in another shape, with its elements in the same order."""
 
@@ -216,26 +248,59 @@ def concatenated(*modules: str) -> Rule:
     return rule
 
 
+def rotated_in_pairs(head_size: int, rotated: int) -> Rule:
+    """A rule that concatenates queries, keys and values, where neighbours are rotated together."""
+
+    def rule(place: Place) -> Source:
+        query, key, value = map(place.tensor, ("q_proj", "k_proj", "v_proj"), place.pieces)
+        queries, keys = (InHalves(tensor, head_size, rotated) for tensor in (query, key))
+        return Concat((queries, keys, value))
+
+    return rule
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMap:
     """An exact map from parameters to the tensors of a checkpoint.
 
     Our modules have the names of most checkpoints. So a parameter is the tensor of the same name,
-    unless there is a rule for its module.
+    unless there is a rule for its module. A rule names modules as the checkpoint does.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    # Modules on the way to a parameter, or its own module if that has no rule: our name -> the
+    # checkpoint's, which may be several names with dots between, or empty.
+    renamed: Mapping[str, str] = field(default_factory=dict)
     # Regular expressions that match the whole names of unused tensors.
     ignored: tuple[str, ...] = ()
-    # Tensors that may repeat a parameter: tensor -> parameter. A model without a parameter of the
-    # tensor's name requires that both are equal; a model with one loads the tensor.
+    # Parameters that may repeat another one. A model without the parameter requires that the
+    # tensors of both are equal, if the checkpoint has it; a model with it loads it.
     copies: Mapping[str, str] = field(default_factory=dict)
+    # The maps of other layouts in which checkpoints of the same models are written.
+    others: tuple["CheckpointMap", ...] = ()
 
     def source(self, parameter: str, pieces: tuple[Shape, ...]) -> Source:
         """The source of a parameter that consists of one or more pieces of these shapes."""
-        module_path, _, leaf = parameter.rpartition(".")
-        parent, _, module = module_path.rpartition(".")
-        return self.rules.get(module, as_named)(Place(parent, module, leaf, pieces))
+        *path, module, leaf = parameter.split(".")
+        rule = self.rules.get(module)
+        if rule is None:
+            rule, module = as_named, self.renamed.get(module, module)
+        parent = ".".join(filter(None, (self.renamed.get(name, name) for name in path)))
+        return rule(Place(parent, module, leaf, pieces))
+
+    @property
+    def copied_tensors(self) -> dict[str, str]:
+        """`copies` by the names of tensors."""
+        return {self._tensor(copy): self._tensor(copied) for copy, copied in self.copies.items()}
+
+    def for_tensors(self, names: Collection[str]) -> "CheckpointMap":
+        """The map of the layout that a checkpoint with tensors of these names has."""
+        fitting = (its for its in (self, *self.others) if its._tensor(_EMBEDDING) in names)
+        return next(fitting, self)
+
+    def _tensor(self, parameter: str) -> str:
+        (rows,) = self.source(parameter, ((1,),)).rows()
+        return rows.tensor.name
 
     def is_ignored(self, tensor: str) -> bool:
         return any(re.fullmatch(pattern, tensor) for pattern in self.ignored)
@@ -245,6 +310,9 @@ class CheckpointMap:
         return dataclasses.replace(self, rules={**self.rules, **rules})
 
 
+# Every decoder has it, and no checkpoint has two.
+_EMBEDDING = "model.embed_tokens.weight"
+
 # Llama's names, which most decoders use.
 LLAMA_NAMES = CheckpointMap(
     rules={
@@ -252,7 +320,7 @@ LLAMA_NAMES = CheckpointMap(
         "gate_up_proj": concatenated("gate_proj", "up_proj"),
     },
     # transformers before 4.32 wrote these; we compute them from the config.
-    ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+    ignored=(r".*\.rotary_emb\.inv_freq",),
     # Some checkpoints with tied embeddings contain the head, too.
-    copies={"lm_head.weight": "model.embed_tokens.weight"},
+    copies={"lm_head.weight": _EMBEDDING},
 )

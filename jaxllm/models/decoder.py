@@ -9,13 +9,14 @@ import dataclasses
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
 from jaxllm.layers.context import StepContext
-from jaxllm.layers.embedding import Embedding
-from jaxllm.layers.norm import RMSNorm
+from jaxllm.layers.embedding import NOWHERE, Embedding, Positions
+from jaxllm.layers.norm import Norm
 from jaxllm.layers.rope import rotary
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
@@ -33,7 +34,7 @@ class DecoderForCausalLM(nnx.Module):
         self.lm_head = (
             None
             if architecture.tie_word_embeddings
-            else _embedding(architecture, num_shards, dtype)
+            else _embedding(architecture, num_shards, dtype, bias=architecture.has_head_bias)
         )
 
     @classmethod
@@ -75,7 +76,15 @@ class DecoderForCausalLM(nnx.Module):
         return self._head.weight.shape[0]
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        return self._head.logits(hidden)
+        logits = self._head.logits(hidden)
+        scale, soft_cap = self.architecture.logits_scale, self.architecture.logits_soft_cap
+        if scale != 1.0:
+            logits = logits * scale
+        if soft_cap is None:
+            return logits
+        # Columns of padding stay -inf.
+        capped = soft_cap * jnp.tanh(logits / soft_cap)
+        return jnp.where(jnp.isneginf(logits), logits, capped)
 
     @property
     def _head(self) -> Embedding:
@@ -97,12 +106,18 @@ class Decoder(nnx.Module):
     def __init__(self, architecture: Architecture, *, num_shards: int, dtype: DTypeLike):
         size = architecture.hidden_size
         self.embeds = True
+        self.embedding_scale = architecture.embedding_scale
         self.embed_tokens: Embedding | None = _embedding(architecture, num_shards, dtype)
+        self.embed_positions: Positions | None = (
+            None
+            if architecture.num_positions is None
+            else Positions(architecture.num_positions, size, dtype=dtype)
+        )
         self.layers: nnx.List[Layer | None] = nnx.List(
             spec.block(spec, size, num_shards=num_shards, dtype=dtype)
             for spec in architecture.layers
         )
-        self.norm: RMSNorm | None = architecture.final_norm.make(size, dtype=dtype)
+        self.norm: Norm | None = architecture.final_norm.make(size, dtype=dtype)
 
     @property
     def own_layers(self) -> list[Layer]:
@@ -112,6 +127,8 @@ class Decoder(nnx.Module):
     def keep(self, part: ModelPart, *, is_head: bool) -> None:
         """Drop the modules of other parts; keep an embedding that is also the head."""
         self.embeds = part.embeds
+        if not part.embeds:
+            self.embed_positions = None
         for index in range(len(self.layers)):
             if index not in part.layers:
                 self.layers[index] = None
@@ -131,9 +148,15 @@ class Decoder(nnx.Module):
         if self.embeds:
             assert self.embed_tokens is not None
             hidden = self.embed_tokens(inputs)
+            if self.embedding_scale != 1.0:
+                hidden = hidden * jnp.asarray(self.embedding_scale, hidden.dtype)
+            if self.embed_positions is not None:
+                is_real = inputs < self.embed_tokens.vocab_size
+                hidden = hidden + self.embed_positions(jnp.where(is_real, positions, NOWHERE))
         # Most models have one rope for all layers; its angles are computed once.
         ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers)
         rotations = {rope: rope and rotary(rope, positions) for rope in ropes}
+        context = dataclasses.replace(context, positions=positions)
         left, updated = list(caches), []
         for layer in self.own_layers:
             own, left = tuple(left[: len(layer.spec.mixers)]), left[len(layer.spec.mixers) :]
@@ -145,9 +168,15 @@ class Decoder(nnx.Module):
         return hidden if self.norm is None else self.norm(hidden), tuple(updated)
 
 
-def _embedding(architecture: Architecture, num_shards: int, dtype: DTypeLike) -> Embedding:
+def _embedding(
+    architecture: Architecture, num_shards: int, dtype: DTypeLike, *, bias: bool = False
+) -> Embedding:
     return Embedding(
-        architecture.vocab_size, architecture.hidden_size, num_shards=num_shards, dtype=dtype
+        architecture.vocab_size,
+        architecture.hidden_size,
+        bias=bias,
+        num_shards=num_shards,
+        dtype=dtype,
     )
 
 

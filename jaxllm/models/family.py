@@ -1,13 +1,14 @@
 """What a family of models is, and the parts of a config that most families share."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxllm.errors import CheckpointError
-from jaxllm.layers.attention import AttentionSpec
+from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
+from jaxllm.layers.activation import ACTIVATIONS
+from jaxllm.layers.attention import AttentionSpec, QKNorm
 from jaxllm.layers.mlp import MLPSpec
-from jaxllm.layers.norm import NormSpec
+from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.models.blocks import PreNormBlock
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.hf_config import HFConfig, check_size
@@ -28,6 +29,8 @@ class Family:
     checkpoint: Callable[[Architecture], CheckpointMap]
     # For the tiny checkpoint in tests: fields of config.json that differ from Llama's.
     tiny: Mapping[str, Any]
+    # Fields of config.json that no reader needs, beside those of `jaxllm.models.harmless`, and why.
+    harmless: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_attention(
@@ -36,7 +39,7 @@ def read_attention(
     default_head_size: int | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
-    has_qk_norm: bool = False,
+    qk_norm: QKNorm | None = None,
     may_rotate_a_part: bool = False,
 ) -> AttentionSpec:
     """Read grouped-query attention without a window, from the usual field names."""
@@ -57,19 +60,33 @@ def read_attention(
         rope=read_rope(config, head_size=head_size, may_be_partial=may_rotate_a_part),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
-        qk_norm=read_norm(config) if has_qk_norm else None,
+        qk_norm=qk_norm,
     )
 
 
-def read_mlp(config: HFConfig, *, bias: bool = False) -> MLPSpec:
+def read_mlp(
+    config: HFConfig,
+    *,
+    bias: bool = False,
+    is_gated: bool = True,
+    activation: str = "hidden_act",
+    default_activation: str = "silu",
+) -> MLPSpec:
+    """Read an MLP; `activation` is the field that names its function."""
     size = config.integer("intermediate_size")
     of_matrix = size * config.integer("hidden_size")
     check_size("intermediate_size times hidden_size", of_matrix, _MAX_MATRIX_SIZE)
-    return MLPSpec(intermediate_size=size, bias=bias)
+    function = config.get(activation) or default_activation
+    if not isinstance(function, str) or function not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{activation} {shown(function)} is not supported; supported are "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    return MLPSpec(intermediate_size=size, bias=bias, is_gated=is_gated, activation=function)
 
 
-def read_norm(config: HFConfig) -> NormSpec:
-    return NormSpec(eps=config.positive("rms_norm_eps", 1e-6))
+def read_norm(config: HFConfig) -> RMSNormSpec:
+    return RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6))
 
 
 def pre_norm_layer(config: HFConfig, attention: AttentionSpec, mlp: MLPSpec) -> LayerSpec:
@@ -77,8 +94,18 @@ def pre_norm_layer(config: HFConfig, attention: AttentionSpec, mlp: MLPSpec) -> 
     return LayerSpec(mixers=(attention,), ffns=(mlp,), norm=read_norm(config), block=PreNormBlock)
 
 
-def read_decoder(name: str, config: HFConfig, layers: Iterable[LayerSpec]) -> Architecture:
-    """Read a decoder of these layers; the other fields have their usual names."""
+def read_decoder(
+    name: str,
+    config: HFConfig,
+    layers: Iterable[LayerSpec],
+    *,
+    is_tied_by_default: bool = False,
+    **others: Any,
+) -> Architecture:
+    """Read a decoder of these layers, whose final norm is of the same kind as theirs.
+
+    The other fields have their usual names; `others` are fields of the Architecture.
+    """
     layers = tuple(layers)
     max_position = config.integer("max_position_embeddings")
     vocab_size, hidden_size = config.integer("vocab_size"), config.integer("hidden_size")
@@ -89,12 +116,13 @@ def read_decoder(name: str, config: HFConfig, layers: Iterable[LayerSpec]) -> Ar
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         layers=layers,
-        final_norm=read_norm(config),
-        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        final_norm=layers[-1].norm,
+        tie_word_embeddings=config.flag("tie_word_embeddings", is_tied_by_default),
         max_model_len=max(lengths, default=max_position),
         dtype=config.dtype,
         eos_token_ids=config.token_ids("eos_token_id"),
         hf_config=config.fields,
+        **others,
     )
 
 

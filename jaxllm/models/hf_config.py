@@ -31,14 +31,53 @@ _HIGHEST_OTHER = 1 << 20  # of numbers with other names
 _MAX_TOKEN_IDS = 1024
 
 
-class HFConfig:
-    """The contents of a config.json, and its fields with their types checked."""
+# Fields of a decoder inside a larger model that may stand beside the decoder's.
+_AT_EITHER_LEVEL = {
+    "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config",
+    "compression_config", "architectures",
+}  # fmt: skip
 
-    def __init__(self, fields: Mapping[str, Any]):
+
+class HFConfig:
+    """The contents of a config.json, and its fields with their types checked.
+
+    It notes which fields are read. A field that changes the computation and that nobody reads would
+    give wrong tokens, so others are refused, unless they are known to be harmless.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], outside: Mapping[str, Any] | None = None):
+        """`outside`: the config that contains this one."""
         self.fields = fields
+        self._outside = outside or {}
+        self._read: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        if name not in self.fields and name in _AT_EITHER_LEVEL:
+            return self._outside.get(name, default)
         return self.fields.get(name, default)
+
+    def inside(self, name: str) -> "HFConfig":
+        """The config of a part of the model: that of the decoder beside towers for images."""
+        fields = self.get(name)
+        if not isinstance(fields, Mapping):
+            raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object")
+        return HFConfig(fields, self.fields)
+
+    def refuse_unread(self, harmless: Collection[str]) -> None:
+        """Refuse fields that say something, and that are neither read nor harmless."""
+        unknown = [
+            name
+            for name, value in self.fields.items()
+            if value not in (None, [], {}) and name not in self._read and name not in harmless
+        ]
+        if unknown:
+            name = unknown[0]
+            raise UnsupportedModelError(
+                f"config.json: {name:.80}={shown(self.fields[name])} is a field that this model's "
+                f"family does not know{_and_others(unknown)}; if it does not change what is "
+                f"computed, use hf_overrides={{{name[:80]!r}: None}}"
+            )
 
     def integer(self, name: str, default: int | None = None, *, lowest: int = 1) -> int:
         value = self.get(name)
@@ -61,8 +100,25 @@ class HFConfig:
         _check_highest(name, value)
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        value = self.get(name, False)
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"config.json: {name} is missing")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise CheckpointError(f"config.json: {name}={shown(value)} must be a finite number")
+        return float(value)
+
+    def optional_positive(self, name: str) -> float | None:
+        """A number above zero; None if the field is missing or null."""
+        return None if self.get(name) is None else self.positive(name, 1.0)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name)
+        if value is None:
+            value = default
         if not isinstance(value, bool):
             raise CheckpointError(f"config.json: {name}={shown(value)} must be true or false")
         return value
@@ -135,16 +191,15 @@ class HFConfig:
                 f"quantization_config {method!s:.80} is not supported; supported are unquantised "
                 f"checkpoints in {', '.join(_DTYPES)}"
             )
-        activation = self.get("hidden_act", "silu")
-        if activation != "silu":
-            raise UnsupportedModelError(
-                f"hidden_act {shown(activation)} is not supported; supported is 'silu'"
-            )
         is_causal = self.get("is_causal", True)
         if is_causal is not True:
             raise UnsupportedModelError(
                 f"is_causal={shown(is_causal)} is not supported: a token sees only those before it"
             )
+
+
+def _and_others(names: list[str]) -> str:
+    return f" ({', '.join(names[1:]):.200} likewise)" if len(names) > 1 else ""
 
 
 def check_size(what: str, size: int, most: int) -> None:

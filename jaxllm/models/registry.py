@@ -72,6 +72,11 @@ class ModelRegistry:
         return _resolve(cls._classes[cls.select(architectures)])
 
     @classmethod
+    def has_own_class(cls, name: str) -> bool:
+        """Whether a user's class runs the architecture. It may read any field of the config."""
+        return cls._classes[name] != _DECODER
+
+    @classmethod
     def family(cls, name: str) -> "Family":
         """The family of an architecture that can be run."""
         return _resolve(cls._families[name])

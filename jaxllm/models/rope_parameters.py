@@ -27,12 +27,24 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def read_rope(config: HFConfig, *, head_size: int, may_be_partial: bool = False) -> RopeConfig:
+def read_rope(
+    config: HFConfig,
+    *,
+    head_size: int,
+    may_be_partial: bool = False,
+    layer_type: str | None = None,
+    default_theta: float = 10_000.0,
+    default_share: float = 1.0,
+) -> RopeConfig:
     """Read the rotary embedding of heads of this size.
 
-    `may_be_partial`: the family supports rotating only a part of each head.
+    Args:
+      may_be_partial: the family supports rotating only a part of each head.
+      layer_type: the type of the layer, for families whose parameters differ between types.
+      default_theta: the base if the config has none, as the family's class has it.
+      default_share: likewise, the share of each head that is rotated.
     """
-    parameters = _parameters(config)
+    parameters = {"partial_rotary_factor": default_share} | _parameters(config, layer_type)
     kind = parameters.get("rope_type") or "default"
     if kind not in _TYPES:
         raise UnsupportedModelError(
@@ -43,7 +55,7 @@ def read_rope(config: HFConfig, *, head_size: int, may_be_partial: bool = False)
         raise UnsupportedModelError(f"rope parameter {', '.join(unknown):.80} is not supported")
     size = _rotated_size(parameters, head_size, may_be_partial)
     max_len = config.integer("max_position_embeddings")
-    theta = _number(parameters, "rope_theta", 10_000.0)
+    theta = _number(parameters, "rope_theta", default_theta)
     original = _number(
         # Some configs have it outside of the parameters; that value takes precedence.
         {**parameters, **_given(config, "original_max_position_embeddings")},
@@ -116,8 +128,8 @@ def _rotated_size(parameters: Mapping[str, Any], head_size: int, may_be_partial:
     )
 
 
-def _parameters(config: HFConfig) -> dict[str, Any]:
-    """Collect the parameters from all places.
+def _parameters(config: HFConfig, layer_type: str | None) -> dict[str, Any]:
+    """Collect the parameters of a type of layers from all places.
 
     transformers 5 writes `rope_parameters`. Transformers 4 writes `rope_scaling` and, beside it,
     `rope_theta`. If both exist, `rope_scaling` takes precedence, as in transformers: users set it
@@ -128,6 +140,8 @@ def _parameters(config: HFConfig) -> dict[str, Any]:
         given = config.get(name)
         if not isinstance(given, Mapping | None):
             raise CheckpointError(f"config.json: {name}={shown(given)} must be an object")
+        if given and layer_type is not None and isinstance(given.get(layer_type), Mapping):
+            given = given[layer_type]
         parameters |= _with_rope_type(name, given or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModelError(

@@ -105,6 +105,14 @@ class Architecture:
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec
     tie_word_embeddings: bool
+    # What multiplies embeddings. It is rounded to their dtype first, as the models were trained.
+    embedding_scale: float = 1.0
+    # The rows of a table of learned positions, which are added to the embeddings; None: no table.
+    num_positions: int | None = None
+    # Logits are multiplied by the scale, then become soft_cap * tanh(logits / soft_cap).
+    logits_scale: float = 1.0
+    logits_soft_cap: float | None = None
+    has_head_bias: bool = False
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]

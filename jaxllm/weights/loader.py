@@ -62,9 +62,9 @@ def load_parts(
             for of_part, (_, mesh) in zip(parameters, parts, strict=True)
         ]
     else:
-        names = parts[0][0].checkpoint_map
-        sources = [sources_of(of_part, names) for of_part in parameters]
         with Checkpoint(model_dir) as checkpoint:
+            names = parts[0][0].checkpoint_map.for_tensors(checkpoint.tensors.keys())
+            sources = [sources_of(of_part, names) for of_part in parameters]
             _check_names(checkpoint, sources, names)
             _check_shapes(checkpoint, sources)
             arrays = [
@@ -162,7 +162,8 @@ def _check_names(
             f"asks for: {some_of(missing)}"
         )
     extra = [name for name in checkpoint.tensors.keys() - used if not names.is_ignored(name)]
-    unknown = sorted(name for name in extra if name not in names.copies)
+    copies = names.copied_tensors
+    unknown = sorted(name for name in extra if name not in copies)
     if unknown:
         raise CheckpointError(
             f"the checkpoint has {counted(len(unknown), 'tensor')} that config.json has no place "
@@ -171,9 +172,9 @@ def _check_names(
     for rows in used.values():
         _check_rows(rows)
     for name in extra:
-        if not _equal(checkpoint, name, names.copies[name]):
+        if not _equal(checkpoint, name, copies[name]):
             raise CheckpointError(
-                f"config.json ties {name} to {names.copies[name]}, but the checkpoint has "
+                f"config.json ties {name} to {copies[name]}, but the checkpoint has "
                 "different tensors of these names; if they are meant to differ, use "
                 "hf_overrides={'tie_word_embeddings': False}"
             )

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, ValidationError
-from jaxllm.layers.norm import NormSpec
+from jaxllm.layers.attention import QKNorm
+from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.layers.rope import (
     DynamicScaling,
     LinearScaling,
@@ -71,7 +72,6 @@ def test_eos_token_ids_may_be_one_or_many():
 @pytest.mark.parametrize(
     ("name", "fields", "windows"),
     [
-        ("Llama", {"sliding_window": 8}, (None, None, None)),
         ("Mistral", {"sliding_window": 8}, (8, 8, 8)),
         ("Mistral", {"sliding_window": None}, (None, None, None)),
         ("Mistral", {}, (4096, 4096, 4096)),
@@ -99,7 +99,7 @@ def test_windows_of_the_families(name, fields, windows):
 
 def test_qwen3_has_qk_norm_and_its_own_head_size():
     attention = attentions(read("Qwen3", rms_norm_eps=1e-5))[0]
-    assert attention.qk_norm == NormSpec(eps=1e-5) and attention.head_size == 128
+    assert attention.qk_norm == QKNorm(norm=RMSNormSpec(eps=1e-5)) and attention.head_size == 128
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,9 @@ def test_yarn_without_factor_takes_the_ratio_of_lengths():
     [
         ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM.*supported are LlamaForCausalLM"),
         ({"architectures": None}, "names none.*LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, "'gelu'.*supported is 'silu'"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish'.*supported are silu"),
+        ({"sliding_window": 8}, r"sliding_window=8.*hf_overrides=\{'sliding_window': None\}"),
+        ({"sliding_window": 8, "alibi": True}, r"sliding_window=8.*\(alibi likewise\)"),
         ({"is_causal": False}, "is_causal=False is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'.*default, linear, dynamic"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1.0}}, "alpha"),

@@ -12,7 +12,7 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, get_backend
 from jaxllm.layers.attention import AttentionSpec
 from jaxllm.layers.context import StepContext
 from jaxllm.layers.mlp import MLPSpec
-from jaxllm.layers.norm import NormSpec
+from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.layers.rope import RopeConfig, rotary
 from jaxllm.models.blocks import ParallelBlock, PostNormBlock, PreNormBlock, SandwichBlock
 from jaxllm.models.specs import LayerSpec
@@ -35,7 +35,7 @@ def spec(block, **changes):
     fields = {
         "mixers": (ATTENTION,),
         "ffns": (MLPSpec(intermediate_size=24),),
-        "norm": NormSpec(eps=1e-5),
+        "norm": RMSNormSpec(eps=1e-5),
         "block": block,
     }
     return LayerSpec(**fields | changes)

@@ -28,14 +28,14 @@ def read_qwen(name: str, config: HFConfig, attention: AttentionSpec) -> Architec
 def read_windows(config: HFConfig) -> list[int | None]:
     """The window of every layer; None in layers of full attention."""
     num_layers = config.integer("num_hidden_layers")
+    # The first layers have full attention, the rest have the window.
+    num_full = config.integer("max_window_layers", 28, lowest=0)
     window = None
-    if config.flag("use_sliding_window") and config.get("sliding_window", 4096) is not None:
+    if config.get("sliding_window", 4096) is not None and config.flag("use_sliding_window"):
         window = config.integer("sliding_window", 4096)
     kinds = config.layer_types(num_layers, supported=("full_attention", "sliding_attention"))
     if kinds is None:
-        # The first layers have full attention, the rest have the window.
-        first = config.integer("max_window_layers", 28, lowest=0)
-        return [None if layer < first else window for layer in range(num_layers)]
+        return [None if layer < num_full else window for layer in range(num_layers)]
     if window is None and "sliding_attention" in kinds:
         raise CheckpointError(
             "config.json: layer_types asks for sliding_attention, but use_sliding_window or "

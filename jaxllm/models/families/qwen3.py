@@ -1,8 +1,9 @@
 """Qwen3: Qwen2 with a norm on every query and key head, and its own head_dim."""
 
+from jaxllm.layers.attention import QKNorm
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
 from jaxllm.models.families.qwen2 import read_qwen
-from jaxllm.models.family import Family, read_attention
+from jaxllm.models.family import Family, read_attention, read_norm
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture
 
@@ -10,7 +11,11 @@ from jaxllm.models.specs import Architecture
 def read(name: str, config: HFConfig) -> Architecture:
     bias = config.flag("attention_bias")
     attention = read_attention(
-        config, default_head_size=128, qkv_bias=bias, o_bias=bias, has_qk_norm=True
+        config,
+        default_head_size=128,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=QKNorm(norm=read_norm(config)),
     )
     return read_qwen(name, config, attention)
 
