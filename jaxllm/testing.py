@@ -101,19 +101,23 @@ def tiny_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     shapes = {rows.tensor.name: rows.tensor.shape for s in sources for rows in s.rows()}
     dtype = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(config["dtype"], config["dtype"]))
     rng = np.random.default_rng(seed)
+    # Weights of norms are stored without it.
+    offset = getattr(architecture.final_norm, "offset", 0.0)
     return {
-        name: _random_tensor(name, shapes[name], rng).astype(dtype)
+        name: _random_tensor(name, shapes[name], offset, rng).astype(dtype)
         for name in sorted(shapes, key=_place_in_order)
     }
 
 
-def _random_tensor(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+def _random_tensor(
+    name: str, shape: tuple[int, ...], offset: float, rng: np.random.Generator
+) -> np.ndarray:
     module, leaf = name.split(".")[-2:]
     gain = _GAINS.get(module, 1.0)
     if leaf == "bias":
         return 0.2 * rng.standard_normal(shape)
     if len(shape) == 1:
-        return gain + 0.1 * rng.standard_normal(shape)
+        return gain - offset + 0.1 * rng.standard_normal(shape)
     return rng.standard_normal(shape) * (gain / shape[-1] ** 0.5)
 
 

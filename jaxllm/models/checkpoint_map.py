@@ -324,3 +324,18 @@ LLAMA_NAMES = CheckpointMap(
     # Some checkpoints with tied embeddings contain the head, too.
     copies={"lm_head.weight": _EMBEDDING},
 )
+
+
+def inside_larger_model(names: CheckpointMap) -> CheckpointMap:
+    """The map of a decoder that stands beside towers for images or sound, which are not loaded."""
+    ignored = (
+        *names.ignored,
+        r"(model\.)?(vision_\w+|audio_\w+|multi_modal_\w+|embed_(vision|audio))\..*",
+    )
+
+    def within(**renamed: str) -> CheckpointMap:
+        return dataclasses.replace(names, renamed={**names.renamed, **renamed}, ignored=ignored)
+
+    # As releases have it, then as transformers from 4.52 on writes it.
+    first = within(model="language_model.model", lm_head="language_model.lm_head")
+    return dataclasses.replace(first, others=(within(model="model.language_model"),))

@@ -41,8 +41,12 @@ def read_attention(
     o_bias: bool = False,
     qk_norm: QKNorm | None = None,
     may_rotate_a_part: bool = False,
+    **rope_options: Any,
 ) -> AttentionSpec:
-    """Read grouped-query attention without a window, from the usual field names."""
+    """Read grouped-query attention without a window, from the usual field names.
+
+    `rope_options` are those of `read_rope`.
+    """
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -57,7 +61,9 @@ def read_attention(
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         scale=head_size**-0.5,
-        rope=read_rope(config, head_size=head_size, may_be_partial=may_rotate_a_part),
+        rope=read_rope(
+            config, head_size=head_size, may_be_partial=may_rotate_a_part, **rope_options
+        ),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=qk_norm,

@@ -106,3 +106,25 @@ HARMLESS = {
     ),
     **dict.fromkeys(("id2label", "label2id", "num_labels", "finetuning_task"), _LABELS),
 }
+
+# Of a model whose decoder is run without its towers.
+AROUND_DECODER = dict.fromkeys(
+    (
+        "vision_config",
+        "audio_config",
+        "image_token_id",
+        "image_token_index",
+        "boi_token_id",
+        "boi_token_index",
+        "eoi_token_id",
+        "eoi_token_index",
+        "video_token_id",
+        "audio_token_id",
+        "mm_tokens_per_image",
+        "spatial_merge_size",
+        "vision_feature_layer",
+        "multimodal_projector_bias",
+        "projector_hidden_act",
+    ),
+    "describes what comes before the decoder; prompts are text",
+)

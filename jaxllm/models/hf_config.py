@@ -49,23 +49,39 @@ class HFConfig:
         """`outside`: the config that contains this one."""
         self.fields = fields
         self._outside = outside or {}
+        self._defaults: Mapping[str, Any] = {}
         self._read: set[str] = set()
+        self._inside: dict[str, HFConfig] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
-        if name not in self.fields and name in _AT_EITHER_LEVEL:
-            return self._outside.get(name, default)
-        return self.fields.get(name, default)
+        if name not in self.fields and name in _AT_EITHER_LEVEL and name in self._outside:
+            return self._outside[name]
+        return self.fields.get(name, self._defaults.get(name, default))
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "HFConfig":
+        """The config with values for fields that it leaves out.
+
+        The config of a decoder inside a larger model has only fields that differ from the defaults
+        of its class in transformers.
+        """
+        config = HFConfig(self.fields, self._outside)
+        config._defaults = defaults
+        config._read = self._read
+        return config
 
     def inside(self, name: str) -> "HFConfig":
         """The config of a part of the model: that of the decoder beside towers for images."""
         fields = self.get(name)
         if not isinstance(fields, Mapping):
             raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object")
-        return HFConfig(fields, self.fields)
+        return self._inside.setdefault(name, HFConfig(fields, self.fields))
 
     def refuse_unread(self, harmless: Collection[str]) -> None:
-        """Refuse fields that say something, and that are neither read nor harmless."""
+        """Refuse fields that say something, and that are neither read nor harmless, in the config
+        and in those inside it."""
+        for config in self._inside.values():
+            config.refuse_unread(harmless)
         unknown = [
             name
             for name, value in self.fields.items()

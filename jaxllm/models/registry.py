@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 # Architecture, as config.json names it -> file in `jaxllm.models.families`.
 _FAMILIES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",

@@ -1,7 +1,7 @@
 """Reads the rotary embedding out of a config.json, in the notation of transformers 5 or 4."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
@@ -33,6 +33,8 @@ def read_rope(
     head_size: int,
     may_be_partial: bool = False,
     layer_type: str | None = None,
+    is_scaled: bool = True,
+    theta_field: str = "rope_theta",
     default_theta: float = 10_000.0,
     default_share: float = 1.0,
 ) -> RopeConfig:
@@ -41,10 +43,14 @@ def read_rope(
     Args:
       may_be_partial: the family supports rotating only a part of each head.
       layer_type: the type of the layer, for families whose parameters differ between types.
+      is_scaled: whether rope_scaling, in the notation of transformers 4, is for these layers.
+      theta_field: the field with the base in that notation.
       default_theta: the base if the config has none, as the family's class has it.
       default_share: likewise, the share of each head that is rotated.
     """
-    parameters = {"partial_rotary_factor": default_share} | _parameters(config, layer_type)
+    places = ("rope_parameters", "rope_scaling") if is_scaled else ("rope_parameters",)
+    parameters = _parameters(config, places, layer_type, theta_field)
+    parameters.setdefault("partial_rotary_factor", default_share)
     kind = parameters.get("rope_type") or "default"
     if kind not in _TYPES:
         raise UnsupportedModelError(
@@ -128,7 +134,9 @@ def _rotated_size(parameters: Mapping[str, Any], head_size: int, may_be_partial:
     )
 
 
-def _parameters(config: HFConfig, layer_type: str | None) -> dict[str, Any]:
+def _parameters(
+    config: HFConfig, places: Iterable[str], layer_type: str | None, theta_field: str
+) -> dict[str, Any]:
     """Collect the parameters of a type of layers from all places.
 
     transformers 5 writes `rope_parameters`. Transformers 4 writes `rope_scaling` and, beside it,
@@ -136,28 +144,33 @@ def _parameters(config: HFConfig, layer_type: str | None) -> dict[str, Any]:
     by overrides.
     """
     parameters: dict[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in places:
         given = config.get(name)
         if not isinstance(given, Mapping | None):
             raise CheckpointError(f"config.json: {name}={shown(given)} must be an object")
-        if given and layer_type is not None and isinstance(given.get(layer_type), Mapping):
-            given = given[layer_type]
+        if layer_type is not None and given and _is_per_layer_type(given):
+            given = given.get(layer_type)
         parameters |= _with_rope_type(name, given or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModelError(
             f"rope_parameters per layer type ({', '.join(parameters)}) are not supported"
         )
-    for name in ("rope_theta", "partial_rotary_factor"):
-        outside = config.get(name)
+    fields = {"rope_theta": theta_field, "partial_rotary_factor": "partial_rotary_factor"}
+    for name, its_field in fields.items():
+        outside = config.get(its_field)
         if outside is None:
             continue
         inside = parameters.setdefault(name, outside)
         if inside is not outside and inside != outside:  # NaN is not even itself
             raise CheckpointError(
-                f"config.json: {name}={shown(outside)} contradicts rope_parameters, where it is "
+                f"config.json: {its_field}={shown(outside)} contradicts rope_parameters, where it is "
                 f"{shown(inside)}; change both, or only the one in rope_parameters"
             )
     return parameters
+
+
+def _is_per_layer_type(parameters: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, Mapping | None) for value in parameters.values())
 
 
 def _with_rope_type(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""Gemma 3: Gemma 2 with norms of queries and keys in place of soft caps, and two rotations.
+
+Five layers have a window and rotate with a short base; the sixth sees everything, with a long base
+that may be scaled. The decoder of models that also see images is read without its tower.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxllm.layers.attention import AttentionSpec, QKNorm
+from jaxllm.models.blocks import SandwichBlock
+from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap, inside_larger_model
+from jaxllm.models.families import gemma2
+from jaxllm.models.families.gemma2 import FULL, SLIDING
+from jaxllm.models.family import Family, read_attention, read_mlp
+from jaxllm.models.harmless import AROUND_DECODER
+from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.rope_parameters import read_rope
+from jaxllm.models.specs import Architecture, LayerSpec
+
+_IN_LARGER_MODEL = "Gemma3ForConditionalGeneration"
+_DEFAULTS = gemma2.DEFAULTS | {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+
+
+def read(name: str, config: HFConfig) -> Architecture:
+    if name == _IN_LARGER_MODEL:
+        config = config.inside("text_config")
+    config = config.with_defaults(_DEFAULTS)
+    gemma2.refuse_bidirectional(config)
+    mlp = read_mlp(config, activation="hidden_activation")
+    layers = [
+        LayerSpec(
+            mixers=(_read_attention(config, kind),),
+            ffns=(mlp,),
+            norm=gemma2.read_norm(config),
+            block=SandwichBlock,
+        )
+        for kind in _read_layer_types(config)
+    ]
+    return gemma2.read_gemma(name, config, layers)
+
+
+def _read_attention(config: HFConfig, kind: str) -> AttentionSpec:
+    bias = config.flag("attention_bias")
+    if kind == FULL:
+        rope: dict[str, Any] = {"default_theta": 1e6}
+    else:
+        rope = {"default_theta": 1e4, "is_scaled": False, "theta_field": "rope_local_base_freq"}
+    attention = read_attention(
+        config,
+        default_head_size=256,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=QKNorm(norm=gemma2.read_norm(config)),
+        layer_type=kind,
+        **rope,
+    )
+    window = gemma2.read_window(config)
+    return dataclasses.replace(
+        attention,
+        scale=config.positive("query_pre_attn_scalar", 256) ** -0.5,
+        window=window if kind == SLIDING else None,
+    )
+
+
+def _read_layer_types(config: HFConfig) -> list[str]:
+    # The second name is transformers' own note; it comes with a list of types.
+    pattern = config.integer("sliding_window_pattern", 6)
+    config.get("_sliding_window_pattern")
+    return gemma2.read_layer_types(config, pattern=pattern)
+
+
+def _checkpoint(architecture: Architecture) -> CheckpointMap:
+    if architecture.name == _IN_LARGER_MODEL:
+        return inside_larger_model(LLAMA_NAMES)
+    return LLAMA_NAMES
+
+
+FAMILY = Family(
+    read=read,
+    checkpoint=_checkpoint,
+    tiny={
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 24,
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 8,
+        "sliding_window_pattern": 3,
+        "rope_theta": None,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 4,
+    },
+    harmless={
+        "attn_logit_softcapping": "the class in transformers does not apply it either",
+    }
+    | AROUND_DECODER,
+)
