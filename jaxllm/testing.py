@@ -74,17 +74,22 @@ def make_tiny_checkpoint(
     """
     from safetensors.numpy import save_file
 
-    from jaxllm.models.registry import load_family
-
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = _COMMON | dict(load_family(family).tiny) | {"dtype": dtype} | config_overrides
+    config = tiny_config(family) | {"dtype": dtype} | config_overrides
     _write_json(path / "config.json", config)
     ids = {"bos_token_id": None, "eos_token_id": config["eos_token_id"], "pad_token_id": None}
     _write_json(path / "generation_config.json", ids)
     save_file(tiny_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(path)
     return path
+
+
+def tiny_config(family: str) -> dict[str, Any]:
+    """The config.json of a family's tiny model, but for its dtype."""
+    from jaxllm.models.registry import load_family
+
+    return _COMMON | dict(load_family(family).tiny)
 
 
 def tiny_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:

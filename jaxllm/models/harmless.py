@@ -104,6 +104,7 @@ HARMLESS = {
         ),
         _GENERATION,
     ),
+    "is_decoder": "every model here is one",
     **dict.fromkeys(("id2label", "label2id", "num_labels", "finetuning_task"), _LABELS),
 }
 

@@ -5,7 +5,7 @@ A field that older configs leave out has the default of transformers.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
@@ -45,19 +45,20 @@ class HFConfig:
     give wrong tokens, so others are refused, unless they are known to be harmless.
     """
 
-    def __init__(self, fields: Mapping[str, Any], outside: Mapping[str, Any] | None = None):
+    def __init__(self, fields: Mapping[str, Any], outside: "HFConfig | None" = None):
         """`outside`: the config that contains this one."""
         self.fields = fields
-        self._outside = outside or {}
+        self._outside = outside
         self._defaults: Mapping[str, Any] = {}
         self._read: set[str] = set()
         self._inside: dict[str, HFConfig] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
-        if name not in self.fields and name in _AT_EITHER_LEVEL and name in self._outside:
-            return self._outside[name]
-        return self.fields.get(name, self._defaults.get(name, default))
+        default = self._defaults.get(name, default)
+        if self._outside is not None and name in _AT_EITHER_LEVEL:
+            default = self._outside.get(name, default)
+        return self.fields.get(name, default)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HFConfig":
         """The config with values for fields that it leaves out.
@@ -70,12 +71,17 @@ class HFConfig:
         config._read = self._read
         return config
 
+    @property
+    def fields_read(self) -> Set[str]:
+        """The names of the fields that have been asked for."""
+        return self._read
+
     def inside(self, name: str) -> "HFConfig":
         """The config of a part of the model: that of the decoder beside towers for images."""
         fields = self.get(name)
         if not isinstance(fields, Mapping):
             raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object")
-        return self._inside.setdefault(name, HFConfig(fields, self.fields))
+        return self._inside.setdefault(name, HFConfig(fields, self))
 
     def refuse_unread(self, harmless: Collection[str]) -> None:
         """Refuse fields that say something, and that are neither read nor harmless, in the config
@@ -207,6 +213,8 @@ class HFConfig:
                 f"quantization_config {method!s:.80} is not supported; supported are unquantised "
                 f"checkpoints in {', '.join(_DTYPES)}"
             )
+        if self.flag("is_encoder_decoder") or self.flag("add_cross_attention"):
+            raise UnsupportedModelError("models with an encoder are not supported; decoders are")
         is_causal = self.get("is_causal", True)
         if is_causal is not True:
             raise UnsupportedModelError(

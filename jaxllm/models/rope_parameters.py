@@ -163,8 +163,8 @@ def _parameters(
         inside = parameters.setdefault(name, outside)
         if inside is not outside and inside != outside:  # NaN is not even itself
             raise CheckpointError(
-                f"config.json: {its_field}={shown(outside)} contradicts rope_parameters, where it is "
-                f"{shown(inside)}; change both, or only the one in rope_parameters"
+                f"config.json: {its_field}={shown(outside)} contradicts rope_parameters, where it "
+                f"is {shown(inside)}; change both, or only the one in rope_parameters"
             )
     return parameters
 

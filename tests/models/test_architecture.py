@@ -27,7 +27,10 @@ LLAMA = {
 
 
 def read(name="Llama", **fields):
-    return read_architecture(LLAMA | {"architectures": [f"{name}ForCausalLM"]} | fields)
+    named = {"architectures": [f"{name}ForCausalLM"]}
+    if name != "Llama":  # by default it has as many kv heads as heads, others do not
+        named["num_key_value_heads"] = 4
+    return read_architecture(LLAMA | named | fields)
 
 
 def attentions(arch):
@@ -183,7 +186,7 @@ def test_yarn_without_factor_takes_the_ratio_of_lengths():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM.*supported are LlamaForCausalLM"),
+        ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM.*supported are .*LlamaForCausalLM"),
         ({"architectures": None}, "names none.*LlamaForCausalLM"),
         ({"hidden_act": "mish"}, "hidden_act 'mish'.*supported are silu"),
         ({"sliding_window": 8}, r"sliding_window=8.*hf_overrides=\{'sliding_window': None\}"),

@@ -5,7 +5,6 @@ and are the head, too. Scores and logits are capped, and the scale of scores is 
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import UnsupportedModelError, shown
@@ -18,7 +17,7 @@ from jaxllm.models.specs import Architecture, LayerSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Of the class in transformers, where they are not those that most families share.
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,

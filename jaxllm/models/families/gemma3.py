@@ -15,7 +15,6 @@ from jaxllm.models.families.gemma2 import FULL, SLIDING
 from jaxllm.models.family import Family, read_attention, read_mlp
 from jaxllm.models.harmless import AROUND_DECODER
 from jaxllm.models.hf_config import HFConfig
-from jaxllm.models.rope_parameters import read_rope
 from jaxllm.models.specs import Architecture, LayerSpec
 
 _IN_LARGER_MODEL = "Gemma3ForConditionalGeneration"

@@ -10,6 +10,7 @@ from jaxllm.models.specs import Architecture
 
 
 def read(name: str, config: HFConfig) -> Architecture:
+    config = config.with_defaults({"num_key_value_heads": 8})
     window = None
     if config.get("sliding_window", 4096) is not None:
         window = config.integer("sliding_window", 4096)

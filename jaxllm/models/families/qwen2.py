@@ -9,8 +9,12 @@ from jaxllm.models.family import Family, pre_norm_layer, read_attention, read_de
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture
 
+# Where its class has other defaults than Llama's.
+DEFAULTS = {"num_key_value_heads": 32}
+
 
 def read(name: str, config: HFConfig) -> Architecture:
+    config = config.with_defaults(DEFAULTS)
     attention = read_attention(config, qkv_bias=True)
     return read_qwen(name, config, attention)
 
@@ -30,9 +34,9 @@ def read_windows(config: HFConfig) -> list[int | None]:
     num_layers = config.integer("num_hidden_layers")
     # The first layers have full attention, the rest have the window.
     num_full = config.integer("max_window_layers", 28, lowest=0)
-    window = None
-    if config.get("sliding_window", 4096) is not None and config.flag("use_sliding_window"):
-        window = config.integer("sliding_window", 4096)
+    window, is_used = config.get("sliding_window", 4096), config.flag("use_sliding_window")
+    if window is not None:
+        window = config.integer("sliding_window", 4096) if is_used else None
     kinds = config.layer_types(num_layers, supported=("full_attention", "sliding_attention"))
     if kinds is None:
         return [None if layer < num_full else window for layer in range(num_layers)]

@@ -2,13 +2,14 @@
 
 from jaxllm.layers.attention import QKNorm
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
-from jaxllm.models.families.qwen2 import read_qwen
+from jaxllm.models.families.qwen2 import DEFAULTS, read_qwen
 from jaxllm.models.family import Family, read_attention, read_norm
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture
 
 
 def read(name: str, config: HFConfig) -> Architecture:
+    config = config.with_defaults(DEFAULTS)
     bias = config.flag("attention_bias")
     attention = read_attention(
         config,

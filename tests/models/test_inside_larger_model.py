@@ -1,0 +1,81 @@
+"""A decoder inside a model with towers: read from `text_config`, loaded without the towers."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxllm.testing import make_tiny_checkpoint
+
+PROMPT = np.random.default_rng(0).integers(3, 384, 40).tolist()
+# Before and inside the names of the decoder's tensors.
+RELEASED = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+BY_TRANSFORMERS = {"model.": "model.language_model."}
+WRAPPED = {"gemma3": "Gemma3ForConditionalGeneration"}
+
+
+def wrap(plain, path, architecture, layout):
+    """Write a checkpoint of the larger model around a plain decoder."""
+    path.mkdir()
+    config = json.loads((plain / "config.json").read_text())
+    outer = {
+        "architectures": [architecture],
+        "text_config": config,
+        "vision_config": {"hidden_size": 32},
+        "image_token_index": 250,
+        "dtype": config.pop("dtype"),
+        "tie_word_embeddings": config.pop("tie_word_embeddings"),
+    }
+    (path / "config.json").write_text(json.dumps(outer))
+    tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        old = next((prefix for prefix in layout if name.startswith(prefix)), "")
+        tensors[layout.get(old, "") + name.removeprefix(old)] = tensor
+    for tower in ("vision_tower.layers.0.weight", "multi_modal_projector.weight"):
+        tensors[layout["model."].partition("language_model")[0] + tower] = np.ones((2, 3))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("layout", [RELEASED, BY_TRANSFORMERS], ids=["released", "transformers"])
+@pytest.mark.parametrize("family", WRAPPED)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_decoder_computes_the_same_without_its_towers(
+    family, layout, is_tied, tmp_path, single_row
+):
+    plain = make_tiny_checkpoint(tmp_path / "plain", family, tie_word_embeddings=is_tied)
+    inside = wrap(plain, tmp_path / "inside", WRAPPED[family], layout)
+    expected = single_row(plain).logits(PROMPT)
+    np.testing.assert_array_equal(single_row(inside).logits(PROMPT), expected)
+
+
+@pytest.mark.oracle
+def test_what_the_config_leaves_out_is_as_in_transformers(tmp_path, single_row):
+    """The config of a decoder inside has only fields that are not defaults of its class."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "sliding_window": 8,
+        "head_dim": 24, "vocab_size": 384,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+    }  # fmt: skip
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        expected = model(torch.tensor([PROMPT])).logits[0].numpy()
+    model.save_pretrained(tmp_path)
+    # As a release has it: without what its class has by default.
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["text_config"] = text
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    np.testing.assert_allclose(single_row(tmp_path).logits(PROMPT), expected, atol=2e-4, rtol=0)
