@@ -8,6 +8,7 @@ import pytest
 from jaxllm.models.checkpoint_map import (
     CheckpointMap,
     Concat,
+    InHalves,
     Interleaved,
     Rows,
     Stack,
@@ -15,6 +16,7 @@ from jaxllm.models.checkpoint_map import (
     Transposed,
     ViewedAs,
     concatenated,
+    rotated_in_pairs,
 )
 
 
@@ -42,6 +44,8 @@ DATA = Held(
 )
 A, B, C, CUBE, LINE = (Tensor(name, array.shape) for name, array in DATA.items())
 a, b, c, cube, line = DATA.values()
+# Two heads of six rows, of which four are pairs.
+PAIRED = [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
 CASES = {
     "tensor": (A, a),
     "a line": (LINE, line),
@@ -57,6 +61,8 @@ CASES = {
         Interleaved((LINE, LINE, LINE)),
         np.stack([line, line, line], 1).reshape(18),
     ),
+    "pairs in halves": (InHalves(Concat((A, C)), 6, 4), np.concatenate([a, c])[PAIRED]),
+    "pairs of a line in halves": (InHalves(LINE, 3, 2), line),
     "split rows": (ViewedAs(A, (3, 2, 5)), a.reshape(3, 2, 5)),
     "joined rows": (ViewedAs(CUBE, (6, 4)), cube.reshape(6, 4)),
     "rows that end in the middle of rows": (ViewedAs(A, (10, 3)), a.reshape(10, 3)),
@@ -124,3 +130,33 @@ def test_a_family_may_add_rules_and_change_them():
     assert plain.source("attn.qk_proj.weight", ((8, 4), (2, 4))) == Tensor(
         "attn.both.weight", (10, 4)
     )
+
+
+def test_modules_may_have_other_names_in_the_checkpoint():
+    names = CheckpointMap(
+        rules={"qkv_proj": rotated_in_pairs(head_size=6, rotated=4)},
+        renamed={"model": "transformer.decoder", "self_attn": "attention", "o_proj": "dense"},
+        copies={"lm_head.weight": "model.embed_tokens.weight"},
+    )
+    path = "model.layers.3.self_attn"
+    assert names.source(f"{path}.o_proj.bias", ((4,),)) == Tensor(
+        "transformer.decoder.layers.3.attention.dense.bias", (4,)
+    )
+    query, key, value = (
+        Tensor(f"transformer.decoder.layers.3.attention.{name}_proj.weight", (6, 4))
+        for name in "qkv"
+    )
+    assert names.source(f"{path}.qkv_proj.weight", ((6, 4), (6, 4), (6, 4))) == Concat(
+        (InHalves(query, 6, 4), InHalves(key, 6, 4), value)
+    )
+    copied = {"lm_head.weight": "transformer.decoder.embed_tokens.weight"}
+    assert names.copied_tensors == copied
+
+
+def test_the_layout_is_the_one_whose_embedding_is_there():
+    inner = CheckpointMap(renamed={"model": "model.decoder"})
+    names = CheckpointMap(renamed={"model": ""}, others=(inner,))
+    assert names.for_tensors({"embed_tokens.weight", "layers.0.weight"}) is names
+    assert names.for_tensors({"model.decoder.embed_tokens.weight"}) is inner
+    # Then the error names the tensors of the first layout.
+    assert names.for_tensors({"other.weight"}) is names
