@@ -8,9 +8,16 @@ of prefix hashes.
 The plan makes the groups. They are all that the scheduler knows of the model's layers.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from jaxllm.plural import counted
+
+# Lengths for which a plan says how many requests fit, beside the longest one.
+_SHOWN_LENGTHS = (512, 4096)
+# Most texts and conversations are shorter. With it, Gemma 3 (five layers of six with windows of
+# 1024) has three quarters of the longest requests that fit if nothing were left to the windows.
+DEFAULT_REQUEST_LEN = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,32 +43,31 @@ class CacheSizes:
     block_size: int
     max_model_len: int
     max_num_batched_tokens: int
+    # The length of requests for which groups are divided; None: DEFAULT_REQUEST_LEN.
+    request_len: int | None = None
 
     def max_blocks(self, window: int | None) -> int:
         """The most blocks that one request can hold at once: those that the first token of a step
         sees, and those for the step's own tokens."""
-        return self._blocks_seen(window, self.max_num_batched_tokens)
-
-    def _blocks_seen(self, window: int | None, num_new_tokens: int) -> int:
         whole = -(-self.max_model_len // self.block_size)
         if window is None:
             return whole
-        return min(whole, -(-(window - 1 + num_new_tokens) // self.block_size) + 1)
+        return min(whole, -(-(window - 1 + self.max_num_batched_tokens) // self.block_size) + 1)
 
     def divide(self, windows: Sequence[int | None], num_blocks: int) -> tuple[CacheGroup, ...]:
         """Make the groups, the first with `num_blocks` blocks.
 
-        How many blocks another group should have depends on the requests. If all are shorter than
-        its window, it needs as many as the first group. If all have the maximum length, it needs
-        the share of blocks that a decoding request holds there. The geometric mean of both shares
-        is wrong by the same factor in either case.
+        How many blocks another group should have depends on the requests: those shorter than its
+        window hold as many there as in the first group, long ones a small share. So the groups are
+        divided for decoding requests of one length, which hold the same share of each. Shorter
+        requests find less room than there could be, in the windows; so do longer ones, elsewhere.
         """
-        first = windows[0]
+        length = min(self.request_len or DEFAULT_REQUEST_LEN, self.max_model_len)
+        held = [blocks_held(window, length, self.block_size) for window in windows]
         groups = []
-        for window in windows:
-            share = math.sqrt(self._blocks_seen(window, 1) / self._blocks_seen(first, 1))
+        for window, its in zip(windows, held, strict=True):
             limit = self.max_blocks(window)
-            blocks = num_blocks if window == first else max(limit, math.ceil(num_blocks * share))
+            blocks = max(limit, -(-num_blocks * its // held[0])) if groups else num_blocks
             groups.append(
                 CacheGroup(window=window, num_blocks=blocks, max_blocks_per_request=limit)
             )
@@ -76,15 +82,29 @@ def group_windows(windows: Iterable[int | None]) -> tuple[int | None, ...]:
 
 
 def room_for(groups: Iterable[CacheGroup], context: int, block_size: int) -> int:
-    """How many requests with contexts of `context` tokens have room in all groups."""
+    """How many decoding requests with contexts of `context` tokens have room in all groups."""
+    return min(
+        group.num_blocks // blocks_held(group.window, context, block_size) for group in groups
+    )
 
-    def kept(window: int | None) -> int:
-        """The number of tokens in the blocks that a decoding request holds."""
-        if window is None:
-            return context
-        return min(context, (-(-window // block_size) + 1) * block_size)
 
-    return min(group.num_blocks * block_size // kept(group.window) for group in groups)
+def shown_lengths(max_model_len: int) -> list[int]:
+    """The lengths for which a plan says how many requests fit."""
+    return [*(length for length in _SHOWN_LENGTHS if length < max_model_len), max_model_len]
+
+
+def describe_room(room_for: Callable[[int], int], lengths: Iterable[int]) -> str:
+    """How many requests of these lengths have room, the longest first, as text for people."""
+    first, *others = sorted(set(lengths), reverse=True)
+    rest = (f", {room_for(length)} of {length}" for length in others)
+    return f"{counted(room_for(first), 'request')} of {first} tokens{''.join(rest)}"
+
+
+def blocks_held(window: int | None, context: int, block_size: int) -> int:
+    """The most blocks that a decoding request with a context of so many tokens holds."""
+    whole = -(-context // block_size)
+    # Its tokens that are seen may begin and end within a block.
+    return whole if window is None else min(whole, -(-(window - 1) // block_size) + 1)
 
 
 def num_fitting(cache_bytes: Callable[[int], int], room: int) -> int:

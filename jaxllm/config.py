@@ -81,6 +81,11 @@ class CacheConfig:
         None, "Bytes for the KV cache; overrides gpu_memory_utilization."
     )
     num_gpu_blocks_override: int | None = option(None, "Number of KV blocks; overrides the rest.")
+    kv_cache_request_len: int | None = option(
+        None,
+        "Length of the requests for which the cache is divided between layers with a sliding "
+        "window and others (default: 8192, or max_model_len if that is less).",
+    )
     enable_prefix_caching: bool = option(True, "Share KV blocks between requests with equal heads.")
 
 
@@ -313,6 +318,7 @@ _LOWEST = {
     "max_logprobs": -1,
     "block_size": 1,
     "kv_cache_memory_bytes": 1,
+    "kv_cache_request_len": 1,
     "num_gpu_blocks_override": 1,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,

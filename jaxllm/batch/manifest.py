@@ -27,6 +27,7 @@ _MAY_CHANGE = {
     "engine_iteration_timeout",
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
+    "kv_cache_request_len",
     "long_prefill_token_threshold",
     "master_addr",
     "master_port",

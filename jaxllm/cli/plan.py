@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cache_groups import describe_groups
+from jaxllm.cache_groups import describe_groups, describe_room, shown_lengths
 from jaxllm.cli.arguments import add_engine_arguments, engine_options_from
 from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.logging import init_logger
@@ -171,12 +171,12 @@ def as_text(name: str, report: "PlanReport", price: float | None) -> str:
     lines = [
         f"{report.model} on {name}: {report.num_devices} x {report.chip}, {report.dtype}, "
         f"attention {report.attention_backend!r}",
+        *(f"layers {layer}" for layer in report.layers),
         "",
         *_memory_lines(report),
         "",
         f"KV cache: {describe_groups(report.cache_groups, report.block_size)}: "
-        f"{report.room_for(report.max_model_len)} requests of {report.max_model_len}, "
-        f"{report.num_fitting} of {report.context}",
+        + describe_room(report.room_for, [*shown_lengths(report.max_model_len), report.context]),
         "",
         f"{'program':<{width}}{'compiled':>9}{'temp':>10}{'code':>9}{'least time':>12}  limited by",
     ]

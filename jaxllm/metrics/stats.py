@@ -26,6 +26,8 @@ class EngineStats:
     num_prompt_tokens: int = 0  # computed, not found in the cache; once each
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    # How often a request found too few free blocks, by group of layers.
+    group_shortages: list[int] = field(default_factory=list)
     num_requests_corrupted: int = 0  # requests that ended because their logits were not finite
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found

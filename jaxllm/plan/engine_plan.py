@@ -244,6 +244,7 @@ def make_plan(
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
+        request_len=config.cache.kv_cache_request_len,
     )
 
     def plan_stages(groups: Sequence[CacheGroup]) -> tuple[StagePlan, ...]:

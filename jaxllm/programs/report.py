@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxllm.cache_groups import CacheGroup, room_for
+from jaxllm.models.describe import describe_layers
 from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
@@ -70,6 +71,7 @@ class PlanReport:
     num_chips: int
     dtype: str
     attention_backend: str
+    layers: list[str]  # a line for each distinct one
     hbm_bytes: int
     weights_bytes: int
     kv_cache_bytes: int
@@ -161,6 +163,7 @@ def report_plan(
         num_chips=-(-plan.num_devices // plan.chip.devices_per_chip),
         dtype=str(plan.dtype),
         attention_backend=plan.attention.name,
+        layers=describe_layers(plan.architecture),
         hbm_bytes=plan.chip.hbm_bytes,
         weights_bytes=fullest.weights_bytes,
         kv_cache_bytes=fullest.kv_cache_bytes,

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxllm_kernels.dense.api import XLA
 
-from jaxllm.cache_groups import describe_groups
+from jaxllm.cache_groups import describe_groups, describe_room, shown_lengths
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
@@ -21,8 +21,8 @@ def summary(plan: EnginePlan) -> str:
         f"{plan.attention.name!r}{', native products' if plan.matmul is not XLA else ''}\n"
         f"KV cache {format_bytes(plan.kv_cache_bytes)}: "
         f"{describe_groups(plan.cache_groups, plan.block_size)}, room for "
-        f"{counted(plan.room_for(plan.max_model_len), 'request')} of "
-        f"max_model_len={plan.max_model_len} (max_num_seqs={plan.max_num_seqs})\n"
+        f"{describe_room(plan.room_for, shown_lengths(plan.max_model_len))} "
+        f"(max_num_seqs={plan.max_num_seqs})\n"
         f"{counted(num_programs(plan), 'program')}, "
         f"with steps of {', '.join(map(str, plan.buckets))}"
     )

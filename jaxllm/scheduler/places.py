@@ -130,6 +130,7 @@ class Places:
         stats.num_requests_waiting = self.num_waiting
         stats.num_requests_deferred = self.num_waiting - len(self.waiting)
         stats.group_blocks_used = self._kv.num_blocks_used
+        stats.group_shortages = [*self._kv.num_shortages]
 
     def _give_back(self, request: Request) -> None:
         """Take slot and blocks from a request that ran."""

@@ -80,6 +80,7 @@ class Scheduler:
         self.stats = stats if stats is not None else EngineStats()
         self.stats.group_blocks = [group.num_blocks for group in kv.groups]
         self.stats.group_blocks_used = kv.num_blocks_used
+        self.stats.group_shortages = [*kv.num_shortages]
 
         self._places = Places(max_num_seqs=max_num_seqs, kv=kv, features=features, stats=self.stats)
         self._results = Results(self._places, kv=kv, features=features, stats=self.stats)

@@ -23,6 +23,21 @@ from jaxllm.metrics.memory import EngineMemory, resident_bytes
 from jaxllm.metrics.stats import EngineStats
 
 _LABELS = ("model_name", "engine")
+_OF_GROUPS = (
+    (GaugeMetricFamily, "kv_group_blocks", "group_blocks", "Blocks of a cache group."),
+    (
+        GaugeMetricFamily,
+        "kv_group_blocks_used",
+        "group_blocks_used",
+        "Those of them that are in use.",
+    ),
+    (
+        CounterMetricFamily,
+        "kv_group_shortages",
+        "group_shortages",
+        "Times that an answer found too few of them free; see --kv-cache-request-len.",
+    ),
+)
 _DEVICE_MEMORY = {
     "device_memory_used_bytes": ("used_bytes", "Memory of an accelerator that is in use."),
     "device_memory_peak_bytes": ("peak_bytes", "The most that has been in use."),
@@ -88,19 +103,10 @@ class Figures:
         self, replicas: Sequence[EngineStats], groups: Sequence[CacheGroup]
     ) -> Iterator[Metric]:
         """The blocks of each group of layers: those with a window keep what is within it."""
-        for name, text, blocks_of in (
-            ("kv_group_blocks", "Blocks of a cache group.", lambda stats: stats.group_blocks),
-            (
-                "kv_group_blocks_used",
-                "Those of them that are in use.",
-                lambda stats: stats.group_blocks_used,
-            ),
-        ):
-            family = GaugeMetricFamily(
-                f"{self._prefix}:{name}", text, labels=(*_LABELS, "group", "window")
-            )
+        for kind, name, attribute, text in _OF_GROUPS:
+            family = kind(f"{self._prefix}:{name}", text, labels=(*_LABELS, "group", "window"))
             for number, stats in enumerate(replicas):
-                counted = zip(groups, blocks_of(stats), strict=True)
+                counted = zip(groups, getattr(stats, attribute), strict=True)
                 for index, (group, count) in enumerate(counted):
                     window = "none" if group.window is None else str(group.window)
                     labels = (self._model, str(number), str(index), window)

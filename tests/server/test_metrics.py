@@ -202,7 +202,7 @@ def test_blocks_are_told_by_group_of_layers():
         CacheGroup(window=None, num_blocks=8, max_blocks_per_request=4),
         CacheGroup(window=16, num_blocks=6, max_blocks_per_request=2),
     ]
-    stats = EngineStats(group_blocks=[8, 6], group_blocks_used=[5, 2])
+    stats = EngineStats(group_blocks=[8, 6], group_blocks_used=[5, 2], group_shortages=[0, 7])
     families = Figures("jaxllm", "tiny").of_groups([stats], groups)
     found = {
         (sample.name, *sample.labels.values()): sample.value
@@ -214,6 +214,8 @@ def test_blocks_are_told_by_group_of_layers():
         ("jaxllm:kv_group_blocks", "tiny", "0", "1", "16"): 6,
         ("jaxllm:kv_group_blocks_used", "tiny", "0", "0", "none"): 5,
         ("jaxllm:kv_group_blocks_used", "tiny", "0", "1", "16"): 2,
+        ("jaxllm:kv_group_shortages_total", "tiny", "0", "0", "none"): 0,
+        ("jaxllm:kv_group_shortages_total", "tiny", "0", "1", "16"): 7,
     }
 
 

@@ -34,6 +34,8 @@ class KVCacheManager:
         self._pools = tuple(BlockPool(group.num_blocks) for group in groups)
         self._windowed = [i for i, group in enumerate(groups) if group.window is not None]
         self._num_sharing = 0
+        # How often a request found too few free blocks, by group.
+        self.num_shortages = [0] * len(self.groups)
 
     @property
     def num_blocks_used(self) -> list[int]:
@@ -86,7 +88,7 @@ class KVCacheManager:
         """
         length = -(-request.num_tokens // self.block_size)
         parts = []
-        for group, pool in zip(self.groups, self._pools, strict=True):
+        for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
             start = group.first_block(num_prefix_blocks * self.block_size, self.block_size)
             prefix = [
                 block
@@ -96,6 +98,7 @@ class KVCacheManager:
             assert start + len(prefix) == num_prefix_blocks, f"{request}: prefix is gone"
             num_new = min(length, start + group.max_blocks_per_request) - num_prefix_blocks
             if num_new + reserve > pool.num_free - pool.count_free(prefix):
+                self.num_shortages[index] += 1
                 return False
             parts.append((pool, start, prefix, num_new))
         tables = []
@@ -114,8 +117,9 @@ class KVCacheManager:
         group has too few free blocks."""
         end = -(-num_tokens // self.block_size)
         tables = request.tables
-        for pool, table in zip(self._pools, tables, strict=True):
+        for index, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
             if end - table.end > pool.num_free:
+                self.num_shortages[index] += 1
                 return False
         for pool, table in zip(self._pools, tables, strict=True):
             if end > table.end:

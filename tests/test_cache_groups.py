@@ -1,0 +1,62 @@
+"""How the cache is divided among groups of layers, and what fits into it."""
+
+import pytest
+
+from jaxllm.cache_groups import CacheSizes, blocks_held, describe_room, room_for, shown_lengths
+
+
+def divided(windows, num_blocks=10_000, *, max_model_len=32_768, **sizes):
+    sizes = CacheSizes(
+        block_size=16, max_model_len=max_model_len, max_num_batched_tokens=256, **sizes
+    )
+    return sizes.divide(windows, num_blocks)
+
+
+@pytest.mark.parametrize("length", [300, 4096, 20_000])
+def test_requests_of_the_stated_length_find_the_same_room_in_every_group(length):
+    groups = divided((None, 1024, 128), request_len=length)
+    assert groups[0].num_blocks == 10_000
+    rooms = [room_for([group], length, 16) for group in groups]
+    assert max(rooms) - min(rooms) <= 1
+
+
+def test_other_lengths_find_less_room_than_a_division_for_them():
+    for length, other in ((512, 16_384), (16_384, 512)):
+        for windows in ((None, 1024), (None, 1024, 64)):
+            # Layers of all groups take the same memory, five in a window for one without.
+            def room(groups, context):
+                blocks = sum(group.num_blocks * (5 if group.window else 1) for group in groups)
+                return room_for(groups, context, 16) / blocks
+
+            for_it = divided(windows, request_len=length)
+            for_another = divided(windows, request_len=other)
+            assert room(for_it, length) > room(for_another, length)
+
+
+def test_the_length_is_8192_or_the_longest_there_can_be():
+    assert divided((None, 1024)) == divided((None, 1024), request_len=8192)
+    assert divided((None, 64), max_model_len=2048) == divided(
+        (None, 64), max_model_len=2048, request_len=10**6
+    )
+
+
+def test_one_request_of_the_longest_has_room_in_every_group():
+    for group in divided((None, 1024), num_blocks=1, request_len=32_768):
+        assert group.window is None or group.num_blocks >= group.max_blocks_per_request
+
+
+def test_blocks_held_by_a_decoding_request():
+    for window in (1, 2, 15, 16, 17, 18, 40):
+        seen = {
+            len({position // 16 for position in range(end - window, end)})
+            for end in range(200, 232)
+        }
+        assert blocks_held(window, 10_000, 16) == max(seen), window
+    assert blocks_held(None, 33, 16) == blocks_held(1024, 33, 16) == 3
+
+
+def test_room_is_told_for_short_and_long_requests():
+    assert shown_lengths(32_768) == [512, 4096, 32_768]
+    assert shown_lengths(2048) == [512, 2048]
+    text = describe_room(lambda length: 100_000 // length, [512, 4096, 512])
+    assert text == "24 requests of 4096 tokens, 195 of 512"
