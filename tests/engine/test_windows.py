@@ -14,6 +14,7 @@ OPTIONS = {
     "max_num_batched_tokens": 32,
     "block_size": BLOCK,
     "num_gpu_blocks_override": 64,
+    "kv_cache_request_len": 64,
     "check_invariants": True,
     "enforce_eager": True,
 }
