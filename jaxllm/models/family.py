@@ -1,6 +1,6 @@
 """What a family of models is, and the parts of a config that most families share."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,9 @@ from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.rope_parameters import read_rope, stretched_length
 from jaxllm.models.specs import Architecture, LayerSpec
+
+# Types of layers, as `layer_types` in a config.json names them.
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 _MAX_HEADS_SIZE = 1 << 20  # of all heads of a layer together
 _MAX_MATRIX_SIZE = 1 << 36  # elements
@@ -93,6 +96,16 @@ def read_mlp(
 
 def read_norm(config: HFConfig) -> RMSNormSpec:
     return RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6))
+
+
+def windows_of(kinds: Collection[str], window: int | None) -> list[int | None]:
+    """The window of each layer, if those of one type have it."""
+    if window is None and SLIDING in kinds:
+        raise CheckpointError(
+            "config.json: layer_types asks for sliding_attention, but use_sliding_window or "
+            "sliding_window is not set"
+        )
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def pre_norm_layer(config: HFConfig, attention: AttentionSpec, mlp: MLPSpec) -> LayerSpec:
