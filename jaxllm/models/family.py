@@ -98,6 +98,11 @@ def read_norm(config: HFConfig) -> RMSNormSpec:
     return RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6))
 
 
+def read_window(config: HFConfig) -> int | None:
+    """The window of the layers that have one; None: a token sees all before it."""
+    return None if config.get("sliding_window") is None else config.integer("sliding_window")
+
+
 def windows_of(kinds: Collection[str], window: int | None) -> list[int | None]:
     """The window of each layer, if those of one type have it."""
     if window is None and SLIDING in kinds:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
@@ -9,6 +10,7 @@ from jaxllm.layers.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RopeConfig,
     YarnScaling,
 )
@@ -16,14 +18,15 @@ from jaxllm.models.hf_config import MAX_POSITIONS, HFConfig
 
 # The range of parameters. float32 holds the results of the formulas.
 _LOWEST, _HIGHEST = 1e-6, 1e18
-_LOWEST_OF = {"rope_theta": 1.001, "original_max_position_embeddings": 1}  # logarithms are taken
+_LOWEST_OF = {"rope_theta": 1.001, "original_max_position_embeddings": 2}  # logarithms are taken
 
-_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # Other parameters are refused, because they may change the formula.
 _KNOWN = {
     "rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor",
     "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "truncate", "low_freq_factor", "high_freq_factor", "finetuned",
+    "short_factor", "long_factor",
 }  # fmt: skip
 
 
@@ -37,6 +40,7 @@ def read_rope(
     theta_field: str = "rope_theta",
     default_theta: float = 10_000.0,
     default_share: float = 1.0,
+    other_types: Mapping[str, str] = MappingProxyType({}),
 ) -> RopeConfig:
     """Read the rotary embedding of heads of this size.
 
@@ -47,11 +51,13 @@ def read_rope(
       theta_field: the field with the base in that notation.
       default_theta: the base if the config has none, as the family's class has it.
       default_share: likewise, the share of each head that is rotated.
+      other_types: what types of the family's files mean: their name -> ours.
     """
     places = ("rope_parameters", "rope_scaling") if is_scaled else ("rope_parameters",)
     parameters = _parameters(config, places, layer_type, theta_field)
     parameters.setdefault("partial_rotary_factor", default_share)
     kind = parameters.get("rope_type") or "default"
+    kind = other_types.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in _TYPES:
         raise UnsupportedModelError(
             f"rope type {shown(kind)} is not supported; supported are {', '.join(_TYPES)}"
@@ -97,6 +103,15 @@ def read_rope(
                 beta_slow=_number(parameters, "beta_slow", 1.0),
                 truncate=parameters.get("truncate") is not False,
                 attention_factor=_yarn_attention_factor(parameters, factor),
+            )
+        case "longrope":
+            lists = [
+                _factors(parameters, name, size // 2) for name in ("short_factor", "long_factor")
+            ]
+            is_long = (config.max_model_len or max_len) > original
+            scaling = LongRopeScaling(
+                factors=lists[is_long],
+                attention_factor=_long_attention_factor(parameters, max_len, original),
             )
     rope = RopeConfig(size=size, theta=theta, scaling=scaling)
     longest = stretched_length(rope, max_len)
@@ -200,6 +215,24 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
         mscale, of_all = _number(parameters, "mscale"), _number(parameters, "mscale_all_dim")
         return magnitude(mscale) / magnitude(of_all)
     return magnitude(1.0)
+
+
+def _long_attention_factor(parameters: Mapping[str, Any], max_len: int, original: float) -> float:
+    if parameters.get("attention_factor") is not None:
+        return _number(parameters, "attention_factor")
+    factor = _number(parameters, "factor", max_len / original)
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _factors(parameters: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    """A factor for each of so many angles."""
+    given = parameters.get(name)
+    if not isinstance(given, list | tuple) or len(given) != count:
+        raise CheckpointError(
+            f"config.json: rope parameter {name}={shown(given)} must be a list of {count} numbers, "
+            "one for each pair that is rotated"
+        )
+    return tuple(_number({name: value}, name) for value in given)
 
 
 def _number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
