@@ -10,7 +10,7 @@ from jaxllm.layers.attention import AttentionSpec, QKNorm
 from jaxllm.layers.mlp import MLPSpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.models.blocks import PreNormBlock
-from jaxllm.models.checkpoint_map import CheckpointMap
+from jaxllm.models.checkpoint_map import CheckpointMap, rotated_in_pairs
 from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.rope_parameters import read_rope, stretched_length
 from jaxllm.models.specs import Architecture, LayerSpec
@@ -148,6 +148,13 @@ def read_decoder(
         hf_config=config.fields,
         **others,
     )
+
+
+def with_rotated_pairs(names: CheckpointMap, architecture: Architecture) -> CheckpointMap:
+    """The map for checkpoints whose heads rotate neighbours, not one half with the other."""
+    (attention,) = architecture.layers[0].mixers
+    assert isinstance(attention, AttentionSpec) and attention.rope is not None
+    return names.with_rules(qkv_proj=rotated_in_pairs(attention.head_size, attention.rope.size))
 
 
 def _read_head_size(config: HFConfig, num_heads: int, default: int | None) -> int:

@@ -1,7 +1,7 @@
 """Reads the rotary embedding out of a config.json, in the notation of transformers 5 or 4."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -41,6 +41,7 @@ def read_rope(
     default_theta: float = 10_000.0,
     default_share: float = 1.0,
     other_types: Mapping[str, str] = MappingProxyType({}),
+    other_parameters: Collection[str] = (),
 ) -> RopeConfig:
     """Read the rotary embedding of heads of this size.
 
@@ -52,6 +53,7 @@ def read_rope(
       default_theta: the base if the config has none, as the family's class has it.
       default_share: likewise, the share of each head that is rotated.
       other_types: what types of the family's files mean: their name -> ours.
+      other_parameters: what the family knows beside those of most families.
     """
     places = ("rope_parameters", "rope_scaling") if is_scaled else ("rope_parameters",)
     parameters = _parameters(config, places, layer_type, theta_field)
@@ -62,7 +64,7 @@ def read_rope(
         raise UnsupportedModelError(
             f"rope type {shown(kind)} is not supported; supported are {', '.join(_TYPES)}"
         )
-    unknown = sorted(set(parameters) - _KNOWN)
+    unknown = sorted(parameters.keys() - _KNOWN - set(other_parameters))
     if unknown:
         raise UnsupportedModelError(f"rope parameter {', '.join(unknown):.80} is not supported")
     size = _rotated_size(parameters, head_size, may_be_partial)
@@ -81,7 +83,12 @@ def read_rope(
         case "dynamic":
             if size == 2:
                 raise UnsupportedModelError("rope type 'dynamic' needs a head_dim above 2")
-            scaling = DynamicScaling(factor=_number(parameters, "factor"), original_max_len=max_len)
+            factor, alpha = _number(parameters, "factor"), parameters.get("alpha")
+            if alpha:  # stretches the base for all lengths alike
+                stretch = _number(parameters, "alpha") ** (size / (size - 2))
+                theta = _number({"rope_theta": theta * stretch}, "rope_theta")
+            else:
+                scaling = DynamicScaling(factor=factor, original_max_len=max_len)
         case "llama3":
             scaling = Llama3Scaling(
                 factor=_number(parameters, "factor"),
