@@ -38,6 +38,9 @@ _AT_EITHER_LEVEL = {
     "compression_config", "architectures",
 }  # fmt: skip
 
+# transformers 5 ties as the larger model's config says, and writes the class's default inside.
+_RATHER_OUTSIDE = {"tie_word_embeddings"}
+
 
 class HFConfig:
     """The contents of a config.json, and its fields with their types checked.
@@ -67,9 +70,12 @@ class HFConfig:
     def get(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
         default = self._defaults.get(name, default)
-        if self._outside is not None and name in _AT_EITHER_LEVEL:
-            default = self._outside.get(name, default)
-        return self.fields.get(name, default)
+        if self._outside is None or name not in _AT_EITHER_LEVEL:
+            return self.fields.get(name, default)
+        inside, outside = self.fields.get(name), self._outside.get(name)
+        if name in _RATHER_OUTSIDE:
+            inside, outside = outside, inside
+        return next((value for value in (inside, outside) if value is not None), default)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HFConfig":
         """The config with values for fields that it leaves out.

@@ -25,6 +25,8 @@ _FAMILIES = {
     "GraniteForCausalLM": "granite",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "LlamaForCausalLM": "llama",
+    "Ministral3ForCausalLM": "mistral3",
+    "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "mistral",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",

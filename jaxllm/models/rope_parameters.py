@@ -20,6 +20,7 @@ from jaxllm.models.hf_config import MAX_POSITIONS, HFConfig
 _LOWEST, _HIGHEST = 1e-6, 1e18
 _LOWEST_OF = {"rope_theta": 1.001, "original_max_position_embeddings": 2}  # logarithms are taken
 
+_PLACES = ("rope_parameters", "rope_scaling")
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # Other parameters are refused, because they may change the formula.
 _KNOWN = {
@@ -55,7 +56,7 @@ def read_rope(
       other_types: what types of the family's files mean: their name -> ours.
       other_parameters: what the family knows beside those of most families.
     """
-    places = ("rope_parameters", "rope_scaling") if is_scaled else ("rope_parameters",)
+    places = _PLACES if is_scaled else _PLACES[:1]
     parameters = _parameters(config, places, layer_type, theta_field)
     parameters.setdefault("partial_rotary_factor", default_share)
     kind = parameters.get("rope_type") or "default"
@@ -128,6 +129,12 @@ def read_rope(
             f"{MAX_POSITIONS} are supported"
         )
     return rope
+
+
+def rope_number(config: HFConfig, name: str) -> float | None:
+    """One of the parameters, as a number; None if it is missing or zero."""
+    parameters = _parameters(config, _PLACES, None, "rope_theta")
+    return _number(parameters, name) if parameters.get(name) else None
 
 
 def stretched_length(rope: RopeConfig, max_position_embeddings: int) -> int:
