@@ -36,6 +36,8 @@ _GAINS = {
     "embed_tokens": 1.0, "q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.0, "o_proj": 2.0,
     "q_norm": 1.5, "k_norm": 1.5, "gate_proj": 1.5, "up_proj": 1.5, "down_proj": 1.5,
     "input_layernorm": 1.0, "post_attention_layernorm": 1.0, "norm": 1.0, "lm_head": 1.0,
+    "qkv_proj": 1.5, "gate_up_proj": 1.5, "query_layernorm": 1.5, "key_layernorm": 1.5,
+    "c_fc": 1.5, "c_proj": 1.5,
 }  # fmt: skip
 # ChatML, as Qwen writes it.
 _CHAT_TEMPLATE = (

@@ -58,12 +58,37 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv 2402.13753): a factor for every frequency; cos and sin are scaled.
+
+    Models have one list of factors for sequences up to the original length, and another for longer
+    ones. An engine uses one of them for all requests, chosen by its longest sequence, as vLLM does.
+    So keys do not depend on what follows them. transformers chooses in every call, by the longest
+    position in it, and keeps the keys of earlier calls.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """The static part of a layer's rotary embedding."""
 
     size: int  # of the rotated part of a head: its first elements, often all
     theta: float
-    scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: (
+        LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None
+    ) = None
+
+    @property
+    def attention_factor(self) -> float:
+        """What multiplies cos and sin."""
+        match self.scaling:
+            case YarnScaling(attention_factor=factor) | LongRopeScaling(attention_factor=factor):
+                return factor
+            case _:
+                return 1.0
 
 
 class Rotary(NamedTuple):
@@ -77,7 +102,7 @@ def rotary(rope: RopeConfig, positions: jax.Array) -> Rotary:
     """Compute the rotations of tokens at positions [T]."""
     with jax.named_scope("rope"):
         angles = positions[:, None].astype(jnp.float32) * _frequencies(rope, positions)
-        scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+        scale = rope.attention_factor
 
         def turn(angles: jax.Array) -> Rotary:
             return Rotary(jnp.cos(angles) * scale, jnp.sin(angles) * scale)
@@ -117,6 +142,9 @@ def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
             return _llama3(plain, scaling)
         case YarnScaling() as scaling:
             return _yarn(rope, scaling)
+        case LongRopeScaling(factors=factors):
+            stretched = np.asarray(factors, np.float32) * rope.theta ** _exponents(rope.size)
+            return (1.0 / stretched).astype(np.float32)
         case _:
             return plain
 

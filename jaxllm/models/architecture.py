@@ -13,10 +13,19 @@ from jaxllm.models.specs import Architecture
 
 
 def read_architecture(
-    hf_config: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None
+    hf_config: Mapping[str, Any],
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    max_model_len: int | None = None,
 ) -> Architecture:
-    """Read the contents of a config.json. Overrides replace some of its fields."""
-    config = HFConfig(merge_overrides(hf_config, overrides or {}))
+    """Read the contents of a config.json.
+
+    Args:
+      overrides: replace some of its fields.
+      max_model_len: the longest sequence that the user asks for, on which some rotary embeddings
+        depend. None: the longest that the config allows.
+    """
+    config = HFConfig(merge_overrides(hf_config, overrides or {}), max_model_len=max_model_len)
     name = ModelRegistry.select(config.names("architectures") or ())
     config.refuse_unsupported()
     family = ModelRegistry.family(name)

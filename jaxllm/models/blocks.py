@@ -50,7 +50,9 @@ class Block(nnx.Module):
         """Add outputs to the residual stream, scaled if the spec says so."""
         scale = self.spec.residual_scale
         for output in outputs:
-            hidden = hidden + (output if scale == 1.0 else output * scale)
+            if scale != 1.0:  # which is not rounded to 16 bits
+                output = (output.astype(jnp.float32) * scale).astype(output.dtype)
+            hidden = hidden + output
         return hidden
 
     def norm(self, name: str) -> Callable[[jax.Array], jax.Array]:

@@ -1,6 +1,6 @@
 """What a family of models is, and the parts of a config that most families share."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,13 @@ from jaxllm.layers.attention import AttentionSpec, QKNorm
 from jaxllm.layers.mlp import MLPSpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.models.blocks import PreNormBlock
-from jaxllm.models.checkpoint_map import CheckpointMap
+from jaxllm.models.checkpoint_map import CheckpointMap, rotated_in_pairs
 from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.rope_parameters import read_rope, stretched_length
 from jaxllm.models.specs import Architecture, LayerSpec
+
+# Types of layers, as `layer_types` in a config.json names them.
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 _MAX_HEADS_SIZE = 1 << 20  # of all heads of a layer together
 _MAX_MATRIX_SIZE = 1 << 36  # elements
@@ -95,6 +98,21 @@ def read_norm(config: HFConfig) -> RMSNormSpec:
     return RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6))
 
 
+def read_window(config: HFConfig) -> int | None:
+    """The window of the layers that have one; None: a token sees all before it."""
+    return None if config.get("sliding_window") is None else config.integer("sliding_window")
+
+
+def windows_of(kinds: Collection[str], window: int | None) -> list[int | None]:
+    """The window of each layer, if those of one type have it."""
+    if window is None and SLIDING in kinds:
+        raise CheckpointError(
+            "config.json: layer_types asks for sliding_attention, but use_sliding_window or "
+            "sliding_window is not set"
+        )
+    return [window if kind == SLIDING else None for kind in kinds]
+
+
 def pre_norm_layer(config: HFConfig, attention: AttentionSpec, mlp: MLPSpec) -> LayerSpec:
     """Llama's layer."""
     return LayerSpec(mixers=(attention,), ffns=(mlp,), norm=read_norm(config), block=PreNormBlock)
@@ -130,6 +148,13 @@ def read_decoder(
         hf_config=config.fields,
         **others,
     )
+
+
+def with_rotated_pairs(names: CheckpointMap, architecture: Architecture) -> CheckpointMap:
+    """The map for checkpoints whose heads rotate neighbours, not one half with the other."""
+    (attention,) = architecture.layers[0].mixers
+    assert isinstance(attention, AttentionSpec) and attention.rope is not None
+    return names.with_rules(qkv_proj=rotated_in_pairs(attention.head_size, attention.rope.size))
 
 
 def _read_head_size(config: HFConfig, num_heads: int, default: int | None) -> int:

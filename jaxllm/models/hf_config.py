@@ -4,6 +4,7 @@ supported.
 A field that older configs leave out has the default of transformers.
 """
 
+import copy
 import math
 from collections.abc import Collection, Mapping, Set
 from typing import Any
@@ -37,6 +38,9 @@ _AT_EITHER_LEVEL = {
     "compression_config", "architectures",
 }  # fmt: skip
 
+# transformers 5 ties as the larger model's config says, and writes the class's default inside.
+_RATHER_OUTSIDE = {"tie_word_embeddings"}
+
 
 class HFConfig:
     """The contents of a config.json, and its fields with their types checked.
@@ -45,9 +49,19 @@ class HFConfig:
     give wrong tokens, so others are refused, unless they are known to be harmless.
     """
 
-    def __init__(self, fields: Mapping[str, Any], outside: "HFConfig | None" = None):
-        """`outside`: the config that contains this one."""
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        outside: "HFConfig | None" = None,
+        *,
+        max_model_len: int | None = None,
+    ):
+        """Args:
+        outside: the config that contains this one.
+        max_model_len: the longest sequence that the user asks for; None: the longest possible.
+        """
         self.fields = fields
+        self.max_model_len = max_model_len
         self._outside = outside
         self._defaults: Mapping[str, Any] = {}
         self._read: set[str] = set()
@@ -56,9 +70,12 @@ class HFConfig:
     def get(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
         default = self._defaults.get(name, default)
-        if self._outside is not None and name in _AT_EITHER_LEVEL:
-            default = self._outside.get(name, default)
-        return self.fields.get(name, default)
+        if self._outside is None or name not in _AT_EITHER_LEVEL:
+            return self.fields.get(name, default)
+        inside, outside = self.fields.get(name), self._outside.get(name)
+        if name in _RATHER_OUTSIDE:
+            inside, outside = outside, inside
+        return next((value for value in (inside, outside) if value is not None), default)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HFConfig":
         """The config with values for fields that it leaves out.
@@ -66,9 +83,8 @@ class HFConfig:
         The config of a decoder inside a larger model has only fields that differ from the defaults
         of its class in transformers.
         """
-        config = HFConfig(self.fields, self._outside)
+        config = copy.copy(self)
         config._defaults = defaults
-        config._read = self._read
         return config
 
     @property
@@ -81,7 +97,18 @@ class HFConfig:
         fields = self.get(name)
         if not isinstance(fields, Mapping):
             raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object")
-        return self._inside.setdefault(name, HFConfig(fields, self))
+        return self._inside.setdefault(
+            name, HFConfig(fields, self, max_model_len=self.max_model_len)
+        )
+
+    def must_be(self, name: str, *supported: Any) -> None:
+        """Refuse a field that has another value than these; a missing or null field has none."""
+        value = self.get(name)
+        if value is not None and value not in supported:
+            raise UnsupportedModelError(
+                f"config.json: {name}={shown(value)} is not supported; supported is "
+                f"{' or '.join(map(repr, supported))}"
+            )
 
     def refuse_unread(self, harmless: Collection[str]) -> None:
         """Refuse fields that say something, and that are neither read nor harmless, in the config

@@ -15,13 +15,25 @@ if TYPE_CHECKING:
 
 # Architecture, as config.json names it -> file in `jaxllm.models.families`.
 _FAMILIES = {
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Exaone4ForCausalLM": "exaone4",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Glm4ForCausalLM": "glm4",
+    "GlmForCausalLM": "glm",
+    "GraniteForCausalLM": "granite",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "LlamaForCausalLM": "llama",
+    "Ministral3ForCausalLM": "mistral3",
+    "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "mistral",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 _DECODER = "jaxllm.models.decoder:DecoderForCausalLM"
 _DEFAULT_FAMILY = "jaxllm.models.families.llama:FAMILY"

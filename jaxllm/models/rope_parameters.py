@@ -1,7 +1,8 @@
 """Reads the rotary embedding out of a config.json, in the notation of transformers 5 or 4."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
@@ -9,6 +10,7 @@ from jaxllm.layers.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RopeConfig,
     YarnScaling,
 )
@@ -16,14 +18,16 @@ from jaxllm.models.hf_config import MAX_POSITIONS, HFConfig
 
 # The range of parameters. float32 holds the results of the formulas.
 _LOWEST, _HIGHEST = 1e-6, 1e18
-_LOWEST_OF = {"rope_theta": 1.001, "original_max_position_embeddings": 1}  # logarithms are taken
+_LOWEST_OF = {"rope_theta": 1.001, "original_max_position_embeddings": 2}  # logarithms are taken
 
-_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_PLACES = ("rope_parameters", "rope_scaling")
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # Other parameters are refused, because they may change the formula.
 _KNOWN = {
     "rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor",
     "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "truncate", "low_freq_factor", "high_freq_factor", "finetuned",
+    "short_factor", "long_factor",
 }  # fmt: skip
 
 
@@ -37,6 +41,8 @@ def read_rope(
     theta_field: str = "rope_theta",
     default_theta: float = 10_000.0,
     default_share: float = 1.0,
+    other_types: Mapping[str, str] = MappingProxyType({}),
+    other_parameters: Collection[str] = (),
 ) -> RopeConfig:
     """Read the rotary embedding of heads of this size.
 
@@ -47,16 +53,19 @@ def read_rope(
       theta_field: the field with the base in that notation.
       default_theta: the base if the config has none, as the family's class has it.
       default_share: likewise, the share of each head that is rotated.
+      other_types: what types of the family's files mean: their name -> ours.
+      other_parameters: what the family knows beside those of most families.
     """
-    places = ("rope_parameters", "rope_scaling") if is_scaled else ("rope_parameters",)
+    places = _PLACES if is_scaled else _PLACES[:1]
     parameters = _parameters(config, places, layer_type, theta_field)
     parameters.setdefault("partial_rotary_factor", default_share)
     kind = parameters.get("rope_type") or "default"
+    kind = other_types.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in _TYPES:
         raise UnsupportedModelError(
             f"rope type {shown(kind)} is not supported; supported are {', '.join(_TYPES)}"
         )
-    unknown = sorted(set(parameters) - _KNOWN)
+    unknown = sorted(parameters.keys() - _KNOWN - set(other_parameters))
     if unknown:
         raise UnsupportedModelError(f"rope parameter {', '.join(unknown):.80} is not supported")
     size = _rotated_size(parameters, head_size, may_be_partial)
@@ -75,7 +84,12 @@ def read_rope(
         case "dynamic":
             if size == 2:
                 raise UnsupportedModelError("rope type 'dynamic' needs a head_dim above 2")
-            scaling = DynamicScaling(factor=_number(parameters, "factor"), original_max_len=max_len)
+            factor, alpha = _number(parameters, "factor"), parameters.get("alpha")
+            if alpha:  # stretches the base for all lengths alike
+                stretch = _number(parameters, "alpha") ** (size / (size - 2))
+                theta = _number({"rope_theta": theta * stretch}, "rope_theta")
+            else:
+                scaling = DynamicScaling(factor=factor, original_max_len=max_len)
         case "llama3":
             scaling = Llama3Scaling(
                 factor=_number(parameters, "factor"),
@@ -98,6 +112,15 @@ def read_rope(
                 truncate=parameters.get("truncate") is not False,
                 attention_factor=_yarn_attention_factor(parameters, factor),
             )
+        case "longrope":
+            lists = [
+                _factors(parameters, name, size // 2) for name in ("short_factor", "long_factor")
+            ]
+            is_long = (config.max_model_len or max_len) > original
+            scaling = LongRopeScaling(
+                factors=lists[is_long],
+                attention_factor=_long_attention_factor(parameters, max_len, original),
+            )
     rope = RopeConfig(size=size, theta=theta, scaling=scaling)
     longest = stretched_length(rope, max_len)
     if not 1 <= longest <= MAX_POSITIONS:
@@ -106,6 +129,12 @@ def read_rope(
             f"{MAX_POSITIONS} are supported"
         )
     return rope
+
+
+def rope_number(config: HFConfig, name: str) -> float | None:
+    """One of the parameters, as a number; None if it is missing or zero."""
+    parameters = _parameters(config, _PLACES, None, "rope_theta")
+    return _number(parameters, name) if parameters.get(name) else None
 
 
 def stretched_length(rope: RopeConfig, max_position_embeddings: int) -> int:
@@ -200,6 +229,24 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
         mscale, of_all = _number(parameters, "mscale"), _number(parameters, "mscale_all_dim")
         return magnitude(mscale) / magnitude(of_all)
     return magnitude(1.0)
+
+
+def _long_attention_factor(parameters: Mapping[str, Any], max_len: int, original: float) -> float:
+    if parameters.get("attention_factor") is not None:
+        return _number(parameters, "attention_factor")
+    factor = _number(parameters, "factor", max_len / original)
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _factors(parameters: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    """A factor for each of so many angles."""
+    given = parameters.get(name)
+    if not isinstance(given, list | tuple) or len(given) != count:
+        raise CheckpointError(
+            f"config.json: rope parameter {name}={shown(given)} must be a list of {count} numbers, "
+            "one for each pair that is rotated"
+        )
+    return tuple(_number({name: value}, name) for value in given)
 
 
 def _number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:

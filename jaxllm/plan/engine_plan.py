@@ -210,7 +210,9 @@ def make_plan(
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_json(model_dir / "config.json")
-    architecture = read_architecture(hf_config, overrides=model.hf_overrides)
+    architecture = read_architecture(
+        hf_config, overrides=model.hf_overrides, max_model_len=model.max_model_len
+    )
     model_class = ModelRegistry.resolve([architecture.name])
     chip = chip_of(device)
     platform = chip.platform

@@ -19,11 +19,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.errors import CheckpointError
+from jaxllm.logging import init_logger
 from jaxllm.models.base import Model
 from jaxllm.models.checkpoint_map import CheckpointMap, Rows, Source
 from jaxllm.parallel.sharding import Axes, Part, make_mesh, num_pieces, sharding
 from jaxllm.plural import counted
 from jaxllm.weights.checkpoint import Checkpoint, row_slices, some_of
+
+logger = init_logger(__name__)
 
 _DUMMY_PERIOD = 1_000_003  # a prime, so that no two rows of a matrix are equal
 
@@ -171,6 +174,7 @@ def _check_names(
         )
     for rows in used.values():
         _check_rows(rows)
+    _log_ignored(checkpoint, names)
     for name in extra:
         if not _equal(checkpoint, name, copies[name]):
             raise CheckpointError(
@@ -178,6 +182,18 @@ def _check_names(
                 "different tensors of these names; if they are meant to differ, use "
                 "hf_overrides={'tie_word_embeddings': False}"
             )
+
+
+def _log_ignored(checkpoint: Checkpoint, names: CheckpointMap) -> None:
+    ignored = sorted(name for name in checkpoint.tensors if names.is_ignored(name))
+    if ignored:
+        size = sum(checkpoint.tensors[name].num_bytes for name in ignored)
+        logger.info(
+            "left out %s of the checkpoint (%.2f GiB), which the decoder of text does not use: %s",
+            counted(len(ignored), "tensor"),
+            size / 2**30,
+            some_of(ignored),
+        )
 
 
 def _check_rows(used: list[Rows]) -> None:

@@ -16,14 +16,17 @@ from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.weights.loader import load_weights
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 16
+BLOCK_SIZE, NUM_BLOCKS = 4, 20
 
 
 class SingleRow:
     """A loaded model that computes one sequence in chunks."""
 
-    def __init__(self, model_dir: Path, dtype: str = "float32"):
-        self.architecture = read_architecture(read_json(model_dir / "config.json"))
+    def __init__(
+        self, model_dir: Path, dtype: str = "float32", *, max_model_len: int | None = None
+    ):
+        config = read_json(model_dir / "config.json")
+        self.architecture = read_architecture(config, max_model_len=max_model_len)
         model_class = ModelRegistry.resolve([self.architecture.name])
         self.dtype = jnp.dtype(dtype)
         self.abstract_model = model_class.abstract(self.architecture, self.dtype)

@@ -192,7 +192,7 @@ def test_yarn_without_factor_takes_the_ratio_of_lengths():
         ({"sliding_window": 8}, r"sliding_window=8.*hf_overrides=\{'sliding_window': None\}"),
         ({"sliding_window": 8, "alibi": True}, r"sliding_window=8.*\(alibi likewise\)"),
         ({"is_causal": False}, "is_causal=False is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'.*default, linear, dynamic"),
+        ({"rope_scaling": {"rope_type": "axial"}}, "'axial'.*default, linear, dynamic"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1.0}}, "alpha"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),

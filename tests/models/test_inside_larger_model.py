@@ -12,7 +12,11 @@ PROMPT = np.random.default_rng(0).integers(3, 384, 40).tolist()
 # Before and inside the names of the decoder's tensors.
 RELEASED = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 BY_TRANSFORMERS = {"model.": "model.language_model."}
-WRAPPED = {"gemma3": "Gemma3ForConditionalGeneration"}
+WRAPPED = {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral": "Mistral3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+}
 
 
 def wrap(plain, path, architecture, layout):
@@ -33,7 +37,8 @@ def wrap(plain, path, architecture, layout):
         old = next((prefix for prefix in layout if name.startswith(prefix)), "")
         tensors[layout.get(old, "") + name.removeprefix(old)] = tensor
     for tower in ("vision_tower.layers.0.weight", "multi_modal_projector.weight"):
-        tensors[layout["model."].partition("language_model")[0] + tower] = np.ones((2, 3))
+        name = layout["model."].partition("language_model")[0] + tower
+        tensors[name] = np.ones((2, 3), np.float32)
     save_file(tensors, path / "model.safetensors")
     return path
 
@@ -48,6 +53,45 @@ def test_decoder_computes_the_same_without_its_towers(
     inside = wrap(plain, tmp_path / "inside", WRAPPED[family], layout)
     expected = single_row(plain).logits(PROMPT)
     np.testing.assert_array_equal(single_row(inside).logits(PROMPT), expected)
+
+
+def test_what_is_left_out_is_logged(tmp_path, single_row, caplog):
+    plain = make_tiny_checkpoint(tmp_path / "plain", "mistral3")
+    single_row(plain)
+    assert "left out" not in caplog.text
+    inside = wrap(plain, tmp_path / "inside", WRAPPED["mistral3"], RELEASED)
+    single_row(inside)
+    (line,) = [message for message in caplog.messages if "left out" in message]
+    assert "left out 2 tensors of the checkpoint (0.00 GiB)" in line
+    assert "multi_modal_projector.weight, vision_tower.layers.0.weight" in line
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("kind", ["mistral", "ministral3"])
+def test_mistral_inside_is_as_in_transformers(kind, is_tied, tmp_path, single_row):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = {
+        "model_type": kind, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "head_dim": 24, "vocab_size": 384, "sliding_window": None,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        "mistral3", text_config=text, vision_config=vision, tie_word_embeddings=is_tied
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        expected = model(torch.tensor([PROMPT])).logits[0].numpy()
+    model.save_pretrained(tmp_path)
+    np.testing.assert_allclose(single_row(tmp_path).logits(PROMPT), expected, atol=2e-4, rtol=0)
 
 
 @pytest.mark.oracle

@@ -11,8 +11,14 @@ from jaxllm.layers.attention import AttentionSpec, QKNorm
 from jaxllm.models.blocks import SandwichBlock
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap, inside_larger_model
 from jaxllm.models.families import gemma2
-from jaxllm.models.families.gemma2 import FULL, SLIDING
-from jaxllm.models.family import Family, read_attention, read_mlp
+from jaxllm.models.family import (
+    FULL,
+    SLIDING,
+    Family,
+    read_attention,
+    read_mlp,
+    read_window,
+)
 from jaxllm.models.harmless import AROUND_DECODER
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture, LayerSpec
@@ -62,7 +68,7 @@ def _read_attention(config: HFConfig, kind: str) -> AttentionSpec:
         layer_type=kind,
         **rope,
     )
-    window = gemma2.read_window(config)
+    window = read_window(config)
     return dataclasses.replace(
         attention,
         scale=config.positive("query_pre_attn_scalar", 256) ** -0.5,

@@ -2,10 +2,18 @@
 
 import dataclasses
 
-from jaxllm.errors import CheckpointError
 from jaxllm.layers.attention import AttentionSpec
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
-from jaxllm.models.family import Family, pre_norm_layer, read_attention, read_decoder, read_mlp
+from jaxllm.models.family import (
+    FULL,
+    SLIDING,
+    Family,
+    pre_norm_layer,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    windows_of,
+)
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture
 
@@ -37,15 +45,10 @@ def read_windows(config: HFConfig) -> list[int | None]:
     window, is_used = config.get("sliding_window", 4096), config.flag("use_sliding_window")
     if window is not None:
         window = config.integer("sliding_window", 4096) if is_used else None
-    kinds = config.layer_types(num_layers, supported=("full_attention", "sliding_attention"))
+    kinds = config.layer_types(num_layers, supported=(FULL, SLIDING))
     if kinds is None:
         return [None if layer < num_full else window for layer in range(num_layers)]
-    if window is None and "sliding_attention" in kinds:
-        raise CheckpointError(
-            "config.json: layer_types asks for sliding_attention, but use_sliding_window or "
-            "sliding_window is not set"
-        )
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return windows_of(kinds, window)
 
 
 FAMILY = Family(

@@ -1,0 +1,46 @@
+"""Granite 3: Llama with four multipliers.
+
+They multiply the embeddings, the scores in place of head_dim^-0.5, what a layer adds to the
+residual stream, and, as a divisor, the logits. The 8B and 2B models tie their embeddings.
+"""
+
+import dataclasses
+
+from jaxllm.models.checkpoint_map import LLAMA_NAMES
+from jaxllm.models.family import Family, pre_norm_layer, read_attention, read_decoder, read_mlp
+from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.specs import Architecture
+
+
+def read(name: str, config: HFConfig) -> Architecture:
+    bias = config.flag("attention_bias")
+    attention = dataclasses.replace(
+        read_attention(config, qkv_bias=bias, o_bias=bias),
+        scale=config.positive("attention_multiplier", 1.0),
+    )
+    layer = dataclasses.replace(
+        pre_norm_layer(config, attention, read_mlp(config, bias=config.flag("mlp_bias"))),
+        residual_scale=config.positive("residual_multiplier", 1.0),
+    )
+    return read_decoder(
+        name,
+        config,
+        [layer] * config.integer("num_hidden_layers"),
+        embedding_scale=config.positive("embedding_multiplier", 1.0),
+        logits_scale=1 / config.positive("logits_scaling", 1.0),
+    )
+
+
+FAMILY = Family(
+    read=read,
+    checkpoint=lambda architecture: LLAMA_NAMES,
+    tiny={
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 1.5,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.25,
+    },
+)

@@ -1,0 +1,124 @@
+"""Ministral 3, and the decoder of the Mistral 3 models, which also see images.
+
+Ministral 3 is Mistral without windows, with YaRN, and with queries that grow with their position.
+The decoder inside a Mistral 3 is one of these, or a plain Mistral (Small 3.1 and 3.2, Magistral).
+It is read without its tower.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxllm.errors import UnsupportedModelError, shown
+from jaxllm.layers.attention import Temperature
+from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap, inside_larger_model
+from jaxllm.models.families import mistral
+from jaxllm.models.family import (
+    Family,
+    pre_norm_layer,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_window,
+)
+from jaxllm.models.harmless import AROUND_DECODER
+from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.rope_parameters import rope_number
+from jaxllm.models.specs import Architecture
+
+_IN_LARGER_MODEL = "Mistral3ForConditionalGeneration"
+# Of the class in transformers. The config of a decoder inside a larger model leaves them out.
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 131_072,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+
+def read(name: str, config: HFConfig) -> Architecture:
+    if name != _IN_LARGER_MODEL:
+        return _read_ministral(name, config)
+    text = config.inside("text_config")
+    match text.get("model_type", "mistral"):
+        case "mistral":
+            return mistral.read(name, text)
+        case "ministral3":
+            return _read_ministral(name, text)
+        case other:
+            raise UnsupportedModelError(
+                f"config.json: model_type={shown(other)} in text_config is not supported; "
+                "supported are 'mistral' and 'ministral3'"
+            )
+
+
+def _read_ministral(name: str, config: HFConfig) -> Architecture:
+    config = config.with_defaults(_DEFAULTS)
+    window = read_window(config)
+    mistral.refuse_mixed_layers(config, window)
+    attention = dataclasses.replace(
+        read_attention(
+            config, other_parameters=("llama_4_scaling_beta", "max_position_embeddings")
+        ),
+        window=window,
+        temperature=_read_temperature(config),
+    )
+    layer = pre_norm_layer(config, attention, read_mlp(config))
+    return read_decoder(name, config, [layer] * config.integer("num_hidden_layers"))
+
+
+def _read_temperature(config: HFConfig) -> Temperature | None:
+    strength = rope_number(config, "llama_4_scaling_beta")
+    if strength is None:
+        return None
+    trained = rope_number(config, "original_max_position_embeddings")
+    interval = config.integer("max_position_embeddings") if trained is None else int(trained)
+    return Temperature(strength=strength, interval=interval)
+
+
+def _checkpoint(architecture: Architecture) -> CheckpointMap:
+    if architecture.name == _IN_LARGER_MODEL:
+        return inside_larger_model(LLAMA_NAMES)
+    return LLAMA_NAMES
+
+
+FAMILY = Family(
+    read=read,
+    checkpoint=_checkpoint,
+    tiny={
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "head_dim": 24,
+        "max_position_embeddings": 64,
+        "rope_theta": None,
+        "rope_parameters": {
+            "type": "yarn",
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+    harmless=AROUND_DECODER,
+)
