@@ -309,6 +309,10 @@ class CheckpointMap:
         """A copy of the map with rules added or replaced."""
         return dataclasses.replace(self, rules={**self.rules, **rules})
 
+    def with_names(self, **renamed: str) -> "CheckpointMap":
+        """A copy of the map with names of modules added or replaced."""
+        return dataclasses.replace(self, renamed={**self.renamed, **renamed})
+
 
 # Every decoder has it, and no checkpoint has two.
 _EMBEDDING = "model.embed_tokens.weight"

@@ -1,6 +1,6 @@
 """What a family of models is, and the parts of a config that most families share."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,9 @@ from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.rope_parameters import read_rope, stretched_length
 from jaxllm.models.specs import Architecture, LayerSpec
 
+# Types of layers, as `layer_types` in a config.json names them.
+FULL, SLIDING = "full_attention", "sliding_attention"
+
 _MAX_HEADS_SIZE = 1 << 20  # of all heads of a layer together
 _MAX_MATRIX_SIZE = 1 << 36  # elements
 
@@ -27,7 +30,8 @@ class Family:
     read: Callable[[str, HFConfig], Architecture]
     # The computation -> the places of its parameters in a checkpoint.
     checkpoint: Callable[[Architecture], CheckpointMap]
-    # For the tiny checkpoint in tests: fields of config.json that differ from Llama's.
+    # For the tiny checkpoint in tests: fields of config.json that differ from Llama's. None: the
+    # family does not have the field.
     tiny: Mapping[str, Any]
     # Fields of config.json that no reader needs, beside those of `jaxllm.models.harmless`, and why.
     harmless: Mapping[str, str] = field(default_factory=dict)
@@ -40,6 +44,7 @@ def read_attention(
     qkv_bias: bool = False,
     o_bias: bool = False,
     qk_norm: QKNorm | None = None,
+    rotates: bool = True,
     may_rotate_a_part: bool = False,
     **rope_options: Any,
 ) -> AttentionSpec:
@@ -56,14 +61,17 @@ def read_attention(
         )
     head_size = _read_head_size(config, num_heads, default_head_size)
     check_size("num_attention_heads times head_dim", num_heads * head_size, _MAX_HEADS_SIZE)
+    rope = None
+    if rotates:
+        rope = read_rope(
+            config, head_size=head_size, may_be_partial=may_rotate_a_part, **rope_options
+        )
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         scale=head_size**-0.5,
-        rope=read_rope(
-            config, head_size=head_size, may_be_partial=may_rotate_a_part, **rope_options
-        ),
+        rope=rope,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=qk_norm,
@@ -77,9 +85,10 @@ def read_mlp(
     is_gated: bool = True,
     activation: str = "hidden_act",
     default_activation: str = "silu",
+    default_size: int | None = None,
 ) -> MLPSpec:
     """Read an MLP; `activation` is the field that names its function."""
-    size = config.integer("intermediate_size")
+    size = config.integer("intermediate_size", default_size)
     of_matrix = size * config.integer("hidden_size")
     check_size("intermediate_size times hidden_size", of_matrix, _MAX_MATRIX_SIZE)
     function = config.get(activation) or default_activation
@@ -93,6 +102,21 @@ def read_mlp(
 
 def read_norm(config: HFConfig) -> RMSNormSpec:
     return RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6))
+
+
+def read_window(config: HFConfig) -> int | None:
+    """The window of the layers that have one; None: a token sees all before it."""
+    return None if config.get("sliding_window") is None else config.integer("sliding_window")
+
+
+def windows_of(kinds: Collection[str], window: int | None) -> list[int | None]:
+    """The window of each layer, if those of one type have it."""
+    if window is None and SLIDING in kinds:
+        raise CheckpointError(
+            "config.json: layer_types asks for sliding_attention, but use_sliding_window or "
+            "sliding_window is not set"
+        )
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def pre_norm_layer(config: HFConfig, attention: AttentionSpec, mlp: MLPSpec) -> LayerSpec:

@@ -4,6 +4,7 @@ supported.
 A field that older configs leave out has the default of transformers.
 """
 
+import copy
 import math
 from collections.abc import Collection, Mapping, Set
 from typing import Any
@@ -50,10 +51,12 @@ class HFConfig:
         self.fields = fields
         self._outside = outside
         self._defaults: Mapping[str, Any] = {}
+        self._other_names: Mapping[str, str] = {}
         self._read: set[str] = set()
         self._inside: dict[str, HFConfig] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
+        name = self._name(name)
         self._read.add(name)
         default = self._defaults.get(name, default)
         if self._outside is not None and name in _AT_EITHER_LEVEL:
@@ -66,9 +69,17 @@ class HFConfig:
         The config of a decoder inside a larger model has only fields that differ from the defaults
         of its class in transformers.
         """
-        config = HFConfig(self.fields, self._outside)
+        config = copy.copy(self)
         config._defaults = defaults
-        config._read = self._read
+        return config
+
+    def where(self, **other_names: str) -> "HFConfig":
+        """The same config for readers of usual names: usual name -> the name in this config.
+
+        A field may still have its usual name, as in transformers.
+        """
+        config = copy.copy(self)
+        config._other_names = other_names
         return config
 
     @property
@@ -82,6 +93,15 @@ class HFConfig:
         if not isinstance(fields, Mapping):
             raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object")
         return self._inside.setdefault(name, HFConfig(fields, self))
+
+    def must_be(self, name: str, *supported: Any) -> None:
+        """Refuse a field that has another value than these; a missing or null field has none."""
+        value = self.get(name)
+        if value is not None and value not in supported:
+            raise UnsupportedModelError(
+                f"config.json: {name}={shown(value)} is not supported; supported is "
+                f"{' or '.join(map(repr, supported))}"
+            )
 
     def refuse_unread(self, harmless: Collection[str]) -> None:
         """Refuse fields that say something, and that are neither read nor harmless, in the config
@@ -101,7 +121,12 @@ class HFConfig:
                 f"computed, use hf_overrides={{{name[:80]!r}: None}}"
             )
 
+    def _name(self, name: str) -> str:
+        """The name that a field has in this config."""
+        return name if name in self.fields else self._other_names.get(name, name)
+
     def integer(self, name: str, default: int | None = None, *, lowest: int = 1) -> int:
+        usual, name = name, self._name(name)
         value = self.get(name)
         if value is None:
             value = default
@@ -111,15 +136,16 @@ class HFConfig:
             raise CheckpointError(
                 f"config.json: {name}={shown(value)} must be an integer, at least {lowest}"
             )
-        _check_highest(name, value)
+        _check_highest(usual, name, value)
         return value
 
     def positive(self, name: str, default: float) -> float:
+        usual, name = name, self._name(name)
         value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
             raise CheckpointError(f"config.json: {name}={shown(value)} must be a number above zero")
-        _check_highest(name, value)
+        _check_highest(usual, name, value)
         return float(value)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -232,8 +258,8 @@ def check_size(what: str, size: int, most: int) -> None:
         raise CheckpointError(f"config.json: {what} is {size}; at most {most} is supported")
 
 
-def _check_highest(name: str, value: float) -> None:
-    highest = _HIGHEST.get(name, _HIGHEST_OTHER)
+def _check_highest(usual_name: str, name: str, value: float) -> None:
+    highest = _HIGHEST.get(usual_name, _HIGHEST_OTHER)
     if value > highest:
         raise CheckpointError(
             f"config.json: {name}={shown(value)} is too large; at most {highest} is supported"

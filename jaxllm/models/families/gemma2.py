@@ -11,11 +11,18 @@ from jaxllm.errors import UnsupportedModelError, shown
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.models.blocks import SandwichBlock
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
-from jaxllm.models.family import Family, read_attention, read_decoder, read_mlp
+from jaxllm.models.family import (
+    FULL,
+    SLIDING,
+    Family,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_window,
+)
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture, LayerSpec
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 # Of the class in transformers, where they are not those that most families share.
 DEFAULTS: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -62,11 +69,6 @@ def read_gemma(name: str, config: HFConfig, layers: list[LayerSpec]) -> Architec
 
 def read_norm(config: HFConfig) -> RMSNormSpec:
     return RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6), offset=1.0, rounds_first=False)
-
-
-def read_window(config: HFConfig) -> int | None:
-    """The window of the layers that have one."""
-    return None if config.get("sliding_window") is None else config.integer("sliding_window")
 
 
 def read_layer_types(config: HFConfig, *, pattern: int) -> list[str]:
