@@ -15,13 +15,24 @@ if TYPE_CHECKING:
 
 # Architecture, as config.json names it -> file in `jaxllm.models.families`.
 _FAMILIES = {
+    "CohereForCausalLM": "cohere",
+    "Cohere2ForCausalLM": "cohere2",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "NemotronForCausalLM": "nemotron",
+    "OlmoForCausalLM": "olmo",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "StableLmForCausalLM": "stablelm",
 }
 _DECODER = "jaxllm.models.decoder:DecoderForCausalLM"
 _DEFAULT_FAMILY = "jaxllm.models.families.llama:FAMILY"
@@ -88,6 +99,11 @@ class ModelRegistry:
 def family_names() -> list[str]:
     """The families of the package."""
     return sorted(set(_FAMILIES.values()))
+
+
+def architectures_of(family: str) -> list[str]:
+    """The architectures that a family of the package reads."""
+    return [name for name, file in _FAMILIES.items() if file == family]
 
 
 def load_family(name: str) -> "Family":
