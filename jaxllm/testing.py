@@ -91,7 +91,9 @@ def tiny_config(family: str) -> dict[str, Any]:
     """The config.json of a family's tiny model, but for its dtype."""
     from jaxllm.models.registry import load_family
 
-    return _COMMON | dict(load_family(family).tiny)
+    tiny = load_family(family).tiny
+    fields = _COMMON | dict(tiny)
+    return {name: value for name, value in fields.items() if value is not None or name not in tiny}
 
 
 def tiny_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
@@ -123,7 +125,7 @@ def _random_tensor(
     gain = _GAINS.get(module, 1.0)
     if leaf == "bias":
         return 0.2 * rng.standard_normal(shape)
-    if len(shape) == 1:
+    if len(shape) == 1 or module.endswith("norm"):
         return gain - offset + 0.1 * rng.standard_normal(shape)
     return rng.standard_normal(shape) * (gain / shape[-1] ** 0.5)
 

@@ -54,8 +54,8 @@ SLOWEST = (
 # and what stays optimised.
 PLAINLY_COMPILED = (
     "batch", "bench", "cli", "engine", "executor", "frontend", "openai", "parallel", "server",
-    "benchmarks/test_scripts.py", "programs/test_bundle.py", "programs/test_store.py",
-    "programs/test_warmup.py", "test_llm.py",
+    "benchmarks/test_scripts.py", "models/test_sharded.py", "programs/test_bundle.py",
+    "programs/test_store.py", "programs/test_warmup.py", "test_llm.py",
 )  # fmt: skip
 OPTIMISED_NEVERTHELESS = ("engine/test_equalities.py", "engine/test_oracle.py")
 

@@ -46,6 +46,7 @@ COMMANDS = {
     "make-tiny-model": Command(
         "jaxllm.cli.make_tiny_model", "Write a small model with random weights, to try things out."
     ),
+    "models": Command("jaxllm.cli.models", "Print a table of the models that can be run."),
     "collect-env": Command("jaxllm.cli.collect_env", "Print what a bug report needs to say."),
 }
 

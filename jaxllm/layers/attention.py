@@ -27,6 +27,8 @@ class QKNorm:
     norm: NormSpec
     # Over all heads together; False: over each head.
     over_all_heads: bool = False
+    # Whether each head has a weight of its own; False: all heads have the same one.
+    has_weight_per_head: bool = False
     # Whether it comes after the rotation, not before.
     after_rope: bool = False
 
@@ -62,6 +64,8 @@ class AttentionSpec:
     has_sinks: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    # Queries, keys and values are clamped to this distance from zero, before anything else.
+    qkv_clip: float | None = None
     qk_norm: QKNorm | None = None
     temperature: Temperature | None = None
 
@@ -118,27 +122,28 @@ class Attention(nnx.Module):
         self.o_proj = Linear(
             q_size, hidden_size, bias=spec.o_bias, axes=("hidden", "heads"), dtype=dtype
         )
-        self.q_norm, self.k_norm = self._make_norms(Part(q_size), Part(kv_size, copies), dtype)
+        self.q_norm, self.k_norm = self._make_norms(copies, dtype)
         self.sinks = (
             nnx.Param(jnp.zeros(spec.num_heads, dtype), axes=("heads",)) if spec.has_sinks else None
         )
 
-    def _make_norms(
-        self, q: Part, k: Part, dtype: DTypeLike
-    ) -> tuple[Norm, Norm] | tuple[None, None]:
-        qk_norm = self.spec.qk_norm
+    def _make_norms(self, copies: int, dtype: DTypeLike) -> tuple[Norm, Norm] | tuple[None, None]:
+        """The norms of queries and of keys, whose heads are repeated in `copies` shards."""
+        qk_norm, head_size = self.spec.qk_norm, self.spec.head_size
         if qk_norm is None:
             return None, None
-        if not qk_norm.over_all_heads:
-            return (
-                qk_norm.norm.make(self.spec.head_size, dtype=dtype),
-                qk_norm.norm.make(self.spec.head_size, dtype=dtype),
-            )
-        # Repeated heads change neither mean nor mean square.
-        return (
-            qk_norm.norm.make(q.rows, axes=("heads",), parts=(q,), dtype=dtype),
-            qk_norm.norm.make(k.rows * k.copies, axes=("heads",), parts=(k,), dtype=dtype),
-        )
+
+        def norm(heads: int, copies: int) -> Norm:
+            if qk_norm.over_all_heads:
+                # Repeated heads change neither mean nor mean square.
+                size, part = heads * copies * head_size, Part(heads * head_size, copies)
+                return qk_norm.norm.make(size, axes=("heads",), parts=(part,), dtype=dtype)
+            if qk_norm.has_weight_per_head:
+                size, part = (heads * copies, head_size), Part(heads, copies)
+                return qk_norm.norm.make(size, axes=("heads", None), parts=(part,), dtype=dtype)
+            return qk_norm.norm.make(head_size, dtype=dtype)
+
+        return norm(self.spec.num_heads, 1), norm(self.spec.num_kv_heads, copies)
 
     def __call__(
         self, x: jax.Array, cache: jax.Array, context: StepContext
@@ -147,6 +152,8 @@ class Attention(nnx.Module):
         with jax.named_scope("attention"):
             num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
             heads = self.qkv_proj(x).reshape(len(x), self.num_shards, -1, self.config.head_size)
+            if (clip := self.spec.qkv_clip) is not None:
+                heads = jnp.clip(heads, -clip, clip)
             q, k, v = (
                 part.reshape(len(x), -1, self.config.head_size)
                 for part in jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=2)

@@ -10,6 +10,9 @@ from jax.typing import DTypeLike
 
 from jaxllm.parallel.sharding import Axes, Part
 
+# Of the last axis; or of the last axes, if there is a weight for each place in the one before.
+Size = int | tuple[int, ...]
+
 
 class Norm(Protocol):
     """Normalises the last axis."""
@@ -22,13 +25,13 @@ class NormSpec(Protocol):
 
     def make(
         self,
-        size: int,
+        size: Size,
         *,
         axes: Axes = (None,),
         parts: tuple[Part, ...] = (),
         dtype: DTypeLike,
     ) -> Norm:
-        """Make the norm of `size` numbers. `axes` and `parts` are those of its weight."""
+        """Make the norm. `size` is the shape of its weight, `axes` and `parts` are the weight's."""
         ...
 
 
@@ -46,7 +49,7 @@ class RMSNormSpec:
 
     def make(
         self,
-        size: int,
+        size: Size,
         *,
         axes: Axes = (None,),
         parts: tuple[Part, ...] = (),
@@ -61,7 +64,7 @@ class RMSNorm(nnx.Module):
     def __init__(
         self,
         spec: RMSNormSpec,
-        size: int,
+        size: Size,
         *,
         axes: Axes = (None,),
         parts: tuple[Part, ...] = (),
@@ -92,12 +95,14 @@ class LayerNormSpec:
     """The static part of a LayerNorm."""
 
     eps: float
+    # What is added to the weight; Nemotron stores weights around zero, and adds one.
+    offset: float = 0.0
     has_weight: bool = True
     has_bias: bool = True
 
     def make(
         self,
-        size: int,
+        size: Size,
         *,
         axes: Axes = (None,),
         parts: tuple[Part, ...] = (),
@@ -112,13 +117,13 @@ class LayerNorm(nnx.Module):
     def __init__(
         self,
         spec: LayerNormSpec,
-        size: int,
+        size: Size,
         *,
         axes: Axes = (None,),
         parts: tuple[Part, ...] = (),
         dtype: DTypeLike,
     ):
-        self.eps = spec.eps
+        self.spec = spec
         self.weight, self.bias = (
             nnx.Param(jnp.full(size, start, dtype), axes=axes, parts=parts) if exists else None
             for start, exists in ((1, spec.has_weight), (0, spec.has_bias))
@@ -128,9 +133,11 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        y = wide * jax.lax.rsqrt(variance + self.eps)
+        y = wide * jax.lax.rsqrt(variance + self.spec.eps)
         if self.weight is not None:
-            y = y * self.weight[...].astype(jnp.float32)
+            # The sum is rounded to the weight's dtype, as in training.
+            weight = self.weight[...] + self.spec.offset if self.spec.offset else self.weight[...]
+            y = y * weight.astype(jnp.float32)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)

@@ -30,7 +30,8 @@ class Family:
     read: Callable[[str, HFConfig], Architecture]
     # The computation -> the places of its parameters in a checkpoint.
     checkpoint: Callable[[Architecture], CheckpointMap]
-    # For the tiny checkpoint in tests: fields of config.json that differ from Llama's.
+    # For the tiny checkpoint in tests: fields of config.json that differ from Llama's. None: the
+    # family does not have the field.
     tiny: Mapping[str, Any]
     # Fields of config.json that no reader needs, beside those of `jaxllm.models.harmless`, and why.
     harmless: Mapping[str, str] = field(default_factory=dict)
@@ -43,6 +44,7 @@ def read_attention(
     qkv_bias: bool = False,
     o_bias: bool = False,
     qk_norm: QKNorm | None = None,
+    rotates: bool = True,
     may_rotate_a_part: bool = False,
     **rope_options: Any,
 ) -> AttentionSpec:
@@ -59,14 +61,17 @@ def read_attention(
         )
     head_size = _read_head_size(config, num_heads, default_head_size)
     check_size("num_attention_heads times head_dim", num_heads * head_size, _MAX_HEADS_SIZE)
+    rope = None
+    if rotates:
+        rope = read_rope(
+            config, head_size=head_size, may_be_partial=may_rotate_a_part, **rope_options
+        )
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         scale=head_size**-0.5,
-        rope=read_rope(
-            config, head_size=head_size, may_be_partial=may_rotate_a_part, **rope_options
-        ),
+        rope=rope,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=qk_norm,
@@ -80,9 +85,10 @@ def read_mlp(
     is_gated: bool = True,
     activation: str = "hidden_act",
     default_activation: str = "silu",
+    default_size: int | None = None,
 ) -> MLPSpec:
     """Read an MLP; `activation` is the field that names its function."""
-    size = config.integer("intermediate_size")
+    size = config.integer("intermediate_size", default_size)
     of_matrix = size * config.integer("hidden_size")
     check_size("intermediate_size times hidden_size", of_matrix, _MAX_MATRIX_SIZE)
     function = config.get(activation) or default_activation

@@ -64,10 +64,12 @@ class HFConfig:
         self.max_model_len = max_model_len
         self._outside = outside
         self._defaults: Mapping[str, Any] = {}
+        self._other_names: Mapping[str, str] = {}
         self._read: set[str] = set()
         self._inside: dict[str, HFConfig] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
+        name = self._name(name)
         self._read.add(name)
         default = self._defaults.get(name, default)
         if self._outside is None or name not in _AT_EITHER_LEVEL:
@@ -85,6 +87,15 @@ class HFConfig:
         """
         config = copy.copy(self)
         config._defaults = defaults
+        return config
+
+    def where(self, **other_names: str) -> "HFConfig":
+        """The same config for readers of usual names: usual name -> the name in this config.
+
+        A field may still have its usual name, as in transformers.
+        """
+        config = copy.copy(self)
+        config._other_names = other_names
         return config
 
     @property
@@ -128,7 +139,12 @@ class HFConfig:
                 f"computed, use hf_overrides={{{name[:80]!r}: None}}"
             )
 
+    def _name(self, name: str) -> str:
+        """The name that a field has in this config."""
+        return name if name in self.fields else self._other_names.get(name, name)
+
     def integer(self, name: str, default: int | None = None, *, lowest: int = 1) -> int:
+        usual, name = name, self._name(name)
         value = self.get(name)
         if value is None:
             value = default
@@ -138,15 +154,16 @@ class HFConfig:
             raise CheckpointError(
                 f"config.json: {name}={shown(value)} must be an integer, at least {lowest}"
             )
-        _check_highest(name, value)
+        _check_highest(usual, name, value)
         return value
 
     def positive(self, name: str, default: float) -> float:
+        usual, name = name, self._name(name)
         value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
             raise CheckpointError(f"config.json: {name}={shown(value)} must be a number above zero")
-        _check_highest(name, value)
+        _check_highest(usual, name, value)
         return float(value)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -259,8 +276,8 @@ def check_size(what: str, size: int, most: int) -> None:
         raise CheckpointError(f"config.json: {what} is {size}; at most {most} is supported")
 
 
-def _check_highest(name: str, value: float) -> None:
-    highest = _HIGHEST.get(name, _HIGHEST_OTHER)
+def _check_highest(usual_name: str, name: str, value: float) -> None:
+    highest = _HIGHEST.get(usual_name, _HIGHEST_OTHER)
     if value > highest:
         raise CheckpointError(
             f"config.json: {name}={shown(value)} is too large; at most {highest} is supported"

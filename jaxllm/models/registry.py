@@ -15,24 +15,35 @@ if TYPE_CHECKING:
 
 # Architecture, as config.json names it -> file in `jaxllm.models.families`.
 _FAMILIES = {
+    "Cohere2ForCausalLM": "cohere2",
+    "CohereForCausalLM": "cohere",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Exaone4ForCausalLM": "exaone4",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
     "GlmForCausalLM": "glm",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gpt_neox",
     "GraniteForCausalLM": "granite",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral3",
     "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "mistral",
+    "NemotronForCausalLM": "nemotron",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "OlmoForCausalLM": "olmo",
     "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
 }
 _DECODER = "jaxllm.models.decoder:DecoderForCausalLM"
@@ -100,6 +111,11 @@ class ModelRegistry:
 def family_names() -> list[str]:
     """The families of the package."""
     return sorted(set(_FAMILIES.values()))
+
+
+def architectures_of(family: str) -> list[str]:
+    """The architectures that a family of the package reads."""
+    return [name for name, file in _FAMILIES.items() if file == family]
 
 
 def load_family(name: str) -> "Family":

@@ -1,4 +1,5 @@
-"""Runs a model directory without an engine: one row, with blocks scattered over a small cache."""
+"""Runs a model directory without an engine: one row, with blocks scattered over a small cache, on
+one device or cut over several."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, get_backend
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch, get_backend
 
 from jaxllm.files import read_json
+from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import StepContext
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
+from jaxllm.parallel.sharding import make_mesh, sharding
 from jaxllm.weights.loader import load_weights
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 20
@@ -23,29 +26,28 @@ class SingleRow:
     """A loaded model that computes one sequence in chunks."""
 
     def __init__(
-        self, model_dir: Path, dtype: str = "float32", *, max_model_len: int | None = None
+        self,
+        model_dir: Path,
+        dtype: str = "float32",
+        *,
+        num_shards: int = 1,
+        max_model_len: int | None = None,
     ):
         config = read_json(model_dir / "config.json")
         self.architecture = read_architecture(config, max_model_len=max_model_len)
         model_class = ModelRegistry.resolve([self.architecture.name])
         self.dtype = jnp.dtype(dtype)
-        self.abstract_model = model_class.abstract(self.architecture, self.dtype)
-        self.weights = load_weights(model_dir, self.abstract_model)
+        self.architecture.check(num_shards)
+        self.abstract_model = model_class.abstract(self.architecture, self.dtype, num_shards)
+        self.mesh = make_mesh(jax.devices()[:num_shards])
+        self.weights = load_weights(model_dir, self.abstract_model, mesh=self.mesh)
         self._graphdef, _ = nnx.split(self.abstract_model)
         self._backend = get_backend("reference")
         self._step = jax.jit(self.step)
 
     def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> np.ndarray:
         """Compute logits [T, V] of a sequence in chunks of these sizes; None: as a whole."""
-        caches = tuple(
-            jnp.zeros(shape.shape, shape.dtype)
-            for shape in (
-                self._backend.cache_shape(
-                    config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=self.dtype
-                )
-                for config in self.abstract_model.attention_configs
-            )
-        )
+        caches = tuple(map(self._cache, self.abstract_model.attention_configs))
         parts, start = [], 0
         for size in chunks or [len(token_ids)]:
             chunk = jnp.array(token_ids[start : start + size])
@@ -54,6 +56,16 @@ class SingleRow:
             start += size
         assert start == len(token_ids)
         return np.concatenate(parts)
+
+    def _cache(self, config: AttentionConfig) -> jax.Array:
+        """The empty cache of a layer, with the heads of all shards."""
+        shape = self._backend.cache_shape(
+            config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=self.dtype
+        )
+        sizes = list(shape.shape)
+        sizes[self._backend.cache_head_axis] *= self.mesh.size
+        place = sharding(self.mesh, cache_axes(self._backend))
+        return jnp.zeros(sizes, shape.dtype, device=place)
 
     def step(self, weights, token_ids, start, caches):
         model = nnx.merge(self._graphdef, weights)
@@ -72,6 +84,7 @@ class SingleRow:
             configs,
             num_tokens=num_tokens,
             backend=self._backend,
+            mesh=self.mesh,
         )
         positions = start + jnp.arange(num_tokens)
         hidden, caches = model(token_ids, positions, caches, context)

@@ -1,0 +1,36 @@
+"""`jaxllm models`: prints a table of the models that can be run, as README.md has it.
+
+The page of a family says in its docstring what the models are. The page is read and not imported,
+because families import jax.
+"""
+
+import argparse
+import ast
+from importlib import resources
+
+from jaxllm.models import families
+from jaxllm.models.registry import architectures_of, family_names
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: this command has no arguments of its own."""
+
+
+def run(args: argparse.Namespace) -> None:
+    print("\n".join(table()))
+
+
+def table() -> list[str]:
+    """The lines of a table in Markdown, with a row for each family."""
+    rows = [("Family", "Models", "`architectures` in config.json"), ("---", "---", "---")]
+    for family in family_names():
+        names = ", ".join(f"`{name}`" for name in architectures_of(family))
+        rows.append((family, summary(family), names))
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def summary(family: str) -> str:
+    """The first sentence of the family's page."""
+    page = resources.files(families).joinpath(f"{family}.py").read_text(encoding="utf-8")
+    docstring = ast.get_docstring(ast.parse(page)) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())
