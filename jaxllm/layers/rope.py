@@ -72,14 +72,34 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProportionalScaling:
+    """Gemma 4: only the pairs with the highest frequencies are rotated, and the others not at all.
+
+    Pairs and their frequencies are those of the whole head, so this is not the rotation of a
+    smaller head.
+    """
+
+    num_pairs: int  # that are rotated
+    factor: float = 1.0
+
+
+Scaling = (
+    LinearScaling
+    | DynamicScaling
+    | Llama3Scaling
+    | YarnScaling
+    | LongRopeScaling
+    | ProportionalScaling
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """The static part of a layer's rotary embedding."""
 
     size: int  # of the rotated part of a head: its first elements, often all
     theta: float
-    scaling: (
-        LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None
-    ) = None
+    scaling: Scaling | None = None
 
     @property
     def attention_factor(self) -> float:
@@ -145,6 +165,9 @@ def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
         case LongRopeScaling(factors=factors):
             stretched = np.asarray(factors, np.float32) * rope.theta ** _exponents(rope.size)
             return (1.0 / stretched).astype(np.float32)
+        case ProportionalScaling(num_pairs=num_pairs, factor=factor):
+            is_rotated = np.arange(rope.size // 2) < num_pairs
+            return np.where(is_rotated, plain / np.float32(factor), np.float32(0))
         case _:
             return plain
 

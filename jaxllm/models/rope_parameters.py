@@ -11,6 +11,7 @@ from jaxllm.layers.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeConfig,
     YarnScaling,
 )
@@ -21,7 +22,7 @@ _LOWEST, _HIGHEST = 1e-6, 1e18
 _LOWEST_OF = {"rope_theta": 1.001, "original_max_position_embeddings": 2}  # logarithms are taken
 
 _PLACES = ("rope_parameters", "rope_scaling")
-_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 # Other parameters are refused, because they may change the formula.
 _KNOWN = {
     "rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor",
@@ -43,6 +44,7 @@ def read_rope(
     default_share: float = 1.0,
     other_types: Mapping[str, str] = MappingProxyType({}),
     other_parameters: Collection[str] = (),
+    default_type: str = "default",
 ) -> RopeConfig:
     """Read the rotary embedding of heads of this size.
 
@@ -55,11 +57,12 @@ def read_rope(
       default_share: likewise, the share of each head that is rotated.
       other_types: what types of the family's files mean: their name -> ours.
       other_parameters: what the family knows beside those of most families.
+      default_type: likewise, the kind of the rotation.
     """
     places = _PLACES if is_scaled else _PLACES[:1]
     parameters = _parameters(config, places, layer_type, theta_field)
     parameters.setdefault("partial_rotary_factor", default_share)
-    kind = parameters.get("rope_type") or "default"
+    kind = parameters.get("rope_type") or default_type
     kind = other_types.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in _TYPES:
         raise UnsupportedModelError(
@@ -68,7 +71,9 @@ def read_rope(
     unknown = sorted(parameters.keys() - _KNOWN - set(other_parameters))
     if unknown:
         raise UnsupportedModelError(f"rope parameter {', '.join(unknown):.80} is not supported")
-    size = _rotated_size(parameters, head_size, may_be_partial)
+    # A proportional rotation counts its pairs in the whole head.
+    of_size = {} if kind == "proportional" else parameters
+    size = _rotated_size(of_size, head_size, may_be_partial)
     max_len = config.integer("max_position_embeddings")
     theta = _number(parameters, "rope_theta", default_theta)
     original = _number(
@@ -121,6 +126,11 @@ def read_rope(
                 factors=lists[is_long],
                 attention_factor=_long_attention_factor(parameters, max_len, original),
             )
+        case "proportional":
+            scaling = ProportionalScaling(
+                num_pairs=_num_rotated_pairs(parameters, head_size),
+                factor=_number(parameters, "factor", 1.0),
+            )
     rope = RopeConfig(size=size, theta=theta, scaling=scaling)
     longest = stretched_length(rope, max_len)
     if not 1 <= longest <= MAX_POSITIONS:
@@ -161,6 +171,16 @@ def _rotated_size(parameters: Mapping[str, Any], head_size: int, may_be_partial:
         f"partial_rotary_factor={shown(parameters.get('partial_rotary_factor'))}; the whole of an "
         "even head_dim must be rotated"
     )
+
+
+def _num_rotated_pairs(parameters: Mapping[str, Any], head_size: int) -> int:
+    """The pairs that a proportional rotation rotates."""
+    share = _number(parameters, "partial_rotary_factor", 1.0)
+    if share > 1:
+        raise CheckpointError(
+            f"config.json: rope parameter partial_rotary_factor={share} must be at most 1"
+        )
+    return int(share * head_size // 2)
 
 
 def _parameters(
