@@ -1,4 +1,4 @@
-"""Calls as JSON objects, {"name": ..., "arguments": {...}}, and JSON values in general.
+"""Calls as JSON objects, {"name": ..., "arguments": {...}}, arrays of them, and other JSON values.
 
 A value is streamed unchanged. The reader looks only at strings and brackets, to find the end of the
 value: it needs one counter for any depth. It does not validate the JSON inside; the client does. A
@@ -7,9 +7,10 @@ marker outside of strings ends a value whose brackets are still open.
 
 import json
 import re
+from functools import partial
 
 from jaxllm.parsers.text_stream import SPACE, Reading, Sink, TextStream
-from jaxllm.parsers.tools.base import ToolCallOutput
+from jaxllm.parsers.tools.base import ToolCallOutput, read_end
 
 _SPACE_OR_COMMA = re.compile(r"[\s,]*")
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -23,8 +24,45 @@ _ARGUMENTS = ("arguments", "parameters")
 _EMPTY_KEYS = ("type", "id")
 
 
+def read_calls(
+    text: TextStream,
+    out: ToolCallOutput,
+    *,
+    end_marker: str | None = None,
+    is_announced: bool = True,
+    name_key: str = "name",
+) -> Reading[bool]:
+    """Read a call or an array of calls, if one comes next. Return whether there was a call; see
+    `read_call`. The first object that is not a call ends an array."""
+    read = partial(
+        read_call, text, out, end_marker=end_marker, is_announced=is_announced, name_key=name_key
+    )
+    first = yield from text.peek()
+    if first == "{":
+        return (yield from read())
+    if first != "[" or (end_marker and (yield from text.starts_with(end_marker))):
+        return False
+    text.take(out.form)
+    has_calls = False
+    while True:
+        yield from text.take_while(_SPACE_OR_COMMA, out.form)
+        if (yield from text.peek()) != "{":
+            break
+        if not (yield from read()):
+            return has_calls
+        has_calls = True
+    if has_calls:
+        yield from read_end(text, out, "]")
+    return has_calls
+
+
 def read_call(
-    text: TextStream, out: ToolCallOutput, *, end_marker: str | None = None, is_announced: bool
+    text: TextStream,
+    out: ToolCallOutput,
+    *,
+    end_marker: str | None = None,
+    is_announced: bool,
+    name_key: str = "name",
 ) -> Reading[bool]:
     """Read an object that may be a call, beginning at its brace. Return whether it was one.
 
@@ -48,7 +86,7 @@ def read_call(
                 out.arguments("{}")
             break
         key = yield from _read_key(text, out.form)
-        if key == "name" and not name:
+        if key == name_key and not name:
             name = (yield from _read_text(text, out.form)) or ""
             begin()
             is_good = bool(name)

@@ -90,3 +90,10 @@ def test_what_is_no_literal_ends_the_call(parse, wrong):
     assert name == "f"
     with pytest.raises(ValueError):
         json.loads(arguments)
+
+
+def test_lfm2_has_other_tags(parse_split):
+    parsed = parse_split("lfm2", "Sure.<|tool_call_start|>[f(a=1), g()]<|tool_call_end|> Done.")
+
+    assert parsed.content == "Sure. Done."
+    assert parsed.calls == [("f", '{"a": 1}'), ("g", "{}")]
