@@ -41,16 +41,16 @@ def reasoning_parser(
 ) -> StreamParser:
     """Make a parser that separates one answer's reasoning from its content.
 
-    `prompt` is the rendered prompt, or its end. Without `enable_thinking` the whole answer is
-    content.
+    `prompt` is the rendered prompt, or its end. Without `enable_thinking` an answer has reasoning
+    only if the model opens it all the same; some models write an empty one.
     """
     text, deltas = TextStream(), DeltaWriter()
     prompt = prompt.rstrip()
     is_content = tags.content_tags is not None and prompt.endswith(tags.content_tags[0])
-    if is_content or prompt.endswith(tags.close_tags) or not enable_thinking:
+    if is_content or prompt.endswith(tags.close_tags):
         reading = _read_content(text, deltas, tags, is_content)
     else:
-        is_inside = tags.starts_inside or prompt.endswith(tags.open_tags)
+        is_inside = enable_thinking and (tags.starts_inside or prompt.endswith(tags.open_tags))
         reading = _read(text, deltas, tags, is_inside)
     return StreamParser(text, deltas, reading)
 

@@ -5,7 +5,7 @@ All arguments are keyword arguments, and their values are literals.
 
 import re
 
-from jaxllm.parsers.text_stream import SPACE, Reading, TextStream
+from jaxllm.parsers.text_stream import SPACE, Reading, Sink, TextStream
 from jaxllm.parsers.tools.base import ToolCallOutput
 from jaxllm.parsers.tools.parameter_types import quote
 from jaxllm.parsers.tools.python_literal import read_literal
@@ -20,7 +20,7 @@ def read_call(text: TextStream, out: ToolCallOutput) -> Reading[bool]:
     name = yield from text.collect(_FUNCTION, out.form)
     if not name or not (yield from text.accept("(", out.form)):
         return False
-    argument = yield from _read_argument_name(text, out)
+    argument = yield from _read_argument_name(text, out.form)
     if not argument and (argument is None or not (yield from text.starts_with(")"))):
         return False
     out.begin_call(name)
@@ -40,21 +40,26 @@ def _read_arguments(text: TextStream, out: ToolCallOutput, name: str | None) -> 
             return False
         yield from text.take_while(SPACE, out.form)
         yield from text.accept(",", out.form)
-        name = yield from _read_argument_name(text, out)
-    if name is None or not (yield from text.accept(")", out.form)):
+        held: list[str] = []
+        name = yield from _read_argument_name(text, held.append)
+        if name is None:
+            if (yield from text.peek()):
+                out.content("".join(held))
+            return False
+    if not (yield from text.accept(")", out.form)):
         return False
     out.arguments("}")
     return True
 
 
-def _read_argument_name(text: TextStream, out: ToolCallOutput) -> Reading[str | None]:
+def _read_argument_name(text: TextStream, sink: Sink) -> Reading[str | None]:
     """Read an argument's name and "="; return "" if there is no name, None if there is no "="."""
-    yield from text.take_while(SPACE, out.form)
-    name = yield from text.collect(_ARGUMENT, out.form)
+    yield from text.take_while(SPACE, sink)
+    name = yield from text.collect(_ARGUMENT, sink)
     if not name:
         return ""
-    yield from text.take_while(SPACE, out.form)
-    if not (yield from text.accept("=", out.form)):
+    yield from text.take_while(SPACE, sink)
+    if not (yield from text.accept("=", sink)):
         return None
-    yield from text.take_while(SPACE, out.form)
+    yield from text.take_while(SPACE, sink)
     return name

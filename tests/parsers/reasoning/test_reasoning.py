@@ -100,6 +100,13 @@ def test_thinking_is_turned_off(name):
 
 
 @each_format
+def test_a_model_may_open_its_reasoning_although_thinking_is_turned_off(name):
+    for reasoning in ("", "Because."):
+        text = f"{{open}}\n{reasoning}\n{{close}}\n\nSo.".format(**tags_of(name))
+        assert parse(name, text, USER, enable_thinking=False) == (reasoning, "So.")
+
+
+@each_format
 def test_reasoning_that_is_cut_off(name):
     close = tags_of(name)["close"][:-2]
 
