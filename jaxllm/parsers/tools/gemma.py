@@ -4,7 +4,8 @@
     <start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}<end_function_call>
 
 There are no escapes: a string has all characters up to the next quotes. The parser writes the
-arguments as JSON. A value that is neither quoted nor a number or constant becomes a string.
+arguments as JSON. A value that is neither quoted nor a number or constant becomes a string, and
+strings of JSON, which small models write at times, are passed on.
 """
 
 import re
@@ -18,6 +19,7 @@ from jaxllm.parsers.tools.base import (
     read_content,
     read_end,
 )
+from jaxllm.parsers.tools.json_call import read_string
 from jaxllm.parsers.tools.nested import read_nested
 from jaxllm.parsers.tools.parameter_types import CONSTANTS, NUMBER, quote
 
@@ -53,6 +55,8 @@ class _GemmaCalls:
     def _read_scalar(self, text: TextStream, sink: Sink, is_key: bool) -> Reading[bool]:
         if (yield from text.accept(self._quotes, _drop)):
             return (yield from self._read_string(text, sink))
+        if (yield from text.peek()) == '"':
+            return (yield from read_string(text, sink))
         pieces: list[str] = []
         yield from text.take_until(self._end_key if is_key else self._end_word, pieces.append)
         word = "".join(pieces).strip()

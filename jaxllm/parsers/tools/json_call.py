@@ -110,7 +110,7 @@ def read_value(text: TextStream, sink: Sink, end_marker: str | None = None) -> R
     """Pass on a JSON value. Return whether it is complete."""
     first = yield from text.peek()
     if first == '"':
-        return (yield from _read_string(text, sink))
+        return (yield from read_string(text, sink))
     if first not in ("{", "["):
         return bool((yield from text.collect(_IN_SCALAR, sink)))
     depth = 0
@@ -120,7 +120,7 @@ def read_value(text: TextStream, sink: Sink, end_marker: str | None = None) -> R
         if end_marker and char == end_marker[0] and (yield from text.starts_with(end_marker)):
             return False
         if char == '"':
-            if not (yield from _read_string(text, sink)):
+            if not (yield from read_string(text, sink)):
                 return False
         elif char == "":
             return False
@@ -131,6 +131,21 @@ def read_value(text: TextStream, sink: Sink, end_marker: str | None = None) -> R
                 return True
 
 
+def read_string(text: TextStream, sink: Sink) -> Reading[bool]:
+    """Pass on a JSON string with its quotes. Return whether it was closed."""
+    text.take(sink)
+    while True:
+        yield from text.take_while(_IN_STRING, sink)
+        char = yield from text.peek()
+        if char == "":
+            return False
+        text.take(sink)
+        if char == '"':
+            return True
+        if (yield from text.peek()):  # the character that the backslash escapes
+            text.take(sink)
+
+
 def _read_arguments(
     text: TextStream, sink: Sink, form: Sink, end_marker: str | None
 ) -> Reading[bool]:
@@ -138,7 +153,7 @@ def _read_arguments(
     if (yield from text.peek()) != '"':
         return (yield from read_value(text, _both(sink, form), end_marker))
     pieces: list[str] = []
-    is_whole = yield from _read_string(text, _both(pieces.append, form))
+    is_whole = yield from read_string(text, _both(pieces.append, form))
     literal = "".join(pieces)
     sink(_unquote(literal) or literal)
     return is_whole
@@ -159,23 +174,8 @@ def _read_text(text: TextStream, sink: Sink) -> Reading[str | None]:
     if (yield from text.peek()) != '"':
         return None
     pieces: list[str] = []
-    yield from _read_string(text, _both(pieces.append, sink))
+    yield from read_string(text, _both(pieces.append, sink))
     return _unquote("".join(pieces))
-
-
-def _read_string(text: TextStream, sink: Sink) -> Reading[bool]:
-    """Pass on a JSON string with its quotes. Return whether it was closed."""
-    text.take(sink)
-    while True:
-        yield from text.take_while(_IN_STRING, sink)
-        char = yield from text.peek()
-        if char == "":
-            return False
-        text.take(sink)
-        if char == '"':
-            return True
-        if (yield from text.peek()):  # the character that the backslash escapes
-            text.take(sink)
 
 
 def _unquote(literal: str) -> str | None:

@@ -23,7 +23,7 @@ GLM = [
     "<arg_value>", "</arg_value>", "</tool_call>", "\n", "null", "[1]",
 ]  # fmt: skip
 PYTHON = ["[", "]", "f(", "city=", "'it\\'s'", "\\u00e9", "(1, 2)", "None", ")", "'", ", "]
-GEMMA = ["call:", "get_weather", "{", "city:", "days:", "a:", ",", "}", "true", "[", "]"]
+GEMMA = ["call:", "get_weather", "{", "city:", "days:", "a:", ",", "}", "true", "[", "]", '"']
 PARTS = {
     "cohere_command3": [
         "<|START_ACTION|>", "<|END_ACTION|>", '{"tool_call_id": "0", "tool_name": "f"', "[", "]",

@@ -78,6 +78,14 @@ def test_other_notations_of_values(name, parse_split):
 
 
 @each_name
+def test_strings_of_json(name, parse_split):
+    begin, end, _ = TAGS[name]
+    arguments = '{"a": "x, \\"y\\"}", "b": [1, "2"]}'
+
+    assert parse_split(name, f"{begin}call:f{arguments}{end}").calls == [("f", arguments)]
+
+
+@each_name
 def test_arguments_stream(name):
     begin, end, quotes = TAGS[name]
     parser = make_tool_parser(name)
