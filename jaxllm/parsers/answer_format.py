@@ -43,7 +43,8 @@ class AnswerFormat(NamedTuple):
         Args:
           prompt: the rendered prompt, which may have begun the reasoning.
           tools: the request's tools, in OpenAI's form; without them tool calls are not parsed.
-          enable_thinking: False if the template turned thinking off; the answer has no reasoning.
+          enable_thinking: False if the template turned thinking off; the answer has no reasoning,
+            unless the model opens it all the same.
           text_of: returns the text of a single token; with it, reasoning tokens are counted.
         """
         reasoning = calls = counter = None

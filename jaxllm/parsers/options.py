@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from jaxllm.config import option
 from jaxllm.errors import ValidationError
 from jaxllm.parsers.answer_format import AnswerFormat
+from jaxllm.parsers.reasoning.registry import REASONING_FORMATS
+from jaxllm.parsers.tools.registry import TOOL_FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +16,12 @@ class ParserOptions:
     enable_auto_tool_choice: bool = option(
         False, "Let the model call tools that a request offers; needs --tool-call-parser."
     )
-    tool_call_parser: str | None = option(None, "Form in which the model writes calls of tools.")
-    reasoning_parser: str | None = option(None, "Form in which the model writes its reasoning.")
+    tool_call_parser: str | None = option(
+        None, f"Form in which the model writes calls of tools: {', '.join(TOOL_FORMATS)}."
+    )
+    reasoning_parser: str | None = option(
+        None, f"Form in which the model writes its reasoning: {', '.join(REASONING_FORMATS)}."
+    )
 
     @property
     def answer_format(self) -> AnswerFormat:

@@ -1,9 +1,17 @@
 """From the names of parsers to a whole answer, as a script uses them."""
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 
+import jaxllm.parsers
 from jaxllm import ValidationError
 from jaxllm.parsers.answer_format import AnswerFormat
+from jaxllm.parsers.options import ParserOptions
+from jaxllm.parsers.reasoning.registry import REASONING_FORMATS
+from jaxllm.parsers.tools.registry import TOOL_FORMATS
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
@@ -58,3 +66,15 @@ def test_what_is_no_tool_is_refused(tool):
 def test_an_unknown_format_is_refused(names):
     with pytest.raises(ValidationError, match="use one of"):
         AnswerFormat.of(*names)
+
+
+def test_the_page_and_the_help_have_all_names():
+    page = (Path(jaxllm.parsers.__file__).parent / "README.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
+    for column, formats in ((1, TOOL_FORMATS), (2, REASONING_FORMATS)):
+        named = {name for row in rows[1:] for name in re.findall("`([^`]+)`", row[column])}
+        assert named == set(formats)
+    for option in dataclasses.fields(ParserOptions):
+        names = {"tool_call_parser": TOOL_FORMATS, "reasoning_parser": REASONING_FORMATS}
+        for name in names.get(option.name, ()):
+            assert name in option.metadata["help"]

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,52 @@ def test_one_piece_may_hold_all_kinds_of_deltas():
     call = [ToolCallDelta, ArgumentsDelta]
     assert kinds == [ReasoningDelta, ContentDelta, *call, *call]
     assert parser.finish() == []
+
+
+CALL = '{"name": "f", "arguments": {"a": "</think>"}}'
+FAMILIES = {
+    ("cohere_command3", "cohere_command3"): (
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>One moment.<|END_RESPONSE|>"
+        '<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": "</think>"}}]<|END_ACTION|>'
+    ),
+    ("ernie45", "ernie45"): f"Hm.\n</think>\n\n\nOne moment.<tool_call>\n{CALL}\n</tool_call>\n",
+    ("gemma4", "gemma4"): (
+        "<|channel>thought\nHm.\n<channel|>One moment."
+        '<|tool_call>call:f{a:<|"|></think><|"|>}<tool_call|>'
+    ),
+    ("glm45", "glm45"): (
+        "\n<think>Hm.</think>\nOne moment."
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value></think></arg_value>\n</tool_call>"
+    ),
+    ("granite", "granite"): (
+        "Here is my thought process:\nHm.\n\nHere is my response:\n"
+        f"One moment.<|tool_call|>[{CALL}]"
+    ),
+    ("hunyuan_a13b", "hunyuan_a13b"): (
+        f"<think>\nHm.\n</think>\n<answer>\nOne moment.<tool_calls>[{CALL}]</tool_calls>\n</answer>"
+    ),
+    ("mistral", "mistral"): '[THINK]Hm.[/THINK]One moment.[TOOL_CALLS]f{"a": "</think>"}',
+    ("olmo3", "olmo3"): (
+        'Hm.</think>\nOne moment.<function_calls>\nf(a="</think>")\n</function_calls>'
+    ),
+    ("qwen3", "lfm2"): (
+        "<think>Hm.</think>One moment.<|tool_call_start|>[f(a='</think>')]<|tool_call_end|>"
+    ),
+    ("seed_oss", "seed_oss"): (
+        "<seed:think>Hm.</seed:think>One moment.<seed:tool_call>\n<function=f>\n"
+        "<parameter=a></think></parameter>\n</function>\n</seed:tool_call>"
+    ),
+}
+
+
+@pytest.mark.parametrize("names", FAMILIES)
+def test_answers_of_families(names):
+    parser = make_parser(*names)
+    deltas = [delta for char in FAMILIES[names] for delta in parser.feed(char)]
+
+    expected = "Hm.", "One moment.", [("f", '{"a": "</think>"}')]
+    assert without_ids(add_up(deltas + parser.finish())) == expected
+    assert without_ids(make_parser(*names).parse(FAMILIES[names])) == expected
 
 
 def test_a_tool_call_within_reasoning_is_reasoning():

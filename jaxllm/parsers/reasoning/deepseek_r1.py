@@ -10,4 +10,4 @@ The opening tag is usually in the prompt. Otherwise the model may or may not wri
 
 from jaxllm.parsers.reasoning.base import ReasoningFormat
 
-DEEPSEEK_R1 = ReasoningFormat("<think>", "</think>", starts_inside=True)
+DEEPSEEK_R1 = ReasoningFormat(("<think>",), ("</think>",), starts_inside=True)

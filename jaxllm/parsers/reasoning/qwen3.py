@@ -12,4 +12,6 @@ sometimes call a tool without closing the reasoning first.
 
 from jaxllm.parsers.reasoning.base import ReasoningFormat
 
-QWEN3 = ReasoningFormat("<think>", "</think>", starts_inside=False, other_ends=("<tool_call>",))
+QWEN3 = ReasoningFormat(
+    ("<think>",), ("</think>",), starts_inside=False, other_ends=("<tool_call>",)
+)

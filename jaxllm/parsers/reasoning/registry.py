@@ -2,11 +2,33 @@
 
 from jaxllm.errors import refused
 from jaxllm.parsers.reasoning.base import ReasoningFormat, reasoning_parser
+from jaxllm.parsers.reasoning.cohere_command3 import COHERE_COMMAND3
 from jaxllm.parsers.reasoning.deepseek_r1 import DEEPSEEK_R1
+from jaxllm.parsers.reasoning.ernie45 import ERNIE45
+from jaxllm.parsers.reasoning.gemma4 import GEMMA4
+from jaxllm.parsers.reasoning.glm45 import GLM45
+from jaxllm.parsers.reasoning.granite import GRANITE
+from jaxllm.parsers.reasoning.hunyuan_a13b import HUNYUAN_A13B
+from jaxllm.parsers.reasoning.mistral import MISTRAL
+from jaxllm.parsers.reasoning.olmo3 import OLMO3
 from jaxllm.parsers.reasoning.qwen3 import QWEN3
+from jaxllm.parsers.reasoning.seed_oss import SEED_OSS
 from jaxllm.parsers.stream_parser import StreamParser
 
-REASONING_FORMATS: dict[str, ReasoningFormat] = {"deepseek_r1": DEEPSEEK_R1, "qwen3": QWEN3}
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "cohere_command3": COHERE_COMMAND3,
+    "deepseek_r1": DEEPSEEK_R1,
+    "ernie45": ERNIE45,
+    "gemma4": GEMMA4,
+    "glm45": GLM45,
+    "glm47": GLM45,
+    "granite": GRANITE,
+    "hunyuan_a13b": HUNYUAN_A13B,
+    "mistral": MISTRAL,
+    "olmo3": OLMO3,
+    "qwen3": QWEN3,
+    "seed_oss": SEED_OSS,
+}
 
 
 def find_reasoning_format(name: str) -> ReasoningFormat:

@@ -1,4 +1,4 @@
-"""Calls as JSON objects, {"name": ..., "arguments": {...}}, and JSON values in general.
+"""Calls as JSON objects, {"name": ..., "arguments": {...}}, arrays of them, and other JSON values.
 
 A value is streamed unchanged. The reader looks only at strings and brackets, to find the end of the
 value: it needs one counter for any depth. It does not validate the JSON inside; the client does. A
@@ -7,9 +7,10 @@ marker outside of strings ends a value whose brackets are still open.
 
 import json
 import re
+from functools import partial
 
 from jaxllm.parsers.text_stream import SPACE, Reading, Sink, TextStream
-from jaxllm.parsers.tools.base import ToolCallOutput
+from jaxllm.parsers.tools.base import ToolCallOutput, read_end
 
 _SPACE_OR_COMMA = re.compile(r"[\s,]*")
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -23,8 +24,45 @@ _ARGUMENTS = ("arguments", "parameters")
 _EMPTY_KEYS = ("type", "id")
 
 
+def read_calls(
+    text: TextStream,
+    out: ToolCallOutput,
+    *,
+    end_marker: str | None = None,
+    is_announced: bool = True,
+    name_key: str = "name",
+) -> Reading[bool]:
+    """Read a call or an array of calls, if one comes next. Return whether there was a call; see
+    `read_call`. The first object that is not a call ends an array."""
+    read = partial(
+        read_call, text, out, end_marker=end_marker, is_announced=is_announced, name_key=name_key
+    )
+    first = yield from text.peek()
+    if first == "{":
+        return (yield from read())
+    if first != "[" or (end_marker and (yield from text.starts_with(end_marker))):
+        return False
+    text.take(out.form)
+    has_calls = False
+    while True:
+        yield from text.take_while(_SPACE_OR_COMMA, out.form)
+        if (yield from text.peek()) != "{":
+            break
+        if not (yield from read()):
+            return has_calls
+        has_calls = True
+    if has_calls:
+        yield from read_end(text, out, "]")
+    return has_calls
+
+
 def read_call(
-    text: TextStream, out: ToolCallOutput, *, end_marker: str | None = None, is_announced: bool
+    text: TextStream,
+    out: ToolCallOutput,
+    *,
+    end_marker: str | None = None,
+    is_announced: bool,
+    name_key: str = "name",
 ) -> Reading[bool]:
     """Read an object that may be a call, beginning at its brace. Return whether it was one.
 
@@ -48,7 +86,7 @@ def read_call(
                 out.arguments("{}")
             break
         key = yield from _read_key(text, out.form)
-        if key == "name" and not name:
+        if key == name_key and not name:
             name = (yield from _read_text(text, out.form)) or ""
             begin()
             is_good = bool(name)
@@ -72,7 +110,7 @@ def read_value(text: TextStream, sink: Sink, end_marker: str | None = None) -> R
     """Pass on a JSON value. Return whether it is complete."""
     first = yield from text.peek()
     if first == '"':
-        return (yield from _read_string(text, sink))
+        return (yield from read_string(text, sink))
     if first not in ("{", "["):
         return bool((yield from text.collect(_IN_SCALAR, sink)))
     depth = 0
@@ -82,7 +120,7 @@ def read_value(text: TextStream, sink: Sink, end_marker: str | None = None) -> R
         if end_marker and char == end_marker[0] and (yield from text.starts_with(end_marker)):
             return False
         if char == '"':
-            if not (yield from _read_string(text, sink)):
+            if not (yield from read_string(text, sink)):
                 return False
         elif char == "":
             return False
@@ -93,6 +131,21 @@ def read_value(text: TextStream, sink: Sink, end_marker: str | None = None) -> R
                 return True
 
 
+def read_string(text: TextStream, sink: Sink) -> Reading[bool]:
+    """Pass on a JSON string with its quotes. Return whether it was closed."""
+    text.take(sink)
+    while True:
+        yield from text.take_while(_IN_STRING, sink)
+        char = yield from text.peek()
+        if char == "":
+            return False
+        text.take(sink)
+        if char == '"':
+            return True
+        if (yield from text.peek()):  # the character that the backslash escapes
+            text.take(sink)
+
+
 def _read_arguments(
     text: TextStream, sink: Sink, form: Sink, end_marker: str | None
 ) -> Reading[bool]:
@@ -100,7 +153,7 @@ def _read_arguments(
     if (yield from text.peek()) != '"':
         return (yield from read_value(text, _both(sink, form), end_marker))
     pieces: list[str] = []
-    is_whole = yield from _read_string(text, _both(pieces.append, form))
+    is_whole = yield from read_string(text, _both(pieces.append, form))
     literal = "".join(pieces)
     sink(_unquote(literal) or literal)
     return is_whole
@@ -121,23 +174,8 @@ def _read_text(text: TextStream, sink: Sink) -> Reading[str | None]:
     if (yield from text.peek()) != '"':
         return None
     pieces: list[str] = []
-    yield from _read_string(text, _both(pieces.append, sink))
+    yield from read_string(text, _both(pieces.append, sink))
     return _unquote("".join(pieces))
-
-
-def _read_string(text: TextStream, sink: Sink) -> Reading[bool]:
-    """Pass on a JSON string with its quotes. Return whether it was closed."""
-    text.take(sink)
-    while True:
-        yield from text.take_while(_IN_STRING, sink)
-        char = yield from text.peek()
-        if char == "":
-            return False
-        text.take(sink)
-        if char == '"':
-            return True
-        if (yield from text.peek()):  # the character that the backslash escapes
-            text.take(sink)
 
 
 def _unquote(literal: str) -> str | None:

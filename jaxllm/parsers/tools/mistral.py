@@ -14,19 +14,12 @@ import string
 from collections.abc import Sequence
 
 from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
-from jaxllm.parsers.tools.base import (
-    Tool,
-    ToolCallOutput,
-    ToolFormat,
-    read_content,
-    read_end,
-)
-from jaxllm.parsers.tools.json_call import read_call, read_value
+from jaxllm.parsers.tools.base import Tool, ToolCallOutput, ToolFormat, read_content
+from jaxllm.parsers.tools.json_call import read_calls, read_value
 
 _CALLS = "[TOOL_CALLS]"
 _MARKERS = Markers(_CALLS)
 _NAME = re.compile(r"[^\s\[\]{}]*")
-_SPACE_OR_COMMA = re.compile(r"[\s,]*")
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 _ID = re.compile(r"[A-Za-z0-9]*")
 _ID_SIZE = 9
@@ -36,29 +29,10 @@ def _read(text: TextStream, out: ToolCallOutput, tools: Sequence[Tool]) -> Readi
     while (yield from read_content(text, out, _MARKERS)):
         yield from text.accept(_CALLS, out.form)
         yield from text.take_while(SPACE, out.form)
-        first = yield from text.peek()
-        if first == "{":
-            yield from read_call(text, out, end_marker=_CALLS, is_announced=True)
-        elif first == "[":
-            yield from _read_array(text, out)
+        if (yield from text.peek()) in ("{", "["):
+            yield from read_calls(text, out, end_marker=_CALLS)
         else:
             yield from _read_named(text, out)
-
-
-def _read_array(text: TextStream, out: ToolCallOutput) -> Reading[None]:
-    if (yield from text.starts_with(_CALLS)):
-        return
-    text.take(out.form)
-    was_call = False
-    while True:
-        yield from text.take_while(_SPACE_OR_COMMA, out.form)
-        if (yield from text.peek()) != "{":
-            break
-        was_call = yield from read_call(text, out, end_marker=_CALLS, is_announced=True)
-        if not was_call:
-            return
-    if was_call:
-        yield from read_end(text, out, "]")
 
 
 def _read_named(text: TextStream, out: ToolCallOutput) -> Reading[None]:

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from jaxllm.parsers.tools.base import Tool
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+CONSTANTS |= {word: word for word in CONSTANTS.values()}  # models mix the two notations up
+
 _MAX_SCHEMA_DEPTH = 8  # of nested alternatives and references
 _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 _STRING = frozenset({"string"})

@@ -2,14 +2,12 @@
 
 import re
 
-from jaxllm.parsers.text_stream import SPACE, Reading, Sink, TextStream
-from jaxllm.parsers.tools.parameter_types import NUMBER, quote
+from jaxllm.parsers.text_stream import Reading, Sink, TextStream
+from jaxllm.parsers.tools.nested import read_nested
+from jaxllm.parsers.tools.parameter_types import CONSTANTS, NUMBER, quote
 
 _WORD = re.compile(r"[\w.+-]*")
-_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-_CONSTANTS |= {word: word for word in _CONSTANTS.values()}  # models mix them up
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
-_AS_JSON = {"(": "[", ")": "]"}
 
 _IN_STRING = re.compile(r"[^\\'\"]*")
 _HEX = re.compile(r"[0-9a-fA-F]")
@@ -18,70 +16,20 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a
 _ESCAPES |= {"0": "\0", "\n": "", "\\": "\\", "'": "'", '"': '"'}
 
 
-class _Bracket:
-    """An open list, tuple or dict."""
-
-    __slots__ = ("closing", "separator")
-
-    def __init__(self, closing: str):
-        self.closing = closing
-        self.separator = ""  # required before the next item
-
-    @property
-    def expects_key(self) -> bool:
-        return self.closing == "}" and self.separator != ":"
-
-    def end_item(self) -> None:
-        self.separator = ":" if self.expects_key else ","
-
-
 def read_literal(text: TextStream, sink: Sink) -> Reading[bool]:
     """Pass on a literal as JSON. Return whether it is a complete literal; otherwise the part that
-    could be read has been passed on.
-
-    Lists and tuples become arrays, and keys of dicts become strings. There is no recursion, so deep
-    nesting cannot overflow the stack.
+    could be read has been passed on. Lists and tuples become arrays, and keys of dicts become
+    strings.
     """
-    brackets: list[_Bracket] = []
-    while True:
-        if brackets:
-            bracket = brackets[-1]
-            yield from text.take_while(SPACE, _drop)
-            is_separated = yield from text.accept(bracket.separator, _drop)
-            yield from text.take_while(SPACE, _drop)
-            may_close = bracket.separator != ":"
-            if may_close and (yield from text.accept(bracket.closing, _drop)):
-                sink(_AS_JSON.get(bracket.closing, bracket.closing))
-                brackets.pop()
-                if not brackets:
-                    return True
-                brackets[-1].end_item()
-                continue
-            if not is_separated:
-                return False
-            sink(f"{bracket.separator} " if bracket.separator else "")
-        is_key = bool(brackets) and brackets[-1].expects_key
-        opening = yield from text.peek()
-        if opening in _CLOSING:
-            if is_key:
-                return False
-            text.take(_drop)
-            sink(_AS_JSON.get(opening, opening))
-            brackets.append(_Bracket(_CLOSING[opening]))
-            continue
-        if not (yield from _read_scalar(text, sink, is_key)):
-            return False
-        if not brackets:
-            return True
-        brackets[-1].end_item()
+    return read_nested(text, sink, _CLOSING, _read_scalar)
 
 
 def _read_scalar(text: TextStream, sink: Sink, is_key: bool) -> Reading[bool]:
     if (yield from text.peek()) in ("'", '"'):
         return (yield from _read_string(text, sink))
     word = yield from text.collect(_WORD, _drop)
-    is_good = word in _CONSTANTS or NUMBER.fullmatch(word) is not None
-    value = _CONSTANTS.get(word, word)
+    is_good = word in CONSTANTS or NUMBER.fullmatch(word) is not None
+    value = CONSTANTS.get(word, word)
     sink(quote(value) if is_key and is_good else value)
     return is_good
 

@@ -1,12 +1,12 @@
-"""The format of Llama 3.2 and 4 and ToolACE: a list of calls in Python.
+"""The formats that write a list of calls in Python.
 
     [get_weather(city='Paris', units="metric"), get_time()]
+    <|tool_call_start|>[get_time()]<|tool_call_end|>
 
-The list is at the beginning of the answer, or after <|python_start|>. All arguments are keyword
-arguments, and their values are literals.
+Llama 3.2 and 4 and ToolACE begin the answer with the list, or write it after <|python_start|>; LFM2
+writes it between tags.
 """
 
-import re
 from collections.abc import Sequence
 
 from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
@@ -17,79 +17,34 @@ from jaxllm.parsers.tools.base import (
     read_content,
     read_end,
 )
-from jaxllm.parsers.tools.parameter_types import quote
-from jaxllm.parsers.tools.python_literal import read_literal
-
-_MARKERS = Markers("<|python_start|>")
-_END_MARKER = "<|python_end|>"
-_FUNCTION = re.compile(r"[\w.-]*")
-_ARGUMENT = re.compile(r"\w*")
+from jaxllm.parsers.tools.python_call import read_call
 
 
-def _read(text: TextStream, out: ToolCallOutput, tools: Sequence[Tool]) -> Reading[None]:
-    yield from text.take_while(SPACE, out.form)
-    while True:
-        yield from _read_list(text, out)
-        if (yield from read_content(text, out, _MARKERS)) is None:
-            return
-        yield from text.accept(_MARKERS.literals[0], out.form)
+def _list_format(open_tag: str, close_tag: str) -> ToolFormat:
+    """Make the format of a list at the beginning of the answer or between these tags."""
+    begin = Markers(open_tag)
+
+    def read(text: TextStream, out: ToolCallOutput, tools: Sequence[Tool]) -> Reading[None]:
         yield from text.take_while(SPACE, out.form)
+        while True:
+            yield from _read_list(text, out, close_tag)
+            if (yield from read_content(text, out, begin)) is None:
+                return
+            yield from text.accept(open_tag, out.form)
+            yield from text.take_while(SPACE, out.form)
+
+    return ToolFormat(read, needs_special_tokens=True)
 
 
-def _read_list(text: TextStream, out: ToolCallOutput) -> Reading[None]:
+def _read_list(text: TextStream, out: ToolCallOutput, close_tag: str) -> Reading[None]:
     if not (yield from text.accept("[", out.form)):
         return
-    while (yield from _read_call(text, out)):
+    while (yield from read_call(text, out)):
         yield from read_end(text, out, ",")
         if (yield from read_end(text, out, "]")):
-            yield from read_end(text, out, _END_MARKER)
+            yield from read_end(text, out, close_tag)
             return
 
 
-def _read_call(text: TextStream, out: ToolCallOutput) -> Reading[bool]:
-    """Read one call. Return whether there was a complete one."""
-    yield from text.take_while(SPACE, out.form)
-    name = yield from text.collect(_FUNCTION, out.form)
-    if not name or not (yield from text.accept("(", out.form)):
-        return False
-    argument = yield from _read_argument_name(text, out)
-    if not argument and (argument is None or not (yield from text.starts_with(")"))):
-        return False
-    out.begin_call(name)
-    is_whole = yield from _read_arguments(text, out, argument)
-    out.end_call()
-    return is_whole
-
-
-def _read_arguments(text: TextStream, out: ToolCallOutput, name: str | None) -> Reading[bool]:
-    """Read the arguments, beginning with the value of the first; its name has been read."""
-    out.arguments("{")
-    separator = ""
-    while name:
-        out.arguments(f"{separator}{quote(name)}: ")
-        separator = ", "
-        if not (yield from read_literal(text, out.arguments)):
-            return False
-        yield from text.take_while(SPACE, out.form)
-        yield from text.accept(",", out.form)
-        name = yield from _read_argument_name(text, out)
-    if name is None or not (yield from text.accept(")", out.form)):
-        return False
-    out.arguments("}")
-    return True
-
-
-def _read_argument_name(text: TextStream, out: ToolCallOutput) -> Reading[str | None]:
-    """Read an argument's name and "="; return "" if there is no name, None if there is no "="."""
-    yield from text.take_while(SPACE, out.form)
-    name = yield from text.collect(_ARGUMENT, out.form)
-    if not name:
-        return ""
-    yield from text.take_while(SPACE, out.form)
-    if not (yield from text.accept("=", out.form)):
-        return None
-    yield from text.take_while(SPACE, out.form)
-    return name
-
-
-PYTHONIC = ToolFormat(_read, needs_special_tokens=True)
+PYTHONIC = _list_format("<|python_start|>", "<|python_end|>")
+LFM2 = _list_format("<|tool_call_start|>", "<|tool_call_end|>")

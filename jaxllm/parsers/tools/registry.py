@@ -5,22 +5,47 @@ from collections.abc import Sequence
 from jaxllm.errors import refused
 from jaxllm.parsers.stream_parser import StreamParser
 from jaxllm.parsers.tools.base import Tool, ToolFormat, tool_parser
+from jaxllm.parsers.tools.cohere_command3 import COHERE_COMMAND3
 from jaxllm.parsers.tools.deepseek_v3 import DEEPSEEK_V3
+from jaxllm.parsers.tools.gemma import FUNCTIONGEMMA, GEMMA4
+from jaxllm.parsers.tools.glm45 import GLM45
+from jaxllm.parsers.tools.granite import GRANITE, GRANITE_20B_FC
 from jaxllm.parsers.tools.hermes import HERMES
+from jaxllm.parsers.tools.hunyuan_a13b import HUNYUAN_A13B
+from jaxllm.parsers.tools.internlm import INTERNLM
 from jaxllm.parsers.tools.llama3_json import LLAMA3_JSON
 from jaxllm.parsers.tools.mistral import MISTRAL
-from jaxllm.parsers.tools.pythonic import PYTHONIC
-from jaxllm.parsers.tools.qwen3_xml import QWEN3_XML
+from jaxllm.parsers.tools.olmo3 import OLMO3
+from jaxllm.parsers.tools.phi4_mini_json import PHI4_MINI_JSON
+from jaxllm.parsers.tools.pythonic import LFM2, PYTHONIC
+from jaxllm.parsers.tools.xml_call import QWEN3_XML, SEED_OSS
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
+    "cohere_command3": COHERE_COMMAND3,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V3,
+    "ernie45": HERMES,
+    "functiongemma": FUNCTIONGEMMA,
+    "gemma4": GEMMA4,
+    "glm45": GLM45,
+    "glm47": GLM45,
+    "granite": GRANITE,
+    "granite-20b-fc": GRANITE_20B_FC,
+    "granite4": HERMES,
     "hermes": HERMES,
+    "hunyuan_a13b": HUNYUAN_A13B,
+    "internlm": INTERNLM,
+    "jamba": HUNYUAN_A13B,
+    "lfm2": LFM2,
     "llama3_json": LLAMA3_JSON,
+    "llama4_pythonic": PYTHONIC,
     "mistral": MISTRAL,
+    "olmo3": OLMO3,
+    "phi4_mini_json": PHI4_MINI_JSON,
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_XML,
     "qwen3_xml": QWEN3_XML,
+    "seed_oss": SEED_OSS,
 }
 
 

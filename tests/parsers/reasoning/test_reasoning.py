@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +14,19 @@ from jaxllm.parsers.reasoning.registry import (
 
 USER = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
 OPENED = USER + "<think>\n"
-CLOSED = USER + "<think>\n\n</think>\n\n"
 
 each_format = pytest.mark.parametrize("name", REASONING_FORMATS)
-PARTS = ["<think>", "</think>", "<tool_call>", "\n", " ", "a thought", "<", "</thin", "é☀️"]
+each_prompt = pytest.mark.parametrize("end", ["", "{open}\n", "{open}\n\n{close}\n\n", "{answer}"])
+PARTS = [
+    "{open}", "{close}", "{answer}", "{end}", "\n", " ", "a thought", "<tool_call>", "<", "é☀️",
+    "Here is my ", "Here's my response:", "<|START_ACTION|>",
+]  # fmt: skip
+
+
+def tags_of(name):
+    tags = REASONING_FORMATS[name]
+    answer, end = tags.content_tags or ("", "")
+    return {"open": tags.open_tags[0], "close": tags.close_tags[0], "answer": answer, "end": end}
 
 
 def parse(name, text, prompt="", **kwargs):
@@ -25,11 +36,13 @@ def parse(name, text, prompt="", **kwargs):
 
 
 @each_format
-@pytest.mark.parametrize("prompt", ["", USER, OPENED, CLOSED])
-@settings(max_examples=200, deadline=None)
+@each_prompt
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_every_split_gives_the_same(name, prompt, data):
-    text = "".join(data.draw(st.lists(st.sampled_from(PARTS), max_size=10)))
+def test_every_split_gives_the_same(name, end, data):
+    prompt = USER + end.format(**tags_of(name))
+    parts = [part.format(**tags_of(name)) for part in PARTS]
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=10)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     split = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
@@ -40,33 +53,137 @@ def test_every_split_gives_the_same(name, prompt, data):
 
 
 @each_format
+@each_prompt
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_only_tags_and_space_are_dropped(name, end, data):
+    parts = [part.format(**tags_of(name)) for part in PARTS]
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=10)))
+    tags = REASONING_FORMATS[name]
+    form = [*tags.open_tags, *tags.close_tags, *(tags.content_tags or ())]
+    dropped = re.compile("|".join([*map(re.escape, form), r"\s"]))
+
+    kept = "".join(parse(name, text, USER + end.format(**tags_of(name))))
+
+    assert dropped.sub("", kept) == dropped.sub("", text)
+
+
+@each_format
 def test_the_model_opens_and_closes(name):
-    text = "<think>\nBecause\n\nof <b>.\n</think>\n\nSo.\n"
+    text = "{open}\nBecause\n\nof <b>.\n{close}\n\nSo.\n".format(**tags_of(name))
 
     assert parse(name, text, USER) == ("Because\n\nof <b>.", "So.\n")
 
 
 @each_format
-@pytest.mark.parametrize("opening", ["", "<think>\n"])
+@pytest.mark.parametrize("opening", ["", "{open}\n"])
 def test_the_template_has_opened(name, opening):
-    assert parse(name, f"{opening}Because.\n</think>\n\nSo.", OPENED) == ("Because.", "So.")
+    prompt = USER + "{open}\n".format(**tags_of(name))
+    text = f"{opening}Because.\n{{close}}\n\nSo.".format(**tags_of(name))
+
+    assert parse(name, text, prompt) == ("Because.", "So.")
 
 
 @each_format
 def test_the_template_has_closed(name):
-    assert parse(name, "So. </think>", CLOSED) == ("", "So. </think>")
+    prompt = USER + "{open}\n\n{close}\n\n".format(**tags_of(name))
+    text = "So. {close}".format(**tags_of(name))
+
+    assert parse(name, text, prompt) == ("", text)
 
 
 @each_format
 def test_thinking_is_turned_off(name):
-    text = "\nSo. <think>"
+    text = "\nSo. {open}".format(**tags_of(name))
 
     assert parse(name, text, USER, enable_thinking=False) == ("", text)
 
 
 @each_format
+def test_a_model_may_open_its_reasoning_although_thinking_is_turned_off(name):
+    for reasoning in ("", "Because."):
+        text = f"{{open}}\n{reasoning}\n{{close}}\n\nSo.".format(**tags_of(name))
+        assert parse(name, text, USER, enable_thinking=False) == (reasoning, "So.")
+
+
+@each_format
 def test_reasoning_that_is_cut_off(name):
-    assert parse(name, "<think>\nBecause\n</thi", USER) == ("Because\n</thi", "")
+    close = tags_of(name)["close"][:-2]
+
+    assert parse(name, f"{tags_of(name)['open']}\nBecause\n{close}", USER) == (
+        f"Because\n{close}",
+        "",
+    )
+
+
+WITH_CONTENT_TAGS = [name for name, tags in REASONING_FORMATS.items() if tags.content_tags]
+
+
+@pytest.mark.parametrize("name", WITH_CONTENT_TAGS)
+@pytest.mark.parametrize("line", ["\n", ""])
+def test_tags_around_the_content_are_dropped(name, line):
+    tags = tags_of(name)
+    text = line.join(["{open}", "Because.", "{close}", "{answer}", "So <b>.", "{end}", ""])
+    text = text.format(**tags)
+
+    assert parse(name, text, USER) == ("Because.", "So <b>.")
+    without = text[text.index(tags["answer"]) :]
+    assert parse(name, f"\n{without}", USER + tags["open"] + tags["close"]) == ("", "So <b>.")
+    assert parse(name, without, USER, enable_thinking=False) == ("", "So <b>.")
+    without = without.removeprefix(tags["answer"])
+    assert parse(name, without, USER + tags["answer"]) == ("", "So <b>.")
+
+
+@pytest.mark.parametrize("name", WITH_CONTENT_TAGS)
+def test_text_outside_of_the_tags_of_the_content_is_content(name):
+    tags = tags_of(name)
+
+    text = "{open}Because.{close}{answer}So.{end}\n<tool_call>".format(**tags)
+    assert parse(name, text, USER) == ("Because.", "So.<tool_call>")
+    text = "{open}Because.{close}<tool_call> {answer}".format(**tags)
+    assert parse(name, text, USER) == ("Because.", "<tool_call> {answer}".format(**tags))
+    text = "{open}Because.{close}\n{answer}\nSo\n".format(**tags)
+    assert parse(name, text, USER) == ("Because.", "So\n")
+
+
+@pytest.mark.parametrize("thinks", ["Here is", "Here's"])
+@pytest.mark.parametrize("answers", ["Here is", "Here's"])
+def test_granite_has_two_wordings(thinks, answers):
+    text = f"{thinks} my thought process:\nHere is why.\n\n{answers} my response:\nSo."
+
+    assert parse("granite", text, USER) == ("Here is why.", "So.")
+    assert parse("granite", "Here is my cat.", USER) == ("", "Here is my cat.")
+
+
+def test_command_may_act_without_closing_its_thinking():
+    text = "<|START_THINKING|>Because.<|START_ACTION|>[]<|END_ACTION|>"
+    assert parse("cohere_command3", text) == ("Because.", "<|START_ACTION|>[]<|END_ACTION|>")
+    text = "<|START_THINKING|>Because.\n<|START_RESPONSE|>So.<|END_RESPONSE|>"
+    assert parse("cohere_command3", text) == ("Because.", "So.")
+
+
+def test_seed_remarks_on_its_budget_are_reasoning():
+    text = "Because.<seed:cot_budget_reflect>2</seed:cot_budget_reflect>\n</seed:think>So."
+
+    assert parse("seed_oss", text) == (
+        "Because.<seed:cot_budget_reflect>2</seed:cot_budget_reflect>",
+        "So.",
+    )
+
+
+@pytest.mark.parametrize("name", ["ernie45", "olmo3", "seed_oss", "deepseek_r1"])
+def test_models_that_always_think_begin_with_it(name):
+    close = tags_of(name)["close"]
+
+    assert parse(name, f"Because.\n{close}\nSo.", USER) == ("Because.", "So.")
+    assert parse(name, "Because") == ("Because", "")
+
+
+@pytest.mark.parametrize("name", ["cohere_command3", "gemma4", "glm45", "granite", "hunyuan_a13b"])
+def test_other_models_think_only_after_the_opening_tag(name):
+    text = " So. {open} {close}".format(**tags_of(name))
+
+    assert parse(name, text, USER) == ("", text)
 
 
 def test_qwen3_does_not_think_unless_the_tag_is_open():
@@ -82,7 +199,6 @@ def test_deepseek_r1_thinks_from_the_beginning():
         "Because. <tool_call>",
         "So.",
     )
-    assert parse("deepseek_r1", "Because") == ("Because", "")
 
 
 def test_deltas_come_as_soon_as_they_are_certain():
@@ -98,5 +214,5 @@ def test_deltas_come_as_soon_as_they_are_certain():
 
 
 def test_an_unknown_format_is_refused_with_those_there_are():
-    with pytest.raises(ValidationError, match="reasoning_parser='r2': use one of deepseek_r1"):
+    with pytest.raises(ValidationError, match="reasoning_parser='r2': use one of .*deepseek_r1"):
         find_reasoning_format("r2")

@@ -14,26 +14,57 @@ DEEPSEEK = [
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>", "function", "\n```json\n", "\n```",
 ]  # fmt: skip
+XML = [
+    "<function=get_weather>", "<function=", "</function>", "<parameter=city>", "<parameter=note>",
+    "<parameter=days>", "<parameter=areas>", "<parameter=", "</parameter>", "\n", "null", "[1]",
+]  # fmt: skip
+GLM = [
+    "<tool_call>", "get_weather", "<arg_key>", "city", "note", "days", "areas", "</arg_key>",
+    "<arg_value>", "</arg_value>", "</tool_call>", "\n", "null", "[1]",
+]  # fmt: skip
+PYTHON = ["[", "]", "f(", "city=", "'it\\'s'", "\\u00e9", "(1, 2)", "None", ")", "'", ", "]
+GEMMA = ["call:", "get_weather", "{", "city:", "days:", "a:", ",", "}", "true", "[", "]", '"']
 PARTS = {
+    "cohere_command3": [
+        "<|START_ACTION|>", "<|END_ACTION|>", '{"tool_call_id": "0", "tool_name": "f"', "[", "]",
+    ],
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK,
+    "functiongemma": [
+        "<start_function_call>", "<escape>", "<end_function_call>", *GEMMA
+    ],
+    "gemma4": ["<|tool_call>", '<|"|>', "<tool_call|>", *GEMMA],
+    "glm45": GLM,
+    "glm47": GLM,
+    "granite": ["<|tool_call|>", "<tool_call>", "[", "]"],
+    "granite-20b-fc": ["<function_call>"],
     "hermes": ["<tool_call>", "</tool_call>", "\n"],
+    "hunyuan_a13b": ["<tool_calls>", "</tool_calls>", "[", "]"],
+    "internlm": ["<|action_start|>", "<|plugin|>", "<|action_end|>"],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", *PYTHON],
     "llama3_json": ["<|python_tag|>", "; ", '"type": "function", '],
     "mistral": ["[TOOL_CALLS]", "[CALL_ID]", "abcdefghi", "[ARGS]", "[", "]"],
-    "pythonic": ["[", "]", "f(", "city=", "'it\\'s'", "\\u00e9", "(1, 2)", "None", ")", "'"],
-    "qwen3_xml": [
-        "<tool_call>", "</tool_call>", "<function=get_weather>", "<function=", "</function>",
-        "<parameter=city>", "<parameter=note>", "<parameter=days>", "<parameter=areas>",
-        "<parameter=", "</parameter>", "\n", "null", "[1]",
-    ],
+    "olmo3": ["<function_calls>", "</function_calls>", "\n", *PYTHON],
+    "phi4_mini_json": ["functools", "functools[", "<|tool_call|>", "<|/tool_call|>", "[", "]"],
+    "pythonic": ["<|python_start|>", "<|python_end|>", *PYTHON],
+    "qwen3_xml": ["<tool_call>", "</tool_call>", *XML],
+    "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", *XML],
 }  # fmt: skip
-PARTS["qwen3_coder"] = PARTS["qwen3_xml"]
+SAME = {
+    "ernie45": "hermes", "granite4": "hermes", "jamba": "hunyuan_a13b",
+    "llama4_pythonic": "pythonic", "qwen3_coder": "qwen3_xml",
+}  # fmt: skip
+OBJECT = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 COMMON = [
-    '{"name": "get_weather", "arguments": {"city": "Paris"}}', '{"city": "Genève \\"☀️\\" }{"}',
+    OBJECT, '{"city": "Genève \\"☀️\\" }{"}',
     '{"name": "f"', ', "arguments": ', ', "parameters": ', '{"', '"}', "{", "}", "[", "]", '"',
     "\\", ",", " ", "\n", "text", "é☀️", "<", "3", "get_weather",
 ]  # fmt: skip
 WHOLE = {
+    "cohere_command3": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+        '{"city": "Paris"}}\n]<|END_ACTION|>'
+    ),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
         '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
@@ -42,18 +73,38 @@ WHOLE = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
         '{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     ),
-    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+    "functiongemma": (
+        "<start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>"
+    ),
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>',
+    "glm45": (
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "</tool_call>"
+    ),
+    "glm47": (
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>"
+    ),
+    "granite": f"<|tool_call|>[{OBJECT}]",
+    "granite-20b-fc": f"<function_call> {OBJECT}",
+    "hermes": f"<tool_call>\n{OBJECT}\n</tool_call>",
+    "hunyuan_a13b": f"<tool_calls>[\n{OBJECT}\n]</tool_calls>",
+    "internlm": f"<|action_start|><|plugin|>\n{OBJECT}<|action_end|>",
+    "lfm2": "<|tool_call_start|>[get_weather(city='Paris')]<|tool_call_end|>",
     "llama3_json": '{"name": "get_weather", "parameters": {"city": "Paris"}}',
-    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]',
+    "mistral": f"[TOOL_CALLS] [{OBJECT}]",
+    "olmo3": "<function_calls>\nget_weather(city='Paris')\n</function_calls>",
+    "phi4_mini_json": f"functools[{OBJECT}]",
     "pythonic": "[get_weather(city='Paris')]",
-    "qwen3_coder": (
+    "qwen3_xml": (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
         "</function>\n</tool_call>"
     ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
+        "</function>\n</seed:tool_call>"
+    ),
 }
-WHOLE["qwen3_xml"] = WHOLE["qwen3_coder"]
-
-each_format = pytest.mark.parametrize("name", TOOL_FORMATS)
+each_format = pytest.mark.parametrize("name", WHOLE)
 fixed_fixtures = settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -75,6 +126,12 @@ def draw_text(data, name):
 def draw_split(data, text):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=30)))
     return [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def test_every_name_is_tested_or_names_a_tested_format():
+    assert set(TOOL_FORMATS) == {*WHOLE, *SAME}
+    for name, other in SAME.items():
+        assert TOOL_FORMATS[name] is TOOL_FORMATS[other]
 
 
 @each_format
@@ -169,13 +226,23 @@ def test_an_unknown_format_is_refused_with_those_there_are():
 
 
 NASTY = {
+    "cohere_command3": ["<|START_ACTION|>", "<|START_ACTION|>[", '{"tool_name":"f",', "<|END_"],
     "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<"],
+    "functiongemma": ["<start_function_call>call:f{", "a:", "<escape>", "<", "[", "{", "x", " "],
+    "gemma4": ["<|tool_call>call:f{a:", "<|tool_call>call:f{", "a:[", '<|"|>', "<|", "}", ","],
+    "glm45": [
+        "<tool_call>f", "<arg_key>", "a", "</arg_key>", "<arg_value>", "</arg_value>",
+        "</arg_value> ", "\n", "<arg_key>areas</arg_key><arg_value>",
+    ],
+    "granite": ["<|tool_call|>", "[", '[{"name":"f","arguments":{}},', "<tool_call>[{", "<|tool_"],
     "hermes": [
         '<tool_call>{"name":"f","arguments":', "<tool_call>", "<tool_call>{", '{"', "[", "\\n",
         " \n", "<", "a",
     ],
     "llama3_json": ['{"name":"f","arguments":{}};', '{"arguments":', '{"name":"', "["],
     "mistral": ["[TOOL_CALLS]", '[TOOL_CALLS][{"name":"f","arguments":{}},', "[TOOL_CALLS]f{"],
+    "olmo3": ["<function_calls>", "<function_calls>f(a=", "f()\n", "\n", "</function_", "'"],
+    "phi4_mini_json": ["functools", "functools[", "func", '[{"name":"f","arguments":{}},', "[" ],
     "pythonic": ["[f(a=", "[", '[f(a="', "\\x4", '"', "{'a':", "[f(a=1),"],
     "qwen3_xml": [
         "<function=f><parameter=areas>", "<function=f><parameter=x>", "</parameter>",

@@ -90,3 +90,17 @@ def test_what_is_no_literal_ends_the_call(parse, wrong):
     assert name == "f"
     with pytest.raises(ValueError):
         json.loads(arguments)
+
+
+def test_what_follows_a_broken_argument_is_content(parse):
+    for rest in ["oops", "oops)]", "(1)", " b: 2)]"]:
+        parsed = parse(f"[f(a=1, {rest} end")
+        assert parsed.calls == [("f", '{"a": 1')]
+        assert parsed.content.lstrip() == f"{rest} end".lstrip()
+
+
+def test_lfm2_has_other_tags(parse_split):
+    parsed = parse_split("lfm2", "Sure.<|tool_call_start|>[f(a=1), g()]<|tool_call_end|> Done.")
+
+    assert parsed.content == "Sure. Done."
+    assert parsed.calls == [("f", '{"a": 1}'), ("g", "{}")]

@@ -1,0 +1,8 @@
+"""The format of Hunyuan and Jamba: one array of all calls.
+
+<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_calls>
+"""
+
+from jaxllm.parsers.tools.announced_json import announced_json
+
+HUNYUAN_A13B = announced_json("<tool_calls>", close="</tool_calls>")
