@@ -19,7 +19,7 @@ from jaxllm.models.registry import ModelRegistry
 from jaxllm.parallel.sharding import make_mesh, sharding
 from jaxllm.weights.loader import load_weights
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 20
+BLOCK_SIZE = 4
 
 
 class SingleRow:
@@ -32,7 +32,9 @@ class SingleRow:
         *,
         num_shards: int = 1,
         max_model_len: int | None = None,
+        num_blocks: int = 16,
     ):
+        self.num_blocks = num_blocks
         config = read_json(model_dir / "config.json")
         self.architecture = read_architecture(config, max_model_len=max_model_len)
         model_class = ModelRegistry.resolve([self.architecture.name])
@@ -60,7 +62,7 @@ class SingleRow:
     def _cache(self, config: AttentionConfig) -> jax.Array:
         """The empty cache of a layer, with the heads of all shards."""
         shape = self._backend.cache_shape(
-            config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=self.dtype
+            config, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, dtype=self.dtype
         )
         sizes = list(shape.shape)
         sizes[self._backend.cache_head_axis] *= self.mesh.size
@@ -73,7 +75,7 @@ class SingleRow:
         batch = RaggedBatch(
             query_starts=jnp.array([0, num_tokens]),
             context_lens=(start + num_tokens)[None],
-            block_tables=jnp.arange(NUM_BLOCKS)[None, ::-1],
+            block_tables=jnp.arange(self.num_blocks)[None, ::-1],
             num_decodes=jnp.int32(0),
             block_size=BLOCK_SIZE,
             decode_only=False,

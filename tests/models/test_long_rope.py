@@ -62,7 +62,7 @@ def test_logits_match_transformers(max_model_len, length, tmp_path, single_row):
     )
     with torch.no_grad():
         expected = reference(torch.tensor([prompt])).logits[0].numpy()
-    model = single_row(model_dir, max_model_len=max_model_len)
+    model = single_row(model_dir, max_model_len=max_model_len, num_blocks=17)
     logits = model.logits(prompt)
     np.testing.assert_allclose(logits, expected, atol=2e-4, rtol=0)
 
