@@ -25,7 +25,7 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 16
 class SingleRow:
     """A loaded model that computes one sequence in chunks."""
 
-    def __init__(self, model_dir: Path, dtype: str = "float32", num_shards: int = 1):
+    def __init__(self, model_dir: Path, dtype: str = "float32", *, num_shards: int = 1):
         self.architecture = read_architecture(read_json(model_dir / "config.json"))
         model_class = ModelRegistry.resolve([self.architecture.name])
         self.dtype = jnp.dtype(dtype)
