@@ -108,17 +108,22 @@ def tiny_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     # Weights of norms are stored without it.
     offset = getattr(architecture.final_norm, "offset", 0.0)
+    gains = _GAINS | dict(ModelRegistry.family(architecture.name).tiny_gains)
     return {
-        name: _random_tensor(name, shapes[name], offset, rng).astype(dtype)
+        name: _random_tensor(name, shapes[name], gains, offset, rng).astype(dtype)
         for name in sorted(shapes, key=_place_in_order)
     }
 
 
 def _random_tensor(
-    name: str, shape: tuple[int, ...], offset: float, rng: np.random.Generator
+    name: str,
+    shape: tuple[int, ...],
+    gains: dict[str, float],
+    offset: float,
+    rng: np.random.Generator,
 ) -> np.ndarray:
     module, leaf = name.split(".")[-2:]
-    gain = _GAINS.get(module, 1.0)
+    gain = gains.get(module, 1.0)
     if leaf == "bias":
         return 0.2 * rng.standard_normal(shape)
     if len(shape) == 1:

@@ -4,7 +4,7 @@ The op defines the layout of the cache; this layer only passes the array on.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.ragged_paged_attention.api import AttentionBackend, AttentionConfig
 
 from jaxllm.errors import refused
-from jaxllm.layers.context import PagedBatch, StepContext
+from jaxllm.layers.context import Cache, LentCache, PagedBatch, StepContext
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import Norm, NormSpec
 from jaxllm.layers.rope import RopeConfig, rotate
@@ -63,7 +63,13 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: QKNorm | None = None
+    v_norm: NormSpec | None = None  # of each head's values
     temperature: Temperature | None = None
+    # Whether values are the projected keys, as they are before their norm and rotation.
+    values_are_keys: bool = False
+    # Whether later layers attend to its keys and values, too ("lent"), or it has only queries, and
+    # attends to those of an earlier layer ("borrowed").
+    kv: Literal["own", "lent", "borrowed"] = "own"
 
     def check(self, num_shards: int) -> None:
         """Raise ValidationError unless the heads can be cut into equal shards."""
@@ -90,7 +96,8 @@ class Attention(nnx.Module):
     """Grouped-query attention with a fused q/k/v projection.
 
     Heads are cut over the shards. If there are fewer kv heads than shards, they are repeated until
-    each shard has one, so that a shard has the kv heads of its query heads.
+    each shard has one, so that a shard has the kv heads of its query heads. The projection lacks
+    the values, or keys and values, if the layer has none of its own.
     """
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike):
@@ -107,82 +114,89 @@ class Attention(nnx.Module):
         self.spec = spec
         self.num_shards = num_shards
         q_size, kv_size = (heads * spec.head_size for heads in (spec.num_heads, spec.num_kv_heads))
+        q, kv = Part(q_size), Part(kv_size, copies)
+        parts = (q,) if spec.kv == "borrowed" else (q, kv) if spec.values_are_keys else (q, kv, kv)
+        self.num_parts = len(parts)
         self.qkv_proj = Linear(
             hidden_size,
-            q_size + 2 * kv_size * copies,
+            sum(part.rows * part.copies for part in parts),
             bias=spec.qkv_bias,
             axes=("heads", "hidden"),
-            parts=(Part(q_size), Part(kv_size, copies), Part(kv_size, copies)),
+            parts=parts,
             dtype=dtype,
         )
         self.o_proj = Linear(
             q_size, hidden_size, bias=spec.o_bias, axes=("hidden", "heads"), dtype=dtype
         )
-        self.q_norm, self.k_norm = self._make_norms(Part(q_size), Part(kv_size, copies), dtype)
+        self.q_norm = self._make_norm(q, dtype)
+        self.k_norm = None if spec.kv == "borrowed" else self._make_norm(kv, dtype)
+        self.v_norm = (
+            None
+            if spec.v_norm is None or spec.kv == "borrowed"
+            else spec.v_norm.make(spec.head_size, dtype=dtype)
+        )
         self.sinks = (
             nnx.Param(jnp.zeros(spec.num_heads, dtype), axes=("heads",)) if spec.has_sinks else None
         )
 
-    def _make_norms(
-        self, q: Part, k: Part, dtype: DTypeLike
-    ) -> tuple[Norm, Norm] | tuple[None, None]:
+    def _make_norm(self, part: Part, dtype: DTypeLike) -> Norm | None:
+        """Make the norm of queries or of keys."""
         qk_norm = self.spec.qk_norm
         if qk_norm is None:
-            return None, None
+            return None
         if not qk_norm.over_all_heads:
-            return (
-                qk_norm.norm.make(self.spec.head_size, dtype=dtype),
-                qk_norm.norm.make(self.spec.head_size, dtype=dtype),
-            )
+            return qk_norm.norm.make(self.spec.head_size, dtype=dtype)
         # Repeated heads change neither mean nor mean square.
-        return (
-            qk_norm.norm.make(q.rows, axes=("heads",), parts=(q,), dtype=dtype),
-            qk_norm.norm.make(k.rows * k.copies, axes=("heads",), parts=(k,), dtype=dtype),
+        return qk_norm.norm.make(
+            part.rows * part.copies, axes=("heads",), parts=(part,), dtype=dtype
         )
 
-    def __call__(
-        self, x: jax.Array, cache: jax.Array, context: StepContext
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
         """Attend from x [T, D]; return [T, D] and the cache with this step's keys and values."""
         with jax.named_scope("attention"):
             num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
             heads = self.qkv_proj(x).reshape(len(x), self.num_shards, -1, self.config.head_size)
-            q, k, v = (
+            ends = (num_heads, num_heads + num_kv_heads)[: self.num_parts - 1]
+            q, *kv = (
                 part.reshape(len(x), -1, self.config.head_size)
-                for part in jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=2)
+                for part in jnp.split(heads, ends, axis=2)
             )
-            q, k = self._place(q, k, context)
-            out, cache = self._attend(q, k, v, cache, context)
+            q = self._heat(self._place(q, self.q_norm, context), context)
+            if isinstance(cache, LentCache):
+                pages, k, v = cache
+            else:
+                pages, k, v = cache, self._place(kv[0], self.k_norm, context), kv[-1]
+                v = v if self.v_norm is None else self.v_norm(v)
+            out, pages = self._attend(q, k, v, pages, context)
+            cache = pages if self.spec.kv == "own" else LentCache(pages, k, v)
             return self.o_proj(out.reshape(len(x), -1)), cache
 
-    def _place(
-        self, q: jax.Array, k: jax.Array, context: StepContext
-    ) -> tuple[jax.Array, jax.Array]:
-        """Normalise queries and keys, and give them their positions, as the spec says."""
-        qk_norm, temperature = self.spec.qk_norm, self.spec.temperature
-        if qk_norm is not None and not qk_norm.after_rope:
-            q, k = self._normalise(q, k)
+    def _place(self, x: jax.Array, norm: Norm | None, context: StepContext) -> jax.Array:
+        """Normalise queries or keys, and give them their positions, as the spec says."""
+        qk_norm = self.spec.qk_norm
+        norm_is_last = qk_norm is not None and qk_norm.after_rope
+        if not norm_is_last:
+            x = self._normalise(x, norm)
         if self.spec.rope is not None:
             assert context.rotary is not None
-            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
-        if qk_norm is not None and qk_norm.after_rope:
-            q, k = self._normalise(q, k)
-        if temperature is not None:
-            assert context.positions is not None
-            factors = temperature.factors(context.positions)[:, None, None]
-            q = (q.astype(jnp.float32) * factors).astype(q.dtype)
-        return q, k
+            x = rotate(x, context.rotary)
+        return self._normalise(x, norm) if norm_is_last else x
 
-    def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _normalise(self, x: jax.Array, norm: Norm | None) -> jax.Array:
+        if norm is None:
+            return x
         assert self.spec.qk_norm is not None
-        assert self.q_norm is not None and self.k_norm is not None
         if not self.spec.qk_norm.over_all_heads:
-            return self.q_norm(q), self.k_norm(k)
-        tokens = len(q)
-        return (
-            self.q_norm(q.reshape(tokens, -1)).reshape(q.shape),
-            self.k_norm(k.reshape(tokens, -1)).reshape(k.shape),
-        )
+            return norm(x)
+        return norm(x.reshape(len(x), -1)).reshape(x.shape)
+
+    def _heat(self, q: jax.Array, context: StepContext) -> jax.Array:
+        """Apply the temperature to queries."""
+        if self.spec.temperature is None:
+            return q
+        assert context.positions is not None
+        factors = self.spec.temperature.factors(context.positions)[:, None, None]
+        return (q.astype(jnp.float32) * factors).astype(q.dtype)
 
     def _attend(
         self,

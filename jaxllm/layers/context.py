@@ -22,6 +22,22 @@ class PagedBatch(NamedTuple):
     prepared: Any  # the result of backend.prepare for the batch
 
 
+class LentCache(NamedTuple):
+    """The cache of a layer to whose keys and values later layers attend.
+
+    It has the keys and values of the step's tokens beside it. A later layer calls the attention op
+    with the very same ones: the op writes them again, which changes nothing, and attends. So every
+    backend can do it, and only one layer has a cache.
+    """
+
+    pages: jax.Array
+    keys: jax.Array  # [T, K, H], as they are in the cache
+    values: jax.Array  # [T, K, H]
+
+
+Cache = jax.Array | LentCache
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
@@ -33,10 +49,11 @@ class StepContext:
     backend: AttentionBackend = field(metadata={"static": True})
     # The devices over which heads are sharded; None: there is one device.
     mesh: Mesh | None = field(default=None, metadata={"static": True})
-    # The decoder sets the positions of the tokens in their sequences, i32 [T], and their rotations
-    # in this layer.
+    # The decoder sets the positions of the tokens in their sequences, i32 [T], their rotations in
+    # this layer, and the layer's own input for each token, [T, P], in models that have it.
     positions: jax.Array | None = None
     rotary: Rotary | None = None
+    layer_input: jax.Array | None = None
 
     @classmethod
     def prepare(

@@ -58,12 +58,27 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProportionalScaling:
+    """Gemma 4: only the pairs with the highest frequencies are rotated, and the others not at all.
+
+    Pairs and their frequencies are those of the whole head, so this is not the rotation of a
+    smaller head.
+    """
+
+    num_pairs: int  # that are rotated
+    factor: float = 1.0
+
+
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | ProportionalScaling
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """The static part of a layer's rotary embedding."""
 
     size: int  # of the rotated part of a head: its first elements, often all
     theta: float
-    scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: Scaling | None = None
 
 
 class Rotary(NamedTuple):
@@ -117,6 +132,9 @@ def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
             return _llama3(plain, scaling)
         case YarnScaling() as scaling:
             return _yarn(rope, scaling)
+        case ProportionalScaling(num_pairs=num_pairs, factor=factor):
+            is_rotated = np.arange(rope.size // 2) < num_pairs
+            return np.where(is_rotated, plain / np.float32(factor), np.float32(0))
         case _:
             return plain
 

@@ -31,6 +31,8 @@ class Block(nnx.Module):
         for part in (*spec.mixers, *spec.ffns):
             module = part.make(hidden_size, num_shards=num_shards, dtype=dtype)
             setattr(self, part.name, module)
+        if spec.per_layer_input is not None:
+            self.per_layer_input = spec.per_layer_input.make(hidden_size, dtype=dtype)
 
     def mix(self, x: jax.Array, caches: Caches, context: StepContext) -> tuple[jax.Array, Caches]:
         """Return the sum of the mixers' outputs for x, and the updated caches."""
@@ -102,6 +104,23 @@ class SandwichBlock(Block):
         mixed, caches = self.mix(before_mixers(hidden), caches, context)
         hidden = self.add(hidden, behind_mixers(mixed))
         return self.add(hidden, behind_ffns(self.feed(before_ffns(hidden), context))), caches
+
+
+class ScaledSandwichBlock(SandwichBlock):
+    """A sandwich. Then the layer adds what it makes of its own input for each token, if it has one,
+    and multiplies everything by a stored scalar."""
+
+    def __init__(self, spec: LayerSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike):
+        super().__init__(spec, hidden_size, num_shards=num_shards, dtype=dtype)
+        self.layer_scalar = nnx.Param(jnp.ones(1, dtype), axes=(None,))
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        hidden, caches = super().__call__(hidden, caches, context)
+        if self.spec.per_layer_input is not None:
+            hidden = self.add(hidden, self.per_layer_input(hidden, context))
+        return hidden * self.layer_scalar[...], caches
 
 
 class TwoNormParallelBlock(Block):

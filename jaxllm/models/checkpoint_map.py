@@ -239,10 +239,13 @@ def as_named(place: Place) -> Source:
 
 
 def concatenated(*modules: str) -> Rule:
-    """A rule that concatenates one tensor for each piece, from the modules of these names."""
+    """A rule that concatenates one tensor for each piece, from the modules of these names.
+
+    A parameter may lack the last pieces, as that of a layer with keys of another layer does.
+    """
 
     def rule(place: Place) -> Source:
-        assert len(modules) == len(place.pieces), f"{place} does not say what it is fused of"
+        assert len(modules) >= len(place.pieces), f"{place} does not say what it is fused of"
         return Concat(tuple(map(place.tensor, modules, place.pieces)))
 
     return rule

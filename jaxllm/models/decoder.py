@@ -14,9 +14,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
-from jaxllm.layers.context import StepContext
+from jaxllm.layers.context import LentCache, StepContext
 from jaxllm.layers.embedding import NOWHERE, Embedding, Positions
 from jaxllm.layers.norm import Norm
+from jaxllm.layers.per_layer_input import PerLayerInputs
 from jaxllm.layers.rope import rotary
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
@@ -54,7 +55,8 @@ class DecoderForCausalLM(nnx.Module):
     def attention_configs(self) -> tuple[AttentionConfig, ...]:
         return tuple(
             getattr(layer, mixer.name).config
-            for layer in self.model.own_layers
+            for layer in self.model.own_layers.values()
+            if layer.spec.caches_of is None
             for mixer in layer.spec.mixers
         )
 
@@ -113,6 +115,18 @@ class Decoder(nnx.Module):
             if architecture.num_positions is None
             else Positions(architecture.num_positions, size, dtype=dtype)
         )
+        per_layer_input = architecture.per_layer_input
+        self.per_layer_inputs: PerLayerInputs | None = (
+            None
+            if per_layer_input is None
+            else PerLayerInputs(
+                per_layer_input,
+                size,
+                architecture.num_layers,
+                num_shards=num_shards,
+                dtype=dtype,
+            )
+        )
         self.layers: nnx.List[Layer | None] = nnx.List(
             spec.block(spec, size, num_shards=num_shards, dtype=dtype)
             for spec in architecture.layers
@@ -120,15 +134,15 @@ class Decoder(nnx.Module):
         self.norm: Norm | None = architecture.final_norm.make(size, dtype=dtype)
 
     @property
-    def own_layers(self) -> list[Layer]:
-        """The layers of this part of the model. In `layers` they keep their indices."""
-        return [layer for layer in self.layers if layer is not None]
+    def own_layers(self) -> dict[int, Layer]:
+        """The layers of this part of the model, by their indices in the whole model."""
+        return {index: layer for index, layer in enumerate(self.layers) if layer is not None}
 
     def keep(self, part: ModelPart, *, is_head: bool) -> None:
         """Drop the modules of other parts; keep an embedding that is also the head."""
         self.embeds = part.embeds
         if not part.embeds:
-            self.embed_positions = None
+            self.embed_positions = self.per_layer_inputs = None
         for index in range(len(self.layers)):
             if index not in part.layers:
                 self.layers[index] = None
@@ -153,19 +167,31 @@ class Decoder(nnx.Module):
             if self.embed_positions is not None:
                 is_real = inputs < self.embed_tokens.vocab_size
                 hidden = hidden + self.embed_positions(jnp.where(is_real, positions, NOWHERE))
+        of_layers = None if self.per_layer_inputs is None else self.per_layer_inputs(inputs, hidden)
         # Most models have one rope for all layers; its angles are computed once.
-        ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers)
+        ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers.values())
         rotations = {rope: rope and rotary(rope, positions) for rope in ropes}
         context = dataclasses.replace(context, positions=positions)
-        left, updated = list(caches), []
-        for layer in self.own_layers:
-            own, left = tuple(left[: len(layer.spec.mixers)]), left[len(layer.spec.mixers) :]
-            context = dataclasses.replace(context, rotary=rotations[layer.spec.rope])
+        left, held = iter(caches), dict[int, Caches]()
+        for index, layer in self.own_layers.items():
+            # A layer may go on with the caches of an earlier one (see `LentCache`).
+            owner = index if layer.spec.caches_of is None else layer.spec.caches_of
+            if owner == index:
+                held[owner] = tuple(next(left) for _ in layer.spec.mixers)
+            context = dataclasses.replace(
+                context,
+                rotary=rotations[layer.spec.rope],
+                layer_input=None if of_layers is None else of_layers[:, index],
+            )
             graphdef, weights = nnx.split(layer)
-            hidden, own = _run_layer(graphdef, weights, hidden, own, context)
-            updated.extend(own)
-        assert not left, f"{len(caches)} caches for {len(updated)} mixers"
-        return hidden if self.norm is None else self.norm(hidden), tuple(updated)
+            hidden, held[owner] = _run_layer(graphdef, weights, hidden, held[owner], context)
+        updated = tuple(
+            cache.pages if isinstance(cache, LentCache) else cache
+            for of_layer in held.values()
+            for cache in of_layer
+        )
+        assert len(updated) == len(caches), f"{len(caches)} caches for {len(updated)} mixers"
+        return hidden if self.norm is None else self.norm(hidden), updated
 
 
 def _embedding(

@@ -29,6 +29,8 @@ class Family:
     checkpoint: Callable[[Architecture], CheckpointMap]
     # For the tiny checkpoint in tests: fields of config.json that differ from Llama's.
     tiny: Mapping[str, Any]
+    # Likewise, how far the outputs of modules spread, where it is not as in `jaxllm.testing`.
+    tiny_gains: Mapping[str, float] = field(default_factory=dict)
     # Fields of config.json that no reader needs, beside those of `jaxllm.models.harmless`, and why.
     harmless: Mapping[str, str] = field(default_factory=dict)
 

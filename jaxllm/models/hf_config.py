@@ -76,6 +76,12 @@ class HFConfig:
         """The names of the fields that have been asked for."""
         return self._read
 
+    def replaced(self, fields: Mapping[str, Any]) -> "HFConfig":
+        """The config with other values of these fields: that of a layer unlike the others."""
+        config = self.with_defaults(self._defaults)
+        config.fields = {**self.fields, **fields}
+        return config
+
     def inside(self, name: str) -> "HFConfig":
         """The config of a part of the model: that of the decoder beside towers for images."""
         fields = self.get(name)

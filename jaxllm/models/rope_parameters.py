@@ -9,6 +9,7 @@ from jaxllm.layers.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    ProportionalScaling,
     RopeConfig,
     YarnScaling,
 )
@@ -18,7 +19,7 @@ from jaxllm.models.hf_config import MAX_POSITIONS, HFConfig
 _LOWEST, _HIGHEST = 1e-6, 1e18
 _LOWEST_OF = {"rope_theta": 1.001, "original_max_position_embeddings": 1}  # logarithms are taken
 
-_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
 # Other parameters are refused, because they may change the formula.
 _KNOWN = {
     "rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor",
@@ -37,6 +38,7 @@ def read_rope(
     theta_field: str = "rope_theta",
     default_theta: float = 10_000.0,
     default_share: float = 1.0,
+    default_type: str = "default",
 ) -> RopeConfig:
     """Read the rotary embedding of heads of this size.
 
@@ -47,11 +49,12 @@ def read_rope(
       theta_field: the field with the base in that notation.
       default_theta: the base if the config has none, as the family's class has it.
       default_share: likewise, the share of each head that is rotated.
+      default_type: likewise, the kind of the rotation.
     """
     places = ("rope_parameters", "rope_scaling") if is_scaled else ("rope_parameters",)
     parameters = _parameters(config, places, layer_type, theta_field)
     parameters.setdefault("partial_rotary_factor", default_share)
-    kind = parameters.get("rope_type") or "default"
+    kind = parameters.get("rope_type") or default_type
     if kind not in _TYPES:
         raise UnsupportedModelError(
             f"rope type {shown(kind)} is not supported; supported are {', '.join(_TYPES)}"
@@ -59,7 +62,9 @@ def read_rope(
     unknown = sorted(set(parameters) - _KNOWN)
     if unknown:
         raise UnsupportedModelError(f"rope parameter {', '.join(unknown):.80} is not supported")
-    size = _rotated_size(parameters, head_size, may_be_partial)
+    # A proportional rotation counts its pairs in the whole head.
+    of_size = {} if kind == "proportional" else parameters
+    size = _rotated_size(of_size, head_size, may_be_partial)
     max_len = config.integer("max_position_embeddings")
     theta = _number(parameters, "rope_theta", default_theta)
     original = _number(
@@ -98,6 +103,11 @@ def read_rope(
                 truncate=parameters.get("truncate") is not False,
                 attention_factor=_yarn_attention_factor(parameters, factor),
             )
+        case "proportional":
+            scaling = ProportionalScaling(
+                num_pairs=_num_rotated_pairs(parameters, head_size),
+                factor=_number(parameters, "factor", 1.0),
+            )
     rope = RopeConfig(size=size, theta=theta, scaling=scaling)
     longest = stretched_length(rope, max_len)
     if not 1 <= longest <= MAX_POSITIONS:
@@ -132,6 +142,16 @@ def _rotated_size(parameters: Mapping[str, Any], head_size: int, may_be_partial:
         f"partial_rotary_factor={shown(parameters.get('partial_rotary_factor'))}; the whole of an "
         "even head_dim must be rotated"
     )
+
+
+def _num_rotated_pairs(parameters: Mapping[str, Any], head_size: int) -> int:
+    """The pairs that a proportional rotation rotates."""
+    share = _number(parameters, "partial_rotary_factor", 1.0)
+    if share > 1:
+        raise CheckpointError(
+            f"config.json: rope parameter partial_rotary_factor={share} must be at most 1"
+        )
+    return int(share * head_size // 2)
 
 
 def _parameters(

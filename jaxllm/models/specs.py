@@ -11,11 +11,12 @@ from typing import Any, ClassVar, Protocol
 import jax
 from jax.typing import DTypeLike
 
-from jaxllm.layers.context import StepContext
+from jaxllm.layers.context import Cache, StepContext
 from jaxllm.layers.norm import NormSpec
+from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.rope import RopeConfig
 
-Caches = tuple[jax.Array, ...]  # of a layer: one for each mixer
+Caches = tuple[Cache, ...]  # of a layer: one for each mixer
 
 
 class FFN(Protocol):
@@ -28,8 +29,8 @@ class Mixer(Protocol):
     """Mixes the tokens of each sequence: x [T, D] -> [T, D] and the updated cache."""
 
     def __call__(
-        self, x: jax.Array, cache: jax.Array, context: StepContext
-    ) -> tuple[jax.Array, jax.Array]: ...
+        self, x: jax.Array, cache: Cache, context: StepContext
+    ) -> tuple[jax.Array, Cache]: ...
 
 
 class FFNSpec(Protocol):
@@ -84,6 +85,10 @@ class LayerSpec:
     norm: NormSpec  # of all norms of the block
     block: Callable[..., Layer]  # a class of `jaxllm.models.blocks`
     residual_scale: float = 1.0  # of what is added to the residual stream
+    # The earlier layer whose caches this one uses; None: it has a cache for each of its mixers.
+    caches_of: int | None = None
+    # Its own input for each token, in blocks that take one.
+    per_layer_input: PerLayerInputSpec | None = None
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -122,6 +127,11 @@ class Architecture:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def per_layer_input(self) -> PerLayerInputSpec | None:
+        """What all layers have in common of their own inputs, if they have any."""
+        return self.layers[0].per_layer_input
 
     def check(self, num_shards: int) -> None:
         """Raise ValidationError if the model cannot be cut into so many equal shards."""

@@ -1,0 +1,240 @@
+"""Gemma 4: Gemma 3 with heads of another size on its full layers, values of norm one, and scalars.
+
+Scores are not scaled, since queries, keys and values are all normalised. Full layers rotate a
+quarter of the pairs of a head. Large models have no projection of values there: a value is its key
+before norm and rotation. In small models, the last layers have only queries, and attend to the keys
+and values of the last earlier layer of their type. Their MLPs may be twice as wide. Every layer
+of a small model also gets an input of its own for each token. Each layer ends with a stored scalar.
+The decoder of models that also see images or hear is read without its towers.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
+from jaxllm.layers.attention import AttentionSpec, QKNorm
+from jaxllm.layers.norm import RMSNormSpec
+from jaxllm.layers.per_layer_input import PerLayerInputSpec
+from jaxllm.models.blocks import ScaledSandwichBlock
+from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap, inside_larger_model
+from jaxllm.models.families.gemma2 import FULL, SLIDING, read_gemma, read_layer_types
+from jaxllm.models.family import Family, read_attention, read_mlp
+from jaxllm.models.harmless import AROUND_DECODER
+from jaxllm.models.hf_config import HFConfig, check_size
+from jaxllm.models.specs import Architecture, LayerSpec
+
+_IN_LARGER_MODEL = "Gemma4ForConditionalGeneration"
+_DEFAULTS = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256,
+}
+# Fields of `per_layer_config` that are read.
+_OF_LAYER = {"head_dim", "num_key_value_heads"}
+_MAX_TABLE_SIZE = 1 << 36  # elements
+
+
+def read(name: str, config: HFConfig) -> Architecture:
+    if name == _IN_LARGER_MODEL:
+        config = config.inside("text_config")
+    config = config.with_defaults(_DEFAULTS)
+    _refuse_unsupported(config)
+    kinds = read_layer_types(config, pattern=6)
+    kinds[-1] = FULL  # whatever the config says, as in transformers
+    owners = _read_owners(config, kinds)
+    is_wide = config.flag("use_double_wide_mlp")
+    mlp = read_mlp(config, activation="hidden_activation")
+    wide = dataclasses.replace(mlp, intermediate_size=2 * mlp.intermediate_size)
+    layers = [
+        LayerSpec(
+            mixers=(_read_attention(config, index, kind, owners),),
+            ffns=(wide if is_wide and owners[index] is not None else mlp,),
+            norm=_read_norm(config),
+            block=ScaledSandwichBlock,
+            caches_of=owners[index],
+            per_layer_input=_read_per_layer_input(config, mlp.activation),
+        )
+        for index, kind in enumerate(kinds)
+    ]
+    _check_heads(layers)
+    return read_gemma(name, config, layers)
+
+
+def _read_owners(config: HFConfig, kinds: list[str]) -> list[int | None]:
+    """For each layer, the layer whose keys and values it attends to, in place of its own."""
+    num_sharing = config.integer("num_kv_shared_layers", 0, lowest=0)
+    first = len(kinds) - num_sharing
+    last = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
+    if missing := set(kinds) - last.keys():
+        raise CheckpointError(
+            f"config.json: num_kv_shared_layers={num_sharing} of {len(kinds)} layers leave none of "
+            f"type {', '.join(sorted(missing))} that has keys and values"
+        )
+    return [None if index < first else last[kind] for index, kind in enumerate(kinds)]
+
+
+def _read_attention(
+    config: HFConfig, index: int, kind: str, owners: list[int | None]
+) -> AttentionSpec:
+    norm = _read_norm(config)
+    bias = config.flag("attention_bias")
+    rope: dict[str, Any] = {}
+    if config.get("rope_parameters") is None and kind == FULL:
+        rope = {"default_type": "proportional", "default_share": 0.25, "default_theta": 1e6}
+    attention = read_attention(
+        _of_layer(config, index, kind),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=QKNorm(norm=norm),
+        layer_type=kind,
+        **rope,
+    )
+    window = config.integer("sliding_window")
+    is_borrowed, is_lent = owners[index] is not None, index in owners
+    return dataclasses.replace(
+        attention,
+        scale=1.0,
+        window=window if kind == SLIDING else None,
+        v_norm=dataclasses.replace(norm, has_weight=False),
+        values_are_keys=config.flag("attention_k_eq_v") and kind == FULL,
+        kv="borrowed" if is_borrowed else "lent" if is_lent else "own",
+    )
+
+
+def _of_layer(config: HFConfig, index: int, kind: str) -> HFConfig:
+    """The config with the sizes of a layer.
+
+    transformers 5.23 writes what differs by the layers' indices. Older files have the sizes of full
+    layers, and that of their heads counts only if values are keys.
+    """
+    size, num_kv_heads = config.integer("global_head_dim"), config.get("num_global_key_value_heads")
+    given = config.get("per_layer_config")
+    if given is None:
+        fields = {"head_dim": size}
+        if config.flag("attention_k_eq_v") and num_kv_heads is not None:
+            fields["num_key_value_heads"] = num_kv_heads
+        return config.replaced(fields if kind == FULL else {})
+    layers = (
+        {str(key): its for key, its in given.items()} if isinstance(given, Mapping) else {"": 0}
+    )
+    fields = layers.get(str(index), {})
+    if not all(isinstance(its, Mapping) for its in layers.values()):
+        raise CheckpointError(
+            f"config.json: per_layer_config={shown(given)} must be an object of objects"
+        )
+    if unknown := sorted(fields.keys() - _OF_LAYER):
+        raise UnsupportedModelError(
+            f"per_layer_config with {', '.join(unknown):.80} is not supported; supported are "
+            f"{' and '.join(sorted(_OF_LAYER))}"
+        )
+    return config.replaced(fields)
+
+
+def _read_per_layer_input(config: HFConfig, activation: str) -> PerLayerInputSpec | None:
+    size = config.integer("hidden_size_per_layer_input", lowest=0)
+    rows = config.integer("vocab_size_per_layer_input")
+    if size == 0:
+        return None
+    vocab_size = config.integer("vocab_size")
+    if rows < vocab_size:
+        raise CheckpointError(
+            f"config.json: vocab_size_per_layer_input={rows} is less than vocab_size={vocab_size}"
+        )
+    table = rows * size * config.integer("num_hidden_layers")
+    check_size("the size of the inputs of all layers for all tokens", table, _MAX_TABLE_SIZE)
+    return PerLayerInputSpec(
+        size=size, vocab_size=rows, norm=_read_norm(config), activation=activation
+    )
+
+
+def _read_norm(config: HFConfig) -> RMSNormSpec:
+    return RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6), rounds_first=False)
+
+
+def _check_heads(layers: list[LayerSpec]) -> None:
+    """Refuse a layer whose heads do not fit the keys and values that it attends to."""
+    for index, layer in enumerate(layers):
+        if layer.caches_of is None:
+            continue
+        own, other = (
+            (attention.num_kv_heads, attention.head_size)
+            for its in (layer, layers[layer.caches_of])
+            for attention in its.mixers
+            if isinstance(attention, AttentionSpec)
+        )
+        if own != other:
+            raise CheckpointError(
+                f"config.json: layer {index} attends to the keys and values of layer "
+                f"{layer.caches_of}, but has {own[0]} kv heads of {own[1]}, and they {other[0]} of "
+                f"{other[1]}"
+            )
+
+
+def _refuse_unsupported(config: HFConfig) -> None:
+    if config.flag("enable_moe_block"):
+        raise UnsupportedModelError("enable_moe_block=true is not supported: it needs experts")
+    # Only images see each other with "vision", and prompts are text.
+    direction = config.get("use_bidirectional_attention")
+    if direction not in (None, False, "vision"):
+        raise UnsupportedModelError(
+            f"use_bidirectional_attention={shown(direction)} is not supported: a token sees only "
+            "those before it"
+        )
+
+
+def _checkpoint(architecture: Architecture) -> CheckpointMap:
+    # Releases have keys and values of layers that do not use them.
+    borrowers = [
+        str(i) for i, layer in enumerate(architecture.layers) if layer.caches_of is not None
+    ]
+    unused = rf".*\.layers\.({'|'.join(borrowers)})\.self_attn\.[kv]_(proj|norm)\..*"
+    names = dataclasses.replace(
+        LLAMA_NAMES,
+        renamed={"per_layer_input": "", "per_layer_inputs": ""},
+        ignored=(*LLAMA_NAMES.ignored, *([unused] if borrowers else [])),
+    )
+    return inside_larger_model(names) if architecture.name == _IN_LARGER_MODEL else names
+
+
+FAMILY = Family(
+    read=read,
+    checkpoint=_checkpoint,
+    tiny={
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 6,
+        "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 8,
+        "intermediate_size": 96,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 400,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 3.0,
+        "rope_theta": None,
+        "tie_word_embeddings": True,
+    },
+    # Nothing else makes scores small.
+    tiny_gains={"k_norm": 0.3},
+    harmless=AROUND_DECODER
+    | dict.fromkeys(
+        ("num_experts", "top_k_experts", "moe_intermediate_size"),
+        "describes experts, which a model has only with enable_moe_block",
+    ),
+)
