@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.programs.roofline import Roofline
+from jaxllm.programs.roofline import Roofline, Window
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +41,13 @@ def of_llama(config: Mapping[str, Any], dtype: str, rates: tuple[float, float]) 
         bytes_per_step=(matrices + head) * item_size,
         flops_per_token=2 * matrices,
         flops_per_row=2 * head,
-        kv_bytes_per_token=2 * kv_heads * head_size * item_size,
-        flops_per_attended=4 * heads * head_size,
-        layers_by_window=((0, layers),),
+        windows=(
+            Window(
+                size=0,
+                bytes_per_token=layers * 2 * kv_heads * head_size * item_size,
+                flops_per_attended=layers * 4 * heads * head_size,
+            ),
+        ),
     )
 
 

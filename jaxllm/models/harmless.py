@@ -109,7 +109,7 @@ HARMLESS = {
 }
 
 # Of a model whose decoder is run without its towers.
-AROUND_DECODER = dict.fromkeys(
+AROUND_DECODER: dict[str, str] = dict.fromkeys(
     (
         "vision_config",
         "audio_config",

@@ -60,6 +60,7 @@ from jaxllm.plan.stages import (
     StagePlan,
     activation_bytes,
     check_num_stages,
+    check_parts,
     device_bytes,
     sampling_bytes,
     stage_meshes,
@@ -225,6 +226,7 @@ def make_plan(
     architecture.check(num_shards)
     check_num_stages(len(meshes), architecture.num_layers)
     parts = split_model(architecture.num_layers, len(meshes))
+    check_parts(parts, architecture)
     in_parts = [model_class.abstract(architecture, dtype, num_shards, part) for part in parts]
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)

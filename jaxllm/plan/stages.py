@@ -17,6 +17,7 @@ from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.models.part import ModelPart
+from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
 from jaxllm.plural import counted
 from jaxllm.sampling.slot_state import SlotState
@@ -84,6 +85,27 @@ def check_num_stages(num_stages: int, num_layers: int) -> None:
             num_stages,
             f"the model has num_hidden_layers={num_layers}, and every stage needs one; lower it",
         )
+
+
+def check_parts(parts: Sequence[ModelPart], architecture: Architecture) -> None:
+    """Refuse stages that need what only an earlier one has."""
+    if len(parts) > 1 and architecture.per_layer_input is not None:
+        raise refused(
+            "pipeline_parallel_size",
+            len(parts),
+            "each layer of the model has an input of its own for every token, and only the first "
+            "stage gets tokens; set it to 1",
+        )
+    for part in parts:
+        for index in part.layers:
+            owner = architecture.layers[index].caches_of
+            if owner is not None and owner not in part.layers:
+                raise refused(
+                    "pipeline_parallel_size",
+                    len(parts),
+                    f"layer {index} of the model attends to the keys and values of layer {owner}, "
+                    "which an earlier stage has; lower it",
+                )
 
 
 def activation_bytes(

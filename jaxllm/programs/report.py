@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import jax
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
 from jaxllm.cache_groups import CacheGroup, room_for
 from jaxllm.models.describe import describe_layers
@@ -23,7 +24,7 @@ from jaxllm.programs.declare import (
 )
 from jaxllm.programs.hlo import collectives, whole_array_copies
 from jaxllm.programs.progress import CompileProgress
-from jaxllm.programs.roofline import Bound, Roofline
+from jaxllm.programs.roofline import Bound, Roofline, Window
 from jaxllm.runner.state import DeviceState
 
 
@@ -255,7 +256,6 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
     if not chip.hbm_bytes_per_second:
         return None
     part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.shape[TENSOR]
-    attentions = stage.attention_configs
     # A token looks up one row of the embedding. As the head it is a matrix, read for rows only.
     embedding = plan.num_logits * arch.hidden_size / num_shards
     # The devices sum the looked-up rows, and the outputs of the attention and MLP of each layer.
@@ -265,6 +265,9 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
     is_shared = part.is_whole and arch.tie_word_embeddings
     num_tables = part.embeds + part.has_head - is_shared
     matrices = stage.weights_bytes / itemsize - embedding * num_tables
+    if (own := arch.per_layer_input) is not None:
+        # It is looked up, too.
+        matrices -= own.vocab_size * own.size * arch.num_layers / num_shards
     head = embedding if part.has_head else 0
     return Roofline(
         bytes_per_second=chip.hbm_bytes_per_second,
@@ -272,12 +275,41 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         bytes_per_step=(matrices + head) * itemsize,
         flops_per_token=2 * matrices,
         flops_per_row=2 * head,
-        kv_bytes_per_token=sum(stage.block_bytes) / plan.block_size / len(attentions),
-        flops_per_attended=sum(4 * c.num_heads * c.head_size for c in attentions) / len(attentions),
-        layers_by_window=tuple(sorted(Counter(c.sliding_window or 0 for c in attentions).items())),
+        windows=_windows(plan, stage),
         sent_bytes_per_token=num_sums * arch.hidden_size * itemsize * sent_per_byte,
         link_bytes_per_second=chip.link_bytes_per_second,
     )
+
+
+def _windows(plan: EnginePlan, stage: StagePlan) -> tuple[Window, ...]:
+    """What the attentions of a stage read and compute."""
+    windows: dict[int, Window] = {}
+    for config, block_bytes in _attentions(plan, stage):
+        size = config.sliding_window or 0
+        _, num_bytes, num_flops = windows.get(size, Window(size, 0, 0))
+        windows[size] = Window(
+            size=size,
+            bytes_per_token=num_bytes + block_bytes / plan.block_size,
+            flops_per_attended=num_flops + 4 * config.num_heads * config.head_size,
+        )
+    return tuple(sorted(windows.values()))
+
+
+def _attentions(plan: EnginePlan, stage: StagePlan) -> list[tuple[AttentionConfig, int]]:
+    """Each attention, and the bytes of a block of the cache that it reads. A layer that uses the
+    caches of another one reads them again."""
+    caches = list(zip(stage.attention_configs, stage.block_bytes, strict=True))
+    layers = {index: plan.architecture.layers[index] for index in stage.part.layers}
+    owners = [
+        index for index, layer in layers.items() if layer.caches_of is None for _ in layer.mixers
+    ]
+    again = [layer.caches_of for layer in layers.values() if layer.caches_of is not None]
+    return caches + [
+        cache
+        for used in again
+        for owner, cache in zip(owners, caches, strict=True)
+        if owner == used
+    ]
 
 
 def step_bound(

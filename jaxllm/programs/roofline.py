@@ -4,7 +4,7 @@ It is a bound. Real steps are slower, and this module does not say by how much.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,14 @@ class Bound:
 
     seconds: float
     limited_by: Literal["memory bandwidth", "arithmetic", "interconnect"]
+
+
+class Window(NamedTuple):
+    """What layers with the same window read and compute, all together."""
+
+    size: int  # 0: they see everything
+    bytes_per_token: float  # of keys and values
+    flops_per_attended: float  # per pair of attending tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +40,7 @@ class Roofline:
     bytes_per_step: float  # matrices
     flops_per_token: float  # matrices without the head
     flops_per_row: float  # the head, which computes only a row's last token
-    # Per layer: bytes of a token in the cache, and operations per pair of attending tokens.
-    kv_bytes_per_token: float
-    flops_per_attended: float
-    # Pairs (window, number of layers); window 0 means none.
-    layers_by_window: tuple[tuple[int, int], ...]
+    windows: tuple[Window, ...]
     # To the other devices of the stage; zero if there are none or their links are unknown.
     sent_bytes_per_token: float = 0.0
     link_bytes_per_second: float = 0.0
@@ -46,11 +50,10 @@ class Roofline:
         arrays with an entry for each row."""
         attended = np.maximum(contexts - (tokens - 1) / 2, 1)  # the mean over a row's tokens
         num_bytes = num_flops = 0.0
-        for window, num_layers in self.layers_by_window:
-            seen = np.minimum(contexts, window) if window else contexts
-            num_bytes += num_layers * seen * self.kv_bytes_per_token
-            each = np.minimum(attended, seen)
-            num_flops += num_layers * each * tokens * self.flops_per_attended
+        for window in self.windows:
+            seen = np.minimum(contexts, window.size) if window.size else contexts
+            num_bytes += seen * window.bytes_per_token
+            num_flops += np.minimum(attended, seen) * tokens * window.flops_per_attended
         return num_bytes, num_flops
 
     def bound(self, num_tokens: float, num_rows: float, attention: tuple[float, float]) -> Bound:

@@ -12,7 +12,10 @@ PROMPT = np.random.default_rng(0).integers(3, 384, 40).tolist()
 # Before and inside the names of the decoder's tensors.
 RELEASED = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 BY_TRANSFORMERS = {"model.": "model.language_model."}
-WRAPPED = {"gemma3": "Gemma3ForConditionalGeneration"}
+WRAPPED = {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+}
 
 
 def wrap(plain, path, architecture, layout):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm.plan.buckets import Bucket
-from jaxllm.programs.roofline import Bound, Roofline
+from jaxllm.programs.roofline import Bound, Roofline, Window
 from jaxllm.scheduler.schedule import Schedule
 from jaxllm.simulation.step_time import (
     Line,
@@ -46,9 +46,7 @@ def test_a_roofline_takes_the_slower_of_reading_and_computing():
         bytes_per_step=50,
         flops_per_token=20,
         flops_per_row=5,
-        kv_bytes_per_token=1,
-        flops_per_attended=2,
-        layers_by_window=((0, 2), (4, 1)),
+        windows=(Window(0, 2, 4), Window(4, 1, 2)),
     )
     schedule = schedule_of([3, 1], [10, 7])
     num_bytes, num_flops = line.attention(schedule.num_tokens, schedule.context_lens)
@@ -68,9 +66,7 @@ def test_sums_over_devices_are_waited_for_while_weights_are_read():
         bytes_per_step=50,
         flops_per_token=20,
         flops_per_row=0,
-        kv_bytes_per_token=0,
-        flops_per_attended=0,
-        layers_by_window=((0, 1),),
+        windows=(),
         sent_bytes_per_token=6,
         link_bytes_per_second=200,
     )

@@ -116,30 +116,36 @@ def _read_attention(
 def _of_layer(config: HFConfig, index: int, kind: str) -> HFConfig:
     """The config with the sizes of a layer.
 
-    transformers 5.23 writes what differs by the layers' indices. Older files have the sizes of full
-    layers, and that of their heads counts only if values are keys.
+    transformers 5.23 writes what differs by the indices of layers, all of the same number of
+    digits. Older files have the sizes of full layers; that of kv heads counts only if values are
+    keys.
     """
-    size, num_kv_heads = config.integer("global_head_dim"), config.get("num_global_key_value_heads")
+    older = {"head_dim": config.get("global_head_dim")}
+    if num_kv_heads := config.get("num_global_key_value_heads"):
+        older["num_key_value_heads"] = num_kv_heads if config.flag("attention_k_eq_v") else None
     given = config.get("per_layer_config")
     if given is None:
-        fields = {"head_dim": size}
-        if config.flag("attention_k_eq_v") and num_kv_heads is not None:
-            fields["num_key_value_heads"] = num_kv_heads
-        return config.replaced(fields if kind == FULL else {})
-    layers = (
-        {str(key): its for key, its in given.items()} if isinstance(given, Mapping) else {"": 0}
-    )
-    fields = layers.get(str(index), {})
-    if not all(isinstance(its, Mapping) for its in layers.values()):
+        fields = older if kind == FULL else {}
+    else:
+        fields = _at_index(given, index)
+    return config.replaced({name: size for name, size in fields.items() if size is not None})
+
+
+def _at_index(given: Any, index: int) -> Mapping[str, Any]:
+    """The fields of a layer in `per_layer_config`."""
+    if not isinstance(given, Mapping) or not all(
+        str(key).isdecimal() and isinstance(fields, Mapping) for key, fields in given.items()
+    ):
         raise CheckpointError(
-            f"config.json: per_layer_config={shown(given)} must be an object of objects"
+            f"config.json: per_layer_config={shown(given)} must map indices of layers to objects"
         )
+    fields = {int(key): fields for key, fields in given.items()}.get(index, {})
     if unknown := sorted(fields.keys() - _OF_LAYER):
         raise UnsupportedModelError(
             f"per_layer_config with {', '.join(unknown):.80} is not supported; supported are "
             f"{' and '.join(sorted(_OF_LAYER))}"
         )
-    return config.replaced(fields)
+    return fields
 
 
 def _read_per_layer_input(config: HFConfig, activation: str) -> PerLayerInputSpec | None:
@@ -216,25 +222,24 @@ FAMILY = Family(
         "model_type": "gemma4_text",
         "hidden_act": None,
         "hidden_activation": "gelu_pytorch_tanh",
-        "num_hidden_layers": 6,
-        "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+        "num_hidden_layers": 8,
         "head_dim": 16,
         "global_head_dim": 32,
         "sliding_window": 8,
         "intermediate_size": 96,
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": 400,
-        "num_kv_shared_layers": 3,
+        "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 3.0,
         "rope_theta": None,
         "tie_word_embeddings": True,
     },
     # Nothing else makes scores small.
-    tiny_gains={"k_norm": 0.3},
+    tiny_gains={"k_norm": 0.2},
     harmless=AROUND_DECODER
-    | dict.fromkeys(
-        ("num_experts", "top_k_experts", "moe_intermediate_size"),
-        "describes experts, which a model has only with enable_moe_block",
-    ),
+    | {
+        field: "describes experts, which a model has only with enable_moe_block"
+        for field in ("num_experts", "top_k_experts", "moe_intermediate_size")
+    },
 )
