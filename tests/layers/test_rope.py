@@ -9,6 +9,7 @@ from jaxllm.layers.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    ProportionalScaling,
     RopeConfig,
     YarnScaling,
     inverse_frequencies,
@@ -104,6 +105,19 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
     assert ((plain / 8 <= scaled) & (scaled <= plain))[between].all()
 
 
+def test_proportional_scaling_rotates_the_first_pairs_of_the_whole_head():
+    x = np.random.default_rng(0).standard_normal((1, 2, 64)).astype(np.float32)
+    partly = rope(ProportionalScaling(num_pairs=5))
+    rotated = rotate(jnp.asarray(x), rotary(partly, jnp.array([7])))
+    whole = rotate(jnp.asarray(x), rotary(rope(), jnp.array([7])))
+    for first in (0, 32):
+        np.testing.assert_array_equal(
+            rotated[..., first : first + 5], whole[..., first : first + 5]
+        )
+        rest = slice(first + 5, first + 32)
+        np.testing.assert_array_equal(rotated[..., rest], x[..., rest])
+
+
 def test_yarn_scales_cos_and_sin():
     at_zero = rotary(rope(YARN), jnp.array([0]))
     np.testing.assert_allclose(at_zero.cos, 1.25)
@@ -162,3 +176,22 @@ def test_frequencies_match_transformers(scaling, parameters, head_size, theta):
     found = inverse_frequencies(rope(scaling, head_size=head_size, theta=theta))
     np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6)
     assert attention_factor == getattr(scaling, "attention_factor", 1.0)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("head_size", "share", "num_pairs"), [(512, 0.25, 64), (40, 0.6, 12)])
+def test_proportional_frequencies_match_transformers(head_size, share, num_pairs):
+    pytest.importorskip("torch")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {"rope_theta": 1e6, "partial_rotary_factor": share, "factor": 2.0}
+    config = LlamaConfig(
+        hidden_size=head_size,
+        num_attention_heads=1,
+        rope_parameters=parameters | {"rope_type": "proportional"},
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS["proportional"](config)
+    scaling = ProportionalScaling(num_pairs=num_pairs, factor=2.0)
+    found = inverse_frequencies(rope(scaling, head_size=head_size, theta=1e6))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6)
