@@ -12,7 +12,7 @@ OPTIONS = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 128,
     "block_size": 8,
-    "num_gpu_blocks_override": 128,
+    "num_gpu_blocks_override": 512,
     "check_invariants": True,
     "enforce_eager": True,
 }
