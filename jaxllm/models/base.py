@@ -37,8 +37,8 @@ class Model(Protocol):
 
     @property
     def attention_configs(self) -> tuple[AttentionConfig, ...]:
-        """The attention of each mixer on one shard. A model has one cache for each, in this
-        order."""
+        """The attention of each mixer on one shard, except those that use the cache of another
+        layer. A model has one cache for each, in this order."""
         ...
 
     @property

@@ -283,8 +283,21 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
 
 def _windows(plan: EnginePlan, stage: StagePlan) -> tuple[Window, ...]:
     """What the attentions of a stage read and compute."""
+    caches = list(zip(stage.attention_configs, stage.block_bytes, strict=True))
+    layers = {index: plan.architecture.layers[index] for index in stage.part.layers}
+    owners = [
+        index for index, layer in layers.items() if layer.caches_of is None for _ in layer.mixers
+    ]
+    # A layer that uses the caches of another one reads them again.
+    again = [layer.caches_of for layer in layers.values() if layer.caches_of is not None]
+    read = caches + [
+        cache
+        for used in again
+        for owner, cache in zip(owners, caches, strict=True)
+        if owner == used
+    ]
     windows: dict[int, Window] = {}
-    for config, block_bytes in _attentions(plan, stage):
+    for config, block_bytes in read:
         size = config.sliding_window or 0
         _, num_bytes, num_flops = windows.get(size, Window(size, 0, 0))
         windows[size] = Window(
@@ -293,23 +306,6 @@ def _windows(plan: EnginePlan, stage: StagePlan) -> tuple[Window, ...]:
             flops_per_attended=num_flops + 4 * config.num_heads * config.head_size,
         )
     return tuple(sorted(windows.values()))
-
-
-def _attentions(plan: EnginePlan, stage: StagePlan) -> list[tuple[AttentionConfig, int]]:
-    """Each attention, and the bytes of a block of the cache that it reads. A layer that uses the
-    caches of another one reads them again."""
-    caches = list(zip(stage.attention_configs, stage.block_bytes, strict=True))
-    layers = {index: plan.architecture.layers[index] for index in stage.part.layers}
-    owners = [
-        index for index, layer in layers.items() if layer.caches_of is None for _ in layer.mixers
-    ]
-    again = [layer.caches_of for layer in layers.values() if layer.caches_of is not None]
-    return caches + [
-        cache
-        for used in again
-        for owner, cache in zip(owners, caches, strict=True)
-        if owner == used
-    ]
 
 
 def step_bound(

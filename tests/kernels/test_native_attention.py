@@ -53,7 +53,7 @@ def test_a_row_of_thirty_thousand_tokens_is_right(library):
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(5, 1), (2, 2), (14, 2), (70, 1)])
-@pytest.mark.parametrize("head_size, block_size", [(16, 16), (112, 24), (64, 4)])
+@pytest.mark.parametrize("head_size, block_size", [(16, 16), (112, 24), (64, 4), (512, 16)])
 def test_any_heads_and_blocks_are_right(backend, num_heads, num_kv_heads, head_size, block_size):
     case = Case(
         name="any",

@@ -54,6 +54,13 @@ def test_xla_is_right(case):
     assert_correct(get_backend("xla"), case, "float32")
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_xla_is_right_with_the_largest_heads(dtype):
+    (case,) = (case for case in CASES if case.name == "head_size_256")
+    case = dataclasses.replace(case, head_size=512, num_heads=8, num_kv_heads=1)
+    assert_correct(get_backend("xla"), case, dtype)
+
+
 # Here the types of caches and layouts of heads matter, and no rows.
 _IN_16_BITS_AS_IN_32 = """
     decodes_in_a_mixed_program one_token all_padding all_padding_decodes rows_without_tokens

@@ -148,6 +148,11 @@ def test_caches_of_8_bits_are_right_in_bfloat16(name, head_size):
     assert_correct(EMULATED, case, "bfloat16")
 
 
+def test_the_largest_heads_are_right_in_bfloat16():
+    case = dataclasses.replace(CASE["head_size_256"], head_size=512, num_heads=4, num_kv_heads=1)
+    assert_correct(EMULATED, case, "bfloat16")
+
+
 TWO_CORES = dataclasses.replace(SMALL, chip="v4")
 
 

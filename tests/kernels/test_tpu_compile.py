@@ -174,7 +174,7 @@ def assert_compiles(program: Program, devices: list) -> None:
     assert not COLLECTIVES.search(hlo)
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("head_size", [*HEAD_SIZES, 512])
 @pytest.mark.parametrize("chip", SLICES)
 def test_every_head_size_compiles_on_every_chip(chip, head_size, devices):
     assert_compiles(Program(head_size=head_size), devices(chip)[:1])
