@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import jax
-from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
 from jaxllm.cache_groups import CacheGroup, room_for
 from jaxllm.models.describe import describe_layers
