@@ -1,0 +1,69 @@
+"""Config files with the fields of released models: all are known, and make models of their size.
+
+The factors of Phi-4 mini's LongRoPE are not those of the release, and towers are cut short.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jaxllm.models.architecture import read_architecture
+from jaxllm.models.decoder import DecoderForCausalLM
+from jaxllm.weights.loader import parameters_of
+
+CONFIGS = json.loads(Path(__file__).with_name("released_configs.json").read_text())
+# In thousand millions, without towers.
+SIZES = {
+    "Granite 3.1 8B": 8.17,
+    "SmolLM3 3B": 3.08,
+    "Seed-OSS 36B": 36.15,
+    "Phi-3 mini 4k": 3.82,
+    "Phi-4 mini": 3.84,
+    "Phi-4": 14.66,
+    "ERNIE 4.5 0.3B": 0.36,
+    "GLM-4 9B": 9.40,
+    "GLM-4 9B 0414": 9.40,
+    "Hunyuan 7B": 7.50,
+    "Mistral Small 3.1": 23.57,
+    "Ministral 3 8B": 8.49,
+    "StarCoder2 7B": 7.17,
+    "EXAONE 4.0 32B": 32.00,
+    "EXAONE 4.0 1.2B": 1.28,
+}
+
+
+def num_parameters(architecture):
+    def count(layers):
+        model = DecoderForCausalLM.abstract(
+            dataclasses.replace(architecture, layers=layers), jnp.bfloat16
+        )
+        return sum(math.prod(shape) for p in parameters_of(model).values() for shape in p.pieces)
+
+    # One layer more for each of its kind.
+    first, *_ = kinds = tuple(dict.fromkeys(architecture.layers))
+    around = 2 * count((first,)) - count((first, first))
+    return around + sum(
+        (count((kind,)) - around) * architecture.layers.count(kind) for kind in kinds
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_field_is_known_and_the_model_has_its_size(name):
+    architecture = read_architecture(CONFIGS[name])
+    assert num_parameters(architecture) / 1e9 == pytest.approx(SIZES[name], abs=0.0051)
+
+
+def test_what_sets_the_layers_of_the_releases_apart():
+    ropes = {
+        name: [layer.rope is not None for layer in read_architecture(CONFIGS[name]).layers]
+        for name in ("SmolLM3 3B", "EXAONE 4.0 32B", "EXAONE 4.0 1.2B")
+    }
+    assert ropes["SmolLM3 3B"] == [True, True, True, False] * 9
+    assert ropes["EXAONE 4.0 32B"] == [True, True, True, False] * 16
+    assert ropes["EXAONE 4.0 1.2B"] == [True] * 30
+    hunyuan = read_architecture(CONFIGS["Hunyuan 7B"]).layers[0].rope
+    assert hunyuan.theta == pytest.approx(11_158_840, abs=1) and hunyuan.scaling is None
