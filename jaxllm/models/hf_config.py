@@ -114,9 +114,10 @@ class HFConfig:
         fields = self.get(name)
         if not isinstance(fields, Mapping):
             raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object")
-        return self._inside.setdefault(
-            name, HFConfig(fields, self, max_model_len=self.max_model_len)
-        )
+        if name not in self._inside:
+            self._inside[name] = HFConfig(fields, self, max_model_len=self.max_model_len)
+            self._inside[name].refuse_unsupported()
+        return self._inside[name]
 
     def must_be(self, name: str, *supported: Any) -> None:
         """Refuse a field that has another value than these; a missing or null field has none."""
@@ -127,11 +128,11 @@ class HFConfig:
                 f"{' or '.join(map(repr, supported))}"
             )
 
-    def refuse_unread(self, harmless: Collection[str]) -> None:
+    def refuse_unread(self, harmless: Collection[str], path: tuple[str, ...] = ()) -> None:
         """Refuse fields that say something, and that are neither read nor harmless, in the config
-        and in those inside it."""
-        for config in self._inside.values():
-            config.refuse_unread(harmless)
+        and in those inside it. `path` leads to this one."""
+        for name, config in self._inside.items():
+            config.refuse_unread(harmless, (*path, name))
         unknown = [
             name
             for name, value in self.fields.items()
@@ -139,10 +140,13 @@ class HFConfig:
         ]
         if unknown:
             name = unknown[0]
+            override: dict[str, Any] = {name[:80]: None}
+            for outer in reversed(path):
+                override = {outer: override}
             raise UnsupportedModelError(
                 f"config.json: {name:.80}={shown(self.fields[name])} is a field that this model's "
                 f"family does not know{_and_others(unknown)}; if it does not change what is "
-                f"computed, use hf_overrides={{{name[:80]!r}: None}}"
+                f"computed, use hf_overrides={override}"
             )
 
     def _name(self, name: str) -> str:

@@ -1,0 +1,75 @@
+"""Fields of a family's config.json whose values ask for another computation are refused by name."""
+
+import pytest
+
+from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.models.architecture import read_architecture
+from jaxllm.testing import tiny_config
+
+LAYERS = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] must be a list of 0 and 1"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, r"no_rope_layers=\[1, 2, 0\] must be a list"),
+        (
+            "smollm3",
+            {"layer_types": [*LAYERS, LAYERS[0]]},
+            "layer_types asks for sliding_attention",
+        ),
+        ("seed_oss", {"layer_types": LAYERS}, "layer_types=.* is a field that"),
+        ("phi3", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias=True is not supported"),
+        ("phi3", {"interpolate_factor": 2}, "interpolate_factor=2 is not supported"),
+        ("phi3", {"blocksparse_params": {"block_size": 64}}, "blocksparse_params=.* is a field"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_mscale": 1.1}},
+            "rope parameter short_mscale is not supported",
+        ),
+        ("ernie4_5", {"compression_ratio": 2.0}, r"compression_ratio=2\.0 is not supported"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True is not supported"),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        ("hunyuan_v1_dense", {"attention_head_dim": 32}, "attention_head_dim=32 is not supported"),
+        ("hunyuan_v1_dense", {"num_experts": 16}, "num_experts=16 is not supported"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 9.0}}, "alpha"),
+        (
+            "hunyuan_v1_dense",
+            {"head_dim": 4, "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1e18}},
+            "rope_theta=1e.40 must be at least",
+        ),
+        ("starcoder2", {"mlp_type": "gated"}, "mlp_type='gated' is not supported"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG' must be an"),
+        (
+            "exaone4",
+            {"sliding_window": None, "layer_types": ["full_attention", *LAYERS]},
+            "asks for",
+        ),
+        ("mistral3", {"layer_types": LAYERS}, "layer_types that differ between layers"),
+        ("mistral3", {"layer_types": LAYERS[1:] * 2}, "or from sliding_window=None"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier=0 must be a number above"),
+    ],
+)
+def test_other_designs(family, fields, message):
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        read_architecture(tiny_config(family) | fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"model_type": "mistral4"}, "model_type='mistral4' in text_config is not supported"),
+        (
+            {"model_type": "mistral", "alibi": True},
+            r"alibi=True is .*\{'text_config': \{'alibi': None\}\}",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),
+        (None, "text_config=None must be an object"),
+    ],
+)
+def test_decoders_inside_mistral_3(text, message):
+    fields = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        read_architecture(fields)
