@@ -9,6 +9,7 @@ from jaxllm.layers.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     ProportionalScaling,
     RopeConfig,
     YarnScaling,
@@ -122,6 +123,14 @@ def test_yarn_scales_cos_and_sin():
     at_zero = rotary(rope(YARN), jnp.array([0]))
     np.testing.assert_allclose(at_zero.cos, 1.25)
     np.testing.assert_allclose(at_zero.sin, 0)
+
+
+def test_long_rope_divides_each_frequency_and_scales_cos_and_sin():
+    factors = tuple(float(factor) for factor in range(1, 33))
+    scaled = rope(LongRopeScaling(factors=factors, attention_factor=1.25))
+    expected = inverse_frequencies(rope()) / np.array(factors, np.float32)
+    np.testing.assert_allclose(inverse_frequencies(scaled), expected, rtol=1e-6)
+    np.testing.assert_allclose(rotary(scaled, jnp.array([0])).cos, 1.25)
 
 
 def test_dynamic_scaling_changes_positions_past_the_original_length_only():

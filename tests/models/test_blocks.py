@@ -129,6 +129,15 @@ def test_residuals_may_be_scaled(hidden):
     np.testing.assert_array_equal(out, expected)
 
 
+def test_the_scale_of_residuals_is_not_rounded_to_16_bits():
+    layer = make(spec(PreNormBlock, residual_scale=0.22))
+    output = jnp.arange(1, 100, dtype=jnp.bfloat16)
+    scaled = layer.add(jnp.zeros_like(output), output)
+    expected = (np.arange(1, 100, dtype=np.float32) * np.float32(0.22)).astype(scaled.dtype)
+    assert scaled.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(scaled, expected)
+
+
 def test_outputs_of_several_in_one_place_are_added(hidden):
     second = SecondAttentionSpec(num_heads=2, num_kv_heads=1, head_size=8, scale=0.5, rope=None)
     mlps = (MLPSpec(intermediate_size=24), SecondMLPSpec(intermediate_size=8))
