@@ -296,7 +296,7 @@ def test_sizes_are_bounded_before_anything_is_made_of_them(field, value):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e300}}, "factor=1e[+]300 must be"),
         (
             {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1e-9}},
-            "original_max_position_embeddings=1e-09 must be at least 1",
+            "original_max_position_embeddings=1e-09 must be at least 2",
         ),
         (
             {
