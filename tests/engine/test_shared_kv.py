@@ -13,6 +13,7 @@ OPTIONS = {
     "max_num_batched_tokens": 128,
     "block_size": 8,
     "num_gpu_blocks_override": 512,
+    "kv_cache_request_len": 64,
     "check_invariants": True,
     "enforce_eager": True,
 }
