@@ -51,6 +51,11 @@ _MIXED = ((1, 140), (1, 5), (30, 61), (3, 3))
 _DECODES = ((1, 1), (1, 17), (1, 150))
 
 
+# A decode, short rows and a chunk. The first begins a context, the others have two blocks of keys,
+# of which some tokens of the second do not see the last one.
+_SHORT = ((1, 20), (2, 2), (8, 133), (5, 150), (20, 30))
+
+
 def small(name: str, rows=_MIXED, **changes) -> Case:
     options = {"num_heads": 2, "num_kv_heads": 1, "num_rows": 5, "max_blocks": 12, **changes}
     return Case(name=name, rows=rows, **options)
@@ -94,6 +99,22 @@ SMALL_CASES = [
         soft_cap=3.0,
         has_sinks=True,
         kv_dtype="float8_e4m3fn",
+    ),
+    small("short_rows", _SHORT, num_rows=6, num_heads=4),
+    small("short_rows_of_parts", ((1, 20), (8, 133)), num_heads=12, head_size=128),
+    small("short_rows_of_head_size_80", ((2, 20), (8, 133)), num_heads=3, head_size=80),
+    small("short_rows_of_head_size_256", ((2, 20), (8, 133)), num_heads=8, head_size=256),
+    small("short_rows_in_a_window", _SHORT, num_rows=6, sliding_window=6),
+    small(
+        "everything_with_short_rows",
+        _SHORT,
+        num_rows=6,
+        num_heads=6,
+        num_kv_heads=2,
+        sliding_window=40,
+        soft_cap=3.0,
+        has_sinks=True,
+        kv_dtype="int8",
     ),
     # Of the common cases those about borders, of fewer heads.
     *(
