@@ -153,6 +153,9 @@ def _attend_items(
         def read_item(i) -> DecodeItems:
             return DecodeItems(*(ref[i] for ref in items_ref))
 
+        def span_of(item: DecodeItems) -> Span:
+            return Span(item.row, item.head, item.start, item.end)
+
         def produce():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
@@ -173,7 +176,7 @@ def _attend_items(
                     send_queries(i, item)
                 else:
                     pl.when(first + i < first_short)(lambda: send_queries(i, item))
-                return Span(item.row, item.head, item.start, item.end)
+                return span_of(item)
 
             ring.send_all(last - first, begin_item, cache_ref, tables_ref, blocks)
             num_decodes = first_short - first
@@ -229,7 +232,7 @@ def _attend_items(
 
                 return lax.fori_loop(
                     jnp.int32(0),
-                    ring.count_blocks(Span(item.row, item.head, item.start, item.end)),
+                    ring.count_blocks(span_of(item)),
                     attend_block,
                     (
                         tuple(filled((PANEL, columns), 0, MATRIX) for _ in panels),
@@ -299,21 +302,22 @@ def _attend_items(
                     attend_blocks(item, used, short_queries, is_seen, PANEL),
                 )
 
-            def attend_item(i, carry):
-                # Read the next item early, so that this item's blocks hide the latency.
-                item, used = carry
-                next_item = read_item(jnp.minimum(i + 1, num_items - 1))
-                if short_rows is None:
-                    attend_decode(i, item, used)
-                else:
-                    pl.when(i < first_short)(lambda: attend_decode(i, item, used))
-                    pl.when(i >= first_short)(lambda: attend_short(i, item, used))
-                span = Span(item.row, item.head, item.start, item.end)
-                return next_item, used + ring.count_blocks(span)
+            def attend_items(first, last, attend, carry):
+                def attend_item(i, carry):
+                    # Read the next item early, so that this item's blocks hide the latency.
+                    item, used = carry
+                    next_item = read_item(jnp.minimum(i + 1, num_items - 1))
+                    attend(i, item, used)
+                    return next_item, used + ring.count_blocks(span_of(item))
+
+                return lax.fori_loop(first, last, attend_item, carry)
 
             @pl.when(first < last)
             def _():
-                lax.fori_loop(first, last, attend_item, (read_item(first), jnp.int32(0)))
+                carry = read_item(first), jnp.int32(0)
+                carry = attend_items(first, first_short, attend_decode, carry)
+                if short_rows is not None:
+                    attend_items(first_short, last, attend_short, carry)
 
         pl.when(lax.axis_index("warpgroup") == 0)(compute)
         pl.when(lax.axis_index("warpgroup") == 1)(produce)
