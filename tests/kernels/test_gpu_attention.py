@@ -109,7 +109,7 @@ SMALL_CASES = [
         "everything_with_short_rows",
         _SHORT,
         num_rows=6,
-        num_heads=6,
+        num_heads=10,
         num_kv_heads=2,
         sliding_window=40,
         soft_cap=3.0,

@@ -40,7 +40,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     Tuning,
     choose_tuning,
     log_untuned,
-    short_heads,
+    num_short_parts,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
     DecodeWork,
@@ -256,10 +256,9 @@ class MosaicGpuBackend:
         return choose_tuning(kernel, config, self.chip)
 
     def _decode_key(self, config: AttentionConfig, batch: RaggedBatch) -> DecodeKey:
-        group_size = config.num_heads // config.num_kv_heads
         return DecodeKey(
             config.num_kv_heads,
-            group_size // short_heads(config),
+            num_short_parts(config),
             config.sliding_window or 0,
             self._decode_tuning(config, batch).block_tokens,
         )

@@ -10,9 +10,15 @@ the narrow one. So scores are [keys, columns] and outputs are [head size, column
 queries to 64 rows instead would cost eight times the products.
 
 The columns of a decode are its query heads, padded to a multiple of 8. Those of a *short row* are
-its query heads times SHORT_ROW tokens; a program that is not `decode_only` has a second loop over
-blocks for them. Both loops are the same code. It differs in three ways for short rows: a key is
-masked for each token, the compute warpgroup loads the queries itself, and sums take fewer registers.
+its query heads times SHORT_ROW tokens. The items of decodes come first, and a loop of their own
+computes them, so they do not pay for the wider columns; only programs that are not `decode_only`
+have the second loop. The two loops differ in three ways:
+- a decode's token sees all keys of its row; in a short row each token has its own limits;
+- the producer copies a decode's queries to shared memory; those of a short row begin anywhere in
+  the flat batch, which tiled copies do not allow, so the compute warpgroup loads them. That exposes
+  the latency of two loads per item. The ring fills meanwhile, so the memory is not idle;
+- a decode has a sum of weights for each key of a block; they are added up at the end of an item. 64
+  columns would need too many registers for that, so a short row's are added up for each block.
 
 Each item of work makes a partial softmax in float32. A second kernel merges those of a row
 (`gpu_merge`).
@@ -49,6 +55,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalar
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     Tuning,
     num_query_slots,
+    num_short_parts,
     padded_group_size,
     short_heads,
 )
@@ -119,7 +126,8 @@ def _attend_items(
     num_workers = work.worker_items.shape[0] - 1
     num_rows, num_kv_heads, num_columns, head_size = grouped.shape
     group_size = config.num_heads // num_kv_heads
-    part_size = short_heads(config)
+    part_size, num_parts = short_heads(config), num_short_parts(config)
+    short_columns = 0 if work.short is None else part_size * SHORT_ROW
     block_tokens = ring.block_tokens
     panels = panels_of(head_size)
     query_slots = num_query_slots(ring.num_staged)
@@ -189,10 +197,10 @@ def _attend_items(
         def compute():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
-            def attend_blocks(item, used, queries, is_seen, sum_rows):
-                """The partial softmax of an item: outputs, largest scores, and sums of weights.
+            def attend_blocks(item, used, queries, is_seen, total):
+                """The outputs, largest scores and sums of weights of an item.
 
-                The sums are [sum_rows, C], and must be added up.
+                The sums, zero in `total`, are [C], or [keys of a block, C] to be added up.
                 """
                 columns = queries.shape[0]
                 weights_t = (weights if short_rows is None else weights.at[pl.ds(0, columns)]).T
@@ -210,8 +218,10 @@ def _attend_items(
                     new_largest = jnp.maximum(largest, scores.max(axis=0))
                     decay = jnp.exp2(largest - new_largest)
                     p = jnp.exp2(scores - over_rows(new_largest, block_tokens))
-                    parts = (p[row : row + sum_rows] for row in range(0, block_tokens, sum_rows))
-                    total = sum(parts, total * over_rows(decay, sum_rows))
+                    if total.ndim == 2:
+                        total = total * over_rows(decay, block_tokens) + p
+                    else:
+                        total = total * decay + p.sum(axis=0)
                     weights_t[...] = plgpu.layout_cast(
                         p.astype(ring.dtype), plgpu.Layout.WGMMA_TRANSPOSED
                     )
@@ -227,17 +237,14 @@ def _attend_items(
                     ring.release(blocks, VALUES, used + j)
                     return weighted, new_largest, total
 
-                def filled(shape, value, layout):
-                    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
                 return lax.fori_loop(
                     jnp.int32(0),
                     ring.count_blocks(span_of(item)),
                     attend_block,
                     (
-                        tuple(filled((PANEL, columns), 0, MATRIX) for _ in panels),
-                        filled((columns,), UNSEEN, PER_COLUMN),
-                        filled((sum_rows, columns), 0, MATRIX),
+                        tuple(_filled((PANEL, columns), 0, MATRIX) for _ in panels),
+                        _filled((columns,), UNSEEN, PER_COLUMN),
+                        total,
                     ),
                 )
 
@@ -246,7 +253,8 @@ def _attend_items(
                 for panel, x in zip(panels, weighted, strict=True):
                     store_unoptimized(partials_ref.weighted.at[i, pl.ds(panel, PANEL)], x)
                 store_unoptimized(partials_ref.largest.at[i], largest)
-                store_unoptimized(partials_ref.total.at[i], total.sum(axis=0))
+                total = total.sum(axis=0) if total.ndim == 2 else total
+                store_unoptimized(partials_ref.total.at[i], total)
 
             def attend_decode(i, item, used):
                 slot = lax.rem(i - first, query_slots)
@@ -260,64 +268,65 @@ def _attend_items(
                     return seen
 
                 plgpu.barrier_wait(query_full.at[slot])
-                softmax = attend_blocks(item, used, queries.at[slot], is_seen, block_tokens)
+                total = _filled((block_tokens, num_columns), 0, MATRIX)
+                softmax = attend_blocks(item, used, queries.at[slot], is_seen, total)
                 plgpu.barrier_arrive(query_free.at[slot])
                 write(decodes_ref, i, softmax)
 
             def attend_short(i, item, used):
-                first_head = item.head * group_size + short_rows.part[i] * part_size
-                tokens = pl.ds(short_rows.token[item.row], SHORT_ROW)
+                load_short_queries(item, short_rows.part[i])
                 position = short_rows.position[item.row]
-                loaded = [
-                    plgpu.load(
-                        short_queries_ref.at[tokens, first_head + head],
-                        layout=_query_layout(head_size),
-                        optimized=False,
-                    )
-                    for head in range(part_size)
-                ]
-                for head, x in enumerate(loaded):
-                    rows = pl.ds(head * SHORT_ROW, SHORT_ROW)
-                    store_unoptimized(short_queries.at[rows], x)
-                plgpu.commit_smem()
 
                 def is_seen(first_key):
-                    columns = part_size * SHORT_ROW
-                    token = lax.rem(_iota(columns, PER_COLUMN), jnp.int32(SHORT_ROW))
-                    first_unseen = position + 1 - first_key + token
-                    key = lax.broadcast_in_dim(
-                        _iota(block_tokens, _PER_KEY), (block_tokens, columns), [0]
-                    )
-                    # Columns of tokens that the row does not have see what the last token sees.
-                    end = jnp.minimum(first_unseen, item.end - first_key)
-                    seen = key < over_rows(end, block_tokens)
-                    if config.sliding_window is not None:
-                        start = first_unseen - config.sliding_window
-                        seen &= key >= over_rows(start, block_tokens)
-                    return seen
+                    # One number per key and one per column: the compiler does not recognise equal
+                    # numbers in a matrix. Columns of tokens that the row does not have may see
+                    # garbage, and are never read.
+                    shape = (block_tokens, short_columns)
+                    token = lax.rem(_iota(short_columns, PER_COLUMN), jnp.int32(SHORT_ROW))
+                    query = over_rows(position - first_key + token, block_tokens)
+                    key = lax.broadcast_in_dim(_iota(block_tokens, _PER_KEY), shape, [0])
+                    if config.sliding_window is None:
+                        return key <= query
+                    # Negative distances are large without a sign.
+                    distance = lax.bitcast_convert_type(query - key, jnp.uint32)
+                    return distance < jnp.uint32(config.sliding_window)
 
-                write(
-                    short_ref,
-                    i - short_rows.first_item[0],
-                    attend_blocks(item, used, short_queries, is_seen, PANEL),
-                )
+                total = _filled((short_columns,), 0, PER_COLUMN)
+                softmax = attend_blocks(item, used, short_queries, is_seen, total)
+                write(short_ref, i - short_rows.first_item[0], softmax)
 
-            def attend_items(first, last, attend, carry):
-                def attend_item(i, carry):
-                    # Read the next item early, so that this item's blocks hide the latency.
-                    item, used = carry
-                    next_item = read_item(jnp.minimum(i + 1, num_items - 1))
-                    attend(i, item, used)
-                    return next_item, used + ring.count_blocks(span_of(item))
+            def load_short_queries(item, part):
+                tokens = pl.ds(short_rows.token[item.row], SHORT_ROW)
+                first_head = part * part_size
 
-                return lax.fori_loop(first, last, attend_item, carry)
+                def load(i):
+                    # The last part may have fewer heads; its columns repeat the last one.
+                    head = item.head * group_size + jnp.minimum(first_head + i, group_size - 1)
+                    source = short_queries_ref.at[tokens, head]
+                    return plgpu.load(source, layout=_query_layout(head_size), optimized=False)  # pyright: ignore[reportCallIssue]
+
+                for i, x in enumerate([load(i) for i in range(part_size)]):
+                    store_unoptimized(short_queries.at[pl.ds(i * SHORT_ROW, SHORT_ROW)], x)
+                plgpu.commit_smem()
+
+            def attend_decodes(i, carry):
+                # Read the next item early, so that this item's blocks hide the latency.
+                item, used = carry
+                next_item = read_item(jnp.minimum(i + 1, num_items - 1))
+                attend_decode(i, item, used)
+                return next_item, used + ring.count_blocks(span_of(item))
+
+            def attend_shorts(i, used):
+                item = read_item(i)
+                attend_short(i, item, used)
+                return used + ring.count_blocks(span_of(item))
 
             @pl.when(first < last)
             def _():
                 carry = read_item(first), jnp.int32(0)
-                carry = attend_items(first, first_short, attend_decode, carry)
+                _, used = lax.fori_loop(first, first_short, attend_decodes, carry)
                 if short_rows is not None:
-                    attend_items(first_short, last, attend_short, carry)
+                    lax.fori_loop(first_short, last, attend_shorts, used)
 
         pl.when(lax.axis_index("warpgroup") == 0)(compute)
         pl.when(lax.axis_index("warpgroup") == 1)(produce)
@@ -332,12 +341,11 @@ def _attend_items(
         query_full=plgpu.Barrier(num_barriers=query_slots),
         query_free=plgpu.Barrier(num_barriers=query_slots),
     )
-    short_columns, of_short = 0, None
+    of_short = None
     if work.short is not None:
-        short_columns = part_size * SHORT_ROW
         scratch["short_queries"] = operand(short_columns, head_size)
         # A short row has at least two tokens.
-        num_short = min(num_rows, num_tokens // 2) * num_kv_heads * (group_size // part_size)
+        num_short = min(num_rows, num_tokens // 2) * num_kv_heads * num_parts
         of_short = Partials.shapes(num_short + num_workers - 1, head_size, short_columns)
     scratch["weights"] = operand(max(num_columns, short_columns), block_tokens)
     num_decodes = num_rows * num_kv_heads
@@ -377,6 +385,10 @@ def _multiply(a, b):
     return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
+def _filled(shape, value, layout):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
 def _iota(size: int, layout):
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
 
@@ -384,7 +396,7 @@ def _iota(size: int, layout):
 def _query_layout(head_size: int):
     """The registers for a short row's queries [SHORT_ROW, H] of a head on their way to memory.
 
-    A warp has two tokens, and a thread adjacent numbers of one of them, in each tile of the operand.
+    In each tile of the operand a warp has two tokens, and a thread adjacent numbers of one token.
     """
     columns = operand_columns(head_size)
     return plgpu.Layout.TILED(

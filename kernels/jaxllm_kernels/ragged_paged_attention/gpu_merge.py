@@ -18,7 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxllm_kernels.compat import store_unoptimized
 from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars
-from jaxllm_kernels.ragged_paged_attention.gpu_tuning import padded_group_size, short_heads
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
+    num_short_parts,
+    padded_group_size,
+    short_heads,
+)
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeWork
 
 MATRIX = plgpu.Layout.WGMMA
@@ -70,7 +74,8 @@ def merge(
     group_size = config.num_heads // num_kv_heads
     padded_size = padded_group_size(config)
     part_size = short_heads(config)
-    num_parts = 1 if short is None else group_size // part_size
+    num_parts = 1 if short is None else num_short_parts(config)
+    last_part_size = group_size - (num_parts - 1) * part_size
     num_pairs_of_part = work.pair_first.shape[0] // num_parts
     # Panels that do not overlap are merged at the same time: by a thread block each.
     panels_overlap = head_size % PANEL != 0
@@ -135,15 +140,24 @@ def merge(
             plgpu.commit_smem()
             first_head = head * group_size + part * part_size
 
-            def store(t, _):
+            def store(num_heads, t, _):
                 plgpu.copy_smem_to_gmem(
-                    tokens_smem.at[t],
+                    tokens_smem.at[t, pl.ds(0, num_heads)],
                     out_ref.at[
-                        rows.token[row] + t, pl.ds(first_head, part_size), pl.ds(panel, PANEL)
+                        rows.token[row] + t, pl.ds(first_head, num_heads), pl.ds(panel, PANEL)
                     ],
                 )
 
-            lax.fori_loop(jnp.int32(0), rows.num_tokens[row], store, None)
+            def store_all(num_heads):
+                body = functools.partial(store, num_heads)
+                lax.fori_loop(jnp.int32(0), rows.num_tokens[row], body, None)
+
+            if last_part_size == part_size:
+                store_all(part_size)
+            else:
+                is_last = part == num_parts - 1
+                pl.when(~is_last)(lambda: store_all(part_size))
+                pl.when(is_last)(lambda: store_all(last_part_size))
 
         def merge_panels(merge_panel):
             if panels_overlap:
@@ -167,7 +181,9 @@ def merge(
     column_sinks = [jnp.pad(sinks, padding, constant_values=UNSEEN)]
     smem: dict[str, Any] = dict(panel=plgpu.SMEM((padded_size, PANEL), out.dtype))
     if short is not None:
-        of_parts = sinks.reshape(num_kv_heads, num_parts, part_size)
+        padding = ((0, 0), (0, part_size - last_part_size))
+        of_parts = jnp.pad(sinks, padding, constant_values=UNSEEN)
+        of_parts = of_parts.reshape(num_kv_heads, num_parts, part_size)
         column_sinks.append(jnp.repeat(of_parts, SHORT_ROW, axis=-1))
         smem["tokens"] = plgpu.SMEM((SHORT_ROW, part_size, PANEL), out.dtype)
     plgpu.kernel(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jaxllm_kernels.common import round_up
+from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tuned import Key, log_if_missing, lookup
 
@@ -34,15 +34,20 @@ def padded_group_size(config: AttentionConfig) -> int:
     return round_up(config.num_heads // config.num_kv_heads, 8)
 
 
-def short_heads(config: AttentionConfig) -> int:
-    """Query heads of a kv head that share an item of a short row.
+def num_short_parts(config: AttentionConfig) -> int:
+    """The parts into which the query heads of a kv head are cut in short rows.
 
-    Each has SHORT_ROW columns of the item's products. More columns do not fit in the registers of
-    a warpgroup. Other heads of the kv head are other items, which read the same keys again.
+    Each head has SHORT_ROW columns of an item's products. More than eight heads do not fit in the
+    registers of a warpgroup; with head size 256, or beside a producer that converts, more than four
+    do not. Parts are other items, which read the same keys again.
     """
-    group_size = config.num_heads // config.num_kv_heads
-    most = 8 if config.head_size <= 128 else 4
-    return max(heads for heads in range(1, most + 1) if group_size % heads == 0)
+    has_room = config.head_size <= 128 and config.kv_dtype is None
+    return cdiv(config.num_heads // config.num_kv_heads, 8 if has_room else 4)
+
+
+def short_heads(config: AttentionConfig) -> int:
+    """Query heads of a part; the last part may have fewer."""
+    return cdiv(config.num_heads // config.num_kv_heads, num_short_parts(config))
 
 
 def num_query_slots(num_staged: int) -> int:
