@@ -256,7 +256,10 @@ def _attend_items(
                 total = total.sum(axis=0) if total.ndim == 2 else total
                 store_unoptimized(partials_ref.total.at[i], total)
 
-            def attend_decode(i, item, used):
+            def attend_decode(i, carry):
+                # Read the next item early, so that this item's blocks hide the latency.
+                item, used = carry
+                next_item = read_item(jnp.minimum(i + 1, num_items - 1))
                 slot = lax.rem(i - first, query_slots)
 
                 def is_seen(first_key):
@@ -272,10 +275,12 @@ def _attend_items(
                 softmax = attend_blocks(item, used, queries.at[slot], is_seen, total)
                 plgpu.barrier_arrive(query_free.at[slot])
                 write(decodes_ref, i, softmax)
+                return next_item, used + ring.count_blocks(span_of(item))
 
-            def attend_short(i, item, used):
-                load_short_queries(item, short_rows.part[i])
-                position = short_rows.position[item.row]
+            def attend_short(i, used):
+                item = read_item(i)
+                load_short_queries(item.head, short_rows.part[i], short_rows.token[i])
+                position = short_rows.position[i]
 
                 def is_seen(first_key):
                     # One number per key and one per column: the compiler does not recognise equal
@@ -294,14 +299,15 @@ def _attend_items(
                 total = _filled((short_columns,), 0, PER_COLUMN)
                 softmax = attend_blocks(item, used, short_queries, is_seen, total)
                 write(short_ref, i - short_rows.first_item[0], softmax)
+                return used + ring.count_blocks(span_of(item))
 
-            def load_short_queries(item, part):
-                tokens = pl.ds(short_rows.token[item.row], SHORT_ROW)
+            def load_short_queries(kv_head, part, first_token):
+                tokens = pl.ds(first_token, SHORT_ROW)
                 first_head = part * part_size
 
                 def load(i):
                     # The last part may have fewer heads; its columns repeat the last one.
-                    head = item.head * group_size + jnp.minimum(first_head + i, group_size - 1)
+                    head = kv_head * group_size + jnp.minimum(first_head + i, group_size - 1)
                     source = short_queries_ref.at[tokens, head]
                     return plgpu.load(source, layout=_query_layout(head_size), optimized=False)  # pyright: ignore[reportCallIssue]
 
@@ -309,24 +315,12 @@ def _attend_items(
                     store_unoptimized(short_queries.at[pl.ds(i * SHORT_ROW, SHORT_ROW)], x)
                 plgpu.commit_smem()
 
-            def attend_decodes(i, carry):
-                # Read the next item early, so that this item's blocks hide the latency.
-                item, used = carry
-                next_item = read_item(jnp.minimum(i + 1, num_items - 1))
-                attend_decode(i, item, used)
-                return next_item, used + ring.count_blocks(span_of(item))
-
-            def attend_shorts(i, used):
-                item = read_item(i)
-                attend_short(i, item, used)
-                return used + ring.count_blocks(span_of(item))
-
             @pl.when(first < last)
             def _():
                 carry = read_item(first), jnp.int32(0)
-                _, used = lax.fori_loop(first, first_short, attend_decodes, carry)
+                _, used = lax.fori_loop(first, first_short, attend_decode, carry)
                 if short_rows is not None:
-                    lax.fori_loop(first_short, last, attend_shorts, used)
+                    lax.fori_loop(first_short, last, attend_short, used)
 
         pl.when(lax.axis_index("warpgroup") == 0)(compute)
         pl.when(lax.axis_index("warpgroup") == 1)(produce)

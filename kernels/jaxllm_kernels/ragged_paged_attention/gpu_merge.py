@@ -81,7 +81,15 @@ def merge(
     panels_overlap = head_size % PANEL != 0
 
     def kernel(
-        decodes_ref, short_ref, first_ref, last_ref, rows, scales_ref, sinks_ref, out_ref, **smem
+        decodes_ref,
+        short_ref,
+        first_ref,
+        last_ref,
+        short_rows,
+        scales_ref,
+        sinks_ref,
+        out_ref,
+        **smem,
     ):
         row, head = lax.axis_index("row"), lax.axis_index("head")
         part, pair = jnp.int32(0), row * num_kv_heads + head
@@ -131,7 +139,7 @@ def merge(
 
         def merge_short(panel):
             tokens_smem = smem["tokens"]
-            first_item = rows.first_item[0]
+            first_item = short_rows.first_item[0]
             sink = _load(sinks_ref[1].at[head, part], PER_COLUMN)
             merged = add_up(short_ref, first - first_item, last - first_item, sink, panel)
             for i in range(part_size):
@@ -140,24 +148,23 @@ def merge(
             plgpu.commit_smem()
             first_head = head * group_size + part * part_size
 
-            def store(num_heads, t, _):
-                plgpu.copy_smem_to_gmem(
-                    tokens_smem.at[t, pl.ds(0, num_heads)],
-                    out_ref.at[
-                        rows.token[row] + t, pl.ds(first_head, num_heads), pl.ds(panel, PANEL)
-                    ],
-                )
+            first_token, end = short_rows.query_starts[row], short_rows.query_starts[row + 1]
 
-            def store_all(num_heads):
-                body = functools.partial(store, num_heads)
-                lax.fori_loop(jnp.int32(0), rows.num_tokens[row], body, None)
+            def store(num_heads):
+                def store_token(token, _):
+                    plgpu.copy_smem_to_gmem(
+                        tokens_smem.at[token - first_token, pl.ds(0, num_heads)],
+                        out_ref.at[token, pl.ds(first_head, num_heads), pl.ds(panel, PANEL)],
+                    )
+
+                lax.fori_loop(first_token, end, store_token, None)
 
             if last_part_size == part_size:
-                store_all(part_size)
+                store(part_size)
             else:
                 is_last = part == num_parts - 1
-                pl.when(~is_last)(lambda: store_all(part_size))
-                pl.when(is_last)(lambda: store_all(last_part_size))
+                pl.when(~is_last)(lambda: store(part_size))
+                pl.when(is_last)(lambda: store(last_part_size))
 
         def merge_panels(merge_panel):
             if panels_overlap:
@@ -171,7 +178,7 @@ def merge(
         if short is None:
             pl.when(has_items)(lambda: merge_panels(merge_decode))
         else:
-            is_short = rows.num_tokens[row] > 1
+            is_short = short_rows.query_starts[row + 1] - short_rows.query_starts[row] > 1
             pl.when(has_items & ~is_short)(lambda: merge_panels(merge_decode))
             pl.when(has_items & is_short)(lambda: merge_panels(merge_short))
 

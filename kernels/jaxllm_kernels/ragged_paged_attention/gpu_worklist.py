@@ -37,17 +37,19 @@ class DecodeItems(NamedTuple):
 
 
 class ShortRows(NamedTuple):
-    """The items and queries of rows with several tokens.
+    """The queries of rows with several tokens, whose items come after those of decodes.
 
     The query heads of a kv head may be too many for one item. Then they are cut into parts, and
     each part has all of the row's pairs.
     """
 
-    first_item: jax.Array  # int32 [1]: the items before it are those of decodes
-    part: jax.Array  # int32 [W]: of an item
-    token: jax.Array  # int32 [R]: flat position of the first token
-    num_tokens: jax.Array  # int32 [R]
-    position: jax.Array  # int32 [R]: position of the first token in the row's context
+    first_item: jax.Array  # int32 [1]
+    # Of an item; of no meaning for those of decodes.
+    part: jax.Array  # int32 [W]
+    token: jax.Array  # int32 [W]: flat position of the row's first token
+    position: jax.Array  # int32 [W]: position of the row's first token in its context
+    # Of the batch.
+    query_starts: jax.Array  # int32 [R + 1]
 
 
 class DecodeWork(NamedTuple):
@@ -84,8 +86,8 @@ def split_decodes(
 ) -> DecodeWork:
     """Divide the keys of a batch's decodes and short rows, in blocks, among the workers.
 
-    Short rows have `short_parts` parts. A row's blocks begin at a multiple of load_tokens, so that
-    no block loads a page before the window.
+    Decodes come first, then the short rows, `short_parts` times. A row's blocks begin at a multiple
+    of load_tokens, so that no block loads a page before the window.
     """
     num_rows = batch.context_lens.shape[0]
     rows = jnp.arange(num_rows)
@@ -100,16 +102,15 @@ def split_decodes(
     row_start = first_seen // load_tokens * load_tokens
     row_blocks = cdiv_array(lengths - row_start, block_tokens)
 
-    pair_blocks = jnp.repeat(row_blocks, num_kv_heads)
-    if num_parts > 1:
-        short_blocks = jnp.where(rows < batch.num_decodes, 0, row_blocks)
-        short_blocks = jnp.repeat(short_blocks, num_kv_heads)
-        pair_blocks = jnp.concatenate([pair_blocks, *[short_blocks] * (num_parts - 1)])
-    pair_end = jnp.cumsum(pair_blocks, dtype=jnp.int32)
-    pair_start = pair_end - pair_blocks
+    is_short = rows >= batch.num_decodes
+    pair_blocks, pair_start, worker_start = _lay_out(
+        jnp.repeat(row_blocks, num_kv_heads),
+        jnp.repeat(is_short, num_kv_heads),
+        num_parts=num_parts,
+        num_workers=num_workers,
+    )
+    pair_end = pair_start + pair_blocks
     total = pair_end[-1]
-    share = cdiv_array(total, num_workers)
-    worker_start = jnp.arange(num_workers + 1, dtype=jnp.int32) * share
 
     # Each cut once: two equal cuts would have an empty item between them. The others become the
     # end of everything.
@@ -127,13 +128,13 @@ def split_decodes(
     end = start + (next_cuts - cuts) * block_tokens
     short = None
     if not batch.decode_only:
-        decode_blocks = jnp.where(rows < batch.num_decodes, row_blocks, 0).sum() * num_kv_heads
+        decode_blocks = jnp.where(is_short, 0, row_blocks).sum() * num_kv_heads
         short = ShortRows(
             first_item=_count_below(cuts, decode_blocks[None]),
             part=pair // (num_rows * num_kv_heads),
-            token=batch.query_starts[:-1],
-            num_tokens=num_tokens,
-            position=batch.context_lens - num_tokens,
+            token=batch.query_starts[row],
+            position=(batch.context_lens - num_tokens)[row],
+            query_starts=batch.query_starts,
         )
     return DecodeWork(
         DecodeItems(
@@ -149,6 +150,40 @@ def split_decodes(
         pair_last=_count_below(cuts, pair_end),
         short=short,
     )
+
+
+def _lay_out(
+    blocks: jax.Array, is_short: jax.Array, *, num_parts: int, num_workers: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sequence of all blocks: blocks and starts of the pairs, and starts of the workers.
+
+    The parts of a row read the same keys. So there are gaps between the parts: they begin at a
+    multiple of a worker's share from each other. Then each part has workers of its own, and these
+    are at the same keys at the same time: one of them finds in L2 what another has read. (Except
+    the first worker of a part that would begin in a gap. It is early.)
+    """
+    workers = jnp.arange(num_workers + 1, dtype=jnp.int32)
+    if num_parts == 1:
+        end = jnp.cumsum(blocks, dtype=jnp.int32)
+        return blocks, end - blocks, workers * cdiv_array(end[-1], num_workers)
+    short_blocks = jnp.where(is_short, blocks, 0)
+    all_blocks = jnp.concatenate([blocks, *[short_blocks] * (num_parts - 1)])
+    part_blocks = short_blocks.sum()
+    end = jnp.cumsum(all_blocks, dtype=jnp.int32)
+    if num_workers <= num_parts:  # no room for gaps
+        return all_blocks, end - all_blocks, workers * cdiv_array(end[-1], num_workers)
+    # The gaps are less than a share each.
+    num_gaps = jnp.where(part_blocks > 0, num_parts, 0)
+    share = jnp.maximum(cdiv_array(end[-1], num_workers - num_gaps), 1)
+    stride = jnp.maximum(cdiv_array(part_blocks, share), 1) * share
+    part = jnp.arange(all_blocks.size, dtype=jnp.int32) // blocks.size
+    start = end - all_blocks + part * (stride - part_blocks)
+    # A worker that would begin in a gap begins at its end.
+    first_start = jnp.where(is_short, 0, blocks).sum()
+    part, offset = jnp.divmod(workers * share - first_start, stride)
+    is_in_gap = (part >= 0) & (offset >= part_blocks)
+    worker_start = jnp.where(is_in_gap, first_start + (part + 1) * stride, workers * share)
+    return all_blocks, start, worker_start
 
 
 def cut_prefills(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int) -> PrefillTiles:
@@ -183,7 +218,7 @@ def item_of_worker(worker, i, num_workers: int):
     return i * num_workers + turned
 
 
-def cdiv_array(a: jax.Array, b: int) -> jax.Array:
+def cdiv_array(a: jax.Array, b: int | jax.Array) -> jax.Array:
     """Divide and round up."""
     return (a + (b - 1)) // b
 
