@@ -85,41 +85,45 @@ def decode(
     The queries are [T, N, H], with SHORT_ROW - 1 or more rows after the last token unless the batch
     is decode_only.
     """
-    num_kv_heads, head_size = config.num_kv_heads, config.head_size
-    group_size = config.num_heads // num_kv_heads
     # Decodes are the first rows, and a decode's token has the index of its row.
     num_rows = min(block_tables.shape[0], out.shape[0])
-    grouped = q[:num_rows].reshape(num_rows, num_kv_heads, group_size, head_size)
-    padding = (0, padded_group_size(config) - group_size)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), padding, (0, 0)))
     ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=1)
-    decodes, short = _attend_items(
-        grouped,
-        q,
+    # A short row has at least two tokens.
+    num_short = min(num_rows, out.shape[0] // 2)
+    partials = _attend_items(
+        _group_heads(q[:num_rows], config),
+        None if work.short is None else q,
         cache,
         block_tables,
         work,
-        scalars,
-        config,
-        ring,
-        interpret,
-        num_tokens=out.shape[0],
+        scalars.score_factors,
+        config=config,
+        ring=ring,
+        num_short=num_short,
+        interpret=interpret,
     )
-    merge(decodes, short, work, scalars, out, num_rows=num_rows, config=config, interpret=interpret)
+    merge(*partials, work, scalars, out, num_rows=num_rows, config=config, interpret=interpret)
+
+
+def _group_heads(q: jax.Array, config: AttentionConfig) -> jax.Array:
+    """Queries [R, N, H] as [R, K, C, H], the columns of decodes."""
+    grouped = q.reshape(q.shape[0], config.num_kv_heads, -1, config.head_size)
+    padding = (0, padded_group_size(config) - grouped.shape[2])
+    return jnp.pad(grouped, ((0, 0), (0, 0), padding, (0, 0)))
 
 
 def _attend_items(
     grouped: jax.Array,
-    q: jax.Array,
+    q: jax.Array | None,
     cache: jax.Array,
     block_tables: jax.Array,
     work: DecodeWork,
-    scalars: HeadScalars,
+    score_factors: jax.Array,
+    *,
     config: AttentionConfig,
     ring: BlockRing,
+    num_short: int,
     interpret: Any,
-    *,
-    num_tokens: int,
 ) -> tuple[Partials, Partials | None]:
     """Compute the partial softmaxes of all items: those of decodes, and those of short rows."""
     num_items = work.items.row.shape[0]
@@ -127,7 +131,8 @@ def _attend_items(
     num_rows, num_kv_heads, num_columns, head_size = grouped.shape
     group_size = config.num_heads // num_kv_heads
     part_size, num_parts = short_heads(config), num_short_parts(config)
-    short_columns = 0 if work.short is None else part_size * SHORT_ROW
+    has_short = work.short is not None
+    short_columns = part_size * SHORT_ROW if has_short else 0
     block_tokens = ring.block_tokens
     panels = panels_of(head_size)
     query_slots = num_query_slots(ring.num_staged)
@@ -139,7 +144,7 @@ def _attend_items(
         tables_ref,
         items_ref,
         worker_items_ref,
-        short_rows,
+        short_rows: Any,
         factors_ref,
         decodes_ref,
         short_ref,
@@ -149,13 +154,13 @@ def _attend_items(
         weights,
         query_full,
         query_free,
-        short_queries=None,
+        short_queries: Any = None,
     ):
         worker = lax.axis_index("worker")
         first, last = worker_items_ref[worker], worker_items_ref[worker + 1]
         # Items of decodes come first. Only they have their queries in slots.
         first_short = last
-        if short_rows is not None:
+        if has_short:
             first_short = jnp.clip(short_rows.first_item[0], first, last)
 
         def read_item(i) -> DecodeItems:
@@ -180,10 +185,10 @@ def _attend_items(
 
             def begin_item(i):
                 item = read_item(first + i)
-                if short_rows is None:
-                    send_queries(i, item)
-                else:
+                if has_short:
                     pl.when(first + i < first_short)(lambda: send_queries(i, item))
+                else:
+                    send_queries(i, item)
                 return span_of(item)
 
             ring.send_all(last - first, begin_item, cache_ref, tables_ref, blocks)
@@ -203,7 +208,7 @@ def _attend_items(
                 The sums, zero in `total`, are [C], or [keys of a block, C] to be added up.
                 """
                 columns = queries.shape[0]
-                weights_t = (weights if short_rows is None else weights.at[pl.ds(0, columns)]).T
+                weights_t = (weights.at[pl.ds(0, columns)] if has_short else weights).T
                 factor = factors_ref[item.head]
 
                 def attend_block(j, softmax):
@@ -319,7 +324,7 @@ def _attend_items(
             def _():
                 carry = read_item(first), jnp.int32(0)
                 _, used = lax.fori_loop(first, first_short, attend_decode, carry)
-                if short_rows is not None:
+                if has_short:
                     lax.fori_loop(first_short, last, attend_short, used)
 
         pl.when(lax.axis_index("warpgroup") == 0)(compute)
@@ -336,19 +341,15 @@ def _attend_items(
         query_free=plgpu.Barrier(num_barriers=query_slots),
     )
     of_short = None
-    if work.short is not None:
+    if has_short:
         scratch["short_queries"] = operand(short_columns, head_size)
-        # A short row has at least two tokens.
-        num_short = min(num_rows, num_tokens // 2) * num_kv_heads * num_parts
-        of_short = Partials.shapes(num_short + num_workers - 1, head_size, short_columns)
+        most_items = num_short * num_kv_heads * num_parts + num_workers - 1
+        of_short = Partials.shapes(most_items, head_size, short_columns)
     scratch["weights"] = operand(max(num_columns, short_columns), block_tokens)
-    num_decodes = num_rows * num_kv_heads
+    most_items = num_rows * num_kv_heads + num_workers - 1
     return plgpu.kernel(
         kernel,
-        out_type=(
-            Partials.shapes(num_decodes + num_workers - 1, head_size, num_columns),
-            of_short,
-        ),
+        out_type=(Partials.shapes(most_items, head_size, num_columns), of_short),
         grid=(num_workers,),
         grid_names=("worker",),
         num_threads=2,
@@ -357,16 +358,7 @@ def _attend_items(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(
-        grouped,
-        None if work.short is None else q,
-        cache,
-        block_tables,
-        work.items,
-        work.worker_items,
-        work.short,
-        scalars.score_factors,
-    )
+    )(grouped, q, cache, block_tables, work.items, work.worker_items, work.short, score_factors)
 
 
 def _multiply(a, b):
