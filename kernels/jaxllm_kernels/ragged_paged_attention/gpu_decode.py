@@ -57,6 +57,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     num_query_slots,
     num_short_parts,
     padded_group_size,
+    reduction_bytes,
     short_heads,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeItems, DecodeWork
@@ -355,7 +356,10 @@ def _attend_items(
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=reduction_bytes(max(num_columns, short_columns)),
+        ),
         interpret=interpret,
         kernel_name="paged_decode",
     )(grouped, q, cache, block_tables, work.items, work.worker_items, work.short, score_factors)

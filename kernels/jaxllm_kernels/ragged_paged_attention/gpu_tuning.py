@@ -50,6 +50,15 @@ def short_heads(config: AttentionConfig) -> int:
     return cdiv(config.num_heads // config.num_kv_heads, num_short_parts(config))
 
 
+def reduction_bytes(num_columns: int) -> int:
+    """Shared memory in which the warps of a decode reduce this number of columns.
+
+    128 bytes per column are one round; half of that are two rounds, with twice the barriers. More
+    than 32 columns take more rounds: for fewer rounds they would need registers that are not there.
+    """
+    return 4096 if 16 < num_columns <= 32 else 2048
+
+
 def num_query_slots(num_staged: int) -> int:
     """Items of a decode whose queries are in shared memory.
 
@@ -99,9 +108,10 @@ def default_tuning(kernel: Kernel, config: AttentionConfig) -> Tuning:
         query_rows = num_query_slots(num_staged) * padded_group_size(config)
         other_bytes = _RESERVED_BYTES["decode"] + query_rows * head_size * 2
     if kernel == "decode_with_short_rows":
-        # The queries of one item, and the weights that need more than is reserved.
+        # The queries of one item, and what weights and reductions need more than is reserved.
         columns = short_heads(config) * SHORT_ROW
         other_bytes += columns * (head_size + block_tokens) * 2
+        other_bytes += reduction_bytes(columns) - reduction_bytes(0)
     room = _SHARED_BYTES - other_bytes - num_staged * block_bytes
     return Tuning(
         block_tokens=block_tokens,
