@@ -61,6 +61,8 @@ def small(name: str, rows=_MIXED, **changes) -> Case:
     return Case(name=name, rows=rows, **options)
 
 
+SMALL_SHORT_ROWS = small("short_rows", _SHORT, num_rows=6, num_heads=4)
+
 SMALL_CASES = [
     small("mixed"),
     small("decodes", _DECODES, num_tokens=5, decode_only=True, num_kv_heads=2),
@@ -100,11 +102,10 @@ SMALL_CASES = [
         has_sinks=True,
         kv_dtype="float8_e4m3fn",
     ),
-    small("short_rows", _SHORT, num_rows=6, num_heads=4),
-    small("short_rows_of_parts", ((1, 20), (8, 133)), num_heads=12, head_size=128),
-    small("short_rows_of_head_size_80", ((2, 20), (8, 133)), num_heads=3, head_size=80),
-    small("short_rows_of_head_size_256", ((2, 20), (8, 133)), num_heads=8, head_size=256),
-    small("short_rows_in_a_window", _SHORT, num_rows=6, sliding_window=6),
+    SMALL_SHORT_ROWS,
+    small("short_rows_of_parts", ((1, 20), (8, 133)), num_heads=5, head_size=256),
+    # Each token of a row has another window.
+    small("short_rows_in_a_window", _SHORT, num_rows=6, head_size=80, sliding_window=6),
     small(
         "everything_with_short_rows",
         _SHORT,
@@ -135,6 +136,17 @@ SMALL_CASES = [
 @pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
 def test_small_cases_are_right_and_without_races(case, capfd):
     assert_correct(INTERPRETED, case, "bfloat16", capfd)
+
+
+@interpreted
+def test_short_rows_are_as_chunks(capfd):
+    as_chunks = dataclasses.replace(SMALL_SHORT_ROWS, has_short=False)
+    short, chunks = (
+        run_case(INTERPRETED, case, "bfloat16") for case in (SMALL_SHORT_ROWS, as_chunks)
+    )
+    error = np.linalg.norm(short.out - chunks.out) / np.linalg.norm(chunks.out)
+    assert error < TOLERANCES["bfloat16"]
+    assert_no_races(capfd)
 
 
 @interpreted
