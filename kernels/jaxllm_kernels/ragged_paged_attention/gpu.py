@@ -1,8 +1,8 @@
 """The implementation for Hopper GPUs, in Pallas Mosaic GPU kernels.
 
-Two kernels compute disjoint rows of the flat batch. One is for decodes and splits their keys over
-the chip (`gpu_decode`). The other is for prefill chunks and keeps the tensor cores busy
-(`gpu_prefill`). Their worklists are computed once per step (`gpu_worklist`).
+Two kernels compute disjoint rows of the flat batch. One is for decodes and short rows, and splits
+their keys over the chip (`gpu_decode`). The other is for longer prefill chunks and keeps the tensor
+cores busy (`gpu_prefill`). Their worklists are computed once per step (`gpu_worklist`).
 
 An XLA scatter writes the keys and values first, in place if the cache is donated.
 
