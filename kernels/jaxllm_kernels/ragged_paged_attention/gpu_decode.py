@@ -358,7 +358,7 @@ def _attend_items(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=reduction_bytes(max(num_columns, short_columns)),
+            reduction_scratch_bytes=reduction_bytes(max(num_columns, short_columns), head_size),
         ),
         interpret=interpret,
         kernel_name="paged_decode",

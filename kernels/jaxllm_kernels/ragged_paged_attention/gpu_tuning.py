@@ -50,13 +50,14 @@ def short_heads(config: AttentionConfig) -> int:
     return cdiv(config.num_heads // config.num_kv_heads, num_short_parts(config))
 
 
-def reduction_bytes(num_columns: int) -> int:
+def reduction_bytes(num_columns: int, head_size: int) -> int:
     """Shared memory in which the warps of a decode reduce this number of columns.
 
     128 bytes per column are one round; half of that are two rounds, with twice the barriers. More
-    than 32 columns take more rounds: for fewer rounds they would need registers that are not there.
+    than 32 columns, and head size 256, take more rounds: for fewer they would need registers that
+    are not there.
     """
-    return 4096 if 16 < num_columns <= 32 else 2048
+    return 4096 if 16 < num_columns <= 32 and head_size <= 128 else 2048
 
 
 def num_query_slots(num_staged: int) -> int:
@@ -111,7 +112,7 @@ def default_tuning(kernel: Kernel, config: AttentionConfig) -> Tuning:
         # The queries of one item, and what weights and reductions need more than is reserved.
         columns = short_heads(config) * SHORT_ROW
         other_bytes += columns * (head_size + block_tokens) * 2
-        other_bytes += reduction_bytes(columns) - reduction_bytes(0)
+        other_bytes += reduction_bytes(columns, head_size) - reduction_bytes(0, head_size)
     room = _SHARED_BYTES - other_bytes - num_staged * block_bytes
     return Tuning(
         block_tokens=block_tokens,
