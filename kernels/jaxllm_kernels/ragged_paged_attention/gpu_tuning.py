@@ -38,10 +38,10 @@ def num_short_parts(config: AttentionConfig) -> int:
     """The parts into which the query heads of a kv head are cut in short rows.
 
     Each head has SHORT_ROW columns of an item's products. More than eight heads do not fit in the
-    registers of a warpgroup; with head size 256, or beside a producer that converts, more than four
-    do not. Parts are other items, which read the same keys again.
+    registers of a warpgroup; with head size 256, with panels that overlap, or beside a producer
+    that converts, more than four do not. Parts are other items, which read the same keys again.
     """
-    has_room = config.head_size <= 128 and config.kv_dtype is None
+    has_room = config.head_size in (64, 128) and config.kv_dtype is None
     return cdiv(config.num_heads // config.num_kv_heads, 8 if has_room else 4)
 
 
