@@ -13,6 +13,9 @@ and its last, which is zero as long as no ring drains.
 
 A prefill's figure is its balance: the mean load of a worker divided by the largest. The load of an
 item is its number of blocks and a constant. Whatever the tensor cores lose comes on top.
+
+Short rows are simulated like decodes. Beside that is the least time that they would take as tiles
+of a prefill: the blocks of the worker with the most, at the full rate of the tensor cores.
 """
 
 import argparse
@@ -26,8 +29,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jaxllm_kernels.common import cdiv
-from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
-from jaxllm_kernels.ragged_paged_attention.gpu_tuning import PREFILL_TILE_TOKENS
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
+    PREFILL_TILE_TOKENS,
+    default_tuning,
+    num_short_parts,
+)
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
     cut_prefills,
     item_of_worker,
@@ -36,9 +43,21 @@ from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
 
 NUM_WORKERS = 132
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 8, 128  # of Llama-3.1-8B
-BLOCK_TOKENS, PAGE_TOKENS, NUM_STAGES = 128, 64, 4
+BLOCK_TOKENS, PAGE_TOKENS = 128, 64
 REQUEST, ARRIVAL = 0, 1
 BYTES_PER_US = 4.3e6  # of an H200's memory, as measured by others
+OPERATIONS_PER_US = 790e6  # of its tensor cores, likewise
+
+
+def config_of(heads_per_kv_head: int = NUM_HEADS // NUM_KV_HEADS) -> AttentionConfig:
+    """A layer with a number of query heads per kv head."""
+    num_heads = heads_per_kv_head * NUM_KV_HEADS
+    return AttentionConfig(
+        num_heads=num_heads, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, scale=1.0
+    )
+
+
+NUM_STAGES = default_tuning("decode", config_of()).num_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +77,20 @@ class Durations:
     values: float = 0.25  # product with the values, until the stage is released
     zero: float = 0.25  # the end of a last block
     finish: float = 0.3  # write an item's partial result
+    queries: float = 0.0  # loaded by the reader, before an item's first block
 
 
-def make_batch(rows: list[tuple[int, int]], num_decodes: int) -> RaggedBatch:
+# By query heads per kv head. Matrix instructions of up to 32 columns take 16 cycles, those of 64
+# take 32.
+SHORT_DURATIONS = {
+    4: Durations(keys=0.23, softmax=0.49, values=0.28, finish=0.4, queries=0.5),
+    8: Durations(keys=0.39, softmax=1.13, values=0.49, finish=0.5, queries=0.6),
+}
+
+
+def make_batch(
+    rows: list[tuple[int, int]], num_decodes: int = 0, num_short: int = 0
+) -> RaggedBatch:
     """A step of rows of (tokens, context)."""
     lengths, contexts = np.array(rows, np.int32).T
     return RaggedBatch(
@@ -68,16 +98,18 @@ def make_batch(rows: list[tuple[int, int]], num_decodes: int) -> RaggedBatch:
         context_lens=jnp.asarray(contexts),
         block_tables=jnp.zeros((len(rows), 1), jnp.int32),
         num_decodes=jnp.int32(num_decodes),
+        num_short=jnp.int32(num_short),
         block_size=PAGE_TOKENS,
         decode_only=num_decodes == len(rows),
     )
 
 
-def decode_items(contexts: list[int]) -> list[list[int]]:
+def decode_items(batch: RaggedBatch, short_parts: int = 1) -> list[list[int]]:
     """For each worker, the numbers of keys of its items."""
     work = split_decodes(
-        make_batch([(1, context) for context in contexts], len(contexts)),
+        batch,
         num_kv_heads=NUM_KV_HEADS,
+        short_parts=short_parts,
         sliding_window=None,
         block_tokens=BLOCK_TOKENS,
         load_tokens=PAGE_TOKENS,
@@ -93,6 +125,7 @@ class Copy(NamedTuple):
 
     num_bytes: int
     look_up: float  # by the producer, before it waits for a free stage
+    before: float  # by the reader, before it waits for this copy
     use: float  # by the reader, until the stage is released
     rest: float  # by the reader, until it waits for the next copy
 
@@ -107,8 +140,9 @@ def list_copies(items: list[int], take: Durations) -> list[Copy]:
             loads = take.load * (2 if first == 0 else 1)
             zero = take.zero if num_tokens < BLOCK_TOKENS else 0.0
             finish = take.finish if first + num_tokens == num_keys else 0.0
-            copies.append(Copy(num_bytes, loads, take.keys, take.softmax))
-            copies.append(Copy(num_bytes, 0.0, take.values + zero, finish))
+            queries = take.queries if first == 0 else 0.0
+            copies.append(Copy(num_bytes, loads, queries, take.keys, take.softmax))
+            copies.append(Copy(num_bytes, 0.0, 0.0, take.values + zero, finish))
     return copies
 
 
@@ -139,7 +173,7 @@ class Worker:
         copy = self.copies[self.num_arrived]
         self.num_arrived += 1
         self._last_arrival = time
-        released = max(self.reader, time) + copy.use
+        released = max(self.reader + copy.before, time) + copy.use
         self.reader = released + copy.rest
         return released
 
@@ -151,7 +185,9 @@ class Outcome(NamedTuple):
     idle: float  # the most that a worker had nothing in flight
 
 
-def simulate_decode(items_of_workers: list[list[int]], take: Durations) -> Outcome:
+def simulate_decode(
+    items_of_workers: list[list[int]], take: Durations, num_stages: int = NUM_STAGES
+) -> Outcome:
     """Simulate the workers and their memory, which serves all that wait for it at equal rates.
 
     A worker's requests are served one after the other. `served` is what a worker that never ran out
@@ -161,7 +197,7 @@ def simulate_decode(items_of_workers: list[list[int]], take: Durations) -> Outco
     workers = [Worker(items, take) for items in items_of_workers if items]
     events: list[tuple[float, int, int, int]] = []  # time, kind, worker, bytes
     for index, worker in enumerate(workers):
-        for _ in range(min(2 * NUM_STAGES, len(worker.copies))):
+        for _ in range(min(2 * num_stages, len(worker.copies))):
             time, size = worker.request(0.0)
             heapq.heappush(events, (time, REQUEST, index, size))
     waiting = [deque[int]() for _ in workers]
@@ -197,32 +233,57 @@ def simulate_decode(items_of_workers: list[list[int]], take: Durations) -> Outco
 class DecodeBound(NamedTuple):
     """What a decode reaches at most."""
 
+    us: float
     of_bandwidth: float
     idle_us: float
 
 
+def _bound(contexts: list[int], outcome: Outcome) -> DecodeBound:
+    num_bytes = sum(contexts) * NUM_KV_HEADS * HEAD_SIZE * 4
+    return DecodeBound(outcome.time, num_bytes / BYTES_PER_US / outcome.time, outcome.idle)
+
+
 def decode_bound(contexts: list[int]) -> DecodeBound:
     """Simulate a decode of rows with these contexts."""
-    outcome = simulate_decode(decode_items(contexts), Durations())
-    num_bytes = sum(contexts) * NUM_KV_HEADS * HEAD_SIZE * 4
-    return DecodeBound(num_bytes / BYTES_PER_US / outcome.time, outcome.idle)
+    batch = make_batch([(1, context) for context in contexts], num_decodes=len(contexts))
+    return _bound(contexts, simulate_decode(decode_items(batch), Durations()))
 
 
-def prefill_balance(rows: list[tuple[int, int]], blocks_per_item: float = 1.0) -> float:
-    """The mean load of the workers divided by the largest; an item costs some blocks more."""
+def short_bound(rows: list[tuple[int, int]], heads_per_kv_head: int) -> DecodeBound:
+    """Simulate short rows of (tokens, context)."""
+    config = config_of(heads_per_kv_head)
+    items = decode_items(make_batch(rows, num_short=len(rows)), num_short_parts(config))
+    num_stages = default_tuning("decode_with_short_rows", config).num_stages
+    outcome = simulate_decode(items, SHORT_DURATIONS[heads_per_kv_head], num_stages)
+    return _bound([context for _, context in rows], outcome)
+
+
+def _tile_blocks(rows: list[tuple[int, int]], num_heads: int) -> np.ndarray:
+    """The blocks of each item of each worker of a prefill; 0 for no item."""
     num_tokens = sum(tokens for tokens, _ in rows)
-    tiles = cut_prefills(
-        make_batch(rows, 0), num_tokens=num_tokens, tile_tokens=PREFILL_TILE_TOKENS
-    )
-    num_items = int(tiles.num_tiles[0]) * NUM_HEADS
+    tiles = cut_prefills(make_batch(rows), num_tokens=num_tokens, tile_tokens=PREFILL_TILE_TOKENS)
+    num_items = int(tiles.num_tiles[0]) * num_heads
     blocks = np.asarray((tiles.position + tiles.num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
     turns = np.arange(cdiv(num_items, NUM_WORKERS), dtype=np.int32)
     items = np.asarray(
         item_of_worker(np.arange(NUM_WORKERS, dtype=np.int32)[:, None], turns, NUM_WORKERS)
     )
-    load = blocks[np.minimum(items // NUM_HEADS, len(blocks) - 1)] + blocks_per_item
-    load = np.where(items < num_items, load, 0).sum(axis=1)
+    of_items = blocks[np.minimum(items // num_heads, len(blocks) - 1)]
+    return np.where(items < num_items, of_items, 0)
+
+
+def prefill_balance(rows: list[tuple[int, int]], blocks_per_item: float = 1.0) -> float:
+    """The mean load of the workers divided by the largest; an item costs some blocks more."""
+    blocks = _tile_blocks(rows, NUM_HEADS)
+    load = (blocks + blocks_per_item * (blocks > 0)).sum(axis=1)
     return load.mean() / load.max()
+
+
+def tiles_us(rows: list[tuple[int, int]], heads_per_kv_head: int) -> float:
+    """The least time of rows as tiles of a prefill."""
+    blocks = _tile_blocks(rows, heads_per_kv_head * NUM_KV_HEADS)
+    operations = 4 * PREFILL_TILE_TOKENS * BLOCK_TOKENS * HEAD_SIZE
+    return blocks.sum(axis=1).max() * operations * NUM_WORKERS / OPERATIONS_PER_US
 
 
 DECODES = {
@@ -231,6 +292,11 @@ DECODES = {
     "64 x 100 to 1990": np.linspace(100, 1990, 64, dtype=int).tolist(),
     "1 x 1024": [1024],
     "1 x 32768": [32768],
+}
+SHORT_ROWS = {
+    f"64 x {tokens} tokens at {context}": [(tokens, context)] * 64
+    for context in (1000, 8192)
+    for tokens in (4, 8)
 }
 PREFILLS = {
     "1 x 1800": [(1800, 1800)],
@@ -250,6 +316,11 @@ def main() -> None:
     for name, contexts in DECODES.items():
         bound = decode_bound(contexts)
         print(f"| {name} | {bound.of_bandwidth:.3f} | {bound.idle_us:.2f} |")
+    print("\n| short rows | heads per kv head | us | of the bandwidth | us as tiles |")
+    print("|---|---|---|---|---|")
+    for (name, rows), heads in itertools.product(SHORT_ROWS.items(), SHORT_DURATIONS):
+        bound, as_tiles = short_bound(rows, heads), tiles_us(rows, heads)
+        print(f"| {name} | {heads} | {bound.us:.0f} | {bound.of_bandwidth:.2f} | {as_tiles:.0f} |")
     print("\n| prefill | balance |\n|---|---|")
     for name, rows in PREFILLS.items():
         print(f"| {name} | {prefill_balance(rows):.2f} |")

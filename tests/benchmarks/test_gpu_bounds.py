@@ -36,6 +36,16 @@ def test_the_bound_of_decodes(gpu_bounds, contexts, least):
     assert least < gpu_bounds.decode_bound(contexts).of_bandwidth < 1
 
 
+@pytest.mark.parametrize(("heads_per_kv_head", "least"), [(4, 0.93), (8, 0.8)])
+def test_short_rows_take_less_than_half_of_what_they_would_as_tiles(
+    gpu_bounds, heads_per_kv_head, least
+):
+    rows = [(8, 1000)] * 64
+    bound = gpu_bounds.short_bound(rows, heads_per_kv_head)
+    assert least < bound.of_bandwidth < 1
+    assert 2 * bound.us < gpu_bounds.tiles_us(rows, heads_per_kv_head)
+
+
 @pytest.mark.parametrize(
     ("rows", "least"),
     [([(1800, 1800)], 0.95), ([(1024, 1024)] * 2, 0.95), ([(8192, 8192)], 0.98)],

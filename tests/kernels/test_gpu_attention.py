@@ -51,10 +51,17 @@ _MIXED = ((1, 140), (1, 5), (30, 61), (3, 3))
 _DECODES = ((1, 1), (1, 17), (1, 150))
 
 
+# A decode, short rows and a chunk. The first begins a context, the others have two blocks of keys,
+# of which some tokens of the second do not see the last one.
+_SHORT = ((1, 20), (2, 2), (8, 133), (5, 150), (20, 30))
+
+
 def small(name: str, rows=_MIXED, **changes) -> Case:
     options = {"num_heads": 2, "num_kv_heads": 1, "num_rows": 5, "max_blocks": 12, **changes}
     return Case(name=name, rows=rows, **options)
 
+
+SMALL_SHORT_ROWS = small("short_rows", _SHORT, num_rows=6, num_heads=4)
 
 SMALL_CASES = [
     small("mixed"),
@@ -95,6 +102,21 @@ SMALL_CASES = [
         has_sinks=True,
         kv_dtype="float8_e4m3fn",
     ),
+    SMALL_SHORT_ROWS,
+    small("short_rows_of_parts", ((1, 20), (8, 133)), num_heads=5, head_size=256),
+    # Each token of a row has another window.
+    small("short_rows_in_a_window", _SHORT, num_rows=6, head_size=80, sliding_window=6),
+    small(
+        "everything_with_short_rows",
+        _SHORT,
+        num_rows=6,
+        num_heads=10,
+        num_kv_heads=2,
+        sliding_window=40,
+        soft_cap=3.0,
+        has_sinks=True,
+        kv_dtype="int8",
+    ),
     # Of the common cases those about borders, of fewer heads.
     *(
         dataclasses.replace(case, num_heads=2, num_kv_heads=1)
@@ -114,6 +136,17 @@ SMALL_CASES = [
 @pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
 def test_small_cases_are_right_and_without_races(case, capfd):
     assert_correct(INTERPRETED, case, "bfloat16", capfd)
+
+
+@interpreted
+def test_short_rows_are_as_chunks(capfd):
+    as_chunks = dataclasses.replace(SMALL_SHORT_ROWS, has_short=False)
+    short, chunks = (
+        run_case(INTERPRETED, case, "bfloat16") for case in (SMALL_SHORT_ROWS, as_chunks)
+    )
+    error = np.linalg.norm(short.out - chunks.out) / np.linalg.norm(chunks.out)
+    assert error < TOLERANCES["bfloat16"]
+    assert_no_races(capfd)
 
 
 @interpreted

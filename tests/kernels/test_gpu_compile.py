@@ -169,6 +169,7 @@ def _compile(config: AttentionConfig, limits: BatchLimits, dtype, decode_only: b
         context_lens=abstract((num_rows,)),
         block_tables=abstract((num_rows, limits.max_blocks)),
         num_decodes=abstract(()),
+        num_short=abstract(()),
         block_size=limits.block_size,
         decode_only=decode_only,
     )
@@ -199,6 +200,11 @@ def _compile(config: AttentionConfig, limits: BatchLimits, dtype, decode_only: b
 def config_of(head_size: int, **changes) -> AttentionConfig:
     options = {"num_heads": 32, "num_kv_heads": 8, "scale": 0.1, **changes}
     return AttentionConfig(head_size=head_size, **options)
+
+
+def matrix_shapes(code: str) -> set[str]:
+    """The shapes of the matrix instructions in a kernel's machine code."""
+    return set(re.findall(r"HGMMA\.(\d+x\d+x\d+)", code))
 
 
 def assert_good(compiled: Compiled, kernels: set[str]) -> None:
@@ -314,7 +320,26 @@ def test_a_step_of_decodes_has_no_prefill_kernel(compile_step):
     compiled = compile_step(config_of(128), 64, decode_only=True)
     assert_good(compiled, DECODE)
     # A group of four is eight columns of the matrix instruction.
-    assert "HGMMA.64x8x16" in compiled.code["paged_decode"]
+    assert matrix_shapes(compiled.code["paged_decode"]) == {"64x8x16"}
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes"),
+    [
+        (config_of(128), {"64x8x16", "64x32x16"}),
+        (
+            config_of(128, num_heads=64, sliding_window=4096, soft_cap=50.0),
+            {"64x8x16", "64x64x16"},
+        ),
+        # Two parts, of three and of two heads.
+        (config_of(128, num_heads=40, kv_dtype="int8"), {"64x8x16", "64x24x16"}),
+    ],
+    ids=["group_of_4", "everything", "parts"],
+)
+def test_short_rows_have_columns_of_their_own(compile_step, config, shapes):
+    compiled = compile_step(config, 64)
+    assert_good(compiled, MIXED)
+    assert matrix_shapes(compiled.code["paged_decode"]) == shapes
 
 
 def test_a_producer_of_16_bits_only_copies(compile_step):

@@ -1,5 +1,8 @@
 """What the GPU kernels work through covers every key and query once, in even shares."""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,9 +19,10 @@ from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
 NUM_ROWS, NUM_KV_HEADS, BLOCK, LOAD, NUM_WORKERS = 6, 2, 128, 16, 5
 
 
-def make_batch(decode_contexts, prefills=()) -> RaggedBatch:
-    """Decodes with these contexts, then rows of (tokens, context), then rows without tokens."""
-    rows = [*((1, context) for context in decode_contexts), *prefills]
+def make_batch(decode_contexts, prefills=(), short=()) -> RaggedBatch:
+    """Decodes with these contexts, then rows of (tokens, context), short ones first, then rows
+    without tokens."""
+    rows = [*((1, context) for context in decode_contexts), *short, *prefills]
     rows += [(0, 0)] * (NUM_ROWS - len(rows))
     lengths, contexts = np.array(rows, np.int32).T
     return RaggedBatch(
@@ -26,15 +30,17 @@ def make_batch(decode_contexts, prefills=()) -> RaggedBatch:
         context_lens=jnp.asarray(contexts),
         block_tables=jnp.zeros((NUM_ROWS, 1), jnp.int32),
         num_decodes=jnp.int32(len(decode_contexts)),
+        num_short=jnp.int32(len(short)),
         block_size=16,
         decode_only=False,
     )
 
 
-def split(batch, sliding_window=None):
+def split(batch, sliding_window=None, short_parts=1):
     return split_decodes(
         batch,
         num_kv_heads=NUM_KV_HEADS,
+        short_parts=short_parts,
         sliding_window=sliding_window,
         block_tokens=BLOCK,
         load_tokens=LOAD,
@@ -99,6 +105,58 @@ def test_partial_results_are_merged_where_they_belong(contexts):
     assert len(set(merged)) == len(merged)
 
 
+short_rows = st.lists(
+    st.tuples(st.integers(2, 8), st.integers(0, 1000)).map(lambda row: (row[0], sum(row))),
+    max_size=3,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 2000), max_size=2), short_rows, windows, st.sampled_from([1, 3]))
+def test_every_part_of_a_short_row_attends_to_every_key_once(contexts, short, window, parts):
+    batch = make_batch(contexts, [(9, 9)], short)
+    work = jax.tree.map(np.asarray, split(batch, window, parts))
+    row, head, start, end, _ = work.items
+    num_items, first_short = work.worker_items[-1], work.short.first_item[0]
+    assert (end > start)[:num_items].all()
+    assert (row[:first_short] < len(contexts)).all()
+
+    seen = np.zeros((parts, NUM_ROWS, NUM_KV_HEADS, 2000), int)
+    pairs = zip(work.pair_first, work.pair_last, strict=True)
+    for pair, (first, last) in zip(np.ndindex(seen.shape[:3]), pairs, strict=True):
+        for i in range(first, last):
+            assert pair == (work.short.part[i], row[i], head[i])
+            seen[pair][start[i] : end[i]] += 1
+    expected = np.zeros_like(seen)
+    for i, (tokens, context) in enumerate([*((1, context) for context in contexts), *short]):
+        first = max(context - tokens + 1 - window, 0) // LOAD * LOAD if window else 0
+        expected[: parts if tokens > 1 else 1, i, :, first:context] = 1
+    np.testing.assert_array_equal(seen, expected)
+
+    for i in range(first_short, num_items):
+        tokens, context = short[row[i] - len(contexts)]
+        assert work.short.token[i] == batch.query_starts[row[i]]
+        assert work.short.position[i] == context - tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(short_rows)
+def test_parts_are_at_the_same_keys_at_the_same_time(short):
+    num_parts = 3
+    work = jax.tree.map(np.asarray, split(make_batch([], short=short), None, num_parts))
+    row, head, start, end, _ = work.items
+    times = {}  # of each block, by part: the blocks that its worker has done before
+    for first, last in itertools.pairwise(work.worker_items):
+        before = itertools.count()
+        for i in range(first, last):
+            for key in range(start[i], end[i], BLOCK):
+                block = row[i], head[i], key
+                times.setdefault(block, {})[work.short.part[i]] = next(before)
+    for by_part in times.values():
+        assert len(by_part) == num_parts
+        assert len(set(by_part.values())) == 1
+
+
 def test_a_long_row_is_shared_out():
     work = split(make_batch([1280]))  # 2 heads of 10 blocks over 5 workers
     np.testing.assert_array_equal(np.diff(work.worker_items), [1, 1, 2, 1, 1])
@@ -140,6 +198,13 @@ def test_every_query_of_every_prefill_is_in_one_tile(tile_tokens, rows):
     np.testing.assert_array_equal(seen, is_prefill)
     expected = [np.arange(context - tokens, context) for tokens, context in rows]
     np.testing.assert_array_equal(position[is_prefill], np.concatenate([[], *expected]))
+
+
+def test_short_rows_are_not_in_tiles():
+    batch = make_batch([7], [(9, 9)], short=[(2, 5), (8, 8)])
+    tiles = cut_prefills(batch, num_tokens=32, tile_tokens=128)
+    assert int(tiles.num_tiles[0]) == 1
+    assert (int(tiles.row[0]), int(tiles.token[0])) == (3, 11)
 
 
 def test_tiles_with_many_keys_come_first():

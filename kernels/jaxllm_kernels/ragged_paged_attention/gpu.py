@@ -1,8 +1,8 @@
 """The implementation for Hopper GPUs, in Pallas Mosaic GPU kernels.
 
-Two kernels compute disjoint rows of the flat batch. One is for decodes and splits their keys over
-the chip (`gpu_decode`). The other is for prefill chunks and keeps the tensor cores busy
-(`gpu_prefill`). Their worklists are computed once per step (`gpu_worklist`).
+Two kernels compute disjoint rows of the flat batch. One is for decodes and short rows, and splits
+their keys over the chip (`gpu_decode`). The other is for longer prefill chunks and keeps the tensor
+cores busy (`gpu_prefill`). Their worklists are computed once per step (`gpu_worklist`).
 
 An XLA scatter writes the keys and values first, in place if the cache is donated.
 
@@ -34,12 +34,13 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     check_common,
     locate_tokens,
 )
-from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, head_scalars
+from jaxllm_kernels.ragged_paged_attention.gpu_softmax import HeadScalars, head_scalars
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     PREFILL_TILE_TOKENS,
+    Tuning,
     choose_tuning,
     log_untuned,
-    padded_group_size,
+    num_short_parts,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
     DecodeWork,
@@ -60,6 +61,7 @@ class DecodeKey(NamedTuple):
     """The parameters, besides the batch, that determine how decodes are split."""
 
     num_kv_heads: int
+    short_parts: int
     sliding_window: int  # 0 for none
     block_tokens: int
 
@@ -146,11 +148,12 @@ class MosaicGpuBackend:
         places = locate_tokens(batch, num_tokens)
         decodes = {}
         for config in configs:
-            key = self._decode_key(config)
+            key = self._decode_key(config, batch)
             if key not in decodes:
                 decodes[key] = split_decodes(
                     batch,
                     num_kv_heads=config.num_kv_heads,
+                    short_parts=key.short_parts,
                     sliding_window=config.sliding_window,
                     block_tokens=key.block_tokens,
                     load_tokens=min(batch.block_size, key.block_tokens),
@@ -187,6 +190,9 @@ class MosaicGpuBackend:
             # depends on its query.
             zero = jnp.minimum(jnp.abs(q[0, 0, 0]), zero)
         out = jax.new_ref(jnp.broadcast_to(zero, q.shape))
+        if not batch.decode_only:
+            # A tile, or a short row's queries, may extend past the last token.
+            q = jnp.pad(q, ((0, PREFILL_TILE_TOKENS - 1), (0, 0), (0, 0)))
         self._decode(q, cache, batch, prepared, scalars, out, config)
         if prepared.prefills is not None:
             self._prefill(q, cache, batch, prepared.prefills, scalars, out, config)
@@ -208,22 +214,15 @@ class MosaicGpuBackend:
     ) -> None:
         from jaxllm_kernels.ragged_paged_attention.gpu_decode import decode
 
-        # Decodes are the first rows, and a decode's token has the index of its row.
-        num_rows = min(batch.context_lens.shape[0], q.shape[0])
-        num_kv_heads = config.num_kv_heads
-        group_size = config.num_heads // num_kv_heads
-        padding = (0, padded_group_size(config) - group_size)
-        grouped = q[:num_rows].reshape(num_rows, num_kv_heads, group_size, config.head_size)
-        sinks = scalars.sinks.reshape(num_kv_heads, group_size)
         decode(
-            jnp.pad(grouped, ((0, 0), (0, 0), padding, (0, 0))),
+            q,
             cache,
             batch.block_tables,
-            prepared.decodes[self._decode_key(config)],
-            scalars._replace(sinks=jnp.pad(sinks, ((0, 0), padding), constant_values=UNSEEN)),
+            prepared.decodes[self._decode_key(config, batch)],
+            scalars,
             out,
             config=config,
-            tuning=choose_tuning("decode", config, self.chip),
+            tuning=self._decode_tuning(config, batch),
             interpret=self._interpret_params(),
         )
 
@@ -252,9 +251,17 @@ class MosaicGpuBackend:
             interpret=self._interpret_params(),
         )
 
-    def _decode_key(self, config: AttentionConfig) -> DecodeKey:
-        block_tokens = choose_tuning("decode", config, self.chip).block_tokens
-        return DecodeKey(config.num_kv_heads, config.sliding_window or 0, block_tokens)
+    def _decode_tuning(self, config: AttentionConfig, batch: RaggedBatch) -> Tuning:
+        kernel = "decode" if batch.decode_only else "decode_with_short_rows"
+        return choose_tuning(kernel, config, self.chip)
+
+    def _decode_key(self, config: AttentionConfig, batch: RaggedBatch) -> DecodeKey:
+        return DecodeKey(
+            config.num_kv_heads,
+            num_short_parts(config),
+            config.sliding_window or 0,
+            self._decode_tuning(config, batch).block_tokens,
+        )
 
     def _interpret_params(self):
         return gpu_interpret_params() if self.interpret else False

@@ -1,19 +1,30 @@
-"""Decode attention on Hopper GPUs: one query token per row against its paged context.
+"""Decode attention on Hopper GPUs: rows with one or a few query tokens against their contexts.
 
-A decode reads every key and value of its context once and does two products per byte. So only
+Such a row reads every key and value of its context once and does few products per byte. So only
 memory bandwidth matters: the keys are split evenly over all multiprocessors (`gpu_worklist`), and a
 producer warpgroup keeps several blocks in flight (`gpu_blocks`).
 
-One warpgroup computes. Its matrix instruction needs 64 rows in one operand and a multiple of 8 in
-the other. The keys are the wide operand, and the few query heads that share a kv head are the
-narrow one. So scores are [keys, heads] and outputs are [head size, heads]. Padding the queries to
-64 rows instead would cost eight times the products.
+One warpgroup computes. Its matrix instruction needs 64 rows in one operand and a multiple of 8
+columns in the other. The keys are the wide operand, and the few queries that share a kv head are
+the narrow one. So scores are [keys, columns] and outputs are [head size, columns]. Padding the
+queries to 64 rows instead would cost eight times the products.
 
-Each item of work makes a partial softmax in float32. A second kernel merges those of a row.
+The columns of a decode are its query heads, padded to a multiple of 8. Those of a *short row* are
+its query heads times SHORT_ROW tokens. The items of decodes come first, and a loop of their own
+computes them, so they do not pay for the wider columns; only programs that are not `decode_only`
+have the second loop. The two loops differ in three ways:
+- a decode's token sees all keys of its row; in a short row each token has its own limits;
+- the producer copies a decode's queries to shared memory; those of a short row begin anywhere in
+  the flat batch, which tiled copies do not allow, so the compute warpgroup loads them. That exposes
+  the latency of two loads per item. The ring fills meanwhile, so the memory is not idle;
+- a decode has a sum of weights for each key of a block; they are added up at the end of an item. 64
+  columns would need too many registers for that, so a short row's are added up for each block.
+
+Each item of work makes a partial softmax in float32. A second kernel merges those of a row
+(`gpu_merge`).
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,32 +33,40 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxllm_kernels.compat import store_unoptimized
-from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
+from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     KEYS,
     VALUES,
     BlockRing,
     Span,
+    operand_columns,
     operand_transforms,
 )
+from jaxllm_kernels.ragged_paged_attention.gpu_merge import (
+    MATRIX,
+    PANEL,
+    PER_COLUMN,
+    Partials,
+    merge,
+    over_rows,
+    panels_of,
+)
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
-from jaxllm_kernels.ragged_paged_attention.gpu_tuning import Tuning, num_query_slots
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
+    Tuning,
+    num_query_slots,
+    num_short_parts,
+    padded_group_size,
+    reduction_bytes,
+    short_heads,
+)
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeItems, DecodeWork
 
 # Per thread. The two warpgroups start with 240 each. If the sum is larger, one waits forever.
 _PRODUCER_REGISTERS = 88
 _COMPUTE_REGISTERS = 240
 
-_MATRIX = plgpu.Layout.WGMMA
-_PER_HEAD = plgpu.Layout.WGMMA.reduce(0)
-
-
-class Partials(NamedTuple):
-    """Unnormalised softmaxes over the keys of each item; G is the padded group size."""
-
-    weighted: jax.Array  # float32 [W, H, G]
-    largest: jax.Array  # float32 [W, G]
-    total: jax.Array  # float32 [W, G]
+_PER_KEY = plgpu.Layout.WGMMA.reduce(1)
 
 
 def decode(
@@ -62,61 +81,99 @@ def decode(
     tuning: Tuning,
     interpret: Any,
 ) -> None:
-    """Write the attention of queries [R, K, G, H] to the first rows of out [T, N, H].
+    """Write the attention of the batch's decodes and short rows to their rows of out [T, N, H].
 
-    G is the padded group size; the sinks are [K, G]. Rows without work are not written.
+    The queries are [T, N, H], with SHORT_ROW - 1 or more rows after the last token unless the batch
+    is decode_only.
     """
+    # Decodes are the first rows, and a decode's token has the index of its row.
+    num_rows = min(block_tables.shape[0], out.shape[0])
     ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=1)
-    partials = _attend_items(q, cache, block_tables, work, scalars, config, ring, interpret)
-    _merge(partials, work, scalars, out, num_rows=q.shape[0], config=config, interpret=interpret)
+    # A short row has at least two tokens.
+    num_short = min(num_rows, out.shape[0] // 2)
+    partials = _attend_items(
+        _group_heads(q[:num_rows], config),
+        None if work.short is None else q,
+        cache,
+        block_tables,
+        work,
+        scalars.score_factors,
+        config=config,
+        ring=ring,
+        num_short=num_short,
+        interpret=interpret,
+    )
+    merge(*partials, work, scalars, out, num_rows=num_rows, config=config, interpret=interpret)
+
+
+def _group_heads(q: jax.Array, config: AttentionConfig) -> jax.Array:
+    """Queries [R, N, H] as [R, K, C, H], the columns of decodes."""
+    grouped = q.reshape(q.shape[0], config.num_kv_heads, -1, config.head_size)
+    padding = (0, padded_group_size(config) - grouped.shape[2])
+    return jnp.pad(grouped, ((0, 0), (0, 0), padding, (0, 0)))
 
 
 def _attend_items(
-    q: jax.Array,
+    grouped: jax.Array,
+    q: jax.Array | None,
     cache: jax.Array,
     block_tables: jax.Array,
     work: DecodeWork,
-    scalars: HeadScalars,
+    score_factors: jax.Array,
+    *,
     config: AttentionConfig,
     ring: BlockRing,
+    num_short: int,
     interpret: Any,
-) -> Partials:
-    """Compute the partial softmax of every item."""
+) -> tuple[Partials, Partials | None]:
+    """Compute the partial softmaxes of all items: those of decodes, and those of short rows."""
     num_items = work.items.row.shape[0]
     num_workers = work.worker_items.shape[0] - 1
-    group_size, head_size = q.shape[2:]
+    num_rows, num_kv_heads, num_columns, head_size = grouped.shape
+    group_size = config.num_heads // num_kv_heads
+    part_size, num_parts = short_heads(config), num_short_parts(config)
+    has_short = work.short is not None
+    short_columns = part_size * SHORT_ROW if has_short else 0
     block_tokens = ring.block_tokens
-    panels = _panels(head_size)
+    panels = panels_of(head_size)
     query_slots = num_query_slots(ring.num_staged)
 
     def kernel(
-        q_ref,
+        queries_ref,
+        short_queries_ref,
         cache_ref,
         tables_ref,
         items_ref,
         worker_items_ref,
+        short_rows: Any,
         factors_ref,
-        weighted_ref,
-        largest_ref,
-        total_ref,
+        decodes_ref,
+        short_ref,
         *,
         blocks,
         queries,
         weights,
         query_full,
         query_free,
+        short_queries: Any = None,
     ):
         worker = lax.axis_index("worker")
         first, last = worker_items_ref[worker], worker_items_ref[worker + 1]
+        # Items of decodes come first. Only they have their queries in slots.
+        first_short = last
+        if has_short:
+            first_short = jnp.clip(short_rows.first_item[0], first, last)
 
         def read_item(i) -> DecodeItems:
             return DecodeItems(*(ref[i] for ref in items_ref))
 
+        def span_of(item: DecodeItems) -> Span:
+            return Span(item.row, item.head, item.start, item.end)
+
         def produce():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
-            def begin_item(i):
-                item = read_item(first + i)
+            def send_queries(i, item):
                 slot = lax.rem(i, query_slots)
 
                 @pl.when(i >= query_slots)
@@ -124,212 +181,188 @@ def _attend_items(
                     plgpu.barrier_wait(query_free.at[slot])
 
                 plgpu.copy_gmem_to_smem(
-                    q_ref.at[item.row, item.head], queries.at[slot], query_full.at[slot]
+                    queries_ref.at[item.row, item.head], queries.at[slot], query_full.at[slot]
                 )
-                return Span(item.row, item.head, item.start, item.end)
+
+            def begin_item(i):
+                item = read_item(first + i)
+                if has_short:
+                    pl.when(first + i < first_short)(lambda: send_queries(i, item))
+                else:
+                    send_queries(i, item)
+                return span_of(item)
 
             ring.send_all(last - first, begin_item, cache_ref, tables_ref, blocks)
+            num_decodes = first_short - first
             for age in range(query_slots, 0, -1):
 
-                @pl.when(last - first >= age)
+                @pl.when(num_decodes >= age)
                 def _(age=age):
-                    plgpu.barrier_wait(query_free.at[lax.rem(last - first - age, query_slots)])
+                    plgpu.barrier_wait(query_free.at[lax.rem(num_decodes - age, query_slots)])
 
         def compute():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
-            def attend_item(i, carry):
-                # Read the next item early, so that this item's blocks hide the latency.
-                item, used = carry
-                next_item = read_item(jnp.minimum(i + 1, num_items - 1))
-                slot = lax.rem(i - first, query_slots)
-                span = Span(item.row, item.head, item.start, item.end)
-                num_blocks = ring.count_blocks(span)
+            def attend_blocks(item, used, queries, is_seen, total):
+                """The outputs, largest scores and sums of weights of an item.
+
+                The sums, zero in `total`, are [C], or [keys of a block, C] to be added up.
+                """
+                columns = queries.shape[0]
+                weights_t = (weights.at[pl.ds(0, columns)] if has_short else weights).T
                 factor = factors_ref[item.head]
-                plgpu.barrier_wait(query_full.at[slot])
 
                 def attend_block(j, softmax):
                     weighted, largest, total = softmax
                     keys = ring.wait(blocks, KEYS, used + j)
-                    scores = to_scores(_multiply(keys, queries.at[slot].T), factor, config)
+                    scores = to_scores(_multiply(keys, queries.T), factor, config)
                     ring.release(blocks, KEYS, used + j)
 
                     first_key = item.start + j * block_tokens
-                    key = first_key + plgpu.broadcasted_iota(
-                        jnp.int32, scores.shape, 0, layout=_MATRIX
-                    )
-                    seen = key < item.end
-                    if config.sliding_window is not None:
-                        seen &= key >= item.first_seen
-                    scores = jnp.where(seen, scores, UNSEEN)
+                    scores = jnp.where(is_seen(first_key), scores, UNSEEN)
 
                     new_largest = jnp.maximum(largest, scores.max(axis=0))
                     decay = jnp.exp2(largest - new_largest)
-                    p = jnp.exp2(scores - _over_rows(new_largest, block_tokens))
-                    total = total * _over_rows(decay, block_tokens) + p
-                    weights.T[...] = plgpu.layout_cast(
+                    p = jnp.exp2(scores - over_rows(new_largest, block_tokens))
+                    if total.ndim == 2:
+                        total = total * over_rows(decay, block_tokens) + p
+                    else:
+                        total = total * decay + p.sum(axis=0)
+                    weights_t[...] = plgpu.layout_cast(
                         p.astype(ring.dtype), plgpu.Layout.WGMMA_TRANSPOSED
                     )
                     plgpu.commit_smem()
 
                     values = ring.wait(blocks, VALUES, used + j)
                     ring.zero_end(blocks, used + j, item.end - first_key)
-                    decay = _over_rows(decay, _PANEL)
+                    decay = over_rows(decay, PANEL)
                     weighted = tuple(
-                        old * decay + _multiply(values.at[:, pl.ds(panel, _PANEL)].T, weights.T)
+                        old * decay + _multiply(values.at[:, pl.ds(panel, PANEL)].T, weights_t)
                         for old, panel in zip(weighted, panels, strict=True)
                     )
                     ring.release(blocks, VALUES, used + j)
                     return weighted, new_largest, total
 
-                def filled(shape, value, layout):
-                    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-                weighted, largest, total = lax.fori_loop(
+                return lax.fori_loop(
                     jnp.int32(0),
-                    num_blocks,
+                    ring.count_blocks(span_of(item)),
                     attend_block,
                     (
-                        tuple(filled((_PANEL, group_size), 0, _MATRIX) for _ in panels),
-                        filled((group_size,), UNSEEN, _PER_HEAD),
-                        # One sum per key of a block; they are added up at the end.
-                        filled((block_tokens, group_size), 0, _MATRIX),
+                        tuple(_filled((PANEL, columns), 0, MATRIX) for _ in panels),
+                        _filled((columns,), UNSEEN, PER_COLUMN),
+                        total,
                     ),
                 )
-                plgpu.barrier_arrive(query_free.at[slot])
+
+            def write(partials_ref, i, softmax):
+                weighted, largest, total = softmax
                 for panel, x in zip(panels, weighted, strict=True):
-                    store_unoptimized(weighted_ref.at[i, pl.ds(panel, _PANEL)], x)
-                store_unoptimized(largest_ref.at[i], largest)
-                store_unoptimized(total_ref.at[i], total.sum(axis=0))
-                return next_item, used + num_blocks
+                    store_unoptimized(partials_ref.weighted.at[i, pl.ds(panel, PANEL)], x)
+                store_unoptimized(partials_ref.largest.at[i], largest)
+                total = total.sum(axis=0) if total.ndim == 2 else total
+                store_unoptimized(partials_ref.total.at[i], total)
+
+            def attend_decode(i, carry):
+                # Read the next item early, so that this item's blocks hide the latency.
+                item, used = carry
+                next_item = read_item(jnp.minimum(i + 1, num_items - 1))
+                slot = lax.rem(i - first, query_slots)
+
+                def is_seen(first_key):
+                    shape = (block_tokens, num_columns)
+                    key = first_key + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
+                    seen = key < item.end
+                    if config.sliding_window is not None:
+                        seen &= key >= item.first_seen
+                    return seen
+
+                plgpu.barrier_wait(query_full.at[slot])
+                total = _filled((block_tokens, num_columns), 0, MATRIX)
+                softmax = attend_blocks(item, used, queries.at[slot], is_seen, total)
+                plgpu.barrier_arrive(query_free.at[slot])
+                write(decodes_ref, i, softmax)
+                return next_item, used + ring.count_blocks(span_of(item))
+
+            def attend_short(i, used):
+                item = read_item(i)
+                load_short_queries(item.head, short_rows.part[i], short_rows.token[i])
+                position = short_rows.position[i]
+
+                def is_seen(first_key):
+                    # One number per key and one per column: the compiler does not recognise equal
+                    # numbers in a matrix. Columns of tokens that the row does not have may see
+                    # garbage, and are never read.
+                    shape = (block_tokens, short_columns)
+                    token = lax.rem(_iota(short_columns, PER_COLUMN), jnp.int32(SHORT_ROW))
+                    query = over_rows(position - first_key + token, block_tokens)
+                    key = lax.broadcast_in_dim(_iota(block_tokens, _PER_KEY), shape, [0])
+                    if config.sliding_window is None:
+                        return key <= query
+                    # Negative distances are large without a sign.
+                    distance = lax.bitcast_convert_type(query - key, jnp.uint32)
+                    return distance < jnp.uint32(config.sliding_window)
+
+                total = _filled((short_columns,), 0, PER_COLUMN)
+                softmax = attend_blocks(item, used, short_queries, is_seen, total)
+                write(short_ref, i - short_rows.first_item[0], softmax)
+                return used + ring.count_blocks(span_of(item))
+
+            def load_short_queries(kv_head, part, first_token):
+                tokens = pl.ds(first_token, SHORT_ROW)
+                first_head = part * part_size
+
+                def load(i):
+                    # The last part may have fewer heads; its columns repeat the last one.
+                    head = kv_head * group_size + jnp.minimum(first_head + i, group_size - 1)
+                    source = short_queries_ref.at[tokens, head]
+                    return plgpu.load(source, layout=_query_layout(head_size), optimized=False)  # pyright: ignore[reportCallIssue]
+
+                for i, x in enumerate([load(i) for i in range(part_size)]):
+                    store_unoptimized(short_queries.at[pl.ds(i * SHORT_ROW, SHORT_ROW)], x)
+                plgpu.commit_smem()
 
             @pl.when(first < last)
             def _():
-                lax.fori_loop(first, last, attend_item, (read_item(first), jnp.int32(0)))
+                carry = read_item(first), jnp.int32(0)
+                _, used = lax.fori_loop(first, first_short, attend_decode, carry)
+                if has_short:
+                    lax.fori_loop(first_short, last, attend_short, used)
 
         pl.when(lax.axis_index("warpgroup") == 0)(compute)
         pl.when(lax.axis_index("warpgroup") == 1)(produce)
 
-    partial = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    outputs = plgpu.kernel(
+    def operand(*shape):
+        # Both operands of a product must have the same swizzle.
+        return plgpu.SMEM(shape, ring.dtype, transforms=operand_transforms(head_size, ring.dtype))
+
+    scratch: dict[str, Any] = dict(
+        blocks=ring.scratch(),
+        queries=operand(query_slots, num_columns, head_size),
+        query_full=plgpu.Barrier(num_barriers=query_slots),
+        query_free=plgpu.Barrier(num_barriers=query_slots),
+    )
+    of_short = None
+    if has_short:
+        scratch["short_queries"] = operand(short_columns, head_size)
+        most_items = num_short * num_kv_heads * num_parts + num_workers - 1
+        of_short = Partials.shapes(most_items, head_size, short_columns)
+    scratch["weights"] = operand(max(num_columns, short_columns), block_tokens)
+    most_items = num_rows * num_kv_heads + num_workers - 1
+    return plgpu.kernel(
         kernel,
-        out_type=(
-            partial((num_items, head_size, group_size)),
-            partial((num_items, group_size)),
-            partial((num_items, group_size)),
-        ),
+        out_type=(Partials.shapes(most_items, head_size, num_columns), of_short),
         grid=(num_workers,),
         grid_names=("worker",),
         num_threads=2,
         thread_name="warpgroup",
-        scratch_types=dict(
-            blocks=ring.scratch(),
-            queries=plgpu.SMEM(
-                (query_slots, group_size, head_size),
-                ring.dtype,
-                transforms=operand_transforms(head_size, ring.dtype),
-            ),
-            weights=plgpu.SMEM(
-                (group_size, block_tokens),
-                ring.dtype,
-                # Both operands of a product must have the same swizzle.
-                transforms=operand_transforms(head_size, ring.dtype),
-            ),
-            query_full=plgpu.Barrier(num_barriers=query_slots),
-            query_free=plgpu.Barrier(num_barriers=query_slots),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=reduction_bytes(max(num_columns, short_columns), head_size),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(q, cache, block_tables, work.items, work.worker_items, scalars.score_factors)
-    return Partials(*outputs)
-
-
-def _merge(
-    partials: Partials,
-    work: DecodeWork,
-    scalars: HeadScalars,
-    out: jax.Ref,
-    *,
-    num_rows: int,
-    config: AttentionConfig,
-    interpret: Any,
-) -> None:
-    """Merge the partial softmaxes of every row and kv head."""
-    num_kv_heads, head_size = config.num_kv_heads, config.head_size
-    group_size = config.num_heads // num_kv_heads
-    padded_size = partials.largest.shape[1]
-    # Panels that do not overlap are merged at the same time: by a thread block each.
-    panels_overlap = head_size % _PANEL != 0
-
-    def kernel(partials_ref, first_ref, last_ref, scalars_ref, out_ref, panel_smem):
-        row, head = lax.axis_index("row"), lax.axis_index("head")
-        pair = row * num_kv_heads + head
-        first, last = first_ref[pair], last_ref[pair]
-
-        def merge_panel(panel):
-            def merge_item(i, softmax):
-                weighted, largest, total = softmax
-                item_largest = _load(partials_ref.largest.at[i], _PER_HEAD)
-                item_total = _load(partials_ref.total.at[i], _PER_HEAD)
-                item_weighted = _load(partials_ref.weighted.at[i, pl.ds(panel, _PANEL)], _MATRIX)
-                new_largest = jnp.maximum(largest, item_largest)
-                decay, item_decay = (jnp.exp2(x - new_largest) for x in (largest, item_largest))
-                return (
-                    weighted * _over_rows(decay, _PANEL)
-                    + item_weighted * _over_rows(item_decay, _PANEL),
-                    new_largest,
-                    total * decay + item_total * item_decay,
-                )
-
-            sink = _load(scalars_ref.sinks.at[head], _PER_HEAD)
-            zeros = plgpu.layout_cast(jnp.zeros((_PANEL, padded_size), jnp.float32), _MATRIX)
-            weighted, _, total = lax.fori_loop(
-                first, last, merge_item, (zeros, sink, jnp.ones_like(sink))
-            )
-            merged = weighted * _over_rows(scalars_ref.value_scales[head] / total, _PANEL)
-            if panels_overlap:
-                # They must be written one after the other.
-                plgpu.wait_smem_to_gmem(0)
-            store_unoptimized(
-                panel_smem.T,
-                plgpu.layout_cast(merged.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED),
-            )
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                panel_smem.at[pl.ds(0, group_size)],
-                out_ref.at[row, pl.ds(head * group_size, group_size), pl.ds(panel, _PANEL)],
-            )
-
-        @pl.when(first < last)
-        def _():
-            if panels_overlap:
-                for panel in _panels(head_size):
-                    merge_panel(panel)
-            else:
-                merge_panel(pl.multiple_of(lax.axis_index("panel") * _PANEL, _PANEL))
-            plgpu.wait_smem_to_gmem(0)
-
-    plgpu.kernel(
-        kernel,
-        out_type=(),
-        grid=(num_rows, num_kv_heads, 1 if panels_overlap else head_size // _PANEL),
-        grid_names=("row", "head", "panel"),
-        scratch_types=[plgpu.SMEM((padded_size, _PANEL), out.dtype)],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-        kernel_name="merge_decode",
-    )(partials, work.pair_first, work.pair_last, scalars, out)
-
-
-# Rows of an output per matrix instruction. If the head size is not a multiple, the last panel
-# overlaps the one before; both then compute the same values.
-_PANEL = 64
-
-
-def _panels(head_size: int) -> list[int]:
-    """The first row of every panel."""
-    return [min(row, head_size - _PANEL) for row in range(0, head_size, _PANEL)]
+    )(grouped, q, cache, block_tables, work.items, work.worker_items, work.short, score_factors)
 
 
 def _multiply(a, b):
@@ -342,10 +375,23 @@ def _multiply(a, b):
     return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def _over_rows(x, num_rows: int):
-    """x [G] as every row of a [num_rows, G]."""
-    return lax.broadcast_in_dim(x, (num_rows, *x.shape), [1])
+def _filled(shape, value, layout):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def _load(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+def _iota(size: int, layout):
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+
+def _query_layout(head_size: int):
+    """The registers for a short row's queries [SHORT_ROW, H] of a head on their way to memory.
+
+    In each tile of the operand a warp has two tokens, and a thread adjacent numbers of one token.
+    """
+    columns = operand_columns(head_size)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((SHORT_ROW, columns), (2, columns), (columns // 16,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )

@@ -90,7 +90,10 @@ def prefill(
     tuning: Tuning,
     interpret: Any,
 ) -> None:
-    """Write the attention of the queries [T, N, H] in tiles to out [T, N, H]."""
+    """Write the attention of the queries in tiles to out [T, N, H].
+
+    The queries are [T, N, H] with PREFILL_TILE_TOKENS - 1 rows more.
+    """
     ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=_NUM_GROUPS)
     _, num_heads, head_size = q.shape
     heads_per_kv_head = num_heads // config.num_kv_heads
@@ -308,8 +311,7 @@ def prefill(
         interpret=interpret,
         kernel_name="paged_prefill",
     )(
-        # A tile may extend past the last token.
-        jnp.pad(q, ((0, PREFILL_TILE_TOKENS - 1), (0, 0), (0, 0))),
+        q,
         cache,
         block_tables,
         tiles,

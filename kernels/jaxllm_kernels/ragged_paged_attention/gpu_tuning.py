@@ -1,15 +1,19 @@
 """Tunables of the GPU kernels: blocks of keys, and the stages of their ring."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from jaxllm_kernels.common import round_up
-from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
+from jaxllm_kernels.common import cdiv, round_up
+from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tuned import Key, log_if_missing, lookup
+
+# The decode kernel has more in shared memory if it computes short rows, too.
+Kernel = Literal["decode", "decode_with_short_rows", "prefill"]
 
 # The most shared memory of a thread block on Hopper, less what the kernels need besides queries and
 # stages: barriers; and, for a decode, weights and the scratch of reductions.
-_SHARED_BYTES = {"decode": (227 - 12) * 1024, "prefill": (227 - 3) * 1024}
+_SHARED_BYTES = 227 * 1024
+_RESERVED_BYTES = {"decode": 12 * 1024, "prefill": 3 * 1024}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,32 @@ def padded_group_size(config: AttentionConfig) -> int:
     return round_up(config.num_heads // config.num_kv_heads, 8)
 
 
+def num_short_parts(config: AttentionConfig) -> int:
+    """The parts into which the query heads of a kv head are cut in short rows.
+
+    Each head has SHORT_ROW columns of an item's products. More than eight heads do not fit in the
+    registers of a warpgroup; with head size 256, with panels that overlap, or beside a producer
+    that converts, more than four do not. Parts are other items, which read the same keys again.
+    """
+    has_room = config.head_size in (64, 128) and config.kv_dtype is None
+    return cdiv(config.num_heads // config.num_kv_heads, 8 if has_room else 4)
+
+
+def short_heads(config: AttentionConfig) -> int:
+    """Query heads of a part; the last part may have fewer."""
+    return cdiv(config.num_heads // config.num_kv_heads, num_short_parts(config))
+
+
+def reduction_bytes(num_columns: int, head_size: int) -> int:
+    """Shared memory in which the warps of a decode reduce this number of columns.
+
+    128 bytes per column are one round; half of that are two rounds, with twice the barriers. More
+    than 32 columns, and head size 256, take more rounds: for fewer they would need registers that
+    are not there.
+    """
+    return 4096 if 16 < num_columns <= 32 and head_size <= 128 else 2048
+
+
 def num_query_slots(num_staged: int) -> int:
     """Items of a decode whose queries are in shared memory.
 
@@ -40,9 +70,7 @@ def num_query_slots(num_staged: int) -> int:
     return max(2, num_staged + 1)
 
 
-def choose_tuning(
-    kernel: Literal["decode", "prefill"], config: AttentionConfig, chip: str
-) -> Tuning:
+def choose_tuning(kernel: Kernel, config: AttentionConfig, chip: str) -> Tuning:
     """The parameters of a kernel for a layer: measured ones for the chip, or from a formula."""
     measured = lookup(chip, *_tuned_key(kernel, config))
     return default_tuning(kernel, config) if measured is None else Tuning(**measured)
@@ -50,11 +78,11 @@ def choose_tuning(
 
 def log_untuned(config: AttentionConfig, chip: str) -> None:
     """Log which kernels of a layer have no measurements on the chip."""
-    for kernel in ("decode", "prefill"):
+    for kernel in get_args(Kernel):
         log_if_missing(chip, *_tuned_key(kernel, config))
 
 
-def _tuned_key(kernel: Literal["decode", "prefill"], config: AttentionConfig) -> tuple[str, Key]:
+def _tuned_key(kernel: Kernel, config: AttentionConfig) -> tuple[str, Key]:
     """The kernel's name, and the facts that its measured parameters depend on."""
     return f"gpu_{kernel}", {
         "group_size": config.num_heads // config.num_kv_heads,
@@ -63,7 +91,7 @@ def _tuned_key(kernel: Literal["decode", "prefill"], config: AttentionConfig) ->
     }
 
 
-def default_tuning(kernel: Literal["decode", "prefill"], config: AttentionConfig) -> Tuning:
+def default_tuning(kernel: Kernel, config: AttentionConfig) -> Tuning:
     """Parameters for cases without measurements.
 
     Blocks have 128 keys if several fit, and there are as many stages as fit, up to four. About
@@ -73,15 +101,19 @@ def default_tuning(kernel: Literal["decode", "prefill"], config: AttentionConfig
     head_size = config.head_size
     block_tokens = 128 if head_size <= 128 else 64
     block_bytes = 2 * block_tokens * head_size  # keys and values of one byte
-    if kernel == "decode":
-        most_stages, most_staged = 4, 2
-    else:
-        most_stages, most_staged = 2, 1
+    most_stages, most_staged = (2, 1) if kernel == "prefill" else (4, 2)
     num_staged = 0 if config.kv_dtype is None else most_staged
-    query_rows = PREFILL_TILE_TOKENS
-    if kernel == "decode":
+    if kernel == "prefill":
+        other_bytes = _RESERVED_BYTES["prefill"] + PREFILL_TILE_TOKENS * head_size * 2
+    else:
         query_rows = num_query_slots(num_staged) * padded_group_size(config)
-    room = _SHARED_BYTES[kernel] - query_rows * head_size * 2 - num_staged * block_bytes
+        other_bytes = _RESERVED_BYTES["decode"] + query_rows * head_size * 2
+    if kernel == "decode_with_short_rows":
+        # The queries of one item, and what weights and reductions need more than is reserved.
+        columns = short_heads(config) * SHORT_ROW
+        other_bytes += columns * (head_size + block_tokens) * 2
+        other_bytes += reduction_bytes(columns, head_size) - reduction_bytes(0, head_size)
+    room = _SHARED_BYTES - other_bytes - num_staged * block_bytes
     return Tuning(
         block_tokens=block_tokens,
         num_stages=min(most_stages, room // (2 * block_bytes)),

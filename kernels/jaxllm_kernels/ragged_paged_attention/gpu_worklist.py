@@ -18,7 +18,7 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 class DecodeItems(NamedTuple):
     """Spans of keys. A worker computes a partial softmax for each.
 
-    The blocks of all (row, kv head) pairs are concatenated. They are cut at the borders of pairs
+    The blocks of all pairs (row, kv head) are concatenated. They are cut at the borders of pairs
     and at the borders of equal shares, one share per worker. So no worker has more than one block
     above the average, whatever the lengths, and there are at most as many items as pairs plus
     workers. Shares are rounded up to blocks, so some workers may have nothing. That costs no
@@ -33,22 +33,39 @@ class DecodeItems(NamedTuple):
     head: jax.Array  # int32 [W]
     start: jax.Array  # int32 [W]: position of the first key to load
     end: jax.Array  # int32 [W]: position after the last key
-    first_seen: jax.Array  # int32 [W]: position of the first key in the row's window
+    first_seen: jax.Array  # int32 [W]: position of the first key in the first token's window
+
+
+class ShortRows(NamedTuple):
+    """The queries of rows with several tokens, whose items come after those of decodes.
+
+    The query heads of a kv head may be too many for one item. Then they are cut into parts, and
+    each part has all of the row's pairs.
+    """
+
+    first_item: jax.Array  # int32 [1]
+    # Of an item; of no meaning for those of decodes.
+    part: jax.Array  # int32 [W]
+    token: jax.Array  # int32 [W]: flat position of the row's first token
+    position: jax.Array  # int32 [W]: position of the row's first token in its context
+    # Of the batch.
+    query_starts: jax.Array  # int32 [R + 1]
 
 
 class DecodeWork(NamedTuple):
-    """The items of a step's decodes."""
+    """The items of a step's decodes and short rows."""
 
     items: DecodeItems
     # Worker w takes the items [worker_items[w], worker_items[w + 1]).
     worker_items: jax.Array  # int32 [workers + 1]
-    # Pair p = row * K + head has the partial results of the items [first, last).
-    pair_first: jax.Array  # int32 [R * K]
-    pair_last: jax.Array  # int32 [R * K]
+    # Pair p = (part * R + row) * K + head has the partial results of the items [first, last).
+    pair_first: jax.Array  # int32 [parts * R * K]
+    pair_last: jax.Array  # int32 [parts * R * K]
+    short: ShortRows | None  # None if the batch is decode_only
 
 
 class PrefillTiles(NamedTuple):
-    """Consecutive query tokens of rows that are not decodes; tiles with most keys come first."""
+    """Consecutive query tokens of the rows that decodes do not take; most keys come first."""
 
     row: jax.Array  # int32 [W]
     token: jax.Array  # int32 [W]: flat position of the first token
@@ -61,30 +78,39 @@ def split_decodes(
     batch: RaggedBatch,
     *,
     num_kv_heads: int,
+    short_parts: int,
     sliding_window: int | None,
     block_tokens: int,
     load_tokens: int,
     num_workers: int,
 ) -> DecodeWork:
-    """Divide the keys of a batch's decodes, in blocks, among the workers.
+    """Divide the keys of a batch's decodes and short rows, in blocks, among the workers.
 
-    A row's blocks begin at a multiple of load_tokens, so that no block loads a page before the
-    window.
+    Decodes come first, then the short rows, `short_parts` times. A row's blocks begin at a multiple
+    of load_tokens, so that no block loads a page before the window.
     """
     num_rows = batch.context_lens.shape[0]
-    lengths = jnp.where(jnp.arange(num_rows) < batch.num_decodes, batch.context_lens, 0)
+    rows = jnp.arange(num_rows)
+    num_parts, num_taken, num_tokens = 1, batch.num_decodes, jnp.ones((), jnp.int32)
+    if not batch.decode_only:
+        num_parts, num_taken = short_parts, batch.num_decodes + batch.num_short
+        num_tokens = jnp.diff(batch.query_starts)
+    lengths = jnp.where(rows < num_taken, batch.context_lens, 0)
     first_seen = jnp.zeros_like(lengths)
     if sliding_window is not None:
-        first_seen = jnp.maximum(lengths - sliding_window, 0)
+        first_seen = jnp.maximum(lengths - (num_tokens - 1) - sliding_window, 0)
     row_start = first_seen // load_tokens * load_tokens
     row_blocks = cdiv_array(lengths - row_start, block_tokens)
 
-    pair_blocks = jnp.repeat(row_blocks, num_kv_heads)
-    pair_end = jnp.cumsum(pair_blocks, dtype=jnp.int32)
-    pair_start = pair_end - pair_blocks
+    is_short = rows >= batch.num_decodes
+    pair_blocks, pair_start, worker_start = _lay_out(
+        jnp.repeat(row_blocks, num_kv_heads),
+        jnp.repeat(is_short, num_kv_heads),
+        num_parts=num_parts,
+        num_workers=num_workers,
+    )
+    pair_end = pair_start + pair_blocks
     total = pair_end[-1]
-    share = cdiv_array(total, num_workers)
-    worker_start = jnp.arange(num_workers + 1, dtype=jnp.int32) * share
 
     # Each cut once: two equal cuts would have an empty item between them. The others become the
     # end of everything.
@@ -96,8 +122,20 @@ def split_decodes(
     # Pairs without blocks have the same start as the next pair. This finds the last, with blocks.
     pair = _count_at_most(pair_start, cuts) - 1
     row = pair // num_kv_heads
+    if num_parts > 1:
+        row = row % num_rows
     start = row_start[row] + (cuts - pair_start[pair]) * block_tokens
     end = start + (next_cuts - cuts) * block_tokens
+    short = None
+    if not batch.decode_only:
+        decode_blocks = jnp.where(is_short, 0, row_blocks).sum() * num_kv_heads
+        short = ShortRows(
+            first_item=_count_below(cuts, decode_blocks[None]),
+            part=pair // (num_rows * num_kv_heads),
+            token=batch.query_starts[row],
+            position=(batch.context_lens - num_tokens)[row],
+            query_starts=batch.query_starts,
+        )
     return DecodeWork(
         DecodeItems(
             row=row,
@@ -110,14 +148,49 @@ def split_decodes(
         worker_items=_count_below(cuts, jnp.minimum(worker_start, total)),
         pair_first=_count_below(cuts, pair_start),
         pair_last=_count_below(cuts, pair_end),
+        short=short,
     )
 
 
+def _lay_out(
+    blocks: jax.Array, is_short: jax.Array, *, num_parts: int, num_workers: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sequence of all blocks: blocks and starts of the pairs, and starts of the workers.
+
+    The parts of a row read the same keys. So there are gaps between the parts: they begin at a
+    multiple of a worker's share from each other. Then each part has workers of its own, and these
+    are at the same keys at the same time: one of them finds in L2 what another has read. (Except
+    the first worker of a part that would begin in a gap. It is early.)
+    """
+    workers = jnp.arange(num_workers + 1, dtype=jnp.int32)
+    if num_parts == 1:
+        end = jnp.cumsum(blocks, dtype=jnp.int32)
+        return blocks, end - blocks, workers * cdiv_array(end[-1], num_workers)
+    short_blocks = jnp.where(is_short, blocks, 0)
+    all_blocks = jnp.concatenate([blocks, *[short_blocks] * (num_parts - 1)])
+    part_blocks = short_blocks.sum()
+    end = jnp.cumsum(all_blocks, dtype=jnp.int32)
+    if num_workers <= num_parts:  # no room for gaps
+        return all_blocks, end - all_blocks, workers * cdiv_array(end[-1], num_workers)
+    # The gaps are less than a share each.
+    num_gaps = jnp.where(part_blocks > 0, num_parts, 0)
+    share = jnp.maximum(cdiv_array(end[-1], num_workers - num_gaps), 1)
+    stride = jnp.maximum(cdiv_array(part_blocks, share), 1) * share
+    part = jnp.arange(all_blocks.size, dtype=jnp.int32) // blocks.size
+    start = end - all_blocks + part * (stride - part_blocks)
+    # A worker that would begin in a gap begins at its end.
+    first_start = jnp.where(is_short, 0, blocks).sum()
+    part, offset = jnp.divmod(workers * share - first_start, stride)
+    is_in_gap = (part >= 0) & (offset >= part_blocks)
+    worker_start = jnp.where(is_in_gap, first_start + (part + 1) * stride, workers * share)
+    return all_blocks, start, worker_start
+
+
 def cut_prefills(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int) -> PrefillTiles:
-    """Cut the rows that are not decodes into tiles."""
+    """Cut the rows after the decodes and the short rows into tiles."""
     num_rows = batch.context_lens.shape[0]
     lengths = jnp.diff(batch.query_starts)
-    lengths = jnp.where(jnp.arange(num_rows) < batch.num_decodes, 0, lengths)
+    lengths = jnp.where(jnp.arange(num_rows) < batch.num_decodes + batch.num_short, 0, lengths)
     row_tiles = cdiv_array(lengths, tile_tokens)
     row_end = jnp.cumsum(row_tiles, dtype=jnp.int32)
     tiles = jnp.arange(cdiv(num_tokens, tile_tokens) + min(num_rows, num_tokens), dtype=jnp.int32)
@@ -145,7 +218,7 @@ def item_of_worker(worker, i, num_workers: int):
     return i * num_workers + turned
 
 
-def cdiv_array(a: jax.Array, b: int) -> jax.Array:
+def cdiv_array(a: jax.Array, b: int | jax.Array) -> jax.Array:
     """Divide and round up."""
     return (a + (b - 1)) // b
 
