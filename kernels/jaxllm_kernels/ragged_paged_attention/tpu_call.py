@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_kernel import compute_step, scratch_shapes
+from jaxllm_kernels.ragged_paged_attention.tpu_outputs import window_start
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
 from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
 
@@ -28,44 +29,70 @@ def attend_segments(
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
     interpret: pltpu.InterpretParams | Literal[False],
+    others: jax.Array | None = None,
+    num_steps: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the segments' keys and values into the cache and attend; see `KernelSizes`.
 
     Args:
-      q: [tokens, K, G, D] for decodes, [K, G, tokens, D] for tiles of prefill chunks.
+      q: [tokens, K, G, D] for decodes and short rows, [K, G, tokens, D] for tiles of prefill chunks.
       new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W].
       cache: [blocks, K, block_size, W].
       sinks: float32 [K, G, 1].
       kv_scales: float32 [K, 1, 2], of keys and of values.
+      others: with short rows, the output for tokens without a segment, shaped like q.
+      num_steps: with short rows, the number of steps that have segments.
 
     Returns:
-      The output, shaped like q, zero for tokens without a segment; and the updated cache.
+      The output, shaped like q, without `others` zero for tokens without a segment; and the updated
+      cache.
     """
     num_kv_heads, block_size, width = cache.shape[1:]
     group_size = config.num_heads // num_kv_heads
     lanes = q.shape[-1]
     heads = num_kv_heads // sizes.head_groups
-    num_tokens = q.shape[0] if sizes.for_decodes else q.shape[2]
-    assert num_tokens % sizes.step_tokens == 0, (q.shape, sizes)
-    num_steps = num_tokens // sizes.step_tokens
-    assert num_steps % sizes.row_groups == 0, (num_steps, sizes)
+    num_tokens = q.shape[2] if sizes.kind == "prefill" else q.shape[0]
+    if num_steps is None:
+        assert num_tokens % sizes.step_tokens == 0, (q.shape, sizes)
+        num_steps = num_tokens // sizes.step_tokens
+        assert num_steps % sizes.row_groups == 0, (num_steps, sizes)
+
+    def at(group: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The head group, and the step."""
+        step = i * sizes.row_groups + lax.rem(group, sizes.row_groups)
+        return lax.div(group, sizes.row_groups), step
 
     def block(shape: tuple[int | None, ...], *index: str) -> pl.BlockSpec:
         """The BlockSpec of an operand; `index` names the axes of head groups and steps."""
 
-        def at(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
-            where = {
-                "heads": lax.div(group, sizes.row_groups),
-                "step": i * sizes.row_groups + lax.rem(group, sizes.row_groups),
-            }
+        def start(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
+            where = dict(zip(("heads", "step"), at(group, i), strict=True))
             return tuple(where.get(axis, 0) for axis in index)
 
-        return pl.BlockSpec(shape, at)
+        return pl.BlockSpec(shape, start)
 
-    if sizes.for_decodes:
-        q_block = block((sizes.step_tokens, heads, group_size, lanes), "step", "heads", "", "")
+    def window(*shape: int | None, heads_axis: int) -> pl.BlockSpec:
+        """The BlockSpec of an operand's tokens that the segments of a step may have."""
+        size = min(sizes.window_tokens, num_tokens)
+
+        def start(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
+            heads_group, step = at(group, i)
+            starts = [window_start(step, sizes, num_tokens, size), *[0] * len(shape)]
+            starts[heads_axis] = heads_group * (shape[heads_axis - 1] or 1)
+            return tuple(starts)
+
+        sizes_of_axes = (pl.Squeezed() if n is None else pl.Element(n) for n in (size, *shape))
+        return pl.BlockSpec(tuple(sizes_of_axes), start)
+
+    in_place = pl.BlockSpec(memory_space=pl.ANY)
+    if sizes.kind != "prefill":
         # Blocks have whole tiles of rows, or all rows.
         new = new.reshape(num_tokens, sizes.head_groups, heads, width)
+    if sizes.kind == "short":
+        q_block = window(heads, group_size, lanes, heads_axis=1)
+        new_block = window(None, heads, width, heads_axis=1)
+    elif sizes.kind == "decode":
+        q_block = block((sizes.step_tokens, heads, group_size, lanes), "step", "heads", "", "")
         new_block = block((sizes.step_tokens, None, heads, width), "step", "heads", "", "")
     else:
         q_block = block((heads, group_size, sizes.step_tokens, lanes), "heads", "", "step", "")
@@ -73,14 +100,13 @@ def attend_segments(
         if sinks is not None:
             # Along the query lines of a segment.
             sinks = jnp.repeat(sinks, sizes.step_tokens, axis=1).swapaxes(1, 2)
-    in_place = pl.BlockSpec(memory_space=pl.ANY)
-
     optional = []
     if kv_scales is not None:
         optional.append((kv_scales, block((heads, 1, 2), "heads", "", "")))
     if sinks is not None:
         optional.append((sinks, block((heads, *sinks.shape[1:]), "heads", "", "")))
-    operands = (*work, q, new, *[x for x, _ in optional], cache)
+    updated = [cache] if others is None else [others, cache]
+    operands = (*work, q, new, *[x for x, _ in optional], *updated)
     slots = jax.ShapeDtypeStruct(
         (sizes.num_slots, heads, sizes.slot_pages * block_size, width), cache.dtype
     )
@@ -96,16 +122,23 @@ def attend_segments(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work),
-            grid=(sizes.head_groups * sizes.row_groups, num_steps // sizes.row_groups),
-            in_specs=[q_block, new_block, *[x_block for _, x_block in optional], in_place],
-            out_specs=[q_block, in_place],
-            scratch_shapes=scratch_shapes(sizes, slots, group_size=group_size, lanes=lanes),
+            grid=(sizes.head_groups * sizes.row_groups, pl.cdiv(num_steps, sizes.row_groups)),
+            in_specs=[
+                *(q_block, new_block),
+                *[x_block for _, x_block in optional],
+                *[in_place for _ in updated],
+            ],
+            out_specs=[q_block if others is None else in_place, in_place],
+            scratch_shapes=scratch_shapes(
+                sizes, slots, group_size=group_size, lanes=lanes, dtype=q.dtype
+            ),
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(cache.shape, cache.dtype),
         ],
-        input_output_aliases={len(operands) - 1: 1},
+        # The last operands are the last results.
+        input_output_aliases={len(operands) - 1 - i: 1 - i for i in range(len(updated))},
         # Groups share nothing, so a chip with two cores runs one on each. The steps of a group run
         # in order, because their items are one sequence.
         compiler_params=pltpu.CompilerParams(
@@ -117,7 +150,7 @@ def attend_segments(
         ),
         cost_estimate=_estimate_cost(config, q, new, cache, work, max_blocks),
         interpret=interpret,
-        name=f"ragged_paged_attention_{'decode' if sizes.for_decodes else 'prefill'}",
+        name=f"ragged_paged_attention_{sizes.kind}",
     )
     return call(*operands)
 

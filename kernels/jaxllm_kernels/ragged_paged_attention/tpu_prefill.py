@@ -54,7 +54,12 @@ class PrefillScratch(NamedTuple):
 
     @classmethod
     def shapes(
-        cls, sizes: KernelSizes, slots: jax.ShapeDtypeStruct, group_size: int, lanes: int
+        cls,
+        sizes: KernelSizes,
+        slots: jax.ShapeDtypeStruct,
+        group_size: int,
+        lanes: int,
+        dtype: jnp.dtype,
     ) -> "PrefillScratch":
         _, heads, slot_tokens, _ = slots.shape
         lines = sizes.lines(group_size)
@@ -103,6 +108,19 @@ class PrefillStep:
 
     def start(self) -> None:
         """Prepare for the first step."""
+
+    def open(self, first: jax.Array, end: jax.Array) -> None:
+        """Begin a step: outputs of no segment are zero."""
+        # A segment may be the whole step. (Its index is past the end if there is none.)
+        lengths = self.items.work.lengths
+        length = lengths[jnp.minimum(first, lengths.shape[0] - 1)]
+
+        @pl.when((first == end) | (length < self.sizes.step_tokens))
+        def _():
+            self.out[...] = jnp.zeros_like(self.out)
+
+    def close(self, first: jax.Array, end: jax.Array) -> None:
+        """End a step."""
 
     def finish(self) -> None:
         """Wait for what is left after the last step."""
