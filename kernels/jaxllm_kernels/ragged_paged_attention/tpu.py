@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.common import round_up
 from jaxllm_kernels.platform import CHIPS, Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
+    SHORT_ROW,
     AttentionConfig,
     BatchLimits,
     KVScales,
@@ -140,14 +141,15 @@ class TpuBackend:
 
             def size(kind: Kind, config: AttentionConfig = config) -> int:
                 tuning = self._tuning(config, chip, batch.block_size, kind=kind)
-                return step_tokens(tuning, num_tokens, kind=kind)
+                return step_tokens(tuning, _most_tokens(kind, batch, num_tokens), kind=kind)
 
             if batch.decode_only:
                 step = size("decode")
                 prepared.decode[step] = decode_work(batch, step, chip.num_cores)
             else:
                 step, tile = size("short"), size("prefill")
-                prepared.short[step] = short_work(batch, num_tokens, step, chip.num_cores)
+                most = _most_tokens("short", batch, num_tokens)
+                prepared.short[step] = short_work(batch, most, step, chip.num_cores)
                 prepared.prefill[tile] = prefill_work(batch, num_tokens, tile)
         return prepared
 
@@ -172,7 +174,7 @@ class TpuBackend:
         layout = token_layout(head_size)
         k, v = to_cached(k, v, config, kv_scales)
         # Values of the small dtypes are exact in q's dtype.
-        new = _side_by_side(k.astype(q.dtype), v.astype(q.dtype), layout)  # [T, K, W]
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
         padding = ((0, 0), (0, 0), (0, layout.lanes - head_size))
         queries = jnp.pad(q, padding).reshape(num_tokens, num_kv_heads, -1, layout.lanes)
         shared = {
@@ -187,7 +189,7 @@ class TpuBackend:
             sizes = self._sizes(config, batch, q, kind="decode")
             out, cache = attend_segments(
                 _pad_to(queries, sizes.step_tokens * sizes.row_groups, axis=0),
-                _pad_to(new, sizes.step_tokens * sizes.row_groups, axis=0),
+                _pad_to(_side_by_side(k, v, layout), sizes.step_tokens * sizes.row_groups, axis=0),
                 cache,
                 prepared.decode[sizes.step_tokens],
                 sizes=sizes,
@@ -198,7 +200,11 @@ class TpuBackend:
             sizes = self._sizes(config, batch, q, kind="prefill")
             out, cache = attend_segments(
                 _pad_to(queries.transpose(1, 2, 0, 3), sizes.step_tokens, axis=2),
-                _pad_to(new.swapaxes(0, 1), sizes.step_tokens, axis=1),
+                _pad_to(
+                    _side_by_side(k.swapaxes(0, 1), v.swapaxes(0, 1), layout),
+                    sizes.step_tokens,
+                    axis=1,
+                ),
                 cache,
                 prepared.prefill[sizes.step_tokens],
                 sizes=sizes,
@@ -206,11 +212,11 @@ class TpuBackend:
             )
             sizes = self._sizes(config, batch, q, kind="short")
             work, num_steps = prepared.short[sizes.step_tokens]
-            # The second kernel replaces outputs of its tokens. So none of both reads, or fills with
-            # zeros, what has no tokens of its own.
+            # The second kernel puts its outputs into those of the first. A sum of both would read
+            # as many zeros as there can be decodes and tokens of short rows.
             out, cache = attend_segments(
                 queries,
-                new,
+                _side_by_side(k[: sizes.num_tokens], v[: sizes.num_tokens], layout),
                 cache,
                 work,
                 sizes=sizes,
@@ -289,7 +295,7 @@ class TpuBackend:
             config,
             self._tuning(config, chip, batch.block_size, kind=kind),
             kind=kind,
-            num_tokens=q.shape[0],
+            num_tokens=_most_tokens(kind, batch, q.shape[0]),
             max_blocks=batch.block_tables.shape[1],
             block_size=batch.block_size,
             dtype=q.dtype,
@@ -308,8 +314,14 @@ def _tuned_key(config: AttentionConfig, block_size: int, kind: Kind) -> tuple[st
     }
 
 
+def _most_tokens(kind: Kind, batch: RaggedBatch, num_tokens: int) -> int:
+    """The most tokens of a kernel in a step of so many."""
+    most = SHORT_ROW * batch.context_lens.shape[0]
+    return min(num_tokens, most) if kind == "short" else num_tokens
+
+
 def _side_by_side(k: jax.Array, v: jax.Array, layout: TokenLayout) -> jax.Array:
-    """Join keys and values, both [T, K, H], to rows of the cache: [T, K, W]."""
+    """Join keys and values, both [..., H], to rows of the cache: [..., W]."""
     head_size = k.shape[-1]
     between = layout.value_start - head_size
     after = layout.width - layout.value_start - head_size

@@ -12,7 +12,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_kernel import compute_step, scratch_shapes
-from jaxllm_kernels.ragged_paged_attention.tpu_outputs import window_start
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
 from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
 
@@ -35,8 +34,9 @@ def attend_segments(
     """Write the segments' keys and values into the cache and attend; see `KernelSizes`.
 
     Args:
-      q: [tokens, K, G, D] for decodes and short rows, [K, G, tokens, D] for tiles of prefill chunks.
-      new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W].
+      q: [tokens, K, G, D], or [K, G, tokens, D] for tiles of prefill chunks.
+      new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W]. With short
+        rows it may end after the tokens that they can have.
       cache: [blocks, K, block_size, W].
       sinks: float32 [K, G, 1].
       kv_scales: float32 [K, 1, 2], of keys and of values.
@@ -51,46 +51,45 @@ def attend_segments(
     group_size = config.num_heads // num_kv_heads
     lanes = q.shape[-1]
     heads = num_kv_heads // sizes.head_groups
-    num_tokens = q.shape[2] if sizes.kind == "prefill" else q.shape[0]
     if num_steps is None:
-        assert num_tokens % sizes.step_tokens == 0, (q.shape, sizes)
-        num_steps = num_tokens // sizes.step_tokens
-        assert num_steps % sizes.row_groups == 0, (num_steps, sizes)
+        num_tokens = q.shape[2] if sizes.kind == "prefill" else q.shape[0]
+        assert num_tokens % (sizes.step_tokens * sizes.row_groups) == 0, (q.shape, sizes)
+        steps = num_tokens // (sizes.step_tokens * sizes.row_groups)
+    else:
+        steps = pl.cdiv(num_steps, sizes.row_groups)
 
-    def at(group: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The head group, and the step."""
+    def at(group: jax.Array, i: jax.Array) -> dict[str, jax.Array]:
+        """The head group and the step of a step of the grid."""
         step = i * sizes.row_groups + lax.rem(group, sizes.row_groups)
-        return lax.div(group, sizes.row_groups), step
+        return {"heads": lax.div(group, sizes.row_groups), "step": step}
 
     def block(shape: tuple[int | None, ...], *index: str) -> pl.BlockSpec:
         """The BlockSpec of an operand; `index` names the axes of head groups and steps."""
 
         def start(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
-            where = dict(zip(("heads", "step"), at(group, i), strict=True))
+            where = at(group, i)
             return tuple(where.get(axis, 0) for axis in index)
 
         return pl.BlockSpec(shape, start)
 
-    def window(*shape: int | None, heads_axis: int) -> pl.BlockSpec:
-        """The BlockSpec of an operand's tokens that the segments of a step may have."""
-        size = min(sizes.window_tokens, num_tokens)
+    def window(*shape: int | None) -> pl.BlockSpec:
+        """The BlockSpec of the tokens that a step's segments may have; the next axis has heads."""
 
         def start(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
-            heads_group, step = at(group, i)
-            starts = [window_start(step, sizes, num_tokens, size), *[0] * len(shape)]
-            starts[heads_axis] = heads_group * (shape[heads_axis - 1] or 1)
-            return tuple(starts)
+            where = at(group, i)
+            first_head = where["heads"] * (shape[0] or 1)
+            return sizes.window_start(where["step"]), first_head, *[0] * (len(shape) - 1)
 
-        sizes_of_axes = (pl.Squeezed() if n is None else pl.Element(n) for n in (size, *shape))
-        return pl.BlockSpec(tuple(sizes_of_axes), start)
+        axes = (pl.Squeezed() if n is None else pl.Element(n) for n in shape)
+        return pl.BlockSpec((pl.Element(sizes.window_tokens), *axes), start)
 
     in_place = pl.BlockSpec(memory_space=pl.ANY)
     if sizes.kind != "prefill":
         # Blocks have whole tiles of rows, or all rows.
-        new = new.reshape(num_tokens, sizes.head_groups, heads, width)
+        new = new.reshape(-1, sizes.head_groups, heads, width)
     if sizes.kind == "short":
-        q_block = window(heads, group_size, lanes, heads_axis=1)
-        new_block = window(None, heads, width, heads_axis=1)
+        q_block = window(heads, group_size, lanes)
+        new_block = window(None, heads, width)
     elif sizes.kind == "decode":
         q_block = block((sizes.step_tokens, heads, group_size, lanes), "step", "heads", "", "")
         new_block = block((sizes.step_tokens, None, heads, width), "step", "heads", "", "")
@@ -122,7 +121,7 @@ def attend_segments(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work),
-            grid=(sizes.head_groups * sizes.row_groups, pl.cdiv(num_steps, sizes.row_groups)),
+            grid=(sizes.head_groups * sizes.row_groups, steps),
             in_specs=[
                 *(q_block, new_block),
                 *[x_block for _, x_block in optional],

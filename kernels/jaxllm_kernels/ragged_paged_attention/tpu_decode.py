@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_items import Items, Pages
-from jaxllm_kernels.ragged_paged_attention.tpu_outputs import Outputs, window_start
+from jaxllm_kernels.ragged_paged_attention.tpu_outputs import Outputs, OutputScratch
 from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     Ref,
     cast,
@@ -29,24 +29,18 @@ from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     for_each,
     multiple_of,
 )
-from jaxllm_kernels.ragged_paged_attention.tpu_row import Row
-from jaxllm_kernels.ragged_paged_attention.tpu_sizes import LANES, KernelSizes, sublane_tile
+from jaxllm_kernels.ragged_paged_attention.tpu_row import Row, RowScratch
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes, sublane_tile
 
 
 class DecodeScratch(NamedTuple):
     """On-chip memory with the lifetime of the call."""
 
     written: Ref  # [2, K, sublane tile, W]: tiles that are copied back
-    largest: Ref  # [K, M, LANES]: running softmax; all lanes are equal
-    total: Ref  # [K, M, LANES]
-    weighted: Ref  # [K, M, D]
-    num_sent: Ref  # int32 [1]: tiles that have been copied back
+    num_sent: Ref  # int32 [1]: tiles that have been sent
     sent: Ref  # semaphores [2]
-    # If there are short rows:
-    queries: Ref | None = None  # float32 [K, M, D]: of a row
-    collected: Ref | None = None  # the rest is of `Outputs`
-    num_collected: Ref | None = None
-    collected_sent: Ref | None = None
+    softmax: RowScratch
+    outputs: OutputScratch | None  # with short rows
 
     @classmethod
     def shapes(
@@ -56,26 +50,16 @@ class DecodeScratch(NamedTuple):
         group_size: int,
         lanes: int,
         dtype: jnp.dtype,
-    ) -> list[Any]:
+    ) -> "DecodeScratch":
         _, heads, _, width = slots.shape
-        lines = sizes.lines(group_size)
-        scratch = cls(
+        has_short, outputs = sizes.kind == "short", (heads, group_size, lanes)
+        return cls(
             written=pltpu.VMEM((2, heads, sublane_tile(slots.dtype), width), slots.dtype),
-            largest=pltpu.VMEM((heads, lines, LANES), jnp.float32),
-            total=pltpu.VMEM((heads, lines, LANES), jnp.float32),
-            weighted=pltpu.VMEM((heads, lines, lanes), jnp.float32),
             num_sent=pltpu.SMEM((1,), jnp.int32),
             sent=pltpu.SemaphoreType.DMA((2,)),
+            softmax=RowScratch.shapes(heads, sizes.lines(group_size), lanes, has_short=has_short),
+            outputs=OutputScratch.shapes(sizes, outputs, dtype) if has_short else None,
         )
-        if sizes.kind == "short":
-            collected = (2, sizes.window_tokens, heads, group_size, lanes)
-            scratch = scratch._replace(
-                queries=pltpu.VMEM((heads, lines, lanes), jnp.float32),
-                collected=pltpu.VMEM(collected, dtype),
-                num_collected=pltpu.SMEM((2,), jnp.int32),
-                collected_sent=pltpu.SemaphoreType.DMA((2,)),
-            )
-        return [shape for shape in scratch if shape is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +143,9 @@ class DecodeStep:
         token = offset = self.items.offset(segment)
         out = self.out
         if self.sizes.kind == "short":
-            step = lax.div(self.items.work.tokens[segment], self.sizes.step_tokens)
-            start = window_start(step, self.sizes, self.out.shape[0], self.q.shape[0])
-            token = self.items.work.tokens[segment] - start
+            flat = self.items.work.tokens[segment]
+            step = lax.div(flat, self.sizes.step_tokens)
+            token = flat - self.sizes.window_start(step)
             out = self._outputs().of_step()
         return Row(
             items=self.items,
@@ -173,22 +157,15 @@ class DecodeStep:
             sinks=self.sinks,
             out=out,
             first_output=offset,
-            largest=self.scratch.largest,
-            total=self.scratch.total,
-            weighted=self.scratch.weighted,
-            queries=self.scratch.queries,
+            scratch=self.scratch.softmax,
             config=self.config,
             sizes=self.sizes,
         )
 
     def _outputs(self) -> Outputs:
-        scratch = self.scratch
+        assert self.scratch.outputs is not None
         return Outputs(
-            collected=scratch.collected,
-            num_tokens=scratch.num_collected,
-            sent=scratch.collected_sent,
-            out=self.out,
-            first_head=self.items.first_head(),
+            scratch=self.scratch.outputs, out=self.out, first_head=self.items.first_head()
         )
 
     def _insert_token(self, row: Row, pages: Pages, slot: jax.Array) -> None:

@@ -1,8 +1,8 @@
 """The kernels of the TPU backend: attention over pages that they fetch and update themselves.
 
-The grid walks over steps of query tokens. A segment is the tokens that a step computes of one row: a
-decode, a short row, or the part of a prefill chunk in the step's tile. `tpu_items.py` fetches the
-pages of segments ahead of `tpu_decode.py` and `tpu_prefill.py`, which compute them.
+The grid walks over steps of query tokens. A segment is what a step computes of one row: a decode, a
+short row, or the tokens of a prefill chunk in the step's tile. `tpu_items.py` fetches the pages of
+segments ahead of `tpu_decode.py` and `tpu_prefill.py`, which compute them.
 
 Axis letters besides those of api.py: G query heads per kv head, M query lines of a segment
 (G x tokens), D lanes of a query, W lanes of a token's key and value in the cache.
@@ -40,7 +40,7 @@ def scratch_shapes(
         pltpu.VMEM(slots.shape, slots.dtype),
         pltpu.SMEM((NUM_STATES,), jnp.int32),
         pltpu.SemaphoreType.DMA((sizes.num_slots,)),
-        *scratch.shapes(sizes, slots, group_size, lanes, dtype),
+        scratch.shapes(sizes, slots, group_size, lanes, dtype),
     ]
 
 
@@ -83,9 +83,9 @@ def compute_step(
         "sizes": sizes,
     }
     if sizes.kind == "prefill":
-        step = PrefillStep(scratch=PrefillScratch(*unnamed), **operands)
+        step = PrefillStep(scratch=next(unnamed), **operands)
     else:
-        step = DecodeStep(scratch=DecodeScratch(*unnamed), **operands)
+        step = DecodeStep(scratch=next(unnamed), **operands)
     _run(step, items)
 
 

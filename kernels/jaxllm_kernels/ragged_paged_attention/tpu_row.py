@@ -6,12 +6,13 @@ token * G + head. The matrix unit holds keys and values, each once for all lines
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_items import Items, Pages
@@ -25,7 +26,25 @@ from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     keep_first_rows,
     multiple_of,
 )
-from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import LANES, KernelSizes
+
+
+class RowScratch(NamedTuple):
+    """On-chip memory of a row's M lines, of which a decode uses the first ones."""
+
+    largest: Ref  # [K, M, LANES]: running softmax; all lanes are equal
+    total: Ref  # [K, M, LANES]
+    weighted: Ref  # [K, M, D]
+    queries: Ref | None  # float32 [K, M, D]: of a short row
+
+    @classmethod
+    def shapes(cls, heads: int, lines: int, lanes: int, *, has_short: bool) -> "RowScratch":
+        return cls(
+            largest=pltpu.VMEM((heads, lines, LANES), jnp.float32),
+            total=pltpu.VMEM((heads, lines, LANES), jnp.float32),
+            weighted=pltpu.VMEM((heads, lines, lanes), jnp.float32),
+            queries=pltpu.VMEM((heads, lines, lanes), jnp.float32) if has_short else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +63,7 @@ class Row:
     kv_scales: Ref | None  # [K, 1, 2]
     sinks: Ref | None  # [K, G, 1]
     out: Ref  # [tokens, K, G, D]
-    # Memory of the row, of which it uses the first lines; see `DecodeScratch`.
-    largest: Ref
-    total: Ref
-    weighted: Ref
-    queries: Ref | None
+    scratch: RowScratch
     config: AttentionConfig
     sizes: KernelSizes
 
@@ -67,15 +82,16 @@ class Row:
         return self.position + self.length
 
     def token(self, i: int) -> jax.Array:
-        """The index of the i-th token in the operands; that of another one if the row ends before."""
-        return (
-            self.first_token if i == 0 else jnp.minimum(self.first_token + i, self.q.shape[0] - 1)
-        )
+        """The index of the i-th token in the operands, or of another token if there is none."""
+        if i == 0:
+            return self.first_token
+        return jnp.minimum(self.first_token + i, self.q.shape[0] - 1)
 
     def place(self, i: int) -> jax.Array:
-        """The position of the i-th token, negative if the row ends before."""
-        position = self.position + i
-        return position if i == 0 else jnp.where(i < self.length, position, -1)
+        """The position of the i-th token, negative if there is none."""
+        if i == 0:
+            return self.position
+        return jnp.where(i < self.length, self.position + i, -1)
 
     @property
     def group_size(self) -> int:
@@ -87,24 +103,19 @@ class Row:
 
     def start(self) -> None:
         """Prepare for the first pages."""
-        lines = pl.ds(0, self.lines)
-        shape = (self.items.num_heads, self.lines, self.largest.shape[-1])
-        if self.sinks is None:
-            self.largest[:, lines] = jnp.full(shape, UNSEEN, jnp.float32)
-            self.total[:, lines] = jnp.zeros(shape, jnp.float32)
-        else:
-            sinks = self.sinks[...] * LOG2_E
-            for i in range(self.num_tokens):
-                self.largest[:, self._lines_of(i)] = jnp.broadcast_to(
-                    sinks, (*sinks.shape[:2], shape[-1])
-                )
-            self.total[:, lines] = jnp.ones(shape, jnp.float32)
-        self.weighted[:, lines] = jnp.zeros(
-            (self.items.num_heads, self.lines, self.weighted.shape[-1]), jnp.float32
-        )
-        if self.num_tokens > 1:
-            for i in range(self.num_tokens):
-                self.queries[:, self._lines_of(i)] = self.q[self.token(i)].astype(jnp.float32)
+        scratch, lines = self.scratch, (slice(None), pl.ds(0, self.lines))
+        scratch.largest[lines] = jnp.full_like(scratch.largest[lines], UNSEEN)
+        scratch.total[lines] = jnp.zeros_like(scratch.total[lines])
+        scratch.weighted[lines] = jnp.zeros_like(scratch.weighted[lines])
+        for i in range(self.num_tokens):
+            lines = slice(None), self._lines_of(i)
+            if self.sinks is not None:
+                sinks = self.sinks[...] * LOG2_E
+                scratch.largest[lines] = jnp.broadcast_to(sinks, scratch.largest[lines].shape)
+                scratch.total[lines] = jnp.ones_like(scratch.total[lines])
+            if self.num_tokens > 1:
+                assert scratch.queries is not None
+                scratch.queries[lines] = self.q[self.token(i)].astype(jnp.float32)
 
     def attend_pages(self, pages: Pages, slot: jax.Array) -> None:
         """Fold the pages of a slot into the softmax.
@@ -154,13 +165,14 @@ class Row:
         self, slot: jax.Array, tokens: Any, distance: jax.Array, masked: bool, batch: jax.Array
     ) -> None:
         """Fold keys of a slot into the softmax of a batch of heads."""
-        config, dtype = self.config, self.q.dtype
+        config, scratch, dtype = self.config, self.scratch, self.q.dtype
         heads = pl.ds(batch * self._batch_heads, self._batch_heads)
         lines = (heads, pl.ds(0, self.lines))
         if self.num_tokens == 1:
             q = self.q[self.first_token, heads]  # [heads, lines, D]
         else:
-            q = self.queries[lines].astype(dtype)
+            assert scratch.queries is not None
+            q = scratch.queries[lines].astype(dtype)
         lanes = q.shape[-1]
         kv = self.items.slots[slot, heads, tokens, :]  # [heads, keys, W]
         keys, values = kv[..., :lanes].astype(dtype), kv[..., -lanes:]
@@ -184,21 +196,21 @@ class Row:
                 is_seen &= distances < config.sliding_window
             scores = jnp.where(is_seen, scores, UNSEEN)
 
-        largest = self.largest[lines]  # [heads, lines, LANES]
+        largest = scratch.largest[lines]  # [heads, lines, LANES]
         new_largest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
         weights = jnp.exp2(scores - new_largest[..., :1])
         decay = jnp.exp2(largest - new_largest)
-        self.largest[lines] = new_largest
-        self.total[lines] = self.total[lines] * decay + weights.sum(axis=-1, keepdims=True)
-        self.weighted[lines] = self.weighted[lines] * decay[..., :1] + batch_dot(
+        scratch.largest[lines] = new_largest
+        scratch.total[lines] = scratch.total[lines] * decay + weights.sum(axis=-1, keepdims=True)
+        scratch.weighted[lines] = scratch.weighted[lines] * decay[..., :1] + batch_dot(
             weights.astype(dtype), values.astype(dtype), contract=(2, 1)
         )
 
     def store_output(self) -> None:
         """Store the result of the softmax."""
         for i in range(self.num_tokens):
-            lines = self._lines_of(i)
-            out = self.weighted[:, lines] / self.total[:, lines][..., :1]
+            lines = slice(None), self._lines_of(i)
+            out = self.scratch.weighted[lines] / self.scratch.total[lines][..., :1]
             if self.kv_scales is not None:
                 out *= self.kv_scales[:, :, 1:2]
             self.out[self.first_output + i] = out.astype(self.out.dtype)

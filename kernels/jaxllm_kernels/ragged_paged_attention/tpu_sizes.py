@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -64,10 +65,11 @@ def token_layout(head_size: int) -> TokenLayout:
 class KernelSizes:
     """The sizes into which a kernel cuts its work."""
 
-    # A step of a prefill is a tile of consecutive tokens, with a segment for each row in it. Decodes
-    # and short rows are not cut: a step has those that begin in it.
+    # A step of a prefill is a tile of consecutive tokens, with a segment for each row in it.
+    # Decodes and short rows are not cut: a step has those that begin in it.
     kind: Kind
-    # Tokens of a step, and the most tokens of a segment.
+    # The most tokens of a call; tokens of a step; and the most tokens of a segment.
+    num_tokens: int
     step_tokens: int
     segment_tokens: int
     # Pages that are fetched into a slot, and pages that are computed together.
@@ -86,8 +88,18 @@ class KernelSizes:
 
     @property
     def window_tokens(self) -> int:
-        """The most tokens of a step's segments: a short row may begin with the step's last one."""
+        """Tokens of a step's operands: a short row may begin with the last token of a step."""
+        return min(self.output_tokens, self.num_tokens)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens for which a step has room: short rows are computed as if they had the most."""
         return self.step_tokens + (self.segment_tokens - 1 if self.kind == "short" else 0)
+
+    def window_start(self, step: jax.Array) -> jax.Array:
+        """The first token of a step's operands, if there are short rows. The last windows end with
+        the operands, which are not padded."""
+        return jnp.minimum(step * self.step_tokens, self.num_tokens - self.window_tokens)
 
     def lines(self, group_size: int) -> int:
         """Query lines of a segment and kv head."""
@@ -114,7 +126,7 @@ class KernelSizes:
         if self.kind != "prefill":
             # Short rows also have their queries there.
             softmax = _padded_bytes((heads, lines, 2 * LANES + 2 * layout.lanes), jnp.float32)
-            q = _padded_bytes((self.window_tokens, heads, group_size, layout.lanes), dtype)
+            q = _padded_bytes((self.output_tokens, heads, group_size, layout.lanes), dtype)
             new = _padded_bytes((self.window_tokens, heads, layout.width), dtype)
             sinks = _padded_bytes((heads, group_size, 1), jnp.float32)
         else:
@@ -243,6 +255,7 @@ def choose_sizes(
             slot_pages = max(min(tuning.slot_tokens // shrink // block_size, max_blocks), 1)
             sizes = KernelSizes(
                 kind=kind,
+                num_tokens=num_tokens,
                 step_tokens=step,
                 segment_tokens=segment_tokens,
                 slot_pages=cdiv(slot_pages, chunk_pages) * chunk_pages,
