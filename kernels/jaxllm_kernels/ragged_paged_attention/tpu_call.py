@@ -105,7 +105,8 @@ def attend_segments(
     if sinks is not None:
         optional.append((sinks, block((heads, *sinks.shape[1:]), "heads", "", "")))
     updated = [cache] if others is None else [others, cache]
-    operands = (*work, q, new, *[x for x, _ in optional], *updated)
+    scalars = [x for x in work if x is not None]
+    operands = (*scalars, q, new, *[x for x, _ in optional], *updated)
     slots = jax.ShapeDtypeStruct(
         (sizes.num_slots, heads, sizes.slot_pages * block_size, width), cache.dtype
     )
@@ -120,7 +121,7 @@ def attend_segments(
     call = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(work),
+            num_scalar_prefetch=len(scalars),
             grid=(sizes.head_groups * sizes.row_groups, steps),
             in_specs=[
                 *(q_block, new_block),

@@ -10,6 +10,7 @@ if all rows are decodes. Other rows are computed by code for SHORT_ROW tokens, b
 which pages are read hides them, too.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,22 +85,6 @@ class DecodeStep:
         if self.sizes.kind == "short":
             self._outputs().start()
 
-    def open(self, first: jax.Array, end: jax.Array) -> None:
-        """Begin a step: outputs of no segment are zero, or what they were with short rows."""
-        if self.sizes.kind == "short":
-            self._outputs().open()
-        else:
-            self.out[...] = jnp.zeros_like(self.out)
-
-    def close(self, first: jax.Array, end: jax.Array) -> None:
-        """End a step."""
-        if self.sizes.kind == "short":
-            work, last_segment = self.items.work, self.items.work.tokens.shape[0] - 1
-            start = work.tokens[jnp.minimum(first, last_segment)]
-            last = jnp.maximum(end - 1, 0)
-            num_tokens = work.tokens[last] + work.lengths[last] - start
-            self._outputs().send(start, jnp.where(first < end, num_tokens, 0))
-
     def finish(self) -> None:
         """Wait for what is left after the last step."""
         num_sent = self.scratch.num_sent[0]
@@ -109,28 +94,79 @@ class DecodeStep:
         if self.sizes.kind == "short":
             self._outputs().finish()
 
-    def attend(self, segment: jax.Array) -> None:
-        """Compute a segment."""
-        if self.sizes.kind == "decode":
-            self._attend(segment, num_tokens=1)
-        else:
-            is_decode = self.items.work.lengths[segment] == 1
-            pl.when(is_decode)(lambda: self._attend(segment, num_tokens=1))
-            pl.when(~is_decode)(lambda: self._attend(segment, num_tokens=SHORT_ROW))
+    def attend(self, step: jax.Array, first: jax.Array, end: jax.Array) -> None:
+        """Compute the segments of a step: decodes, which come first, and short rows.
 
-    def _attend(self, segment: jax.Array, *, num_tokens: int) -> None:
-        """Compute a segment of at most that many tokens."""
+        Outputs of no segment are zero; if there are short rows, they stay as they are.
+        """
+        if self.sizes.kind == "decode":
+            self.out[...] = jnp.zeros_like(self.out)
+            for_each(first, end, lambda segment: self._attend_row(self._row(segment)))
+            return
+
+        work, outputs = self.items.work, self._outputs()
+        window_start = self.sizes.window_start(step)
+
+        def attend_row(segment: jax.Array, *, num_tokens: int) -> None:
+            self._attend_row(
+                self._row(
+                    segment,
+                    num_tokens=num_tokens,
+                    first_token=work.tokens[segment] - window_start,
+                    out=outputs.of_step(),
+                )
+            )
+
+        num_decodes = work.num_decodes[0]
+        outputs.open()
+        for_each(first, jnp.minimum(end, num_decodes), functools.partial(attend_row, num_tokens=1))
+        for_each(
+            jnp.maximum(first, num_decodes),
+            end,
+            functools.partial(attend_row, num_tokens=SHORT_ROW),
+        )
+        # (The index of the first segment is past the end if there is none.)
+        start = work.tokens[jnp.minimum(first, work.tokens.shape[0] - 1)]
+        last = jnp.maximum(end - 1, 0)
+        num_tokens = work.tokens[last] + work.lengths[last] - start
+        outputs.send(start, jnp.where(first < end, num_tokens, 0))
+
+    def _row(
+        self,
+        segment: jax.Array,
+        *,
+        num_tokens: int = 1,
+        first_token: jax.Array | None = None,
+        out: Ref | None = None,
+    ) -> Row:
+        offset = self.items.offset(segment)
+        return Row(
+            items=self.items,
+            segment=segment,
+            num_tokens=num_tokens,
+            first_token=offset if first_token is None else first_token,
+            first_output=offset,
+            q=self.q,
+            kv_scales=self.kv_scales,
+            sinks=self.sinks,
+            out=self.out if out is None else out,
+            scratch=self.scratch.softmax,
+            config=self.config,
+            sizes=self.sizes,
+        )
+
+    def _attend_row(self, row: Row) -> None:
+        """Compute a row."""
         items = self.items
-        row = self._row(segment, num_tokens)
         row.start()
-        num_items = items.num_items(segment)
+        num_items = items.num_items(row.segment)
 
         def attend_item(item: jax.Array) -> None:
             slot = items.take_slot()
             items.fetch_next()
-            pages = items.pages(segment, item)
-            items.wait(segment, pages, slot)
-            if num_tokens == 1:
+            pages = items.pages(row.segment, item)
+            items.wait(row.segment, pages, slot)
+            if row.num_tokens == 1:
                 pl.when(item == num_items - 1)(lambda: self._insert_token(row, pages, slot))
             else:
                 self._insert_tokens(row, pages, slot)
@@ -138,29 +174,6 @@ class DecodeStep:
 
         for_each(0, num_items, attend_item)
         row.store_output()
-
-    def _row(self, segment: jax.Array, num_tokens: int) -> Row:
-        token = offset = self.items.offset(segment)
-        out = self.out
-        if self.sizes.kind == "short":
-            flat = self.items.work.tokens[segment]
-            step = lax.div(flat, self.sizes.step_tokens)
-            token = flat - self.sizes.window_start(step)
-            out = self._outputs().of_step()
-        return Row(
-            items=self.items,
-            segment=segment,
-            num_tokens=num_tokens,
-            first_token=token,
-            q=self.q,
-            kv_scales=self.kv_scales,
-            sinks=self.sinks,
-            out=out,
-            first_output=offset,
-            scratch=self.scratch.softmax,
-            config=self.config,
-            sizes=self.sizes,
-        )
 
     def _outputs(self) -> Outputs:
         assert self.scratch.outputs is not None

@@ -21,7 +21,7 @@ from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_decode import DecodeScratch, DecodeStep
 from jaxllm_kernels.ragged_paged_attention.tpu_items import NUM_STATES, Items
 from jaxllm_kernels.ragged_paged_attention.tpu_prefill import PrefillScratch, PrefillStep
-from jaxllm_kernels.ragged_paged_attention.tpu_primitives import Ref, for_each
+from jaxllm_kernels.ragged_paged_attention.tpu_primitives import Ref
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
 from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
 
@@ -54,12 +54,13 @@ def compute_step(
 ) -> None:
     """Name the references, and compute the step."""
     unnamed = iter(refs)
-    work = Work(*itertools.islice(unnamed, len(Work._fields)))
+    has_short = sizes.kind == "short"
+    work = Work(*itertools.islice(unnamed, len(Work._fields) - (0 if has_short else 1)))
     q, new = next(unnamed), next(unnamed)
     kv_scales = next(unnamed) if has_scales else None
     sinks = next(unnamed) if has_sinks else None
     # Operands that are the same memory as the results: the cache, and outputs of other segments.
-    for _ in range(2 if sizes.kind == "short" else 1):
+    for _ in range(2 if has_short else 1):
         next(unnamed)
     out, cache = next(unnamed), next(unnamed)
     items = Items(
@@ -99,8 +100,5 @@ def _run(step: DecodeStep | PrefillStep, items: Items) -> None:
         items.start(row_group)
         step.start()
 
-    first, end = first_segments[index], first_segments[index + 1]
-    step.open(first, end)
-    for_each(first, end, step.attend)
-    step.close(first, end)
+    step.attend(index, first_segments[index], first_segments[index + 1])
     pl.when(pl.program_id(1) == pl.num_programs(1) - 1)(step.finish)

@@ -109,8 +109,11 @@ class PrefillStep:
     def start(self) -> None:
         """Prepare for the first step."""
 
-    def open(self, first: jax.Array, end: jax.Array) -> None:
-        """Begin a step: outputs of no segment are zero."""
+    def finish(self) -> None:
+        """Wait for what is left after the last step."""
+
+    def attend(self, step: jax.Array, first: jax.Array, end: jax.Array) -> None:
+        """Compute the segments of a step. Outputs of no segment are zero."""
         # A segment may be the whole step. (Its index is past the end if there is none.)
         lengths = self.items.work.lengths
         length = lengths[jnp.minimum(first, lengths.shape[0] - 1)]
@@ -119,14 +122,9 @@ class PrefillStep:
         def _():
             self.out[...] = jnp.zeros_like(self.out)
 
-    def close(self, first: jax.Array, end: jax.Array) -> None:
-        """End a step."""
+        for_each(first, end, self._attend_segment)
 
-    def finish(self) -> None:
-        """Wait for what is left after the last step."""
-
-    def attend(self, segment: jax.Array) -> None:
-        """Compute a segment."""
+    def _attend_segment(self, segment: jax.Array) -> None:
         items, heads, chunk_tokens = self.items, self.sizes.batch_heads, self.items.chunk_tokens
         units_of_chunk = items.num_heads // heads
         chunks_of_item = self.sizes.slot_pages // self.sizes.chunk_pages

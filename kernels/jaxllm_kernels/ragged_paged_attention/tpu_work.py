@@ -19,6 +19,8 @@ class Work(NamedTuple):
     lengths: jax.Array  # tokens
     positions: jax.Array  # of the first token, in the row's context
     block_tables: jax.Array  # int32 [R * P]
+    # int32 [1]: the first segments are decodes, if others are short rows.
+    num_decodes: jax.Array | None = None
 
 
 def decode_work(batch: RaggedBatch, step: int, num_cores: int) -> Work:
@@ -65,6 +67,7 @@ def short_work(
         lengths=lengths,
         positions=batch.context_lens[:num_rows] - lengths,
         block_tables=batch.block_tables.reshape(-1),
+        num_decodes=batch.num_decodes[None],
     )
     used_steps = (first_segments < first_segments[-1]).sum(dtype=jnp.int32)
     return work, jnp.maximum(used_steps, 1)
