@@ -6,7 +6,7 @@ a row of whole 128-lane registers. So the compiler pads no dimension, one copy l
 of its heads, and any number of heads works equally well. See `TokenLayout`.
 
 A step that is not decode_only runs both kernels. Each writes the keys and values of its own rows,
-and the second one adds its outputs to those of the first.
+and outputs of the second one are put into those of the first.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.common import round_up
@@ -42,6 +43,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
     token_layout,
 )
 from jaxllm_kernels.ragged_paged_attention.tpu_work import (
+    ShortWork,
     Work,
     decode_work,
     prefill_work,
@@ -54,7 +56,7 @@ class Prepared(NamedTuple):
     """The values that the layers of a step share: the work of its kernels, by tokens per step."""
 
     decode: dict[int, Work]
-    short: dict[int, tuple[Work, jax.Array]]  # with the number of steps
+    short: dict[int, ShortWork]
     prefill: dict[int, Work]
 
 
@@ -197,33 +199,36 @@ class TpuBackend:
             )
             out = out[:num_tokens]  # [T, K, G, D]
         else:
+            # Most tokens are of prefills. Without the barrier XLA would compute all tokens' queries
+            # in both orders, although few can be of short rows, and rotate them twice.
+            heads_first, new = lax.optimization_barrier(
+                (
+                    queries.transpose(1, 2, 0, 3),
+                    _side_by_side(k.swapaxes(0, 1), v.swapaxes(0, 1), layout),
+                )
+            )
             sizes = self._sizes(config, batch, q, kind="prefill")
             out, cache = attend_segments(
-                _pad_to(queries.transpose(1, 2, 0, 3), sizes.step_tokens, axis=2),
-                _pad_to(
-                    _side_by_side(k.swapaxes(0, 1), v.swapaxes(0, 1), layout),
-                    sizes.step_tokens,
-                    axis=1,
-                ),
+                _pad_to(heads_first, sizes.step_tokens, axis=2),
+                _pad_to(new, sizes.step_tokens, axis=1),
                 cache,
                 prepared.prefill[sizes.step_tokens],
                 sizes=sizes,
                 **shared,
             )
             sizes = self._sizes(config, batch, q, kind="short")
-            work, num_steps = prepared.short[sizes.step_tokens]
-            # The second kernel puts its outputs into those of the first. A sum of both would read
-            # as many zeros as there can be decodes and tokens of short rows.
-            out, cache = attend_segments(
-                queries,
-                _side_by_side(k[: sizes.num_tokens], v[: sizes.num_tokens], layout),
+            short = prepared.short[sizes.step_tokens]
+            short_out, cache = attend_segments(
+                _tokens_first(heads_first, sizes.num_tokens, short.num_tokens),
+                _tokens_first(new, sizes.num_tokens, short.num_tokens),
                 cache,
-                work,
+                short.work,
                 sizes=sizes,
-                others=out[:, :, :num_tokens].transpose(2, 0, 1, 3),
-                num_steps=num_steps,
+                num_steps=short.num_steps,
                 **shared,
             )
+            out = _put_tokens(out, short_out, short.num_tokens)
+            out = out[:, :, :num_tokens].transpose(2, 0, 1, 3)
 
         out = out[..., layout.out_start : layout.out_start + head_size]
         return out.reshape(q.shape), cache
@@ -318,6 +323,40 @@ def _most_tokens(kind: Kind, batch: RaggedBatch, num_tokens: int) -> int:
     """The most tokens of a kernel in a step of so many."""
     most = SHORT_ROW * batch.context_lens.shape[0]
     return min(num_tokens, most) if kind == "short" else num_tokens
+
+
+# Tokens that are moved together between the layouts of both kernels.
+_MOVED_TOKENS = 256
+
+
+def _tokens_first(x: jax.Array, size: int, num_tokens: jax.Array) -> jax.Array:
+    """Return the first tokens of x [..., tokens, lanes] as [size, ..., lanes]. Those from
+    `num_tokens` on are arbitrary, and take no time."""
+    block = min(size, _MOVED_TOKENS)
+
+    def move(i: jax.Array, moved: jax.Array) -> jax.Array:
+        start = jnp.minimum(i * block, size - block)
+        piece = lax.dynamic_slice_in_dim(x, start, block, axis=-2)
+        return lax.dynamic_update_slice_in_dim(moved, jnp.moveaxis(piece, -2, 0), start, axis=0)
+
+    empty = lax.empty((size, *x.shape[:-2], x.shape[-1]), x.dtype)
+    return lax.fori_loop(0, lax.div(num_tokens + (block - 1), block), move, empty)
+
+
+def _put_tokens(x: jax.Array, new: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """Replace the first `num_tokens` tokens of x [K, G, tokens, D] by those of new
+    [tokens, K, G, D]."""
+    size = new.shape[0]
+    block = min(size, _MOVED_TOKENS)
+
+    def move(i: jax.Array, x: jax.Array) -> jax.Array:
+        start = jnp.minimum(i * block, size - block)
+        piece = lax.dynamic_slice_in_dim(new, start, block, axis=0).transpose(1, 2, 0, 3)
+        is_new = start + jnp.arange(block)[:, None] < num_tokens
+        old = lax.dynamic_slice_in_dim(x, start, block, axis=2)
+        return lax.dynamic_update_slice_in_dim(x, jnp.where(is_new, piece, old), start, axis=2)
+
+    return lax.fori_loop(0, lax.div(num_tokens + (block - 1), block), move, x)
 
 
 def _side_by_side(k: jax.Array, v: jax.Array, layout: TokenLayout) -> jax.Array:

@@ -28,24 +28,21 @@ def attend_segments(
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
     interpret: pltpu.InterpretParams | Literal[False],
-    others: jax.Array | None = None,
     num_steps: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the segments' keys and values into the cache and attend; see `KernelSizes`.
 
     Args:
       q: [tokens, K, G, D], or [K, G, tokens, D] for tiles of prefill chunks.
-      new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W]. With short
-        rows it may end after the tokens that they can have.
+      new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W].
       cache: [blocks, K, block_size, W].
       sinks: float32 [K, G, 1].
       kv_scales: float32 [K, 1, 2], of keys and of values.
-      others: with short rows, the output for tokens without a segment, shaped like q.
       num_steps: with short rows, the number of steps that have segments.
 
     Returns:
-      The output, shaped like q, without `others` zero for tokens without a segment; and the updated
-      cache.
+      The output, shaped like q; and the updated cache. For tokens without a segment the output is
+      zero, or with short rows arbitrary.
     """
     num_kv_heads, block_size, width = cache.shape[1:]
     group_size = config.num_heads // num_kv_heads
@@ -104,9 +101,8 @@ def attend_segments(
         optional.append((kv_scales, block((heads, 1, 2), "heads", "", "")))
     if sinks is not None:
         optional.append((sinks, block((heads, *sinks.shape[1:]), "heads", "", "")))
-    updated = [cache] if others is None else [others, cache]
     scalars = [x for x in work if x is not None]
-    operands = (*scalars, q, new, *[x for x, _ in optional], *updated)
+    operands = (*scalars, q, new, *[x for x, _ in optional], cache)
     slots = jax.ShapeDtypeStruct(
         (sizes.num_slots, heads, sizes.slot_pages * block_size, width), cache.dtype
     )
@@ -126,9 +122,9 @@ def attend_segments(
             in_specs=[
                 *(q_block, new_block),
                 *[x_block for _, x_block in optional],
-                *[in_place for _ in updated],
+                in_place,
             ],
-            out_specs=[q_block if others is None else in_place, in_place],
+            out_specs=[in_place if sizes.kind == "short" else q_block, in_place],
             scratch_shapes=scratch_shapes(
                 sizes, slots, group_size=group_size, lanes=lanes, dtype=q.dtype
             ),
@@ -137,8 +133,7 @@ def attend_segments(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(cache.shape, cache.dtype),
         ],
-        # The last operands are the last results.
-        input_output_aliases={len(operands) - 1 - i: 1 - i for i in range(len(updated))},
+        input_output_aliases={len(operands) - 1: 1},
         # Groups share nothing, so a chip with two cores runs one on each. The steps of a group run
         # in order, because their items are one sequence.
         compiler_params=pltpu.CompilerParams(

@@ -95,38 +95,45 @@ class DecodeStep:
             self._outputs().finish()
 
     def attend(self, step: jax.Array, first: jax.Array, end: jax.Array) -> None:
-        """Compute the segments of a step: decodes, which come first, and short rows.
-
-        Outputs of no segment are zero; if there are short rows, they stay as they are.
-        """
-        if self.sizes.kind == "decode":
-            self.out[...] = jnp.zeros_like(self.out)
-            for_each(first, end, lambda segment: self._attend_row(self._row(segment)))
+        """Compute the segments of a step. Outputs of no segment are zero; if there are short rows,
+        they are not written."""
+        if self.sizes.kind == "short":
+            self._attend_with_short_rows(step, first, end)
             return
 
+        def attend_decode(segment: jax.Array) -> None:
+            token = self.items.offset(segment)
+            row = self._row(
+                segment, num_tokens=1, first_token=token, first_output=token, out=self.out
+            )
+            self._attend_row(row)
+
+        self.out[...] = jnp.zeros_like(self.out)
+        for_each(first, end, attend_decode)
+
+    def _attend_with_short_rows(self, step: jax.Array, first: jax.Array, end: jax.Array) -> None:
+        """Compute the decodes of a step, which come first, and then the short rows."""
         work, outputs = self.items.work, self._outputs()
         window_start = self.sizes.window_start(step)
-
-        def attend_row(segment: jax.Array, *, num_tokens: int) -> None:
-            self._attend_row(
-                self._row(
-                    segment,
-                    num_tokens=num_tokens,
-                    first_token=work.tokens[segment] - window_start,
-                    out=outputs.of_step(),
-                )
-            )
-
-        num_decodes = work.num_decodes[0]
-        outputs.open()
-        for_each(first, jnp.minimum(end, num_decodes), functools.partial(attend_row, num_tokens=1))
-        for_each(
-            jnp.maximum(first, num_decodes),
-            end,
-            functools.partial(attend_row, num_tokens=SHORT_ROW),
-        )
         # (The index of the first segment is past the end if there is none.)
         start = work.tokens[jnp.minimum(first, work.tokens.shape[0] - 1)]
+
+        def attend_row(segment: jax.Array, *, num_tokens: int) -> None:
+            row = self._row(
+                segment,
+                num_tokens=num_tokens,
+                first_token=work.tokens[segment] - window_start,
+                first_output=work.tokens[segment] - start,
+                out=outputs.of_step(),
+            )
+            self._attend_row(row)
+
+        attend_decode = functools.partial(attend_row, num_tokens=1)
+        attend_short = functools.partial(attend_row, num_tokens=SHORT_ROW)
+        num_decodes = work.num_decodes[0]
+        outputs.open()
+        for_each(first, jnp.minimum(end, num_decodes), attend_decode)
+        for_each(jnp.maximum(first, num_decodes), end, attend_short)
         last = jnp.maximum(end - 1, 0)
         num_tokens = work.tokens[last] + work.lengths[last] - start
         outputs.send(start, jnp.where(first < end, num_tokens, 0))
@@ -135,21 +142,21 @@ class DecodeStep:
         self,
         segment: jax.Array,
         *,
-        num_tokens: int = 1,
-        first_token: jax.Array | None = None,
-        out: Ref | None = None,
+        num_tokens: int,
+        first_token: jax.Array,
+        first_output: jax.Array,
+        out: Ref,
     ) -> Row:
-        offset = self.items.offset(segment)
         return Row(
             items=self.items,
             segment=segment,
             num_tokens=num_tokens,
-            first_token=offset if first_token is None else first_token,
-            first_output=offset,
+            first_token=first_token,
+            first_output=first_output,
             q=self.q,
             kv_scales=self.kv_scales,
             sinks=self.sinks,
-            out=self.out if out is None else out,
+            out=out,
             scratch=self.scratch.softmax,
             config=self.config,
             sizes=self.sizes,

@@ -59,9 +59,7 @@ def compute_step(
     q, new = next(unnamed), next(unnamed)
     kv_scales = next(unnamed) if has_scales else None
     sinks = next(unnamed) if has_sinks else None
-    # Operands that are the same memory as the results: the cache, and outputs of other segments.
-    for _ in range(2 if has_short else 1):
-        next(unnamed)
+    next(unnamed)  # the cache as an operand; it is the same memory as the result
     out, cache = next(unnamed), next(unnamed)
     items = Items(
         work=work,

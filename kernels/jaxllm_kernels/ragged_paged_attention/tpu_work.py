@@ -39,10 +39,16 @@ def decode_work(batch: RaggedBatch, step: int, num_cores: int) -> Work:
     )
 
 
-def short_work(
-    batch: RaggedBatch, num_tokens: int, step: int, num_cores: int
-) -> tuple[Work, jax.Array]:
-    """The work of decodes and short rows, and the number of steps that have segments, at least one.
+class ShortWork(NamedTuple):
+    """The work of decodes and short rows, which are the first tokens of a batch."""
+
+    work: Work
+    num_tokens: jax.Array  # int32 []
+    num_steps: jax.Array  # int32 []: that have segments; at least one
+
+
+def short_work(batch: RaggedBatch, num_tokens: int, step: int, num_cores: int) -> ShortWork:
+    """The work of decodes and short rows.
 
     Segment i is row i, whole, in the step of its first token. Cut at steps, a row would be read
     twice, and its second part would have to wait until the first one is written.
@@ -52,14 +58,15 @@ def short_work(
     num_steps = round_up(cdiv(num_tokens, step), num_cores)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     tokens, lengths = starts[:num_rows], (ends - starts)[:num_rows]
-    is_ours = rows < batch.num_decodes + batch.num_short
+    num_segments = batch.num_decodes + batch.num_short
+    is_ours = rows < num_segments
     first_segments = jnp.searchsorted(
         jnp.where(is_ours, tokens, num_tokens),
         jnp.arange(num_steps + 1, dtype=jnp.int32) * step,
         method="compare_all",
     ).astype(jnp.int32)
     # Rows of other kernels are after the last step.
-    first_segments = jnp.minimum(first_segments, is_ours.sum(dtype=jnp.int32))
+    first_segments = jnp.minimum(first_segments, num_segments)
     work = Work(
         first_segments=first_segments,
         rows=rows,
@@ -70,7 +77,7 @@ def short_work(
         num_decodes=batch.num_decodes[None],
     )
     used_steps = (first_segments < first_segments[-1]).sum(dtype=jnp.int32)
-    return work, jnp.maximum(used_steps, 1)
+    return ShortWork(work, batch.query_starts[num_segments], jnp.maximum(used_steps, 1))
 
 
 def prefill_work(batch: RaggedBatch, num_tokens: int, tile: int) -> Work:
