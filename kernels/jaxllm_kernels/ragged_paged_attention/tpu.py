@@ -10,6 +10,7 @@ and outputs of the second one are put into those of the first.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -218,17 +219,23 @@ class TpuBackend:
             )
             sizes = self._sizes(config, batch, q, kind="short")
             short = prepared.short[sizes.step_tokens]
+            move = functools.partial(
+                _move_tokens, size=sizes.num_tokens, num_tokens=short.num_tokens
+            )
             short_out, cache = attend_segments(
-                _tokens_first(heads_first, sizes.num_tokens, short.num_tokens),
-                _tokens_first(new, sizes.num_tokens, short.num_tokens),
+                move(heads_first, 2, 0),
+                move(new, 1, 0),
                 cache,
                 short.work,
                 sizes=sizes,
                 num_steps=short.num_steps,
                 **shared,
             )
-            out = _put_tokens(out, short_out, short.num_tokens)
-            out = out[:, :, :num_tokens].transpose(2, 0, 1, 3)
+            # For an in-place update of the first output XLA would copy it first.
+            padding = ((0, 0), (0, 0), (0, num_tokens - sizes.num_tokens), (0, 0))
+            is_short = jnp.arange(num_tokens)[:, None] < short.num_tokens
+            short_out = jnp.pad(move(short_out, 0, 2), padding)
+            out = jnp.where(is_short, short_out, out[:, :, :num_tokens]).transpose(2, 0, 1, 3)
 
         out = out[..., layout.out_start : layout.out_start + head_size]
         return out.reshape(q.shape), cache
@@ -326,37 +333,26 @@ def _most_tokens(kind: Kind, batch: RaggedBatch, num_tokens: int) -> int:
 
 
 # Tokens that are moved together between the layouts of both kernels.
-_MOVED_TOKENS = 256
+_MOVED_TOKENS = 128
 
 
-def _tokens_first(x: jax.Array, size: int, num_tokens: jax.Array) -> jax.Array:
-    """Return the first tokens of x [..., tokens, lanes] as [size, ..., lanes]. Those from
-    `num_tokens` on are arbitrary, and take no time."""
+def _move_tokens(
+    x: jax.Array, source: int, destination: int, *, size: int, num_tokens: jax.Array
+) -> jax.Array:
+    """Move the axis of tokens, of which `size` are kept. Those from `num_tokens` on are arbitrary,
+    and take no time."""
     block = min(size, _MOVED_TOKENS)
 
     def move(i: jax.Array, moved: jax.Array) -> jax.Array:
         start = jnp.minimum(i * block, size - block)
-        piece = lax.dynamic_slice_in_dim(x, start, block, axis=-2)
-        return lax.dynamic_update_slice_in_dim(moved, jnp.moveaxis(piece, -2, 0), start, axis=0)
+        piece = lax.dynamic_slice_in_dim(x, start, block, axis=source)
+        piece = jnp.moveaxis(piece, source, destination)
+        return lax.dynamic_update_slice_in_dim(moved, piece, start, axis=destination)
 
-    empty = lax.empty((size, *x.shape[:-2], x.shape[-1]), x.dtype)
-    return lax.fori_loop(0, lax.div(num_tokens + (block - 1), block), move, empty)
-
-
-def _put_tokens(x: jax.Array, new: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """Replace the first `num_tokens` tokens of x [K, G, tokens, D] by those of new
-    [tokens, K, G, D]."""
-    size = new.shape[0]
-    block = min(size, _MOVED_TOKENS)
-
-    def move(i: jax.Array, x: jax.Array) -> jax.Array:
-        start = jnp.minimum(i * block, size - block)
-        piece = lax.dynamic_slice_in_dim(new, start, block, axis=0).transpose(1, 2, 0, 3)
-        is_new = start + jnp.arange(block)[:, None] < num_tokens
-        old = lax.dynamic_slice_in_dim(x, start, block, axis=2)
-        return lax.dynamic_update_slice_in_dim(x, jnp.where(is_new, piece, old), start, axis=2)
-
-    return lax.fori_loop(0, lax.div(num_tokens + (block - 1), block), move, x)
+    shape = [n for axis, n in enumerate(x.shape) if axis != source]
+    shape.insert(destination, size)
+    num_blocks = lax.div(num_tokens + (block - 1), block)
+    return lax.fori_loop(0, num_blocks, move, lax.empty(tuple(shape), x.dtype))
 
 
 def _side_by_side(k: jax.Array, v: jax.Array, layout: TokenLayout) -> jax.Array:
