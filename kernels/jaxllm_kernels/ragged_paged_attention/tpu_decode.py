@@ -114,6 +114,7 @@ class DecodeStep:
     def _attend_with_short_rows(self, step: jax.Array, first: jax.Array, end: jax.Array) -> None:
         """Compute the decodes of a step, which come first, and then the short rows."""
         work, outputs = self.items.work, self._outputs()
+        assert work.num_decodes is not None
         window_start = self.sizes.window_start(step)
         # (The index of the first segment is past the end if there is none.)
         start = work.tokens[jnp.minimum(first, work.tokens.shape[0] - 1)]
