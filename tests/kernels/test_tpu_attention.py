@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxllm_kernels.platform import CHIPS, chip_of
 from jaxllm_kernels.ragged_paged_attention import tuned
 from jaxllm_kernels.ragged_paged_attention.api import (
+    SHORT_ROW,
     AttentionConfig,
     BatchLimits,
     RaggedBatch,
@@ -103,7 +104,10 @@ def test_every_case_is_right(case):
     assert_correct(EMULATED, case, "float32")
 
 
-@pytest.mark.parametrize("name", ["mixed", "decodes", "everything", "chunk_longer_than_a_page"])
+@pytest.mark.parametrize(
+    "name",
+    ["mixed", "decodes", "everything", "chunk_longer_than_a_page", "short_rows_over_borders"],
+)
 def test_rows_of_many_items_are_right(name):
     assert_correct(SMALL, CASE[name], "float32")
 
@@ -134,6 +138,7 @@ def test_items_of_many_units_are_right():
         "head_size_128",
         "head_size_256",
         "everything_with_fp8_kv",
+        "everything_with_short_rows",
     ],
 )
 def test_bfloat16_is_right(name):
@@ -141,7 +146,8 @@ def test_bfloat16_is_right(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "head_size"), [("int8_kv", 80), ("fp8_kv", 128), ("int8_kv", 256)]
+    ("name", "head_size"),
+    [("int8_kv", 80), ("fp8_kv", 128), ("int8_kv", 256), ("short_rows_with_int8_kv", 128)],
 )
 def test_caches_of_8_bits_are_right_in_bfloat16(name, head_size):
     case = dataclasses.replace(CASE[name], head_size=head_size)
@@ -172,6 +178,28 @@ def test_decodes_of_one_head_are_split_between_two_cores():
     assert_correct(TWO_CORES, case, "float32")
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_short_rows_are_split_between_two_cores(num_kv_heads):
+    # By heads, or by steps.
+    case = dataclasses.replace(
+        CASE["short_rows_over_borders"],
+        rows=((1, 20), (5, 37), (8, 40), (3, 3)),
+        num_kv_heads=num_kv_heads,
+        num_tokens=32,
+    )
+    assert_correct(TWO_CORES, case, "float32")
+
+
+def test_short_rows_are_equal_to_chunks():
+    case = CASE["short_rows_over_borders"]
+    short, chunks = (
+        run_case(EMULATED, dataclasses.replace(case, has_short=has_short), "float32")
+        for has_short in (True, False)
+    )
+    np.testing.assert_allclose(short.out, chunks.out, rtol=1e-5, atol=1e-5)
+    assert (short.out != chunks.out).any()  # as they are computed in other orders
+
+
 def test_a_decode_may_be_given_as_a_prefill_of_one_token():
     case = dataclasses.replace(CASE["decodes_in_a_mixed_program"], num_decodes=0)
     assert_correct(EMULATED, case, "float32")
@@ -179,10 +207,11 @@ def test_a_decode_may_be_given_as_a_prefill_of_one_token():
 
 @st.composite
 def ragged_rows(draw) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """A number of decodes and the rows of a step of at most 40 tokens, 6 rows, 80 of context."""
-    num_decodes = draw(st.integers(0, 3))
-    lengths, room = [1] * num_decodes, 40 - num_decodes
-    for _ in range(draw(st.integers(0, 3))):
+    """A number of decodes and the rows of a step of at most 60 tokens, 6 rows, 80 of context."""
+    num_decodes = draw(st.integers(0, 2))
+    lengths = [1] * num_decodes + draw(st.lists(st.integers(2, SHORT_ROW), max_size=2))
+    room = 60 - sum(lengths)
+    for _ in range(draw(st.integers(0, 2))):
         lengths.append(draw(st.integers(0, room)))
         room -= lengths[-1]
     contexts = [n + draw(st.integers(0, 80 - n)) if n else 0 for n in lengths]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 RECORD = Path(__file__).with_name("tpu_bundles.json")
-KERNELS = ("ragged_paged_attention_decode", "ragged_paged_attention_prefill")
+KERNELS = tuple(f"ragged_paged_attention_{kind}" for kind in ("decode", "short", "prefill"))
 CHIPS = ("v5e", "v6e", "v7x")
 
 # The flags are read once per process, so every chip has one.
@@ -29,6 +29,7 @@ programs = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(programs)
 devices = programs.topology_devices(programs.SLICES[sys.argv[2]])
 programs.Program().compile(devices[:1])
+programs.Program(decode_only=True).compile(devices[:1])
 """
 
 

@@ -79,6 +79,8 @@ _PREFILLS = ((20, 20), (7, 40), (16, 32), (9, 9))
 # Decodes, short rows and a chunk. Some begin a context, or end or begin at the border of a page.
 # One lies over three tiles of eight tokens of the flat batch.
 _SHORT = ((1, 40), (2, 2), (2, 17), (3, 48), (8, 72), (8, 8), (5, 101), (20, 30))
+# Short rows over borders of 16 and 32 tokens of their contexts, and of 8 and 16 of the flat batch.
+_BORDERS = ((1, 33), (5, 5), (3, 34), (7, 100), (6, 22), (4, 65), (7, 19), (9, 9))
 _MIXED = ((1, 5), (1, 64), (1, 130), (30, 61), (17, 17), (3, 90))
 
 CASES = (
@@ -102,6 +104,17 @@ CASES = (
         has_sinks=True,
     ),
     Case(name="short_rows_with_int8_kv", rows=_SHORT, block_size=32, kv_dtype="int8"),
+    Case(name="short_rows_over_borders", rows=_BORDERS),
+    Case(
+        name="short_rows_over_borders_with_fp8_kv",
+        rows=_BORDERS,
+        num_heads=8,
+        num_kv_heads=1,
+        head_size=128,
+        block_size=32,
+        has_sinks=True,
+        kv_dtype="float8_e4m3fn",
+    ),
     Case(name="one_token", rows=((1, 1),)),
     Case(name="all_padding", rows=()),
     Case(name="all_padding_decodes", rows=(), num_tokens=8, decode_only=True),

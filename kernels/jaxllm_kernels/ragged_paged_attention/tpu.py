@@ -1,23 +1,28 @@
-"""The implementation for TPUs: two Pallas kernels, one for decodes and one for prefill chunks.
+"""The implementation for TPUs: two Pallas kernels, one for decodes and short rows and one for other
+prefill chunks.
 
 A layer's cache is one array [blocks, K, block_size, W]. A token's key and value are side by side in
 a row of whole 128-lane registers. So the compiler pads no dimension, one copy loads a page with all
 of its heads, and any number of heads works equally well. See `TokenLayout`.
 
-A step that is not decode_only runs both kernels. Each writes the keys and values of its own rows.
+A step that is not decode_only runs both kernels. Each writes the keys and values of its own rows,
+and outputs of the second one are put into those of the first.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.common import round_up
 from jaxllm_kernels.platform import CHIPS, Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
+    SHORT_ROW,
     AttentionConfig,
     BatchLimits,
     KVScales,
@@ -26,7 +31,9 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 )
 from jaxllm_kernels.ragged_paged_attention.pages import to_cached
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
+    KINDS,
     KernelSizes,
+    Kind,
     TokenLayout,
     Tuning,
     choose_sizes,
@@ -36,15 +43,22 @@ from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
     sublane_tile,
     token_layout,
 )
-from jaxllm_kernels.ragged_paged_attention.tpu_work import Work, decode_work, prefill_work
+from jaxllm_kernels.ragged_paged_attention.tpu_work import (
+    ShortWork,
+    Work,
+    decode_work,
+    prefill_work,
+    short_work,
+)
 from jaxllm_kernels.ragged_paged_attention.tuned import Key, log_if_missing, lookup
 
 
 class Prepared(NamedTuple):
-    """The values that the layers of a step share: the work of both kernels, by tokens per step."""
+    """The values that the layers of a step share: the work of its kernels, by tokens per step."""
 
-    decodes: dict[int, Work]
-    prefills: dict[int, Work]
+    decode: dict[int, Work]
+    short: dict[int, ShortWork]
+    prefill: dict[int, Work]
 
 
 @dataclass(frozen=True)
@@ -109,9 +123,9 @@ class TpuBackend:
             advice = self._advice(config, limits, dtype=dtype, chip=chip)
             raise ValueError(f"{error}; {advice}") from error
         # Log only now: missing sizes do not matter for a refused config, or one tried for advice.
-        for for_decodes in (True, False):
-            if self._asked(for_decodes) is None:
-                log_if_missing(chip.name, *_tuned_key(config, limits.block_size, for_decodes))
+        for kind in KINDS:
+            if self._asked(kind) is None:
+                log_if_missing(chip.name, *_tuned_key(config, limits.block_size, kind))
 
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
@@ -125,17 +139,22 @@ class TpuBackend:
     def prepare(
         self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
     ) -> Prepared:
-        decodes, prefills = {}, {}
-        chip, max_decodes = self._chip(), _max_decodes(batch, num_tokens)
+        chip, prepared = self._chip(), Prepared({}, {}, {})
         for config in set(configs):
-            tuning = self._tuning(config, chip, batch.block_size, for_decodes=True)
-            size = step_tokens(tuning, max_decodes, for_decodes=True)
-            decodes[size] = decode_work(batch, max_decodes, size, chip.num_cores)
-            if not batch.decode_only:
-                tuning = self._tuning(config, chip, batch.block_size, for_decodes=False)
-                size = step_tokens(tuning, num_tokens, for_decodes=False)
-                prefills[size] = prefill_work(batch, num_tokens, size)
-        return Prepared(decodes, prefills)
+
+            def size(kind: Kind, config: AttentionConfig = config) -> int:
+                tuning = self._tuning(config, chip, batch.block_size, kind=kind)
+                return step_tokens(tuning, _most_tokens(kind, batch, num_tokens), kind=kind)
+
+            if batch.decode_only:
+                step = size("decode")
+                prepared.decode[step] = decode_work(batch, step, chip.num_cores)
+            else:
+                step, tile = size("short"), size("prefill")
+                most = _most_tokens("short", batch, num_tokens)
+                prepared.short[step] = short_work(batch, most, step, chip.num_cores)
+                prepared.prefill[tile] = prefill_work(batch, num_tokens, tile)
+        return prepared
 
     def attend(
         self,
@@ -158,7 +177,7 @@ class TpuBackend:
         layout = token_layout(head_size)
         k, v = to_cached(k, v, config, kv_scales)
         # Values of the small dtypes are exact in q's dtype.
-        new = _side_by_side(k.astype(q.dtype), v.astype(q.dtype), layout)  # [T, K, W]
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
         padding = ((0, 0), (0, 0), (0, layout.lanes - head_size))
         queries = jnp.pad(q, padding).reshape(num_tokens, num_kv_heads, -1, layout.lanes)
         shared = {
@@ -169,32 +188,54 @@ class TpuBackend:
             "interpret": interpreter(self._chip()) if self.interpret else False,
         }
 
-        sizes = self._sizes(config, batch, q, for_decodes=True)
-        num_decodes = _max_decodes(batch, num_tokens)
-        out, cache = attend_segments(
-            _pad_to(queries[:num_decodes], sizes.step_tokens * sizes.row_groups, axis=0),
-            _pad_to(new[:num_decodes], sizes.step_tokens * sizes.row_groups, axis=0),
-            cache,
-            prepared.decodes[sizes.step_tokens],
-            sizes=sizes,
-            **shared,
-        )
-        out = out[:num_decodes]  # [T, K, G, D]
-
-        if not batch.decode_only:
-            sizes = self._sizes(config, batch, q, for_decodes=False)
-            prefill_out, cache = attend_segments(
-                _pad_to(queries.transpose(1, 2, 0, 3), sizes.step_tokens, axis=2),
-                _pad_to(new.swapaxes(0, 1), sizes.step_tokens, axis=1),
+        if batch.decode_only:
+            sizes = self._sizes(config, batch, q, kind="decode")
+            out, cache = attend_segments(
+                _pad_to(queries, sizes.step_tokens * sizes.row_groups, axis=0),
+                _pad_to(_side_by_side(k, v, layout), sizes.step_tokens * sizes.row_groups, axis=0),
                 cache,
-                prepared.prefills[sizes.step_tokens],
+                prepared.decode[sizes.step_tokens],
                 sizes=sizes,
                 **shared,
             )
-            prefill_out = prefill_out[:, :, :num_tokens].transpose(2, 0, 1, 3)
-            # Each kernel returns zeros for the other's tokens. For an in-place addition to rows of
-            # the prefill output XLA would copy that output first.
-            out = prefill_out + jnp.pad(out, ((0, num_tokens - num_decodes), *[(0, 0)] * 3))
+            out = out[:num_tokens]  # [T, K, G, D]
+        else:
+            # Most tokens are of prefills. Without the barrier XLA would compute all tokens' queries
+            # in both orders, although few can be of short rows, and rotate them twice.
+            heads_first, new = lax.optimization_barrier(
+                (
+                    queries.transpose(1, 2, 0, 3),
+                    _side_by_side(k.swapaxes(0, 1), v.swapaxes(0, 1), layout),
+                )
+            )
+            sizes = self._sizes(config, batch, q, kind="prefill")
+            out, cache = attend_segments(
+                _pad_to(heads_first, sizes.step_tokens, axis=2),
+                _pad_to(new, sizes.step_tokens, axis=1),
+                cache,
+                prepared.prefill[sizes.step_tokens],
+                sizes=sizes,
+                **shared,
+            )
+            sizes = self._sizes(config, batch, q, kind="short")
+            short = prepared.short[sizes.step_tokens]
+            move = functools.partial(
+                _move_tokens, size=sizes.num_tokens, num_tokens=short.num_tokens
+            )
+            short_out, cache = attend_segments(
+                move(heads_first, 2, 0),
+                move(new, 1, 0),
+                cache,
+                short.work,
+                sizes=sizes,
+                num_steps=short.num_steps,
+                **shared,
+            )
+            # For an in-place update of the first output XLA would copy it first.
+            padding = ((0, 0), (0, 0), (0, num_tokens - sizes.num_tokens), (0, 0))
+            is_short = jnp.arange(num_tokens)[:, None] < short.num_tokens
+            short_out = jnp.pad(move(short_out, 0, 2), padding)
+            out = jnp.where(is_short, short_out, out[:, :, :num_tokens]).transpose(2, 0, 1, 3)
 
         out = out[..., layout.out_start : layout.out_start + head_size]
         return out.reshape(q.shape), cache
@@ -207,11 +248,11 @@ class TpuBackend:
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
         """Raise ValueError if no sizes of a kernel fit into a core's memory."""
-        for for_decodes in (True, False):
+        for kind in KINDS:
             choose_sizes(
                 config,
-                self._tuning(config, chip, limits.block_size, for_decodes=for_decodes),
-                for_decodes=for_decodes,
+                self._tuning(config, chip, limits.block_size, kind=kind),
+                kind=kind,
                 num_tokens=limits.num_tokens,
                 max_blocks=limits.max_blocks,
                 block_size=limits.block_size,
@@ -244,29 +285,29 @@ class TpuBackend:
             "--kv-cache-memory-bytes to a small part of the memory"
         )
 
-    def _asked(self, for_decodes: bool) -> Tuning | None:
-        return self.decode_tuning if for_decodes else self.prefill_tuning
+    def _asked(self, kind: Kind) -> Tuning | None:
+        return self.prefill_tuning if kind == "prefill" else self.decode_tuning
 
     def _tuning(
-        self, config: AttentionConfig, chip: Chip, block_size: int, *, for_decodes: bool
+        self, config: AttentionConfig, chip: Chip, block_size: int, *, kind: Kind
     ) -> Tuning:
-        asked = self._asked(for_decodes)
+        asked = self._asked(kind)
         if asked is not None:
             return asked
-        measured = lookup(chip.name, *_tuned_key(config, block_size, for_decodes))
+        measured = lookup(chip.name, *_tuned_key(config, block_size, kind))
         if measured is not None:
             return Tuning(**measured)
-        return default_tuning(config, chip, for_decodes=for_decodes)
+        return default_tuning(config, chip, kind=kind)
 
     def _sizes(
-        self, config: AttentionConfig, batch: RaggedBatch, q: jax.Array, *, for_decodes: bool
+        self, config: AttentionConfig, batch: RaggedBatch, q: jax.Array, *, kind: Kind
     ) -> KernelSizes:
-        chip, num_tokens = self._chip(), q.shape[0]
+        chip = self._chip()
         return choose_sizes(
             config,
-            self._tuning(config, chip, batch.block_size, for_decodes=for_decodes),
-            for_decodes=for_decodes,
-            num_tokens=_max_decodes(batch, num_tokens) if for_decodes else num_tokens,
+            self._tuning(config, chip, batch.block_size, kind=kind),
+            kind=kind,
+            num_tokens=_most_tokens(kind, batch, q.shape[0]),
             max_blocks=batch.block_tables.shape[1],
             block_size=batch.block_size,
             dtype=q.dtype,
@@ -274,9 +315,9 @@ class TpuBackend:
         )
 
 
-def _tuned_key(config: AttentionConfig, block_size: int, for_decodes: bool) -> tuple[str, Key]:
+def _tuned_key(config: AttentionConfig, block_size: int, kind: Kind) -> tuple[str, Key]:
     """The kernel's name, and the facts that its measured sizes depend on."""
-    return f"tpu_{'decode' if for_decodes else 'prefill'}", {
+    return f"tpu_{'prefill' if kind == 'prefill' else 'decode'}", {
         "num_heads": config.num_heads,
         "num_kv_heads": config.num_kv_heads,
         "head_size": config.head_size,
@@ -285,12 +326,37 @@ def _tuned_key(config: AttentionConfig, block_size: int, for_decodes: bool) -> t
     }
 
 
-def _max_decodes(batch: RaggedBatch, num_tokens: int) -> int:
-    return min(batch.context_lens.shape[0], num_tokens)
+def _most_tokens(kind: Kind, batch: RaggedBatch, num_tokens: int) -> int:
+    """The most tokens of a kernel in a step of so many."""
+    most = SHORT_ROW * batch.context_lens.shape[0]
+    return min(num_tokens, most) if kind == "short" else num_tokens
+
+
+# Tokens that are moved together between the layouts of both kernels.
+_MOVED_TOKENS = 128
+
+
+def _move_tokens(
+    x: jax.Array, source: int, destination: int, *, size: int, num_tokens: jax.Array
+) -> jax.Array:
+    """Move the axis of tokens, of which `size` are kept. Those from `num_tokens` on are arbitrary,
+    and take no time."""
+    block = min(size, _MOVED_TOKENS)
+
+    def move(i: jax.Array, moved: jax.Array) -> jax.Array:
+        start = jnp.minimum(i * block, size - block)
+        piece = lax.dynamic_slice_in_dim(x, start, block, axis=source)
+        piece = jnp.moveaxis(piece, source, destination)
+        return lax.dynamic_update_slice_in_dim(moved, piece, start, axis=destination)
+
+    shape = [n for axis, n in enumerate(x.shape) if axis != source]
+    shape.insert(destination, size)
+    num_blocks = lax.div(num_tokens + (block - 1), block)
+    return lax.fori_loop(0, num_blocks, move, lax.empty(tuple(shape), x.dtype))
 
 
 def _side_by_side(k: jax.Array, v: jax.Array, layout: TokenLayout) -> jax.Array:
-    """Join keys and values, both [T, K, H], to rows of the cache: [T, K, W]."""
+    """Join keys and values, both [..., H], to rows of the cache: [..., W]."""
     head_size = k.shape[-1]
     between = layout.value_start - head_size
     after = layout.width - layout.value_start - head_size

@@ -28,44 +28,67 @@ def attend_segments(
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
     interpret: pltpu.InterpretParams | Literal[False],
+    num_steps: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the segments' keys and values into the cache and attend; see `KernelSizes`.
 
     Args:
-      q: [tokens, K, G, D] for decodes, [K, G, tokens, D] for tiles of prefill chunks.
+      q: [tokens, K, G, D], or [K, G, tokens, D] for tiles of prefill chunks.
       new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W].
       cache: [blocks, K, block_size, W].
       sinks: float32 [K, G, 1].
       kv_scales: float32 [K, 1, 2], of keys and of values.
+      num_steps: with short rows, the number of steps that have segments.
 
     Returns:
-      The output, shaped like q, zero for tokens without a segment; and the updated cache.
+      The output, shaped like q; and the updated cache. For tokens without a segment the output is
+      zero, or with short rows arbitrary.
     """
     num_kv_heads, block_size, width = cache.shape[1:]
     group_size = config.num_heads // num_kv_heads
     lanes = q.shape[-1]
     heads = num_kv_heads // sizes.head_groups
-    num_tokens = q.shape[0] if sizes.for_decodes else q.shape[2]
-    assert num_tokens % sizes.step_tokens == 0, (q.shape, sizes)
-    num_steps = num_tokens // sizes.step_tokens
-    assert num_steps % sizes.row_groups == 0, (num_steps, sizes)
+    if num_steps is None:
+        num_tokens = q.shape[2] if sizes.kind == "prefill" else q.shape[0]
+        assert num_tokens % (sizes.step_tokens * sizes.row_groups) == 0, (q.shape, sizes)
+        steps = num_tokens // (sizes.step_tokens * sizes.row_groups)
+    else:
+        steps = pl.cdiv(num_steps, sizes.row_groups)
+
+    def at(group: jax.Array, i: jax.Array) -> dict[str, jax.Array]:
+        """The head group and the step of a step of the grid."""
+        step = i * sizes.row_groups + lax.rem(group, sizes.row_groups)
+        return {"heads": lax.div(group, sizes.row_groups), "step": step}
 
     def block(shape: tuple[int | None, ...], *index: str) -> pl.BlockSpec:
         """The BlockSpec of an operand; `index` names the axes of head groups and steps."""
 
-        def at(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
-            where = {
-                "heads": lax.div(group, sizes.row_groups),
-                "step": i * sizes.row_groups + lax.rem(group, sizes.row_groups),
-            }
+        def start(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
+            where = at(group, i)
             return tuple(where.get(axis, 0) for axis in index)
 
-        return pl.BlockSpec(shape, at)
+        return pl.BlockSpec(shape, start)
 
-    if sizes.for_decodes:
-        q_block = block((sizes.step_tokens, heads, group_size, lanes), "step", "heads", "", "")
+    def window(*shape: int | None) -> pl.BlockSpec:
+        """The BlockSpec of the tokens that a step's segments may have; the next axis has heads."""
+
+        def start(group: jax.Array, i: jax.Array, *_: jax.Array) -> tuple[int | jax.Array, ...]:
+            where = at(group, i)
+            first_head = where["heads"] * (shape[0] or 1)
+            return sizes.window_start(where["step"]), first_head, *[0] * (len(shape) - 1)
+
+        axes = (pl.Squeezed() if n is None else pl.Element(n) for n in shape)
+        return pl.BlockSpec((pl.Element(sizes.window_tokens), *axes), start)
+
+    in_place = pl.BlockSpec(memory_space=pl.ANY)
+    if sizes.kind != "prefill":
         # Blocks have whole tiles of rows, or all rows.
-        new = new.reshape(num_tokens, sizes.head_groups, heads, width)
+        new = new.reshape(-1, sizes.head_groups, heads, width)
+    if sizes.kind == "short":
+        q_block = window(heads, group_size, lanes)
+        new_block = window(None, heads, width)
+    elif sizes.kind == "decode":
+        q_block = block((sizes.step_tokens, heads, group_size, lanes), "step", "heads", "", "")
         new_block = block((sizes.step_tokens, None, heads, width), "step", "heads", "", "")
     else:
         q_block = block((heads, group_size, sizes.step_tokens, lanes), "heads", "", "step", "")
@@ -73,14 +96,13 @@ def attend_segments(
         if sinks is not None:
             # Along the query lines of a segment.
             sinks = jnp.repeat(sinks, sizes.step_tokens, axis=1).swapaxes(1, 2)
-    in_place = pl.BlockSpec(memory_space=pl.ANY)
-
     optional = []
     if kv_scales is not None:
         optional.append((kv_scales, block((heads, 1, 2), "heads", "", "")))
     if sinks is not None:
         optional.append((sinks, block((heads, *sinks.shape[1:]), "heads", "", "")))
-    operands = (*work, q, new, *[x for x, _ in optional], cache)
+    scalars = [x for x in work if x is not None]
+    operands = (*scalars, q, new, *[x for x, _ in optional], cache)
     slots = jax.ShapeDtypeStruct(
         (sizes.num_slots, heads, sizes.slot_pages * block_size, width), cache.dtype
     )
@@ -95,11 +117,17 @@ def attend_segments(
     call = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(work),
-            grid=(sizes.head_groups * sizes.row_groups, num_steps // sizes.row_groups),
-            in_specs=[q_block, new_block, *[x_block for _, x_block in optional], in_place],
-            out_specs=[q_block, in_place],
-            scratch_shapes=scratch_shapes(sizes, slots, group_size=group_size, lanes=lanes),
+            num_scalar_prefetch=len(scalars),
+            grid=(sizes.head_groups * sizes.row_groups, steps),
+            in_specs=[
+                *(q_block, new_block),
+                *[x_block for _, x_block in optional],
+                in_place,
+            ],
+            out_specs=[in_place if sizes.kind == "short" else q_block, in_place],
+            scratch_shapes=scratch_shapes(
+                sizes, slots, group_size=group_size, lanes=lanes, dtype=q.dtype
+            ),
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -117,7 +145,7 @@ def attend_segments(
         ),
         cost_estimate=_estimate_cost(config, q, new, cache, work, max_blocks),
         interpret=interpret,
-        name=f"ragged_paged_attention_{'decode' if sizes.for_decodes else 'prefill'}",
+        name=f"ragged_paged_attention_{sizes.kind}",
     )
     return call(*operands)
 

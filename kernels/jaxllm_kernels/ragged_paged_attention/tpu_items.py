@@ -43,11 +43,11 @@ class Items:
     sliding_window: int | None
     max_blocks: int
 
-    def start(self, segment: jax.Array) -> None:
-        """Begin with a segment's first item: fetch into all slots but one."""
+    def start(self, step: jax.Array) -> None:
+        """Begin with a step's first item: fetch into all slots but one."""
         for i in range(NUM_STATES):
             self.state[i] = 0
-        self.state[_FETCH_SEGMENT] = segment
+        self.state[_FETCH_SEGMENT] = self.work.first_segments[step]
         for _ in range(self.sizes.num_slots - 1):
             self.fetch_next()
 
@@ -118,8 +118,11 @@ class Items:
 
     def in_cache(self, block: int | jax.Array, tokens: Any = slice(None)) -> Ref:
         """This group's heads of a block."""
-        group = lax.div(pl.program_id(0), self.sizes.row_groups)
-        return self.cache.at[block, pl.ds(group * self.num_heads, self.num_heads), tokens]
+        return self.cache.at[block, pl.ds(self.first_head(), self.num_heads), tokens]
+
+    def first_head(self) -> jax.Array:
+        """The first kv head of this group."""
+        return lax.div(pl.program_id(0), self.sizes.row_groups) * self.num_heads
 
     def in_slot(self, slot: jax.Array, index: jax.Array) -> Ref:
         """The memory of one page in a slot."""
@@ -157,10 +160,12 @@ class Items:
         segment += 1
         if self.sizes.row_groups == 1:
             return segment
-        # Decodes: a step has as many segments as tokens, and other groups have the next steps.
-        others = (self.sizes.row_groups - 1) * self.sizes.step_tokens
-        is_first = lax.rem(segment, self.sizes.step_tokens) == 0
-        return jnp.where(is_first, segment + others, segment)
+        # The other groups have the next steps.
+        first_segments = self.work.first_segments
+        step = lax.div(self.work.tokens[segment - 1], self.sizes.step_tokens)
+        next_step = jnp.minimum(step + self.sizes.row_groups, first_segments.shape[0] - 1)
+        is_last = segment == first_segments[step + 1]
+        return jnp.where(is_last, first_segments[next_step], segment)
 
     def _after(self, slot: jax.Array) -> jax.Array:
         return jnp.where(slot + 1 == self.sizes.num_slots, 0, slot + 1)

@@ -1,7 +1,7 @@
 """The kernels of the TPU backend: attention over pages that they fetch and update themselves.
 
-The grid walks over steps of query tokens. A segment is the tokens of a step that belong to one row:
-a decode, or the part of a prefill chunk in the step's tile. `tpu_items.py` fetches the pages of
+The grid walks over steps of query tokens. A segment is what a step computes of one row: a decode, a
+short row, or the tokens of a prefill chunk in the step's tile. `tpu_items.py` fetches the pages of
 segments ahead of `tpu_decode.py` and `tpu_prefill.py`, which compute them.
 
 Axis letters besides those of api.py: G query heads per kv head, M query lines of a segment
@@ -21,21 +21,26 @@ from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_decode import DecodeScratch, DecodeStep
 from jaxllm_kernels.ragged_paged_attention.tpu_items import NUM_STATES, Items
 from jaxllm_kernels.ragged_paged_attention.tpu_prefill import PrefillScratch, PrefillStep
-from jaxllm_kernels.ragged_paged_attention.tpu_primitives import Ref, for_each
+from jaxllm_kernels.ragged_paged_attention.tpu_primitives import Ref
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
 from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
 
 
 def scratch_shapes(
-    sizes: KernelSizes, slots: jax.ShapeDtypeStruct, *, group_size: int, lanes: int
+    sizes: KernelSizes,
+    slots: jax.ShapeDtypeStruct,
+    *,
+    group_size: int,
+    lanes: int,
+    dtype: jnp.dtype,
 ) -> list[Any]:
     """The on-chip memory of a kernel: of its items, then of its steps."""
-    scratch = DecodeScratch if sizes.for_decodes else PrefillScratch
+    scratch = PrefillScratch if sizes.kind == "prefill" else DecodeScratch
     return [
         pltpu.VMEM(slots.shape, slots.dtype),
         pltpu.SMEM((NUM_STATES,), jnp.int32),
         pltpu.SemaphoreType.DMA((sizes.num_slots,)),
-        *scratch.shapes(sizes, slots, group_size, lanes),
+        scratch.shapes(sizes, slots, group_size, lanes, dtype),
     ]
 
 
@@ -49,7 +54,8 @@ def compute_step(
 ) -> None:
     """Name the references, and compute the step."""
     unnamed = iter(refs)
-    work = Work(*itertools.islice(unnamed, len(Work._fields)))
+    has_short = sizes.kind == "short"
+    work = Work(*itertools.islice(unnamed, len(Work._fields) - (0 if has_short else 1)))
     q, new = next(unnamed), next(unnamed)
     kv_scales = next(unnamed) if has_scales else None
     sinks = next(unnamed) if has_sinks else None
@@ -75,30 +81,22 @@ def compute_step(
         "config": config,
         "sizes": sizes,
     }
-    if sizes.for_decodes:
-        step = DecodeStep(scratch=DecodeScratch(*unnamed), **operands)
+    if sizes.kind == "prefill":
+        step = PrefillStep(scratch=next(unnamed), **operands)
     else:
-        step = PrefillStep(scratch=PrefillScratch(*unnamed), **operands)
+        step = DecodeStep(scratch=next(unnamed), **operands)
     _run(step, items)
 
 
 def _run(step: DecodeStep | PrefillStep, items: Items) -> None:
-    sizes, first_segments = items.sizes, items.work.first_segments
-    row_group = lax.rem(pl.program_id(0), sizes.row_groups)
-    index = pl.program_id(1) * sizes.row_groups + row_group
+    first_segments = items.work.first_segments
+    row_group = lax.rem(pl.program_id(0), items.sizes.row_groups)
+    index = pl.program_id(1) * items.sizes.row_groups + row_group
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        items.start(row_group * sizes.step_tokens)
+        items.start(row_group)
         step.start()
 
-    first, end = first_segments[index], first_segments[index + 1]
-    # A segment may be the whole step. (Its index is past the end if there is none.)
-    length = items.work.lengths[jnp.minimum(first, items.work.lengths.shape[0] - 1)]
-
-    @pl.when((first == end) | (length < sizes.step_tokens))
-    def _():
-        step.out[...] = jnp.zeros_like(step.out)
-
-    for_each(first, end, step.attend)
+    step.attend(index, first_segments[index], first_segments[index + 1])
     pl.when(pl.program_id(1) == pl.num_programs(1) - 1)(step.finish)

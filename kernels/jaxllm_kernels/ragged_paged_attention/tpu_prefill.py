@@ -54,7 +54,12 @@ class PrefillScratch(NamedTuple):
 
     @classmethod
     def shapes(
-        cls, sizes: KernelSizes, slots: jax.ShapeDtypeStruct, group_size: int, lanes: int
+        cls,
+        sizes: KernelSizes,
+        slots: jax.ShapeDtypeStruct,
+        group_size: int,
+        lanes: int,
+        dtype: jnp.dtype,
     ) -> "PrefillScratch":
         _, heads, slot_tokens, _ = slots.shape
         lines = sizes.lines(group_size)
@@ -107,8 +112,19 @@ class PrefillStep:
     def finish(self) -> None:
         """Wait for what is left after the last step."""
 
-    def attend(self, segment: jax.Array) -> None:
-        """Compute a segment."""
+    def attend(self, step: jax.Array, first: jax.Array, end: jax.Array) -> None:
+        """Compute the segments of a step. Outputs of no segment are zero."""
+        # A segment may be the whole step. (Its index is past the end if there is none.)
+        lengths = self.items.work.lengths
+        length = lengths[jnp.minimum(first, lengths.shape[0] - 1)]
+
+        @pl.when((first == end) | (length < self.sizes.step_tokens))
+        def _():
+            self.out[...] = jnp.zeros_like(self.out)
+
+        for_each(first, end, self._attend_segment)
+
+    def _attend_segment(self, segment: jax.Array) -> None:
         items, heads, chunk_tokens = self.items, self.sizes.batch_heads, self.items.chunk_tokens
         units_of_chunk = items.num_heads // heads
         chunks_of_item = self.sizes.slot_pages // self.sizes.chunk_pages

@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.platform import Chip
-from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, BatchLimits
+from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, AttentionConfig, BatchLimits
 
 # Lanes of a vector register. The minor dimension of every array is padded to a multiple.
 LANES = 128
@@ -16,6 +18,11 @@ LANES = 128
 SUBLANES = 8
 
 _MIB = 1 << 20
+
+# The kernels: for the decodes of a decode_only step; for the decodes and short rows of another; for
+# its other rows.
+Kind = Literal["decode", "short", "prefill"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def sublane_tile(dtype: DTypeLike) -> int:
@@ -58,17 +65,20 @@ def token_layout(head_size: int) -> TokenLayout:
 class KernelSizes:
     """The sizes into which a kernel cuts its work."""
 
-    # Decodes: a segment is one token, and a step has several segments. Otherwise a step is a tile
-    # of consecutive tokens, with a segment for each row in it.
-    for_decodes: bool
-    # Tokens of a step.
+    # A step of a prefill is a tile of consecutive tokens, with a segment for each row in it.
+    # Decodes and short rows are not cut: a step has those that begin in it.
+    kind: Kind
+    # The most tokens of a call; tokens of a step; and the most tokens of a segment.
+    num_tokens: int
     step_tokens: int
+    segment_tokens: int
     # Pages that are fetched into a slot, and pages that are computed together.
     slot_pages: int
     chunk_pages: int
     num_slots: int
-    # Kv heads that are computed together.
+    # Kv heads that are computed together; of short rows, which have more query lines.
     batch_heads: int
+    short_batch_heads: int
     # The kv heads are split into head groups. The steps of decodes are dealt to row groups in turn.
     # Each combination of both is a separate sequence of steps.
     head_groups: int
@@ -76,9 +86,24 @@ class KernelSizes:
     # The compiler's limit of on-chip memory for the kernel.
     vmem_limit_bytes: int = 0
 
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of a step's operands: a short row may begin with the last token of a step."""
+        return min(self.output_tokens, self.num_tokens)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens for which a step has room: short rows are computed as if they had the most."""
+        return self.step_tokens + (self.segment_tokens - 1 if self.kind == "short" else 0)
+
+    def window_start(self, step: jax.Array) -> jax.Array:
+        """The first token of a step's operands, if there are short rows. The last windows end with
+        the operands, which are not padded."""
+        return jnp.minimum(step * self.step_tokens, self.num_tokens - self.window_tokens)
+
     def lines(self, group_size: int) -> int:
         """Query lines of a segment and kv head."""
-        return group_size if self.for_decodes else group_size * self.step_tokens
+        return group_size * self.segment_tokens
 
     def vmem_bytes(
         self,
@@ -94,13 +119,15 @@ class KernelSizes:
         layout = token_layout(config.head_size)
         slot_tokens, chunk_tokens = self.slot_pages * block_size, self.chunk_pages * block_size
         lines = self.lines(group_size)
+        one_lines = lines if self.kind == "prefill" else group_size
 
         slots = self.num_slots * _padded_bytes((heads, slot_tokens, layout.width), kv_dtype)
         written = _padded_bytes((2 * heads, sublane_tile(kv_dtype), layout.width), kv_dtype)
-        if self.for_decodes:
-            softmax = _padded_bytes((heads, lines, 2 * LANES + layout.lanes), jnp.float32)
-            q = _padded_bytes((self.step_tokens, heads, group_size, layout.lanes), dtype)
-            new = _padded_bytes((self.step_tokens, heads, layout.width), dtype)
+        if self.kind != "prefill":
+            # Short rows also have their queries there.
+            softmax = _padded_bytes((heads, lines, 2 * LANES + 2 * layout.lanes), jnp.float32)
+            q = _padded_bytes((self.output_tokens, heads, group_size, layout.lanes), dtype)
+            new = _padded_bytes((self.window_tokens, heads, layout.width), dtype)
             sinks = _padded_bytes((heads, group_size, 1), jnp.float32)
         else:
             softmax = _padded_bytes((heads, 2 * SUBLANES + layout.lanes, lines), jnp.float32)
@@ -110,9 +137,12 @@ class KernelSizes:
         per_head = sinks + _padded_bytes((heads, 1, 2), jnp.float32)
         # Operands that move between steps are double-buffered. The rest is intermediate: scores
         # (which a prefill also keeps), their weights, and keys and values in the product's dtype.
-        scores = _padded_bytes((self.batch_heads, lines, chunk_tokens), jnp.float32)
+        scores = max(
+            _padded_bytes((self.batch_heads, one_lines, chunk_tokens), jnp.float32),
+            _padded_bytes((self.short_batch_heads, lines, chunk_tokens), jnp.float32),
+        )
         chunk = _padded_bytes((self.batch_heads, chunk_tokens, layout.width), jnp.float32)
-        intermediate = (5 if self.for_decodes else 3) * scores + 3 * chunk + _VMEM_RESERVE
+        intermediate = (3 if self.kind == "prefill" else 5) * scores + 3 * chunk + _VMEM_RESERVE
         return slots + written + softmax + 2 * (2 * q + new + per_head) + intermediate
 
 
@@ -151,9 +181,9 @@ class Tuning:
     num_slots: int
 
 
-def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) -> Tuning:
+def default_tuning(config: AttentionConfig, chip: Chip, *, kind: Kind) -> Tuning:
     """A formula for cases without measurements."""
-    if for_decodes:
+    if kind != "prefill":
         # Fetching a slot takes as long as starting a fetch, and three slots are in flight.
         kv_bytes = jnp.dtype(config.kv_dtype or jnp.bfloat16).itemsize
         token_bytes = config.num_kv_heads * token_layout(config.head_size).width * kv_bytes
@@ -169,7 +199,7 @@ def default_tuning(config: AttentionConfig, chip: Chip, *, for_decodes: bool) ->
     # hides latencies (compiled for v5e, v6e and v7x); longer chunks have more unseen keys.
     group_size = config.num_heads // config.num_kv_heads
     tile = max(min(_power_of_two(_PREFILL_LINES // group_size), 256), MIN_TILE_TOKENS)
-    heads = _batch_heads(config.num_kv_heads, for_decodes=False)
+    heads = _batch_heads(config.num_kv_heads, _MAX_PREFILL_HEADS)
     return Tuning(
         step_tokens=tile,
         slot_tokens=512,
@@ -191,19 +221,20 @@ def _power_of_two(x: int) -> int:
 # short chunks of a prefill.
 _MAX_DECODE_HEADS = 8
 _MAX_PREFILL_HEADS = 4
+# More query lines of a short row's heads would need more registers and code.
+_SHORT_LINES = 256
 
 
-def _batch_heads(num_kv_heads: int, *, for_decodes: bool) -> int:
-    """The largest allowed divisor of the number of kv heads."""
-    most = min(num_kv_heads, _MAX_DECODE_HEADS if for_decodes else _MAX_PREFILL_HEADS)
-    return next(n for n in range(most, 0, -1) if num_kv_heads % n == 0)
+def _batch_heads(num_kv_heads: int, most: int) -> int:
+    """The largest divisor of the number of kv heads up to `most`."""
+    return next(n for n in range(min(num_kv_heads, most), 0, -1) if num_kv_heads % n == 0)
 
 
 def choose_sizes(
     config: AttentionConfig,
     tuning: Tuning,
     *,
-    for_decodes: bool,
+    kind: Kind,
     num_tokens: int,
     max_blocks: int,
     block_size: int,
@@ -211,22 +242,29 @@ def choose_sizes(
     chip: Chip,
 ) -> KernelSizes:
     """The sizes of the tuning, or the largest smaller ones that fit into a core's memory."""
-    assert for_decodes or tuning.num_slots == 2, tuning
+    assert kind != "prefill" or tuning.num_slots == 2, tuning
     budget, taken = vmem_budget(chip), 0
+    step = step_tokens(tuning, num_tokens, kind=kind)
+    segment_tokens = {"decode": 1, "short": SHORT_ROW, "prefill": step}[kind]
+    most_heads = _MAX_PREFILL_HEADS if kind == "prefill" else _MAX_DECODE_HEADS
+    most_short_heads = max(_SHORT_LINES // (SHORT_ROW * config.num_heads // config.num_kv_heads), 1)
     for head_groups in _head_groups(config.num_kv_heads, chip.num_cores):
-        heads = config.num_kv_heads // head_groups
+        heads, is_split = config.num_kv_heads // head_groups, head_groups % chip.num_cores == 0
         for shrink in (1, 2, 4, 8):
             chunk_pages = max(min(tuning.chunk_tokens // shrink // block_size, max_blocks), 1)
             slot_pages = max(min(tuning.slot_tokens // shrink // block_size, max_blocks), 1)
             sizes = KernelSizes(
-                for_decodes=for_decodes,
-                step_tokens=step_tokens(tuning, num_tokens, for_decodes=for_decodes),
+                kind=kind,
+                num_tokens=num_tokens,
+                step_tokens=step,
+                segment_tokens=segment_tokens,
                 slot_pages=cdiv(slot_pages, chunk_pages) * chunk_pages,
                 chunk_pages=chunk_pages,
                 num_slots=tuning.num_slots,
-                batch_heads=_batch_heads(heads, for_decodes=for_decodes),
+                batch_heads=_batch_heads(heads, most_heads),
+                short_batch_heads=_batch_heads(heads, min(most_heads, most_short_heads)),
                 head_groups=head_groups,
-                row_groups=chip.num_cores if for_decodes and head_groups % chip.num_cores else 1,
+                row_groups=1 if is_split or kind == "prefill" else chip.num_cores,
             )
             taken = sizes.vmem_bytes(config, block_size=block_size, dtype=dtype)
             if taken <= budget:
@@ -243,11 +281,14 @@ def choose_sizes(
 MIN_TILE_TOKENS = 16
 
 
-def step_tokens(tuning: Tuning, num_tokens: int, *, for_decodes: bool) -> int:
+def step_tokens(tuning: Tuning, num_tokens: int, *, kind: Kind) -> int:
     """Tokens of a step, the only size that the worklists depend on."""
-    if for_decodes:
-        return min(tuning.step_tokens, num_tokens)
-    return max(min(tuning.step_tokens, 1 << (num_tokens - 1).bit_length()), MIN_TILE_TOKENS)
+    if kind == "prefill":
+        return max(min(tuning.step_tokens, 1 << (num_tokens - 1).bit_length()), MIN_TILE_TOKENS)
+    if kind == "short":
+        # So no step is without a segment, except after the last one.
+        return min(max(tuning.step_tokens, SHORT_ROW), num_tokens)
+    return min(tuning.step_tokens, num_tokens)
 
 
 def vmem_budget(chip: Chip) -> int:

@@ -19,28 +19,73 @@ class Work(NamedTuple):
     lengths: jax.Array  # tokens
     positions: jax.Array  # of the first token, in the row's context
     block_tables: jax.Array  # int32 [R * P]
+    # int32 [1]: the first segments are decodes, if others are short rows.
+    num_decodes: jax.Array | None = None
 
 
-def decode_work(batch: RaggedBatch, max_decodes: int, step: int, num_cores: int) -> Work:
-    """The work of decodes: segment i is row i and token i. All cores get equally many steps."""
-    index = jnp.arange(max_decodes, dtype=jnp.int32)
-    num_steps = round_up(cdiv(max_decodes, step), num_cores)
+def decode_work(batch: RaggedBatch, step: int, num_cores: int) -> Work:
+    """The work of the decodes of a decode_only batch: segment i is row i and token i. All cores get
+    equally many steps."""
+    index = jnp.arange(batch.context_lens.shape[0], dtype=jnp.int32)
+    num_steps = round_up(cdiv(len(index), step), num_cores)
     steps = jnp.arange(num_steps + 1, dtype=jnp.int32)
     return Work(
         first_segments=jnp.minimum(steps * step, batch.num_decodes),
         rows=index,
         tokens=index,
         lengths=jnp.ones_like(index),
-        positions=batch.context_lens[:max_decodes] - 1,
+        positions=batch.context_lens - 1,
         block_tables=batch.block_tables.reshape(-1),
     )
+
+
+class ShortWork(NamedTuple):
+    """The work of decodes and short rows, which are the first tokens of a batch."""
+
+    work: Work
+    num_tokens: jax.Array  # int32 []
+    num_steps: jax.Array  # int32 []: that have segments; at least one
+
+
+def short_work(batch: RaggedBatch, num_tokens: int, step: int, num_cores: int) -> ShortWork:
+    """The work of decodes and short rows.
+
+    Segment i is row i, whole, in the step of its first token. Cut at steps, a row would be read
+    twice, and its second part would have to wait until the first one is written.
+    """
+    starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
+    num_rows = min(batch.context_lens.shape[0], num_tokens)
+    num_steps = round_up(cdiv(num_tokens, step), num_cores)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    tokens, lengths = starts[:num_rows], (ends - starts)[:num_rows]
+    num_segments = batch.num_decodes + batch.num_short
+    is_ours = rows < num_segments
+    first_segments = jnp.searchsorted(
+        jnp.where(is_ours, tokens, num_tokens),
+        jnp.arange(num_steps + 1, dtype=jnp.int32) * step,
+        method="compare_all",
+    ).astype(jnp.int32)
+    # Rows of other kernels are after the last step.
+    first_segments = jnp.minimum(first_segments, num_segments)
+    work = Work(
+        first_segments=first_segments,
+        rows=rows,
+        tokens=tokens,
+        lengths=lengths,
+        positions=batch.context_lens[:num_rows] - lengths,
+        block_tables=batch.block_tables.reshape(-1),
+        num_decodes=batch.num_decodes[None],
+    )
+    used_steps = (first_segments < first_segments[-1]).sum(dtype=jnp.int32)
+    return ShortWork(work, batch.query_starts[num_segments], jnp.maximum(used_steps, 1))
 
 
 def prefill_work(batch: RaggedBatch, num_tokens: int, tile: int) -> Work:
     """The work of all other rows, cut at the tiles of the flat batch."""
     num_rows, num_tiles = batch.context_lens.shape[0], cdiv(num_tokens, tile)
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
-    is_prefill = (ends > starts) & (jnp.arange(num_rows) >= batch.num_decodes)
+    first_row = batch.num_decodes + batch.num_short
+    is_prefill = (ends > starts) & (jnp.arange(num_rows) >= first_row)
     pieces = jnp.where(is_prefill, (ends - 1) // tile - starts // tile + 1, 0)
     ends_of_pieces = jnp.cumsum(pieces, dtype=jnp.int32)
 
