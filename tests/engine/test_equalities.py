@@ -15,6 +15,8 @@ BASE = {
     "max_num_batched_tokens": 128,
     "block_size": 16,
     "num_gpu_blocks_override": 128,
+    # So that the layer with a window keeps all prefixes, too.
+    "kv_cache_request_len": 48,
     "check_invariants": True,
     "enforce_eager": True,
 }
