@@ -44,11 +44,8 @@ class CausalRows:
         prepared: Any,
         *,
         config: AttentionConfig,
-        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Map q [T, N, H], k and v [T, K, H] to [T, N, H]; return the cache unchanged."""
-        if sinks is not None:
-            raise NotImplementedError("models with attention sinks cannot be trained")
         length, head_size = self.row_length, config.head_size
         group = config.num_heads // config.num_kv_heads
         # Put heads before tokens, so that the products are plain matrix products.

@@ -16,7 +16,7 @@ from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import StepContext
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.parallel.sharding import make_mesh, sharding
+from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
 from jaxllm.weights.loader import load_weights
 
 BLOCK_SIZE = 4
@@ -65,7 +65,7 @@ class SingleRow:
             config, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, dtype=self.dtype
         )
         sizes = list(shape.shape)
-        sizes[self._backend.cache_head_axis] *= self.mesh.size
+        sizes[self._backend.cache_head_axis] *= num_pieces(self.mesh, ("heads",))
         place = sharding(self.mesh, cache_axes(self._backend))
         return jnp.zeros(sizes, shape.dtype, device=place)
 
