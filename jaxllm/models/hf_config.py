@@ -176,17 +176,6 @@ class HFConfig:
         _check_highest(usual, name, value)
         return float(value)
 
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise CheckpointError(f"config.json: {name} is missing")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise CheckpointError(f"config.json: {name}={shown(value)} must be a finite number")
-        return float(value)
-
     def optional_positive(self, name: str) -> float | None:
         """A number above zero; None if the field is missing or null."""
         return None if self.get(name) is None else self.positive(name, 1.0)
