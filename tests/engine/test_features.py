@@ -53,6 +53,9 @@ class BestOnHost:
     def drop(self, request):
         self.using.discard(request.request_id)
 
+    def start_over(self, request):
+        pass
+
     def limit(self, request, n, budget):
         return min(n, self.most_at_once) if request.request_id in self.using else n
 
