@@ -53,6 +53,10 @@ def adjust_logits(
         values = params.processor_params[index]
         apply = functools.partial(_apply, processor, vocab_size)
         logits = _in_rows(uses, apply, logits, values, output_index)
+        if masks is not None:  # a user's processor may give a token back that has no bit
+            logits = jnp.where(
+                has(row_params.GRAMMAR)[:, None] & (biased == -jnp.inf), -jnp.inf, logits
+            )
     logits = _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params, layout)
     # NaN counts as a token that is left, so that a row of NaN is not replaced by a valid one.
     some_left = jnp.any(logits != -jnp.inf, axis=1, keepdims=True)
