@@ -15,7 +15,18 @@ from jaxllm.plan.buckets import Bucket
 from jaxllm.programs.compile import Programs
 from jaxllm.programs.declare import LateKey
 from jaxllm.testing import make_tiny_checkpoint
-from tests.grammars import GRAMMARS, SCHEMAS, is_valid, json_grammar, make_core, request, serve
+from tests.grammars import (
+    GRAMMARS,
+    SCHEMAS,
+    crowd,
+    is_valid,
+    json_grammar,
+    make_core,
+    prompt,
+    request,
+    same,
+    serve,
+)
 from tests.profile import TINY
 
 CHECKED = TINY | {"check_invariants": True}
@@ -50,43 +61,9 @@ def tokenizer(model):
     return Tokenizer.from_file(f"{model}/tokenizer.json")
 
 
-def prompt(index, length):
-    return [3 + (index * 131 + i * i * 7 + i) % 380 for i in range(length)]
-
-
-def crowd():
-    """Requests of many kinds; every second one has no grammar."""
-    lengths = (5, 40, 17, 9, 33, 1, 16, 64)
-    params = [
-        {"logprobs": 3},
-        {"temperature": 0.7, "top_k": 30, "min_p": 0.01},
-        {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "logprobs": 1},
-        {"temperature": 0, "presence_penalty": 0.3},
-    ]
-    return [
-        request(
-            str(i),
-            prompt(i, length),
-            GRAMMARS[i // 2 % len(GRAMMARS)] if i % 2 == 0 else None,
-            **(params[i // 2 % len(params)] | {"max_tokens": 24 + i, "ignore_eos": i % 2 == 1}),
-        )
-        for i, length in enumerate(lengths)
-    ]
-
-
 @pytest.fixture(scope="module")
 def expected(core):
     return serve(core, crowd())
-
-
-def same(answers, wanted):
-    for key, answer in answers.items():
-        due = wanted[key]
-        assert answer.tokens == due.tokens, key
-        assert (answer.finish, answer.stop_reason) == (due.finish, due.stop_reason)
-        for given, its in zip(answer.logprobs, due.logprobs, strict=True):
-            assert given.token_ids == its.token_ids and given.rank == its.rank
-            assert given.logprobs == pytest.approx(its.logprobs, abs=1e-5)
 
 
 class TestForm:
