@@ -153,7 +153,7 @@ def crowd() -> list[EngineRequest]:
 
 
 def same(answers: dict[str, Answer], wanted: dict[str, Answer], atol: float = 1e-5) -> None:
-    """Assert that the answers are the wanted ones: to the token, and in their logprobs to `atol`."""
+    """Assert that answers are the wanted ones: to the token, and in their logprobs to `atol`."""
     for key, answer in answers.items():
         due = wanted[key]
         assert answer.tokens == due.tokens, key
