@@ -31,6 +31,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     # With n > 1 samples of one prompt, all but the first wait until the prompt of the first, the
     # leader, is dispatched, and then share its blocks.
     prefix_leader_id: str | None = None
+    # The form of the answer, from its first token on: a grammar of llguidance.
+    grammar: str | None = None
     replica: int = 0  # the replica that serves it; the engine chooses it
 
 

@@ -5,7 +5,7 @@ until all of them are dispatched.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,6 +25,8 @@ class PromptParts:
     rows: dict[int, list[PositionLogprobs]]
     corrupted: set[int]
     next_unread: dict[str, int]  # of the feature
+    failed: dict[int, str] = field(default_factory=dict)
+    complete: tuple[int, ...] = ()
 
     def add_to(self, output: EngineOutput, row: int) -> None:
         output.new_prompt_logprobs = self.rows[row]
@@ -48,6 +50,9 @@ class PromptLogprobs:
         if wants and request.num_prompt_tokens > 1:
             self._next[request.request_id] = self._next_unread[request.request_id] = 1
             request.num_cache_bars += 1
+
+    def ready(self, *, wait: bool) -> Sequence[Request]:
+        return ()  # it holds no request
 
     def drop(self, request: Request) -> None:
         self._next.pop(request.request_id, None)

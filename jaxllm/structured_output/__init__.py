@@ -1,0 +1,1 @@
+"""Structured output: answers that keep a form, which the request gives (see README.md)."""
