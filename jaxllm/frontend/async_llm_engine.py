@@ -46,6 +46,7 @@ from jaxllm.metrics.memory import EngineMemory
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
 from jaxllm.outputs import RequestOutput
+from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -154,6 +155,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        reasoning: Reasoning | None = None,
     ) -> ProcessedInput:
         """Validate and tokenise; raise ValidationError. Nothing is queued yet. Any thread may call
         this. It may take long, so do not call it on the event loop."""
@@ -164,6 +166,7 @@ class AsyncLLMEngine:
             priority=priority,
             arrival_time=arrival_time,
             trace_headers=trace_headers,
+            reasoning=reasoning,
             **tokenization_options(tokenization_kwargs),
         )
 

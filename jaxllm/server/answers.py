@@ -142,6 +142,7 @@ class AnswerEndpoint:
                     priority=request.priority or 0,
                     tokenization_kwargs=options,
                     trace_headers=job.trace_headers,
+                    reasoning=request.reasoning(self._service.served),
                 )
             except ValidationError as error:
                 raise request.in_its_words(error, place) from error
