@@ -68,8 +68,18 @@ class Door:
         try:
             compile_grammar(self._vocabulary, text)
         except ValueError as error:
-            return str(error)
+            why = str(error)
+            return next((ours for theirs, ours in _IN_OUR_WORDS.items() if theirs in why), why)
         return None
+
+
+# llguidance's reasons that name what a request cannot change.
+_IN_OUR_WORDS = {
+    "oneOf constraints are not supported": (
+        "oneOf whose members may fit the same value cannot be followed; use anyOf"
+    ),
+    "NoExtensionBias": "no answer fits it",
+}
 
 
 class _Known:

@@ -16,7 +16,8 @@ _GROUP = re.compile(r"\?(?:P?<\w+>|[a-zA-Z-]*:)")
 _FLAGS = re.compile(r"\?[a-zA-Z-]+\)")
 _REFUSED_GROUPS = {
     "?=": "look-ahead", "?!": "look-ahead", "?<=": "look-behind", "?<!": "look-behind",
-    "?>": "an atomic group", "?P=": "a reference to a group", "?(": "a condition", "?#": "a comment",
+    "?>": "an atomic group", "?P=": "a reference to a group", "?(": "a condition",
+    "?#": "a comment",
 }  # fmt: skip
 
 

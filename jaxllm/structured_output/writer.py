@@ -68,11 +68,11 @@ class GrammarWriter:
     def until(self, text: str, *, without: Sequence[str] = ()) -> str:
         """Any text, up to and with the first place where this text comes."""
         first, *rest = self._pieces(text)
-        free = self.text(without)
         if first in self._special:
-            head = f"{free} <[{self._special[first]}]>"
+            # Without its letters, too: a reader of the text would take them for the token.
+            head = f"{self.text([*without, first])} <[{self._special[first]}]>"
         else:
-            head = self.rule(f"{free} {quoted(first)}", attribute="[lazy]")
+            head = self.rule(f"{self.text(without)} {quoted(first)}", attribute="[lazy]")
         return " ".join([head, *([self.literal("".join(rest))] if rest else [])])
 
     def text(self, without: Sequence[str] = ()) -> str:
