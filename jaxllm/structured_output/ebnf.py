@@ -20,6 +20,7 @@ _TOKEN = re.compile(
     |(?P<times>\{\s*\d+\s*(?:,\s*\d*\s*)?\})|(?P<ahead>\(\s*[=!])|(?P<sign>[()|*+?.])""",
     re.VERBOSE | re.DOTALL,
 )
+_MACROS = ("ExcludeToken", "TagDispatch", "Token", "TokenTagDispatch")  # xgrammar's
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|(.)", re.DOTALL)
 _LETTERS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "b": "\b", "0": "\0"}
 
@@ -96,6 +97,14 @@ class _Reader:
             kind = found.lastgroup or ""
             if kind == "ahead":
                 raise ValueError(f"line {line}: look-ahead cannot be followed")
+            if (
+                kind == "name"
+                and found[0] in _MACROS
+                and text[found.end() : found.end() + 1] == "("
+            ):
+                raise ValueError(
+                    f"line {line}: {found[0]}(...) cannot be followed; use structural_tag"
+                )
             if kind != "space":
                 self._tokens.append((kind, found[0], line))
             pos = found.end()
@@ -135,8 +144,6 @@ class _Reader:
         if kind == "name":
             if self._kind(1) == "define":
                 return None  # the next rule
-            if self._text(1) == "(" and text in ("TagDispatch", "Token", "ExcludeToken"):
-                raise self._error(f"{text}(...) cannot be followed; use structural_tag")
             self._pos += 1
             return _Ref(text)
         if kind not in ("literal", "class") and text not in ("(", "."):
