@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.commands import Answer, Command, obey
-from jaxllm.engine.features import host_features
+from jaxllm.engine.features import host_features, structured_output
 from jaxllm.engine.in_flight import InFlight
 from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError
 from jaxllm.executor.base import Executor
@@ -43,6 +43,7 @@ class EngineCore:
         overlap = config.scheduler.async_scheduling
         num_stages = config.parallel.pipeline_parallel_size
         self._stats = EngineStats(overlap=overlap)
+        self._structured_output = structured_output(config, self.info)
         if not overlap:
             logger.info("async_scheduling is off: the device waits for the host at every step")
         self.scheduler = Scheduler(
@@ -60,7 +61,7 @@ class EngineCore:
                 Lanes(num_stages, max_in_flight=1 if overlap else 0) if num_stages > 1 else None
             ),
             policy=policy,
-            features=host_features(config),
+            features=(*host_features(config), self._structured_output),
             check_invariants=config.scheduler.check_invariants,
             stats=self._stats,
         )
@@ -135,8 +136,9 @@ class EngineCore:
         if self.in_flight.has_room:
             self._dispatch_next()
         num_kept = self.in_flight.num_kept  # read before the loop, which changes it
-        while len(self.in_flight) > num_kept:
-            if not wait and not self.in_flight.is_ready():
+        while len(self.in_flight) > num_kept or self.in_flight.awaits_masks:
+            # While the newest step waits for masks, there is nothing else to do.
+            if not wait and not self.in_flight.awaits_masks and not self.in_flight.is_ready():
                 break
             outputs += self._collect()
         self._stats.step_s += self._clock() - start
@@ -177,6 +179,7 @@ class EngineCore:
     def shutdown(self) -> None:
         self._end = ValidationError("the engine has been shut down; make a new one")
         self.in_flight.lose()
+        self._structured_output.close()
         try:
             self.profiler.close()
         finally:
@@ -189,9 +192,23 @@ class EngineCore:
         self._stats.schedule_s += self._clock() - start
         if schedule is not None:
             self.in_flight.dispatch(start)
+            self._sample_late()
+
+    def _sample_late(self) -> None:
+        """Let the newest step sample its late rows, if it has not and all tokens before theirs are
+        known. It does so before the next step is planned, so that step finds everything as it would
+        after any other step."""
+        if not self.in_flight.awaits_masks:
+            return
+        start = self._clock()
+        masks = self._structured_output.masks()
+        if masks is not None:
+            self.in_flight.sample(masks)
+        self._stats.mask_s += self._clock() - start
 
     def _collect(self) -> list[EngineOutput]:
         """Take the oldest step, and return its outputs."""
+        self._sample_late()  # nothing to do, unless Ctrl-C came before it
         try:
             schedule, result = self.in_flight.take()
         except Exception as error:
@@ -199,6 +216,7 @@ class EngineCore:
         start = self._clock()
         outputs = self.scheduler.update(schedule, result)
         self._stats.update_s += self._clock() - start
+        self._sample_late()
         return outputs
 
     def _recover(self, error: Exception) -> list[EngineOutput]:

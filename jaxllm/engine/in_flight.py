@@ -3,11 +3,16 @@
 With overlap (the default) a step is dispatched before the tokens of the previous step are read, so
 the device finds its next step waiting. The engine may delay the dispatch while the device is still
 busy (`spare_s`). A pipeline has as many steps in flight as stages, and with overlap one more.
+
+A step with late rows is dispatched in two parts: as far as the logits, and, when the masks of these
+rows are there, their sampling. The next step is planned after that.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable
+
+import numpy as np
 
 from jaxllm.engine.pace import Pace
 from jaxllm.executor.base import Executor, PendingResult
@@ -41,6 +46,7 @@ class InFlight:
         # Steps that may be on the device when the next one is dispatched.
         self._max_kept = num_stages - 1 + (1 if overlap else 0)
         self._steps: deque[tuple[Schedule, PendingResult]] = deque()
+        self.awaits_masks = False  # whether the newest step is still to sample its late rows
         self._nobody_can_go_on = False
         self._seen_running_at = -math.inf
         self._idle_since: float | None = None  # None: no request wanted the device
@@ -59,7 +65,7 @@ class InFlight:
     @property
     def has_room(self) -> bool:
         """Whether the next step may be planned and dispatched."""
-        return len(self._steps) <= self.num_kept
+        return len(self._steps) <= self.num_kept and not self.awaits_masks
 
     def is_ready(self) -> bool:
         """Whether the oldest step can be taken without waiting."""
@@ -107,12 +113,23 @@ class InFlight:
             self._steps[-1] = (schedule, _NotDispatched(error))
         else:
             self._steps[-1] = (schedule, pending)
+            self.awaits_masks = schedule.late_rows is not None
             if len(self._steps) == 1:
                 self._note_begin()
             self._stats.num_steps += 1
             self._count_stages(schedule)
         if self._pace is not None:
             self._pace.planned(self._clock() - begun)
+
+    def sample(self, masks: np.ndarray) -> None:
+        """Let the newest step sample its late rows, with a mask for each. If that fails, it is as
+        if the step had not been dispatched."""
+        self.awaits_masks = False
+        schedule, _ = self._steps[-1]
+        try:
+            self.executor.sample(masks)
+        except Exception as error:
+            self._steps[-1] = (schedule, _NotDispatched(error))
 
     def take(self) -> tuple[Schedule, StepResult]:
         """Wait for the oldest step, and remove it. A failed step and all later steps stay until
@@ -137,6 +154,7 @@ class InFlight:
         """Forget all steps, and return their Schedules."""
         lost = [schedule for schedule, _ in self._steps]
         self._steps.clear()
+        self.awaits_masks = False
         self.num_ended += len(lost)
         self._nobody_can_go_on = False
         return lost

@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+import numpy as np
+
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
@@ -45,7 +47,13 @@ class Executor(Protocol):
         ...
 
     def execute(self, schedule: Schedule) -> PendingResult:
-        """Dispatch a step and return at once; raise if it cannot be dispatched."""
+        """Dispatch a step and return at once; raise if it cannot be dispatched. A step with late
+        rows is complete after `sample`, which must come before the next step."""
+        ...
+
+    def sample(self, masks: np.ndarray) -> None:
+        """Let the newest step sample its late rows, and return at once. `masks` i32 [late rows,
+        words] has a bit for each token that a row may get, lowest first."""
         ...
 
     def check(self) -> None:

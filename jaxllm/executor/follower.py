@@ -9,6 +9,7 @@ from types import FrameType
 from typing import NoReturn
 
 from jaxllm.config import EngineConfig
+from jaxllm.executor.base import PendingResult
 from jaxllm.executor.layout import Layout, options_of
 from jaxllm.executor.link import Invitation, PeerLink
 from jaxllm.executor.reader import Reader, Reading
@@ -18,6 +19,7 @@ from jaxllm.executor.wire import (
     Figures,
     Hello,
     Ready,
+    Sample,
     StepDone,
     Stop,
     decode_from_leader,
@@ -58,6 +60,7 @@ class _Follower:
         self._rank = rank
         self._runners: dict[int, ModelRunner] = {}
         self._readers: dict[int, Reader] = {}
+        self._late: dict[int, PendingResult] = {}  # by replica: the step that awaits its masks
 
     def run(self) -> str:
         """Serve rank 0 until it sends Stop; return its reason, which is empty at a normal end."""
@@ -70,9 +73,15 @@ class _Follower:
                 return message.reason
             if isinstance(message, Build):
                 self._build(layout, message.num_blocks)
+            elif isinstance(message, Sample):
+                self._runners[message.replica].sample(message.masks)
+                self._readers[message.replica].read(self._late.pop(message.replica))
             else:
                 pending = self._runners[message.replica].execute(message.schedule)
-                self._readers[message.replica].read(pending)
+                if message.schedule.late_rows is None:
+                    self._readers[message.replica].read(pending)
+                else:
+                    self._late[message.replica] = pending
 
     def _build(self, layout: Layout, num_blocks: dict[int, int]) -> None:
         infos = {}

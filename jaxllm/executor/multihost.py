@@ -15,6 +15,7 @@ from collections import deque
 from typing import TypeVar
 
 import jax
+import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError
@@ -30,6 +31,7 @@ from jaxllm.executor.wire import (
     Figures,
     Hello,
     Ready,
+    Sample,
     StepDone,
     Stop,
     ToLeader,
@@ -170,6 +172,8 @@ class MultiHostExecutor:
         self._runner = runner
         self._reader = Reader()
         self._figures = Figures()  # of a replica that rank 0 does not run
+        # The newest step, if it is still to sample late rows.
+        self._late: tuple[_Pending, PendingResult] | None = None
 
     @property
     def num_token_rows(self) -> int:
@@ -193,13 +197,30 @@ class MultiHostExecutor:
     def execute(self, schedule: Schedule) -> PendingResult:
         # Send first, so that the other ranks pack while this rank packs.
         self._link.send(self._others, encode(Execute(self._replica, schedule)))
+        pending = _Pending(self)
         if self._runner is None:
-            return _Pending(self, None)
+            return pending
         try:
-            pending = self._runner.execute(schedule)
+            its = self._runner.execute(schedule)
         except Exception as error:
             raise self._dead(error) from error
-        return _Pending(self, self._reader.read(pending))
+        if schedule.late_rows is None:
+            pending.reading = self._reader.read(its)
+        else:
+            self._late = pending, its
+        return pending
+
+    def sample(self, masks: np.ndarray) -> None:
+        self._link.send(self._others, encode(Sample(self._replica, masks)))
+        if self._runner is None:
+            return
+        assert self._late is not None, "no step has late rows"
+        (pending, its), self._late = self._late, None
+        try:
+            self._runner.sample(masks)
+        except Exception as error:
+            raise self._dead(error) from error
+        pending.reading = self._reader.read(its)
 
     def check(self) -> None:
         self._inbox.take_in()
@@ -258,12 +279,13 @@ class MultiHostExecutor:
 class _Pending:
     """A step that all ranks of a replica have dispatched."""
 
-    def __init__(self, executor: MultiHostExecutor, reading: Reading | None):
+    def __init__(self, executor: MultiHostExecutor):
         self._executor = executor
-        self._reading = reading  # None: another rank reads the result
+        # None: another rank reads the result, or late rows have not been sampled.
+        self.reading: Reading | None = None
 
     def is_ready(self) -> bool:
-        return self._executor.is_done(self._reading)
+        return self._executor.is_done(self.reading)
 
     def result(self) -> StepResult:
-        return self._executor.wait(self._reading)
+        return self._executor.wait(self.reading)

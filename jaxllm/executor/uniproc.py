@@ -1,5 +1,7 @@
 """Runs steps in this process, on its devices."""
 
+import numpy as np
+
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
 from jaxllm.logging import init_logger
@@ -44,6 +46,9 @@ class UniProcExecutor:
 
     def execute(self, schedule: Schedule) -> PendingResult:
         return self._runner.execute(schedule)
+
+    def sample(self, masks: np.ndarray) -> None:
+        self._runner.sample(masks)
 
     def check(self) -> None:
         """Do nothing: in one process a failure raises in its step."""

@@ -25,6 +25,13 @@ class Execute(msgspec.Struct, tag=True):
     schedule: Schedule
 
 
+class Sample(msgspec.Struct, tag=True):
+    """Sample the late rows of the newest step of a replica."""
+
+    replica: int
+    masks: np.ndarray  # i32 [late rows, words]
+
+
 class Stop(msgspec.Struct, tag=True):
     """End. A reason says that the engine has failed."""
 
@@ -72,7 +79,7 @@ class Failed(msgspec.Struct, tag=True):
     reason: str
 
 
-FromLeader = Build | Execute | Stop
+FromLeader = Build | Execute | Sample | Stop
 ToLeader = Hello | Ready | StepDone | Failed
 
 

@@ -80,6 +80,7 @@ FIGURES = (
     _counter("host_seconds", "schedule_s", _HOST, phase="schedule"),
     _counter("host_seconds", "pack_s", _HOST, phase="pack"),
     _counter("host_seconds", "update_s", _HOST, phase="update"),
+    _counter("host_seconds", "mask_s", _HOST, phase="mask"),
     _counter(
         "device_wait_seconds", "device_wait_s", "Seconds that the host waited for the device."
     ),

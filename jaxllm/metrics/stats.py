@@ -44,6 +44,7 @@ class EngineStats:
     schedule_s: float = 0.0
     pack_s: float = 0.0
     update_s: float = 0.0
+    mask_s: float = 0.0  # masks of late rows, and the dispatch of their sampling
     device_wait_s: float = 0.0  # the host waited for the device
     device_idle_s: float = 0.0  # there was work, and the device had none
 
@@ -108,6 +109,6 @@ class EngineStats:
 
     @property
     def host_us_per_step(self) -> float:
-        """Microseconds of scheduling, packing and updating per step."""
-        busy = self.schedule_s + self.pack_s + self.update_s
+        """Microseconds of scheduling, packing, updating and making masks per step."""
+        busy = self.schedule_s + self.pack_s + self.update_s + self.mask_s
         return busy / self.num_steps * 1e6 if self.num_steps else 0.0

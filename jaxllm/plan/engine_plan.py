@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, Device, chip_of
@@ -62,6 +62,7 @@ from jaxllm.plan.stages import (
     check_num_stages,
     check_parts,
     device_bytes,
+    logits_sharding,
     sampling_bytes,
     stage_meshes,
 )
@@ -99,6 +100,8 @@ class EnginePlan:
     stages: tuple[StagePlan, ...]
     buckets: tuple[Bucket, ...]
     max_logprobs: int
+    # Whether rows may sample late, under masks of grammars; these need a tokenizer.
+    samples_late: bool
     logits_processors: tuple[Any, ...]
     eos_token_ids: tuple[int, ...]
     default_sampling_params: SamplingParams
@@ -114,8 +117,17 @@ class EnginePlan:
 
     @property
     def leaves_logits(self) -> bool:
-        """Whether steps leave their logits, for requests that want more logprobs."""
+        """Whether steps leave their logits on the device."""
+        return self.samples_late or self.host_reads_logits
+
+    @property
+    def host_reads_logits(self) -> bool:
+        """Whether the host reads logits, for requests that want more logprobs."""
         return self.max_logprobs > MAX_STEP_LOGPROBS
+
+    def logits_sharding(self, stage: StagePlan) -> NamedSharding:
+        """The sharding of the logits that a step leaves."""
+        return logits_sharding(stage.mesh, host_reads=self.host_reads_logits)
 
     @property
     def num_blocks(self) -> int:
@@ -286,6 +298,7 @@ def make_plan(
         num_rows=max_num_seqs,
         num_logits=num_logits,
         max_logprobs=max_logprobs,
+        samples_late=not model.skip_tokenizer_init,
         max_model_len=max_model_len,
     )
     num_blocks = min(
@@ -340,6 +353,7 @@ def make_plan(
             free_padding=free_padding(attention, matmul, dtype),
         ),
         max_logprobs=max_logprobs,
+        samples_late=not model.skip_tokenizer_init,
         logits_processors=load_logits_processors(model.logits_processors, config),
         eos_token_ids=read_eos_token_ids(
             model_dir, of_config=architecture.eos_token_ids, vocab_size=vocab_size

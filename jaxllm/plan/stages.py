@@ -117,11 +117,11 @@ def activation_bytes(
     return num_sides * (num_stages + 1) * num_tokens * hidden_size * itemsize
 
 
-def logits_sharding(mesh: Mesh) -> NamedSharding:
+def logits_sharding(mesh: Mesh, *, host_reads: bool) -> NamedSharding:
     """The sharding of the logits that a step leaves, f32 [R, V]: by vocabulary, as they are
-    computed. If several processes have devices of the mesh, every device has all logits, since each
-    process reads them."""
-    return sharding(mesh, () if mesh.is_multi_process else (None, "vocab"))
+    computed. If several processes have devices of the mesh and each reads the logits, every device
+    has all of them."""
+    return sharding(mesh, () if host_reads and mesh.is_multi_process else (None, "vocab"))
 
 
 def sampling_bytes(
@@ -132,6 +132,7 @@ def sampling_bytes(
     num_rows: int,
     num_logits: int,
     max_logprobs: int,
+    samples_late: bool,
     max_model_len: int,
 ) -> int:
     """The bytes for sampling on each device: the state of the slots, and the outputs of the steps
@@ -142,6 +143,8 @@ def sampling_bytes(
     # An id and a value for each logprob, a rank and a normaliser for each position.
     of_position = 8 * (1 + min(max_logprobs, MAX_STEP_LOGPROBS)) + 8
     of_step = (num_tokens + num_rows) * of_position
-    if max_logprobs > MAX_STEP_LOGPROBS:
-        of_step += 4 * math.prod(logits_sharding(mesh).shard_shape((num_rows, num_logits)))
+    host_reads = max_logprobs > MAX_STEP_LOGPROBS
+    if host_reads or samples_late:
+        logits = logits_sharding(mesh, host_reads=host_reads)
+        of_step += 4 * math.prod(logits.shard_shape((num_rows, num_logits)))
     return in_slots + (1 + num_stages) * of_step

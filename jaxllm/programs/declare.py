@@ -10,24 +10,37 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxllm_kernels.common import cdiv
 
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.plan.stages import StagePlan, logits_sharding
+from jaxllm.plan.stages import StagePlan
 from jaxllm.programs.compile import Program
 from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
+from jaxllm.runner.late import Left, make_sample_late
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.state import DeviceState, abstract_tokens
 from jaxllm.runner.step import ModelSpec, StepOutputs, make_step, update_block_tables
-from jaxllm.sampling.slot_state import SlotRow, write_slot
+from jaxllm.sampling.logprobs import no_logprobs
+from jaxllm.sampling.slot_state import WORD_BITS, SlotRow, write_slot
 from jaxllm.weights.loader import abstract_weights
 
 # Keys of the small programs beside the steps, whose keys are their buckets.
 MAKE_STATE = "make_state"
 WRITE_TABLES = "write_block_tables"
 WRITE_SLOT = "write_slot"
+
+
+class LateKey(NamedTuple):
+    """The key of the program that samples the late rows of steps of so many rows."""
+
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"sample_late {self.num_rows}"
+
 
 TABLE_WRITES = 1024  # block updates per call of WRITE_TABLES
 
@@ -40,6 +53,7 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         num_cache_groups=len(plan.cache_groups),
         processors=plan.logits_processors,
         features=device_features(plan),
+        num_mask_words=cdiv(plan.num_logits, WORD_BITS) if plan.samples_late else 0,
     )
 
 
@@ -65,7 +79,10 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
 
 def num_programs(plan: EnginePlan) -> int:
     """How many programs are declared: for each stage, its steps and its small programs."""
-    return sum(len(plan.buckets) + 2 + stage.part.has_head for stage in plan.stages)
+    late = {bucket.num_rows for bucket in plan.buckets} if plan.samples_late else ()
+    return sum(
+        len(plan.buckets) + 2 + (1 + len(late)) * stage.part.has_head for stage in plan.stages
+    )
 
 
 def declare_programs(
@@ -137,12 +154,35 @@ def declare_stage_programs(
             donate=(0,),
             out_shardings=kept,
         )
+        for late in make_packer(plan).late_layouts.values():
+            programs[LateKey(late.num_rows)] = program(
+                f"sample_late_{late.num_rows}",
+                make_sample_late(plan, late),
+                state.tokens,
+                state.slots,
+                state.lengths,
+                *_left_by_steps(plan, stage, late.num_rows),
+                place(late.abstract(), everywhere),
+                donate=(0, 1),
+                out_shardings=(kept.tokens, kept.slots, everywhere),
+            )
     return programs
+
+
+def _left_by_steps(
+    plan: EnginePlan, stage: StagePlan, num_rows: int
+) -> tuple[Left, jax.ShapeDtypeStruct]:
+    """What a step leaves for the sampling of its late rows: outputs to complete, and logits."""
+    logprobs = jax.eval_shape(lambda: no_logprobs(num_rows, plan.step_logprobs))
+    tokens: Any = jax.ShapeDtypeStruct((num_rows,), np.int32)
+    logits = jax.ShapeDtypeStruct((num_rows, plan.num_logits), np.float32)
+    left = place(Left(tokens, logprobs), sharding(stage.mesh))
+    return left, place(logits, plan.logits_sharding(stage))
 
 
 def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
     everywhere: Any = sharding(stage.mesh)
-    logits: Any = logits_sharding(stage.mesh) if plan.leaves_logits else None
+    logits: Any = plan.logits_sharding(stage) if plan.leaves_logits else None
     return StepOutputs(tokens=everywhere, logprobs=everywhere, slices=everywhere, logits=logits)
 
 

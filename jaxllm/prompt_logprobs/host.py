@@ -5,7 +5,7 @@ until all of them are dispatched.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,6 +24,8 @@ class PromptParts:
 
     rows: dict[int, list[PositionLogprobs]]
     corrupted: set[int]
+    failed: dict[int, str] = field(default_factory=dict)
+    complete: tuple[int, ...] = ()
 
     def add_to(self, output: EngineOutput, row: int) -> None:
         output.new_prompt_logprobs = self.rows[row]
@@ -44,6 +46,9 @@ class PromptLogprobs:
         if wants and request.num_prompt_tokens > 1:
             self._next[request.request_id] = 1
             request.num_cache_bars += 1
+
+    def ready(self, *, wait: bool) -> Sequence[Request]:
+        return ()  # it holds no request
 
     def drop(self, request: Request) -> None:
         self._next.pop(request.request_id, None)

@@ -37,7 +37,7 @@ class StepInputs:
     slots: jax.Array  # i32 [R]
     starts: jax.Array  # i32 [R]; GO_ON if the row begins at the slot's length
     prompt_lens: jax.Array  # i32 [R]
-    samples: jax.Array  # bool [R]
+    samples: jax.Array  # bool [R]; late rows sample in `runner.late`
     row_params: jax.Array  # i32 [R, columns]: encoded sampling parameters
     block_updates: jax.Array  # i32 [U, 3]: row of the tables (`table_row`), index in it, block
     slices: dict[str, dict[str, jax.Array]]  # of the features in this program, i32
@@ -129,6 +129,8 @@ class InputLayout:
         view["slots"][rows:] = self._num_slots
         view["starts"][:rows] = schedule.starts
         view["samples"][:rows] = schedule.samples
+        if schedule.late_rows is not None:
+            view["samples"][schedule.late_rows] = 0
         view["slot_columns"][:, :rows] = table.columns[schedule.slots].T
         updates = schedule.block_updates[: self.bucket.max_block_updates]
         self._write_updates(updates, view["block_updates"])

@@ -5,6 +5,7 @@ dispatched, so the host plans the next step while this one runs, and reads the t
 later. The model's stage, or each stage of a pipeline, owns its weights and its device state.
 """
 
+import dataclasses
 import math
 import time
 from typing import Any
@@ -24,6 +25,7 @@ from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.store import ProgramStore
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
+from jaxllm.runner.late import Left
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.stage import Stage
 from jaxllm.runner.step import StepOutputs
@@ -38,15 +40,24 @@ class PendingStep:
     """A dispatched step whose outputs are on their way to the host."""
 
     def __init__(self, schedule: Schedule, outputs: StepOutputs):
-        self._outputs = outputs
         self._wants_logprobs = schedule.wants_logprobs
         self._wants_logits = schedule.wants_logits
-        self._features = list(schedule.slices)
+        self._features = [name for name, its in schedule.slices.items() if its]
+        self.schedule = schedule
+        self.outputs = outputs
+        if schedule.late_rows is None:
+            self.send(outputs)
+
+    def send(self, outputs: StepOutputs) -> None:
+        """Send the complete outputs of the step to the host. Logits that nobody wants are freed."""
+        if not self._wants_logits:
+            outputs = dataclasses.replace(outputs, logits=None)
+        self.outputs = outputs
         for array in jax.tree.leaves(self._wanted()):
             array.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        tokens: Any = self._outputs.tokens  # the type jax.Array lacks is_ready
+        tokens: Any = self.outputs.tokens  # the type jax.Array lacks is_ready
         return tokens.is_ready()
 
     def result(self) -> StepResult:
@@ -62,7 +73,7 @@ class PendingStep:
     def _wanted(self) -> tuple[Any, Any, Any, Any]:
         """The outputs to copy to the host. The others stay on the device, and are freed with the
         step."""
-        outputs = self._outputs
+        outputs = self.outputs
         return (
             outputs.tokens,
             outputs.logprobs if self._wants_logprobs else None,
@@ -92,6 +103,7 @@ class ModelRunner:
             ]
         self._model = self._stages[0] if len(self._stages) == 1 else Pipeline(plan, self._stages)
         self._host_weights: list[list[HostArray]] = []  # by stage, while the engine sleeps
+        self._newest: PendingStep | None = None
         self.num_compiles_after_warmup = 0
         self.num_token_rows = 0
         self.pack_s = 0.0
@@ -119,10 +131,25 @@ class ModelRunner:
         # Counted here, since another replica of this process may compile at other times.
         self.num_compiles_after_warmup += compilation_counter.compiles - compiles
         assert isinstance(outputs, StepOutputs)
-        return PendingStep(schedule, outputs)
+        self._newest = PendingStep(schedule, outputs)
+        return self._newest
+
+    def sample(self, masks: np.ndarray) -> None:
+        """Sample the late rows of the newest step, and return without waiting for it."""
+        step = self._newest
+        assert step is not None, "no step was executed"
+        compiles = compilation_counter.compiles
+        outputs = step.outputs
+        left = Left(outputs.tokens, outputs.logprobs)
+        packed = self._packer.pack_late(step.schedule, len(left.tokens), masks)
+        assert outputs.logits is not None, "the plan has no late rows"
+        left = self._model.sample_late(left, outputs.logits, packed)
+        self.num_compiles_after_warmup += compilation_counter.compiles - compiles
+        step.send(dataclasses.replace(outputs, tokens=left.tokens, logprobs=left.logprobs))
 
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
+        self._newest = None
         self._model.reset()
 
     def sleep(self, *, keep_weights: bool) -> None:
@@ -156,7 +183,7 @@ class ModelRunner:
 
     def free(self) -> None:
         """Free the devices' memory. Nothing can run any more."""
-        self._host_weights = []
+        self._host_weights, self._newest = [], None
         self._model.free()
 
     @property

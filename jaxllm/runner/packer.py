@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxllm.plan.buckets import Bucket, BucketTable
 from jaxllm.runner.inputs import InputLayout, SlotTable
+from jaxllm.runner.late import LateLayout
 from jaxllm.runner.slices import DeviceSlice
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logits_processor import LogitsProcessor
@@ -35,7 +36,9 @@ class StepPacker:
         num_cache_groups: int,
         processors: tuple[LogitsProcessor, ...],
         features: Sequence[DeviceSlice] = (),
+        num_mask_words: int = 0,
     ):
+        """Without words in a mask, no step has late rows."""
         columns = row_params.num_columns(processors)
         self.layouts = {
             bucket: InputLayout(
@@ -46,6 +49,16 @@ class StepPacker:
                 features=features,
             )
             for bucket in buckets
+        }
+        numbers_of_rows = {bucket.num_rows for bucket in buckets} if num_mask_words else ()
+        self.late_layouts = {
+            rows: LateLayout(
+                rows,
+                num_slots=num_slots,
+                num_param_columns=columns,
+                num_words=num_mask_words,
+            )
+            for rows in sorted(numbers_of_rows)
         }
         self._buckets = BucketTable(buckets)
         self._processors = processors
@@ -74,3 +87,8 @@ class StepPacker:
             step=schedule.step,
             carried_from=schedule.carried_from,
         )
+
+    def pack_late(self, schedule: Schedule, num_rows: int, masks: np.ndarray) -> np.ndarray:
+        """Build the buffer for the late rows of a step that ran in a program of `num_rows` rows. No
+        request may have been admitted since."""
+        return self.late_layouts[num_rows].pack(schedule, self._table, masks)

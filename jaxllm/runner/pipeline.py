@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.runner.late import Left
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.stage import Stage
 from jaxllm.runner.step import StepOutputs
@@ -36,9 +37,16 @@ class Pipeline:
         for stage in self._others:
             assert isinstance(left, jax.Array)
             left = stage.run(packed, jax.device_put(left, stage.everywhere))
-        tokens = jax.device_put(self._stages[-1].tokens, self._first.everywhere)
-        self._tokens.append((packed.step, tokens))
+        self._copy_tokens(packed.step)
         assert isinstance(left, StepOutputs)
+        return left
+
+    def sample_late(self, left: Left, logits: jax.Array, packed: np.ndarray) -> Left:
+        """Sample the late rows of the newest step, which has left these outputs. Return its
+        outputs, complete."""
+        left = self._stages[-1].sample_late(left, logits, packed)
+        step, _ = self._tokens.pop()  # a table that lacks the tokens of these rows
+        self._copy_tokens(step)
         return left
 
     def write_slot(self, slot: int, row: SlotRow) -> None:
@@ -61,6 +69,11 @@ class Pipeline:
         self._tokens.clear()
         for stage in self._stages:
             stage.free()
+
+    def _copy_tokens(self, step: int) -> None:
+        """Copy the table as it is after this step to the first stage."""
+        tokens = jax.device_put(self._stages[-1].tokens, self._first.everywhere)
+        self._tokens.append((step, tokens))
 
     def _tokens_since(self, step: int | None) -> jax.Array:
         """The oldest table that has what this step sampled; for None, the newest table."""

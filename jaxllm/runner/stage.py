@@ -4,6 +4,8 @@ The devices run a stage's programs in the order of its calls, and no call waits 
 class holds the device state: each program consumes the state and leaves a new one.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -16,8 +18,10 @@ from jaxllm.programs.declare import (
     TABLE_WRITES,
     WRITE_SLOT,
     WRITE_TABLES,
+    LateKey,
     program_key,
 )
+from jaxllm.runner.late import Left
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.state import DeviceState
 from jaxllm.runner.step import StepOutputs
@@ -49,6 +53,17 @@ class Stage:
         program = self._programs[program_key(self._stage, packed.bucket)]
         state = self._take_state()
         self._state, left = program(self.weights, state, packed.buffer, *arrived)
+        return left
+
+    def sample_late(self, left: Left, logits: jax.Array, packed: np.ndarray) -> Left:
+        """Sample the late rows of the newest step, which has left these outputs. Return its
+        outputs, complete."""
+        program = self._programs[program_key(self._stage, LateKey(len(left.tokens)))]
+        state = self._take_state()
+        tokens, slots, left = program(
+            state.tokens, state.slots, state.lengths, left, logits, packed
+        )
+        self._state = dataclasses.replace(state, tokens=tokens, slots=slots)
         return left
 
     def write_slot(self, slot: int, row: SlotRow) -> None:

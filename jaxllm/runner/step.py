@@ -14,7 +14,7 @@ on the step's rows, so nothing is compiled later.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jaxllm.runner.state import DeviceState
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.sampling.sampler import sample
+from jaxllm.sampling.slot_state import SlotState
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, NO_TOKEN
 
 
@@ -41,8 +42,9 @@ class StepOutputs:
     tokens: jax.Array  # i32 [R]; NO_TOKEN if the logits are not finite
     logprobs: LogprobOutput  # [R, 1 + k]; zeros when no row asked
     slices: dict[str, dict[str, jax.Array]]  # of the features in this program
-    # f32 [R, V], after each row's last token; only if requests may want more than k logprobs.
-    # To leave the logits costs nothing: they stay on the device unless a row wants that many.
+    # f32 [R, V], after each row's last token; only if requests may want more than k logprobs, or
+    # may sample late. To leave the logits costs nothing: they stay on the device unless a row wants
+    # that many logprobs.
     logits: jax.Array | None
 
 
@@ -139,29 +141,75 @@ def _sample(
         last = jnp.where(context_lens > 0, inputs.query_starts[1:] - 1, len(hidden))
         # The hidden states of padding rows become zeros.
         logits = model.compute_logits(hidden.at[last].get(mode="fill", fill_value=0))
-        params = row_params.decode(inputs.row_params, plan.logits_processors)
-        sampled = sample(
+        its = sample_rows(
+            plan,
+            inputs,
             logits,
-            params,
-            slots=inputs.slots,
-            samples=inputs.samples,
-            output_index=context_lens - inputs.prompt_lens,
-            positions=context_lens,
-            state=state.slots,
-            num_logprobs=plan.step_logprobs,
-            layout=plan.sampling,
-            processors=plan.logits_processors,
-            vocab_size=plan.architecture.vocab_size,
+            context_lens=context_lens,
+            tokens=state.tokens,
+            slots=state.slots,
         )
-    kept = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
-    new_state = dataclasses.replace(
-        state, tokens=state.tokens.at[kept].set(sampled.tokens, mode="drop"), slots=sampled.state
-    )
-    return new_state, StepOutputs(
-        tokens=jnp.where(sampled.is_valid, sampled.tokens, NO_TOKEN),
-        logprobs=sampled.logprobs,
+    return dataclasses.replace(state, tokens=its.tokens, slots=its.slots), StepOutputs(
+        tokens=its.of_rows,
+        logprobs=its.logprobs,
         slices=slices,
         logits=logits if plan.leaves_logits else None,
+    )
+
+
+class SampledRows(Protocol):
+    """What sampling must know of a step's rows; fields as in StepInputs."""
+
+    @property
+    def slots(self) -> jax.Array: ...
+    @property
+    def samples(self) -> jax.Array: ...
+    @property
+    def prompt_lens(self) -> jax.Array: ...
+    @property
+    def row_params(self) -> jax.Array: ...
+
+
+class Sampled(NamedTuple):
+    """The tables of the state after sampling, and what was sampled."""
+
+    tokens: jax.Array  # i32 [S]
+    slots: SlotState
+    of_rows: jax.Array  # i32 [R]; NO_TOKEN if the logits are not finite
+    logprobs: LogprobOutput
+
+
+def sample_rows(
+    plan: EnginePlan,
+    rows: SampledRows,
+    logits: jax.Array,
+    *,
+    context_lens: jax.Array,
+    tokens: jax.Array,
+    slots: SlotState,
+    masks: jax.Array | None = None,
+) -> Sampled:
+    """Sample the rows from their logits, and note their tokens in the tables."""
+    sampled = sample(
+        logits,
+        row_params.decode(rows.row_params, plan.logits_processors),
+        slots=rows.slots,
+        samples=rows.samples,
+        output_index=context_lens - rows.prompt_lens,
+        positions=context_lens,
+        state=slots,
+        num_logprobs=plan.step_logprobs,
+        layout=plan.sampling,
+        processors=plan.logits_processors,
+        vocab_size=plan.architecture.vocab_size,
+        masks=masks,
+    )
+    kept = jnp.where(rows.samples, rows.slots, plan.max_num_seqs)
+    return Sampled(
+        tokens=tokens.at[kept].set(sampled.tokens, mode="drop"),
+        slots=sampled.state,
+        of_rows=jnp.where(sampled.is_valid, sampled.tokens, NO_TOKEN),
+        logprobs=sampled.logprobs,
     )
 
 

@@ -29,11 +29,13 @@ def adjust_logits(
     layout: Layout,
     processors: Sequence[LogitsProcessor],
     vocab_size: int,
+    masks: jax.Array | None,
 ) -> jax.Array:
     """Apply all changes that come before temperature, in the sampler's order.
 
     `flags` i32 [R] are the flags of `params`, cleared in rows that sample nothing. If the changes
-    leave a row without a token, it gets the logits with only biases and allowed ids applied.
+    leave a row without a token, it gets the logits with only biases, allowed ids and the row's mask
+    applied.
     """
 
     def has(flag: int) -> jax.Array:
@@ -42,6 +44,8 @@ def adjust_logits(
     too_early = has(row_params.MIN_TOKENS) & (output_index < params.min_tokens)
     logits = _in_rows(has(row_params.LOGIT_BIAS), _add_bias, logits, state, slots)
     biased = _in_rows(has(row_params.ALLOWED_IDS), _mask_others, logits, state, slots)
+    if masks is not None:
+        biased = _in_rows(has(row_params.GRAMMAR), _keep_form, biased, logits, masks)
     logits = _in_rows(has(row_params.BAD_WORDS), _ban_words, biased, state, slots)
     logits = _in_rows(too_early, _hold_back_stop_ids, logits, state, slots)
     for index, processor in enumerate(processors):
@@ -49,6 +53,10 @@ def adjust_logits(
         values = params.processor_params[index]
         apply = functools.partial(_apply, processor, vocab_size)
         logits = _in_rows(uses, apply, logits, values, output_index)
+        if masks is not None:  # a user's processor may give a token back that has no bit
+            logits = jnp.where(
+                has(row_params.GRAMMAR)[:, None] & (biased == -jnp.inf), -jnp.inf, logits
+            )
     logits = _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params, layout)
     # NaN counts as a token that is left, so that a row of NaN is not replaced by a valid one.
     some_left = jnp.any(logits != -jnp.inf, axis=1, keepdims=True)
@@ -79,10 +87,23 @@ def _add_bias(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Arra
 
 def _mask_others(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
     """Set all tokens but the allowed ones to -inf."""
-    words = _of_rows(state.allowed_bits, slots)
-    bits = (words[:, :, None] >> jnp.arange(WORD_BITS, dtype=words.dtype)) & 1
-    allowed = bits.reshape(len(logits), -1)[:, : logits.shape[1]] != 0
+    allowed = _bits(_of_rows(state.allowed_bits, slots), logits.shape[1])
     return jnp.where(allowed, logits, -jnp.inf)
+
+
+def _keep_form(logits: jax.Array, before: jax.Array, masks: jax.Array) -> jax.Array:
+    """Set all tokens but those of a row's mask to -inf. If no allowed token is among them, the mask
+    wins: the row gets all tokens of its mask."""
+    legal = _bits(masks, logits.shape[1])
+    both = legal & (logits != -jnp.inf)
+    contradicts = ~jnp.any(both, axis=1, keepdims=True)
+    return jnp.where(legal, jnp.where(contradicts, before, logits), -jnp.inf)
+
+
+def _bits(words: jax.Array, num_bits: int) -> jax.Array:
+    """The first bits of each row of words, u32 [R, words], lowest first: bool [R, num_bits]."""
+    bits = (words[:, :, None] >> jnp.arange(WORD_BITS, dtype=words.dtype)) & 1
+    return bits.reshape(len(words), -1)[:, :num_bits] != 0
 
 
 def _ban_words(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ PENALTIES = 1 << 4
 LOGPROBS = 1 << 5
 MORE_LOGPROBS = 1 << 6  # more than the best token's, of those that a step computes
 ALLOWED_IDS = 1 << 7
+GRAMMAR = 1 << 8  # the sampler itself sets it, in rows that have a mask
 _FIRST_PROCESSOR = 1 << 16
 _PROCESSORS = ((1 << MAX_LOGITS_PROCESSORS) - 1) * _FIRST_PROCESSOR
 
@@ -35,7 +36,7 @@ _PROCESSORS = ((1 << MAX_LOGITS_PROCESSORS) - 1) * _FIRST_PROCESSOR
 # flags that change the logits.
 USES_SLOT = LOGIT_BIAS | ALLOWED_IDS | BAD_WORDS | MIN_TOKENS | PENALTIES
 RECORDS = PENALTIES | BAD_WORDS
-ADJUSTS = USES_SLOT | _PROCESSORS
+ADJUSTS = USES_SLOT | GRAMMAR | _PROCESSORS
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _INTS = ("top_k", "seed_low", "seed_high", "min_tokens", "flags")

@@ -45,11 +45,12 @@ def sample(
     layout: Layout,
     processors: Sequence[LogitsProcessor] = (),
     vocab_size: int | None = None,
+    masks: jax.Array | None = None,
 ) -> SampleOutput:
     """Sample one token per row from logits, f32 [R, V]. Columns from `vocab_size` on (default: V)
     are padding, -inf, which users' processors do not get. The order is:
 
-    1. allowed token ids and logit bias
+    1. logit bias, allowed token ids, and the tokens of the row's mask
     2. bad words: mask the last token of each whose other tokens are already there
     3. min_tokens: mask the stop ids until the output is long enough
     4. the users' logits processors, in the order of the engine's list
@@ -66,12 +67,16 @@ def sample(
     the token's place in its sequence: with the row's seed it decides the draw, so a request's
     tokens do not depend on its neighbours. `num_logprobs` is the largest number of best tokens that
     a row may want. `layout` says how the platform likes to read logits; it changes no result.
+    `masks` u32 [R, at least V / 32] has a bit for each token that a row may get, lowest first;
+    without it every row may get any.
 
     If 2 to 5 leave a row no token, it goes on with the logits after 1, so it never gets a token
-    that is not allowed. (The input processor refuses parameters that never leave one.) Logits that
-    are NaN stay NaN: the row is not valid, gets some token, and affects no other row.
+    that is not allowed. (The input processor refuses parameters that never leave one.) If 1 leaves
+    a row none, since no allowed id is in its mask, only the mask counts. Logits that are NaN stay
+    NaN: the row is not valid, gets some token, and affects no other row.
     """
-    flags = jnp.where(samples, params.flags, 0)
+    own_flags = params.flags if masks is None else params.flags | row_params.GRAMMAR
+    flags = jnp.where(samples, own_flags, 0)
     needed = jnp.bitwise_or.reduce(flags)
     best = most_likely(logits, layout)
 
@@ -90,7 +95,7 @@ def sample(
         )
 
     def choose() -> tuple[_Chosen, SlotState]:
-        rows = _Rows(logits, best, flags, params, slots, output_index, positions)
+        rows = _Rows(logits, best, flags, params, slots, output_index, positions, masks)
         chosen = _in_parts(choose_some, rows, layout.max_rows)
         records = (needed & row_params.RECORDS) != 0
         new_state = jax.lax.cond(
@@ -114,6 +119,7 @@ class _Rows(NamedTuple):
     slots: jax.Array
     output_index: jax.Array
     positions: jax.Array
+    masks: jax.Array | None
 
 
 class _Chosen(NamedTuple):
@@ -149,6 +155,7 @@ def _choose(
             layout=layout,
             processors=processors,
             vocab_size=vocab_size,
+            masks=rows.masks,
         )
         return adjusted, most_likely(adjusted, layout), jnp.any(jnp.isnan(adjusted), axis=1)
 

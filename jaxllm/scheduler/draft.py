@@ -93,6 +93,8 @@ class StepDraft:
             for feature in self._features
             if (its := feature.draft(rows, num_tokens)) is not None
         }
+        late = [its.late_rows for its in drafted.values() if its.late_rows is not None]
+        assert len(late) <= 1, "two features have late rows"
         counts = [
             r.sampling_params.logprobs
             for r in rows
@@ -110,6 +112,7 @@ class StepDraft:
             block_updates=updates,
             admissions=self._admissions,
             wants_logprobs=bool(counts),
+            late_rows=late[0] if late else None,
             wants_logits=(
                 max(counts, default=0) > MAX_STEP_LOGPROBS
                 or any(its.wants_logits for its in drafted.values())

@@ -4,11 +4,12 @@ A feature adds its slice to a `Schedule` while the scheduler drafts the step. It
 (`runner.slices`) computes from that slice. The feature's slice of the `StepResult` becomes part of
 the outputs. The halves do not know each other, and a feature knows no other feature.
 
-No method may raise or wait. The scheduler calls `draft` for every step, and `read` for every step
-with a slice of the feature. A request that does not use the feature pays nothing there.
+No method may raise, or wait unless it is told to. The scheduler calls `ready` and `draft` for every
+step, and `read` for every step with a slice of the feature. A request that does not use the feature
+pays nothing there.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +28,9 @@ class Drafted(NamedTuple):
     needs_mixed: bool
     # Whether the host needs the logits after the last token of each row.
     wants_logits: bool
+    # Rows that sample late (`Schedule.late_rows`), under masks of the feature. One feature of an
+    # engine may have such rows.
+    late_rows: np.ndarray | None = None
 
 
 class Brought(Protocol):
@@ -35,6 +39,16 @@ class Brought(Protocol):
     @property
     def corrupted(self) -> Iterable[int]:
         """Rows whose requests end with an error, since the device computed NaN or infinities."""
+        ...
+
+    @property
+    def failed(self) -> Mapping[int, str]:
+        """Rows whose requests end with this error. Their tokens are dropped."""
+        ...
+
+    @property
+    def complete(self) -> Iterable[int]:
+        """Rows whose requests end with the token that they have sampled."""
         ...
 
     @property
@@ -59,7 +73,13 @@ class Feature(Protocol):
     def add(self, request: Request) -> None:
         """Note a new request. If the request must compute some tokens itself instead of finding
         them in the prefix cache, add one to `request.num_cache_bars`, and subtract it once these
-        tokens are dispatched."""
+        tokens are dispatched. If it may not run yet, add one to `request.num_holds`, and return it
+        from `ready` later."""
+        ...
+
+    def ready(self, *, wait: bool) -> Iterable[Request]:
+        """Return the requests that the feature has held and holds no longer. With `wait`, which
+        says that no request can run, wait for one if the feature holds any."""
         ...
 
     def drop(self, request: Request) -> None:

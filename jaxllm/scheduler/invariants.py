@@ -59,13 +59,15 @@ def _check_places(
     """Assert that every request is in exactly one place, and that its status names this place."""
     queued = waiting.requests()
     followers = [f for r in requests.values() for f in r.followers if not f.is_finished]
+    assert all(f.num_holds for f in followers), "a follower is not held"
+    held = [r for r in requests.values() if r.num_holds]
     late = [r for r in requests.values() if r.status is RequestStatus.PARKED and r.num_in_flight]
-    places = Counter(map(id, [*running, *queued, *followers, *late]))
+    places = Counter(map(id, [*running, *queued, *held, *late]))
     assert places == Counter(map(id, requests.values())), "a request is not in one place"
     for status, there in (
         (RequestStatus.RUNNING, running),
         (RequestStatus.WAITING, queued),
-        (RequestStatus.PARKED, followers + late),
+        (RequestStatus.PARKED, held + late),
     ):
         assert all(request.status is status for request in there), status
     assert len(waiting) == len(queued), "waiting count"

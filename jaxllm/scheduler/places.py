@@ -41,7 +41,7 @@ class Places:
 
     def add(self, request: Request, prefix_leader_id: str | None) -> None:
         """Put a new request in the waiting queue; park it while its leader's prompt has not been
-        dispatched."""
+        dispatched, or a feature holds it."""
         leader = self.requests.get(prefix_leader_id or "")
         self.requests[request.request_id] = request
         for feature in self._features:
@@ -49,10 +49,18 @@ class Places:
         if leader is not None:
             self._kv.let_share(leader, request)
         if leader is not None and leader.num_computed_tokens < leader.num_prompt_tokens:
-            request.status = RequestStatus.PARKED
+            request.num_holds += 1
             leader.followers.append(request)
+        if request.num_holds:
+            request.status = RequestStatus.PARKED
         else:
             self.waiting.push(request)
+
+    def release(self, request: Request) -> None:
+        """Take one hold from a new request."""
+        request.num_holds -= 1
+        if not request.num_holds and not request.is_finished:
+            self.wait(request)
 
     def admit_first(self) -> None:
         """Let the first waiting request run. It already has its blocks."""
@@ -81,8 +89,7 @@ class Places:
 
     def release_followers(self, leader: Request) -> None:
         for follower in leader.followers:
-            if not follower.is_finished:
-                self.wait(follower)
+            self.release(follower)
         leader.followers = []
 
     def end_all(

@@ -20,7 +20,8 @@ class RequestStatus(enum.IntEnum):
     """Where a request is. It is in exactly one place."""
 
     WAITING = 0  # in the waiting queue: it may be admitted
-    PARKED = 1  # not to be admitted yet: it waits for its leader's prompt or for its own token
+    # Not to be admitted yet: it waits for its leader's prompt, for a feature, or for its own token.
+    PARKED = 1
     RUNNING = 2  # with a slot and blocks
     FINISHED = 3
 
@@ -36,6 +37,7 @@ class Request:
         "block_hashes",
         "eos_token_ids",
         "followers",
+        "grammar",
         "has_new_stats",
         "has_taken_over_blocks",
         "hash_root",
@@ -48,6 +50,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_counted_prompt_tokens",
+        "num_holds",
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
@@ -79,6 +82,7 @@ class Request:
         self.eos_token_ids = frozenset(message.eos_token_ids)
         self.stop_token_ids = frozenset(message.stop_token_ids)
         self.bad_word_ids = message.bad_word_ids
+        self.grammar = message.grammar
         self.priority = message.priority
         self.arrival_time = message.arrival_time
 
@@ -89,6 +93,7 @@ class Request:
         self.num_counted_prompt_tokens = 0  # the statistics have counted this many
         # How many features bar it from the prefix cache: it must compute its tokens itself.
         self.num_cache_bars = 0
+        self.num_holds = 0  # what it waits for, parked, before it may run the first time
 
         self.status = RequestStatus.WAITING
         self.order: tuple = ()  # set once, by the scheduling policy

@@ -51,15 +51,23 @@ class Results:
         token_ids = result.token_ids[: len(step.rows)].tolist()
         corrupted = corrupted_rows(schedule, result) if NO_TOKEN in token_ids else set[int]()
         parts: dict[int, list[Brought]] = {}  # of features, by row
+        failed: dict[int, str] = {}
+        complete: set[int] = set()
         for brought in self._read_slices(step, result) if schedule.slices else ():
             corrupted.update(brought.corrupted)
+            failed.update(brought.failed)
+            complete.update(brought.complete)
             for row in brought.rows:
                 parts.setdefault(row, []).append(brought)
         outputs: list[EngineOutput] = []
         for row in sorted(corrupted):
             outputs += self._end_corrupted(step, row)
+        for row, message in failed.items():
+            request = step.rows[row]
+            if request is not None and not request.is_finished:
+                outputs.append(self._places.end(request, FinishReason.ERROR, message))
         num_new_tokens = 0
-        any_finished = bool(corrupted)
+        any_finished = bool(corrupted or failed)
         wants_logprobs = schedule.wants_logprobs
         finished, parked = RequestStatus.FINISHED, RequestStatus.PARKED
         for row, (request, samples, token) in enumerate(
@@ -97,6 +105,8 @@ class Results:
                 for brought in parts[row]:
                     brought.add_to(output, row)
             finish = request.finish_after(token)
+            if row in complete and (finish is None or finish[0] is FinishReason.LENGTH):
+                finish = FinishReason.STOP, None
             if finish is not None:
                 output.finish_reason, output.stop_reason = finish
                 output.stats = request.report_stats()

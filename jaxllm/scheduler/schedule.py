@@ -59,9 +59,13 @@ class Schedule:
     block_updates: np.ndarray  # int32 [changes, 4]
     admissions: list[Admission] = field(default_factory=list)
     wants_logprobs: bool = False  # whether a row that samples wants logprobs
+    # Rows that sample late: under a mask that the host makes while the device runs the step. Their
+    # tokens come from a second program, for which the executor waits (`Executor.sample`).
+    late_rows: np.ndarray | None = None  # int32 [late rows], ascending
     # Whether a row wants more logprobs for its last token than a step computes (MAX_STEP_LOGPROBS).
     wants_logits: bool = False
-    slices: dict[str, Slice] = field(default_factory=dict)  # of the features that some row uses
+    # Of the features that some row uses; empty if nothing of it is for the device.
+    slices: dict[str, Slice] = field(default_factory=dict)
     needs_mixed: bool = False  # whether a slice needs a program for mixed steps
     # The newest step that samples a CARRIED_TOKEN of this step; -1 if there is no such step. None:
     # it may be any earlier step.

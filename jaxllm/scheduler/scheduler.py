@@ -149,6 +149,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule | None:
         """Plan the next step, or return None if no request can compute a token now."""
+        self._release(wait=False)
         draft = StepDraft(self._features)
         budget, preempted = self._schedule_running(draft, self._max_num_batched_tokens)
         # Blocks that a preemption freed go to running requests, not to new ones.
@@ -158,6 +159,8 @@ class Scheduler:
         if not rows and preempted:
             return self.schedule()  # the requests of the next lane get the freed blocks
         if not rows:
+            if not self._results.dispatched and self._release(wait=True):
+                return self.schedule()
             assert self._results.dispatched or not self._places.requests, (
                 f"{len(self._places.requests)} unfinished requests, and none of them can ever run"
             )
@@ -174,6 +177,13 @@ class Scheduler:
         self.stats.count_step(schedule.total_tokens)
         self._settle()
         return schedule
+
+    def _release(self, *, wait: bool) -> bool:
+        """Queue the requests that features hold no longer. Return whether there are any."""
+        ready = [one for feature in self._features for one in feature.ready(wait=wait)]
+        for request in ready:
+            self._places.release(request)
+        return bool(ready)
 
     def _schedule_running(self, draft: StepDraft, budget: int) -> tuple[int, bool]:
         """Serve running requests. Return the budget left, and whether one was preempted."""

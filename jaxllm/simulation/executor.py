@@ -65,6 +65,9 @@ class SimulatedExecutor:
         self._done_at[schedule.step] = self._last_done = begin
         return _Pending(self, schedule)
 
+    def sample(self, masks: np.ndarray) -> None:
+        raise AssertionError("simulated requests have no grammar")
+
     def is_done(self, schedule: Schedule) -> bool:
         return self._done_at[schedule.step] <= self.now
 

@@ -33,8 +33,12 @@ class Vocabulary:
 
     @property
     def num_words(self) -> int:
-        """The length of a mask: one bit for each token, lowest first."""
-        return -(-self.size // WORD_BITS)
+        return num_words(self.size)
+
+
+def num_words(size: int) -> int:
+    """The length of a mask of so many tokens: one bit for each, lowest first."""
+    return -(-size // WORD_BITS)
 
 
 def load_vocabulary(model: ModelConfig, info: EngineInfo) -> Vocabulary:

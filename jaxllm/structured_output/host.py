@@ -1,0 +1,172 @@
+"""Grammars of requests in the engine: which rows sample under one, their masks, their ends.
+
+A mask needs all tokens before the one that it is for, and the engine plans and dispatches a step
+before it has them. So these rows sample *late*: their step runs as far as the logits, and samples
+when the masks are there (`EngineCore.step`). This is a `Feature` of the scheduler, which drafts the
+late rows; the engine core asks it for their masks.
+
+A request's matcher has consumed exactly its known output tokens. A preempted request keeps it.
+"""
+
+import concurrent.futures
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from llguidance import LLMatcher
+
+from jaxllm.messages import EngineOutput
+from jaxllm.scheduler.features import Drafted
+from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.schedule import NO_TOKEN, Schedule, StepResult
+from jaxllm.structured_output.compile import reason_of
+from jaxllm.structured_output.matchers import CompiledGrammars, Masks
+from jaxllm.structured_output.vocabulary import Vocabulary, num_words
+
+_ANY_TOKEN = -1  # a word of a mask with all bits
+
+
+@dataclass(slots=True)
+class _Form:
+    """Where a request is in its grammar."""
+
+    matcher: LLMatcher | None = None
+    error: str = ""  # why it has no matcher that can go on
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The requests that a step's tokens end, by row."""
+
+    failed: dict[int, str] = field(default_factory=dict)
+    complete: list[int] = field(default_factory=list)
+    corrupted: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+
+    def add_to(self, output: EngineOutput, row: int) -> None:
+        raise AssertionError("it has no rows")
+
+
+class StructuredOutput:
+    """The grammars of an engine's requests."""
+
+    name = "structured_output"
+
+    def __init__(self, load: Callable[[], Vocabulary], vocab_size: int):
+        """Use the vocabulary that `load` returns or raises an error for. The first request with a
+        grammar calls it."""
+        self._num_words = num_words(vocab_size)
+        self._grammars = CompiledGrammars(load)
+        self._masks = Masks()
+        self._forms: dict[str, _Form] = {}  # of the unfinished requests with a grammar
+        self._held: dict[str, tuple[Request, Future[LLMatcher]]] = {}
+        self._late: list[Request] = []  # of the newest step
+
+    def add(self, request: Request) -> None:
+        """Note a request; hold it while its grammar is compiled."""
+        if request.grammar is None:
+            return
+        future = self._grammars.get(request.grammar)
+        self._forms[request.request_id] = _Form()
+        if future.done():
+            self._begin(request, future)
+        else:
+            self._held[request.request_id] = request, future
+            request.num_holds += 1
+
+    def ready(self, *, wait: bool) -> Iterable[Request]:
+        if not self._held:
+            return ()
+        if wait:
+            futures = [future for _, future in self._held.values()]
+            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+        ready = [(request, future) for request, future in self._held.values() if future.done()]
+        for request, future in ready:
+            del self._held[request.request_id]
+            self._begin(request, future)
+        return [request for request, _ in ready]
+
+    def drop(self, request: Request) -> None:
+        self._forms.pop(request.request_id, None)
+        self._held.pop(request.request_id, None)
+
+    def limit(self, request: Request, n: int, budget: int) -> int:
+        return n
+
+    def draft(self, rows: Sequence[Request], num_tokens: np.ndarray) -> Drafted | None:
+        if not self._forms:
+            return None
+        late = [
+            row
+            for row, request in enumerate(rows)
+            if request.grammar is not None and request.num_computed_tokens == request.num_tokens
+        ]
+        if not late:
+            return None
+        self._late = [rows[row] for row in late]
+        late_rows = np.array(late, np.int32)
+        return Drafted({}, needs_mixed=False, wants_logits=False, late_rows=late_rows)
+
+    def masks(self) -> np.ndarray | None:
+        """Return the masks of the newest step's late rows, i32 [late rows, words]: a bit for each
+        token, lowest first. Return None if a token that they depend on is still in flight.
+
+        A row whose request has ended or started over gets a mask of all tokens, and so does one
+        whose matcher has failed. The tokens of both are dropped."""
+        # Of each row, the token that it samples is in flight.
+        in_flight = [0 if r.is_finished else r.num_in_flight for r in self._late]
+        if max(in_flight) > 1:
+            return None
+        masks = np.full((len(in_flight), self._num_words), _ANY_TOKEN, np.int32)
+        going_on: list[tuple[LLMatcher, int]] = []
+        for row, (request, count) in enumerate(zip(self._late, in_flight, strict=True)):
+            form = self._forms[request.request_id] if count else _NO_FORM
+            if form.matcher is not None:
+                going_on.append((form.matcher, row))
+        self._masks.fill(going_on, masks)
+        for matcher, row in going_on:
+            if matcher.is_error():
+                self._fail(self._forms[self._late[row].request_id])
+                masks[row] = _ANY_TOKEN
+        return masks
+
+    def read(self, schedule: Schedule, result: StepResult, rows: Sequence[Request | None]) -> Ends:
+        """Let the matchers consume the tokens that have arrived."""
+        ends = Ends()
+        assert schedule.late_rows is not None, f"step {schedule.step} has no late rows"
+        for row in schedule.late_rows.tolist():
+            request, token = rows[row], int(result.token_ids[row])
+            if request is None or request.is_finished or token == NO_TOKEN:
+                continue
+            form = self._forms[request.request_id]
+            if form.matcher is not None and not form.matcher.consume_token(token):
+                self._fail(form)
+            if form.matcher is None:
+                ends.failed[row] = form.error
+            elif form.matcher.is_stopped():
+                ends.complete.append(row)
+        return ends
+
+    def close(self) -> None:
+        self._grammars.close()
+
+    def _begin(self, request: Request, future: Future[LLMatcher]) -> None:
+        form = self._forms[request.request_id]
+        error = future.exception()
+        if error is None:
+            form.matcher = future.result().deep_copy()
+        else:
+            form.error = _message(str(error))
+
+    @staticmethod
+    def _fail(form: _Form) -> None:
+        assert form.matcher is not None
+        form.matcher, form.error = None, _message(reason_of(form.matcher))
+
+
+_NO_FORM = _Form()
+
+
+def _message(reason: str) -> str:
+    return f"structured_outputs: {reason}"[:500]
