@@ -47,6 +47,17 @@ def grammar(**params) -> str:
     return door().grammar(StructuredOutputsParams(**params))
 
 
+_closing: dict[int, np.ndarray] = {}
+
+
+def closes(vocab: Vocabulary) -> np.ndarray:
+    """Which tokens close something."""
+    if id(vocab) not in _closing:  # vocabularies are kept, too
+        texts = (vocab.tokenizer.decode_bytes([token]) for token in range(vocab.size))
+        _closing[id(vocab)] = np.array([set(text) <= _CLOSING for text in texts])
+    return _closing[id(vocab)]
+
+
 def walk(text: str, seed: int, vocab: Vocabulary | None = None, most: int = 400) -> str | None:
     """A random answer; None if it is not complete after so many tokens. Tokens that close things
     are favoured, more and more, so that most answers end."""
@@ -58,17 +69,15 @@ def walk(text: str, seed: int, vocab: Vocabulary | None = None, most: int = 400)
             break
         fill_next_token_bitmask(matcher, words)
         assert not matcher.is_error(), matcher.get_error()
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: vocab.size]
-        allowed = np.flatnonzero(bits).tolist()
-        assert allowed, f"nothing may follow {vocab.tokenizer.decode_str(answer)!r}"
-        if set(ENDS) & set(allowed) and rng.random() < 0.3 + place / most:
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: vocab.size].astype(bool)
+        assert bits.any(), f"nothing may follow {vocab.tokenizer.decode_str(answer)!r}"
+        may_end, bits[list(ENDS)] = bits[list(ENDS)].any(), False
+        if may_end and (rng.random() < 0.3 + place / most or not bits.any()):
             break
-        allowed = [token for token in allowed if token not in ENDS]
-        if not allowed:
-            break
-        closing = [t for t in allowed if set(vocab.tokenizer.decode_bytes([t])) <= _CLOSING]
+        closing = bits & closes(vocab)
         is_late = rng.random() < 0.5 + place / most
-        token = rng.choice(closing if closing and is_late else allowed)
+        allowed = np.flatnonzero(closing if closing.any() and is_late else bits)
+        token = int(allowed[rng.randrange(len(allowed))])
         assert matcher.consume_token(token)
         answer.append(token)
     if not matcher.is_accepting():
