@@ -11,7 +11,8 @@ from jaxllm.sampling_params import StructuredOutputsParams
 
 _Format = dict[str, Any]
 
-_NO_ARGUMENTS = {"type": "object", "properties": {}}
+# A function without parameters takes none, as OpenAI has it.
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_ARGUMENTS = {"type": "object"}
 
 

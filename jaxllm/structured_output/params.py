@@ -65,12 +65,6 @@ class StructuredOutputsParams(
         """The name of the field that says the form."""
         return next(name for name in KINDS if getattr(self, name) is not None)
 
-    @property
-    def num_chars(self) -> int:
-        """About how long the form is, as text."""
-        given = getattr(self, self.kind)
-        return sum(map(len, given)) if isinstance(given, list) else len(str(given))
-
     def validate(self) -> None:
         """Check all that can be checked without the tokenizer; raise ValidationError."""
         given = [name for name in KINDS if getattr(self, name) is not None]
