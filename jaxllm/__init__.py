@@ -14,6 +14,7 @@ _PUBLIC = {
     "SamplingParams": "jaxllm.sampling_params",
     "BeamSearchParams": "jaxllm.sampling_params",
     "RequestOutputKind": "jaxllm.sampling_params",
+    "StructuredOutputsParams": "jaxllm.sampling_params",
     "ModelRegistry": "jaxllm.models.registry",
     "LogitsProcessor": "jaxllm.sampling.logits_processor",
     "AnswerFormat": "jaxllm.parsers.answer_format",
@@ -63,7 +64,12 @@ if TYPE_CHECKING:
     from jaxllm.parsers.answer_format import AnswerFormat
     from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
     from jaxllm.sampling.logits_processor import LogitsProcessor
-    from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from jaxllm.sampling_params import (
+        BeamSearchParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from jaxllm.scheduler.policy import SchedulingPolicy, register_scheduling_policy
 
 

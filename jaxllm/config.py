@@ -18,6 +18,7 @@ from typing import Any, Literal
 from jaxllm import bundled, vllm_options
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
+from jaxllm.structured_output.options import StructuredOutputsConfig
 
 logger = init_logger(__name__)
 
@@ -65,6 +66,11 @@ class ModelConfig:
     )
     logits_processors: tuple[Any, ...] = option(
         (), "Classes (or importable 'module:Class') of logits processors traced into the sampler."
+    )
+    structured_outputs_config: Mapping[str, Any] | None = option(
+        None,
+        "JSON object: backend (auto or guidance), disable_any_whitespace, "
+        "disable_additional_properties, reasoning_parser, enable_in_reasoning.",
     )
     seed: int = option(0, "Seed of requests that bring none.")
 
@@ -274,6 +280,8 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        if self.model.structured_outputs_config:
+            StructuredOutputsConfig.of(self.model.structured_outputs_config)
         for name, low in (("engine_iteration_timeout", 1), ("engine_heartbeat_timeout", 3)):
             seconds = self.get(name)
             if seconds != 0 and not low <= seconds < math.inf:

@@ -14,6 +14,8 @@ import msgspec
 
 from jaxllm.errors import refused
 from jaxllm.logging import init_logger
+from jaxllm.structured_output.params import FORMER_NAMES
+from jaxllm.structured_output.params import StructuredOutputsParams as StructuredOutputsParams
 
 logger = init_logger(__name__)
 
@@ -77,6 +79,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     extra_args: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | None = None  # or a dict of its fields
+    guided_decoding: None = None  # what vLLM once called structured_outputs; refused
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else _copied(self.stop or [])
@@ -151,6 +155,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise refused("output_kind", self.output_kind, "use RequestOutputKind") from None
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise refused("extra_args", self.extra_args, "it must be a dict")
+        if self.guided_decoding is not None:
+            now = FORMER_NAMES["guided_decoding"]
+            raise refused("guided_decoding", self.guided_decoding, f"it is now called {now}")
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
 
     def _validate_lists(self) -> None:
         stop = _list("stop", self.stop, Limits.MAX_STOP_STRINGS)
@@ -210,8 +219,13 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True):
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: None = None  # refused: beams are scored by logits, which have no form
 
     def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            raise refused(
+                "structured_outputs", self.structured_outputs, "beam search follows no form"
+            )
         _integer("beam_width", self.beam_width, 1, 256)
         _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0.0, 2.0)

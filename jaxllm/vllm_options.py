@@ -49,7 +49,10 @@ _ABSENT: dict[str, tuple[str, ...]] = {
         "convert", "pooler_config", "runner",
     ),
     "prompts are text or token ids": ("enable_prompt_embeds",),
-    "answers cannot be held to a grammar": ("structured_outputs_config",),
+    "--structured-outputs-config has the options of forms of answers": (
+        "guided_decoding_backend", "guided_decoding_disable_additional_properties",
+        "guided_decoding_disable_any_whitespace", "guided_decoding_disable_fallback",
+    ),
     "weights and KV cache are on the devices; --tensor-parallel-size takes more of them": (
         "cpu_offload_gb", "kv_offloading_backend", "kv_offloading_size",
     ),

@@ -21,6 +21,7 @@ from jaxllm.openai.logprobs import Position
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import why_not_json
 from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -62,6 +63,7 @@ class Prompts(msgspec.Struct, frozen=True):
     params: SamplingParams
     priority: int
     truncate_prompt_tokens: int | None
+    reasoning: Reasoning | None = None  # before the form of the answers, if they have one
 
 
 class LineReader:
@@ -147,6 +149,7 @@ class BatchLine:
             request.sampling_params(served),
             request.priority or 0,
             request.truncate_prompt_tokens,
+            request.reasoning(served),
         )
 
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:

@@ -206,6 +206,7 @@ class BatchRun:
                     params,
                     priority=asked.priority,
                     tokenization_kwargs=options,
+                    reasoning=asked.reasoning,
                 )
             except ValidationError as error:
                 raise line.in_its_words(error, place) from error

@@ -63,6 +63,8 @@ TEXT_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs")
 NOT_FLAGS = {
     "seed": "--seed is the engine's: it seeds every request that brings none",
     "output_kind": "each command sets the kind that it prints",
+    "structured_outputs": "`jaxllm generate` has --json-schema, --regex, --choice and --grammar",
+    "guided_decoding": "it is refused: it is what vLLM once called structured_outputs",
 }
 
 

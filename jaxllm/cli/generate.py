@@ -16,11 +16,11 @@ from jaxllm.cli.arguments import (
     sampling_params_from,
 )
 from jaxllm.errors import JaxLLMError, ValidationError, not_utf8
-from jaxllm.files import parse_json
+from jaxllm.files import parse_json, read_given_text
 from jaxllm.outputs import RequestOutput
 from jaxllm.plural import counted
 from jaxllm.prompts import PromptType
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
@@ -38,6 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="Print one JSON object per answer, for programs."
     )
+    form = parser.add_argument_group("Form of the answers", "At most one of these.")
+    form.add_argument("--json-schema", metavar="FILE", help="JSON that fits the schema in a file.")
+    form.add_argument("--regex", metavar="TEXT", help="Text that matches the whole of a regex.")
+    form.add_argument(
+        "--choice", action="append", default=[], metavar="TEXT", help="This, or another --choice."
+    )
+    form.add_argument(
+        "--grammar", metavar="FILE", help="Text of the grammar in a file, in Lark or in EBNF."
+    )
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
 
@@ -50,12 +59,14 @@ def run(args: argparse.Namespace) -> None:
     if not prompts:
         raise ValidationError("no prompts; give --prompt TEXT or --prompts-file FILE")
     # Refuse an invalid flag before the model is loaded. The model's defaults are known later.
+    form = form_from(args)
     sampling_params_from(args, SamplingParams(max_tokens=None))
 
     from jaxllm.llm import LLM
 
     llm = LLM(**options)
     params = sampling_params_from(args, llm.get_default_sampling_params())
+    params = params.clone(structured_outputs=form)
     plain = [one.prompt for one in prompts]
     if llm.llm_engine.config.profiler.profile_dir is not None:
         llm.start_profile()
@@ -76,6 +87,27 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLLMError(
             f"{counted(len(failed), 'answer')} ended in an error: {failed[0].stop_reason}"
         )
+
+
+def form_from(args: argparse.Namespace) -> StructuredOutputsParams | None:
+    """The form that the flags ask for."""
+    given: dict[str, Any] = {
+        "json": args.json_schema and read_given_text(args.json_schema),
+        "regex": args.regex,
+        "choice": args.choice or None,
+        "grammar": args.grammar and read_given_text(args.grammar),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    try:
+        return StructuredOutputsParams(**given)
+    except ValidationError as error:
+        message = str(error)
+        for name in given:
+            flag = "--json-schema" if name == "json" else f"--{name}"
+            message = message.replace(f"structured_outputs.{name}", flag)
+        raise ValidationError(message, parameter=error.parameter) from error
 
 
 class Prompt(NamedTuple):

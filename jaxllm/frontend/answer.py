@@ -37,6 +37,11 @@ class OpenRequest:
         self.prompt = processed.prompt
         self.prompt_token_ids = processed.prompt_token_ids
         self.kind = params.output_kind
+        # The tokens that no text shows at the end; None: whichever is the last of a stop.
+        first = processed.requests[0]
+        self.stop_ids: frozenset[int] | None = None
+        if first.grammar is not None:  # its end is a stop, too, after any token
+            self.stop_ids = frozenset([*first.eos_token_ids, *first.stop_token_ids])
         if not params.detokenize:
             detokenizer = None
         self.token_text = None if detokenizer is None else detokenizer.token_text
@@ -185,7 +190,9 @@ class Answer:
         token_ids = out.new_token_ids
         num_new = len(token_ids)
         if self._stream is not None and token_ids:
-            ends_with_stop_token = out.finish_reason is FinishReason.STOP
+            ends_with_stop_token = out.finish_reason is FinishReason.STOP and (
+                self.request.stop_ids is None or token_ids[-1] in self.request.stop_ids
+            )
             hide_last = ends_with_stop_token and not self._include_stop
             shown = token_ids[:-1] if hide_last else token_ids
             if self._stop is None:

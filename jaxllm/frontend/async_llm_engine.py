@@ -46,6 +46,7 @@ from jaxllm.metrics.memory import EngineMemory
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
 from jaxllm.outputs import RequestOutput
+from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -142,7 +143,11 @@ class AsyncLLMEngine:
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
         )
-        return self._answer(request_id, lambda: self.in_tokenizer_thread(process, _size_of(prompt)))
+        has_form = getattr(sampling_params, "structured_outputs", None) is not None
+        return self._answer(
+            request_id,
+            lambda: self.in_tokenizer_thread(process, _size_of(prompt), has_form=has_form),
+        )
 
     def process_input(
         self,
@@ -154,6 +159,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        reasoning: Reasoning | None = None,
     ) -> ProcessedInput:
         """Validate and tokenise; raise ValidationError. Nothing is queued yet. Any thread may call
         this. It may take long, so do not call it on the event loop."""
@@ -164,6 +170,7 @@ class AsyncLLMEngine:
             priority=priority,
             arrival_time=arrival_time,
             trace_headers=trace_headers,
+            reasoning=reasoning,
             **tokenization_options(tokenization_kwargs),
         )
 
@@ -192,10 +199,13 @@ class AsyncLLMEngine:
             raise ValidationError("there is no tokenizer: skip_tokenizer_init=True")
         return self.tokenizer.hf
 
-    async def in_tokenizer_thread(self, function: Callable[[], Result], size: int) -> Result:
+    async def in_tokenizer_thread(
+        self, function: Callable[[], Result], size: int, *, has_form: bool = False
+    ) -> Result:
         """Run a function that uses the tokenizer or reads text, off the event loop. Texts of a
-        large `size`, in characters or tokens, have their own thread and do not delay short ones."""
-        return await self._tokenizer_threads.run(function, size)
+        large `size`, in characters or tokens, have their own thread and do not delay short ones.
+        So have requests with a form of the answer."""
+        return await self._tokenizer_threads.run(function, size, has_form=has_form)
 
     async def call(self, command: Command[Any, Answer]) -> Answer:
         """Have the engine run a command between two steps."""

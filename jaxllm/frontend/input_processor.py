@@ -17,9 +17,11 @@ import msgspec
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
+from jaxllm.frontend.answer_form import AnswerForms
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo, EngineRequest
+from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.plural import counted
 from jaxllm.prompts import PromptType
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
@@ -45,6 +47,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._policy = config.scheduler.scheduling_policy
         self._seeds = random.Random(config.model.seed)  # for requests without a seed
+        self._forms = AnswerForms(config, info, tokenizer)
         self._logits_processors = load_logits_processors(config.model.logits_processors, config)
         of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
         if of_tokenizer is None or of_tokenizer >= info.vocab_size:
@@ -68,8 +71,14 @@ class InputProcessor:
         arrival_time: float | None = None,
         truncate_prompt_tokens: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        reasoning: Reasoning | None = None,
     ) -> ProcessedInput:
-        """Turn a prompt into n engine requests; raise ValidationError."""
+        """Turn a prompt into n engine requests; raise ValidationError.
+
+        Args:
+          reasoning: what may come before the form of the answer, if the request asks for one;
+            None leaves it to the engine's options.
+        """
         if not isinstance(request_id, str) or not request_id:
             raise refused("request_id", request_id, "it must be a non-empty string")
         priority = self._checked_priority(priority)
@@ -81,6 +90,8 @@ class InputProcessor:
         length = PromptLength.of(self._info.max_model_len, truncate_prompt_tokens)
         text, token_ids, cache_salt = self._read_prompt(prompt, length)
         params = self._resolve_params(params)
+        grammar = self._forms.grammar(params.structured_outputs, text, token_ids, reasoning)
+        params.structured_outputs = None  # the engine gets the grammar alone
         bad_word_ids = self._tokenize_bad_words(params.bad_words or [])
 
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
@@ -114,6 +125,7 @@ class InputProcessor:
                 priority=priority,
                 arrival_time=float(arrival_time),
                 cache_salt=cache_salt,
+                grammar=grammar,
                 prefix_leader_id=ids[0] if i else None,
             )
             for i, engine_id in enumerate(ids)

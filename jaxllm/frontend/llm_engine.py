@@ -35,6 +35,7 @@ from jaxllm.messages import EngineInfo
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
 from jaxllm.outputs import RequestOutput
+from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
 
@@ -86,6 +87,7 @@ class LLMEngine:
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        reasoning: Reasoning | None = None,
     ) -> ProcessedInput:
         """Validate and tokenise; raise ValidationError. Nothing is queued yet."""
         if self.is_known(request_id):
@@ -101,6 +103,7 @@ class LLMEngine:
             priority=priority,
             arrival_time=time.time() if arrival_time is None else arrival_time,
             trace_headers=trace_headers,
+            reasoning=reasoning,
             **tokenization_options(tokenization_kwargs),
         )
 

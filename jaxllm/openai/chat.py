@@ -9,10 +9,20 @@ from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import ChatLogprobs, chat_logprobs
 from jaxllm.openai.message import MessageParser
 from jaxllm.openai.served_model import ServedModel, id_as_text
-from jaxllm.openai.tools import Tool, offered_tools
+from jaxllm.openai.tool_forms import (
+    field_of_part,
+    form_of_named,
+    form_of_required,
+    form_of_strict,
+)
+from jaxllm.openai.tools import Tool, check_can_be_strict, named_tool, offered_tools
+from jaxllm.openai.wording import renamed
 from jaxllm.outputs import CompletionOutput
+from jaxllm.parsers.answer_format import AnswerFormat
+from jaxllm.parsers.reasoning.base import Reasoning
+from jaxllm.parsers.tools.chosen import ANY_CALL, call_of
 from jaxllm.prompts import PromptType, TokensPrompt
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 MAX_MESSAGES = 8192
 MAX_TEMPLATE_CHARS = 1 << 18
@@ -104,7 +114,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             raise refused("top_logprobs", self.top_logprobs, "it needs logprobs=true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         params = self.params_over(served, max_tokens=most, logprobs=logprobs)
-        if served.answer_format.needs_special_tokens(self._tools(served) is not None):
+        if self._format(served).needs_special_tokens(self._tools(served) is not None):
             params.skip_special_tokens = False
         return params
 
@@ -114,12 +124,20 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             names["max_tokens"] = "max_completion_tokens"
         return super().names_of_fields(place) | names
 
+    def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:
+        names = self.names_of_fields(place)
+        part = error.parameter or ""
+        if self.tools and self.structured_outputs is None:
+            field = field_of_part(part, self.tools, named_tool(self.tool_choice))
+            names |= {} if field is None else {part: field}
+        return renamed(error, names)
+
     def parser(self, prompt: str | None, served: ServedModel) -> MessageParser:
         """Make the parser for one answer to this prompt."""
-        parser = served.answer_format.parser(
+        parser = self._format(served).parser(
             prompt,
             self._tools(served),
-            enable_thinking=(self.chat_template_kwargs or {}).get("enable_thinking") is not False,
+            enable_thinking=self._enable_thinking,
             text_of=served.text_of,
         )
         return MessageParser(
@@ -127,6 +145,29 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             parallel_calls=self.parallel_tool_calls is not False,
             show_reasoning=self.include_reasoning is not False,
         )
+
+    def form(self, served: ServedModel) -> StructuredOutputsParams | None:
+        asked = super().form(served)
+        of_calls = self._form_of_calls(served)
+        if of_calls is None:
+            return asked
+        if self.structured_outputs is not None or (asked is not None and not self._must_call):
+            raise refused(
+                "tool_choice" if self._must_call else "tools",
+                self.tool_choice or "auto",
+                "these calls have a form, and so have structured_outputs and response_format; "
+                "leave them out",
+            )
+        return of_calls  # an answer that must call has no content
+
+    def reasoning(self, served: ServedModel) -> Reasoning | None:
+        tags = served.answer_format.reasoning
+        return None if tags is None else Reasoning(tags, self._enable_thinking)
+
+    @property
+    def names_its_call(self) -> bool:
+        """Whether the request says which function the answer calls."""
+        return named_tool(self.tool_choice) is not None
 
     def logprobs_of(self, one: CompletionOutput, served: ServedModel) -> ChatLogprobs | None:
         if one.logprobs is None:
@@ -136,6 +177,36 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
 
     def id_of(self, answer_id: str) -> str:
         return f"chatcmpl-{self.request_id or answer_id}"
+
+    @property
+    def _enable_thinking(self) -> bool:
+        return (self.chat_template_kwargs or {}).get("enable_thinking") is not False
+
+    @property
+    def _must_call(self) -> bool:
+        return self.tool_choice == "required" or self.names_its_call
+
+    def _format(self, served: ServedModel) -> AnswerFormat:
+        """The format of the answer, in which calls that were asked for have one of their own."""
+        if not self._must_call:
+            return served.answer_format
+        name = named_tool(self.tool_choice)
+        return served.answer_format._replace(tools=ANY_CALL if name is None else call_of(name))
+
+    def _form_of_calls(self, served: ServedModel) -> StructuredOutputsParams | None:
+        """The form of the answer's calls, if they must have one."""
+        if self._tools(served) is None or self.tools is None:
+            return None
+        name, parallel = named_tool(self.tool_choice), self.parallel_tool_calls is not False
+        if name is not None:
+            return form_of_named(self.tools, name)
+        if self._must_call:
+            return form_of_required(self.tools, parallel=parallel)
+        calls = served.answer_format.tools
+        if calls is None or not any(tool.function.strict for tool in self.tools):
+            return None
+        check_can_be_strict(self.tools, calls)
+        return form_of_strict(self.tools, calls, parallel=parallel)
 
     def _tools(self, served: ServedModel) -> list[dict[str, Any]] | None:
         can_parse = served.answer_format.tools is not None

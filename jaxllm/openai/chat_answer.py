@@ -61,9 +61,11 @@ def answer_chat(
     )
 
 
-def finish_reason(one: CompletionOutput, has_calls: bool) -> str | None:
-    """The finish reason: an answer that ends with tool calls waits for their results."""
-    return "tool_calls" if has_calls and one.finish_reason == "stop" else one.finish_reason
+def finish_reason(request: ChatRequest, one: CompletionOutput, has_calls: bool) -> str | None:
+    """The finish reason: an answer that ends with tool calls waits for their results. As OpenAI has
+    it, a call that the request names just stops."""
+    is_choice = has_calls and one.finish_reason == "stop" and not request.names_its_call
+    return "tool_calls" if is_choice else one.finish_reason
 
 
 def _choice(
@@ -74,7 +76,7 @@ def _choice(
         index=one.index,
         message=message,
         logprobs=request.logprobs_of(one, served),
-        finish_reason=finish_reason(one, bool(message.tool_calls)),
+        finish_reason=finish_reason(request, one, bool(message.tool_calls)),
         stop_reason=one.stop_reason,
         token_ids=one.token_ids if request.return_token_ids else None,
     )

@@ -106,7 +106,7 @@ class ChatStream:
                 ChunkChoice(
                     index=one.index,
                     delta=ChatDelta(),
-                    finish_reason=finish_reason(one, choice.has_calls),
+                    finish_reason=finish_reason(self._request, one, choice.has_calls),
                     stop_reason=one.stop_reason,
                 )
             )

@@ -16,6 +16,7 @@ from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.errors import NotFoundError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import RequestOutput
+from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
 
@@ -57,6 +58,10 @@ class Request(Protocol):
     def prompts(self, served: ServedModel) -> list[PromptType]: ...
 
     def sampling_params(self, served: ServedModel) -> SamplingParams: ...
+
+    def reasoning(self, served: ServedModel) -> Reasoning | None:
+        """What may come before the form of the answers, if they have one."""
+        ...
 
     def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:
         """Rename the fields in an engine's error to their names in the request."""

@@ -13,9 +13,12 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import msgspec
 
 from jaxllm.errors import ValidationError, refused
+from jaxllm.openai.response_format import ResponseFormat
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import converted, renamed
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.parsers.reasoning.base import Reasoning
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jaxllm.structured_output.params import FORMER_NAMES
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -48,6 +51,7 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop: list[str] | str | None = None
     max_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
     # vLLM's extra parameters.
     top_k: int | None = None
     min_p: float | None = None
@@ -61,6 +65,7 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     vllm_xargs: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
@@ -89,6 +94,8 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name, value in body.items():
             if name in known:
                 continue
+            if name in FORMER_NAMES:
+                raise refused(name, value, f"it is now called {FORMER_NAMES[name]}")
             if name not in neutral:
                 raise ValidationError(_unknown(name, known | neutral.keys()), parameter=name)
             if value is not None and not any(_same(value, one) for one in neutral[name]):
@@ -108,6 +115,7 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         }
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
+        given["structured_outputs"] = self.form(served)
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         try:
             params = served.default_params.clone(**given, **more, output_kind=kind)
@@ -126,7 +134,20 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def names_of_fields(self, place: int | None) -> dict[str, str]:
         """Engine parameter -> field of this kind of request, where the names differ."""
-        return {"extra_args": "vllm_xargs"}
+        return {"extra_args": "vllm_xargs"} | (
+            {} if self.response_format is None else self.response_format.names
+        )
+
+    def form(self, served: ServedModel) -> StructuredOutputsParams | None:
+        """The form that the answer shall have; raise ValidationError."""
+        if self.response_format is None:
+            return self.structured_outputs
+        return self.response_format.over(self.structured_outputs)
+
+    def reasoning(self, served: ServedModel) -> Reasoning | None:
+        """What may come before this form."""
+        tags = served.answer_format.reasoning
+        return None if tags is None else Reasoning(tags)
 
 
 # The id is in every chunk of an answer, in logs and in headers.
@@ -143,7 +164,7 @@ def is_request_id(text: str) -> bool:
 _SAMPLING_FIELDS = [
     name
     for name in RequestFields.__struct_fields__
-    if name in SamplingParams.__struct_fields__ and name != "max_tokens"
+    if name in SamplingParams.__struct_fields__ and name not in ("max_tokens", "structured_outputs")
 ]
 
 ANY = object()  # stands for every value: the field has no effect
@@ -155,10 +176,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": (),
     "function_call": ("none",),
     "functions": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logprob_token_ids": (),
@@ -174,14 +191,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "reasoning_effort": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "return_prompt_text": (False,),
     "safety_identifier": (ANY,),
     "service_tier": ("auto", "default"),
     "session_id": (ANY,),
     "store": (False,),
     "stream_interval": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "truncation_side": ("left",),

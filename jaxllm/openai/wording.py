@@ -19,12 +19,26 @@ def renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError
     """Return the same error with other names for fields."""
     if type(error) is not ValidationError:
         return error  # the HTTP status depends on the type
-    message = str(error)
+    message, given = str(error), error.parameter or ""
     for old, new in names.items():
-        message = re.sub(rf"(?<![\w.]){old}(?==)", lambda _, new=new: new, message)
-    name = names.get(error.parameter or "", error.parameter)
-    if name != error.parameter and not message.startswith(f"{name}="):
+        message = re.sub(rf"(?<![\w.]){re.escape(old)}(?==)", lambda _, new=new: new, message)
+    # The longest name that is the parameter, or that the parameter is a part of.
+    old = max((one for one in names if _is_part(given, one)), key=len, default=None)
+    if old is None:
+        return _reworded(error, message, error.parameter)
+    name = names[old] + given[len(old) :]
+    if message.startswith(f"{given}: "):
+        message = name + message[len(given) :]
+    if name != given and not message.startswith((f"{name}=", f"{name}:")):
         message = f"{name}: {message}"
+    return _reworded(error, message, name)
+
+
+def _is_part(field: str, whole: str) -> bool:
+    return field == whole or field.startswith((f"{whole}.", f"{whole}["))
+
+
+def _reworded(error: ValidationError, message: str, name: str | None) -> ValidationError:
     return ValidationError(
         message, parameter=name, value=error.value, prompt_index=error.prompt_index
     )
@@ -35,6 +49,8 @@ def converted(body: dict[str, Any], kind: type[msgspec.Struct]) -> Any:
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ValidationError):  # of a part that checks itself
+            raise error.__cause__ from None
         raise _in_our_words(error, body) from None
 
 

@@ -19,6 +19,7 @@ from jaxllm.openai.answer import TIMEOUT
 from jaxllm.openai.endpoints import Endpoint, Request
 from jaxllm.openai.errors import UnavailableError
 from jaxllm.outputs import RequestOutput
+from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.body import decode_json, read_body
 from jaxllm.server.disconnect import while_connected
@@ -99,7 +100,7 @@ class AnswerEndpoint:
     async def _answer_to(self, job: _Job, size: int, events: EventStream) -> Response | None:
         service, request = self._service, job.request
         with service.admission.answers(request.num_prompts * job.params.n):
-            inputs = await service.in_text_thread(request, partial(self._process, job), size)
+            inputs = await self._inputs(job, size)
             lengths = [len(one.prompt_token_ids) for one in inputs]
             most, shown = service.options.max_request_logprobs, request.num_prompt_copies
             check_logprobs(job.params, lengths, self._engine.info, most, num_shown=shown)
@@ -108,6 +109,16 @@ class AnswerEndpoint:
                     return json_response(await self._whole(job, inputs))
                 await self._stream(job, inputs, events)
                 return None
+
+    async def _inputs(self, job: _Job, size: int) -> list[ProcessedInput]:
+        """Validate and tokenize all prompts, off the event loop."""
+        service, request = self._service, job.request
+        if job.params.structured_outputs is None:
+            return await service.in_text_thread(request, partial(self._process, job), size)
+        read = partial(request.prompts, service.served)
+        prompts = await service.in_text_thread(request, read, size)
+        process = partial(self._process, job, prompts)
+        return await self._engine.in_tokenizer_thread(process, size, has_form=True)
 
     def _read(self, body: bytes, arrival: _Arrival) -> _Job:
         options, served = self._service.options, self._service.served
@@ -127,13 +138,15 @@ class AnswerEndpoint:
             trace_headers=arrival.trace_headers,
         )
 
-    def _process(self, job: _Job) -> list[ProcessedInput]:
+    def _process(self, job: _Job, prompts: list[PromptType] | None = None) -> list[ProcessedInput]:
         """Validate and tokenize all prompts, because the limit of tokens applies before the request
         may wait."""
         request, truncate = job.request, job.request.truncate_prompt_tokens
         options = None if truncate is None else {"truncate_prompt_tokens": truncate}
         inputs = []
-        for place, prompt in enumerate(request.prompts(self._service.served)):
+        if prompts is None:
+            prompts = request.prompts(self._service.served)
+        for place, prompt in enumerate(prompts):
             try:
                 one = self._engine.process_input(
                     f"{job.id}-{place}",
@@ -142,6 +155,7 @@ class AnswerEndpoint:
                     priority=request.priority or 0,
                     tokenization_kwargs=options,
                     trace_headers=job.trace_headers,
+                    reasoning=request.reasoning(self._service.served),
                 )
             except ValidationError as error:
                 raise request.in_its_words(error, place) from error

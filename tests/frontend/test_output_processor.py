@@ -224,6 +224,20 @@ def test_text_of_a_stop_token_is_shown_only_if_included(include, text, frontend)
     assert (answer.text, answer.token_ids, answer.stop_reason) == (text, [a, b], b)
 
 
+@pytest.mark.parametrize(("last", "text"), [("b", "ab"), (None, "a")])
+def test_the_last_token_of_a_form_is_shown_unless_it_is_a_stop_token(last, text, frontend):
+    a, b = frontend.ids("ab")
+    c = frontend.ids("c")[0]
+    params = SamplingParams(stop_token_ids=[c], output_kind=FINAL_ONLY)
+    processed = frontend.input.process("r", "hello", params)
+    processed.requests[0].grammar = "start: /ab?/"
+    frontend.output.add_request(processed)
+    frontend.feed(out("r", [a]))
+    end = out("r", [c if last is None else b], finish_reason=FinishReason.STOP)
+    (output,) = frontend.feed(end).request_outputs
+    assert output.outputs[0].text == text
+
+
 # ---- ends
 
 

@@ -123,9 +123,10 @@ def test_an_answer_that_was_cut_off_says_so():
         ({"tools": []}, "give 1 to 128"),
         ({"tools": [{"type": "code"}]}, r"tools\[0\]"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "a name has 1 to 64"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "strict"),
-        ({"tool_choice": "required"}, "only 'none' and 'auto'"),
-        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "only 'none'"),
+        ({"tool_choice": "any"}, "use 'none', 'auto', 'required' or"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "use 'none', 'auto', 'required' or"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
+        ({"tool_choice": "required", "tools": None}, "there are no tools to call"),
     ],
 )
 def test_tools_that_cannot_be_served_are_refused(body, message):

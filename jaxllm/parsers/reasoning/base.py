@@ -8,6 +8,7 @@ Some families also write tags around the content, with or without reasoning befo
 are dropped, and text after the closing one is content, too: it may be a tool call.
 """
 
+import enum
 import re
 from typing import NamedTuple
 
@@ -32,6 +33,36 @@ class ReasoningFormat(NamedTuple):
     needs_special_tokens: bool = True
 
 
+class Reasoning(NamedTuple):
+    """What is known of an answer's reasoning before the answer."""
+
+    format: ReasoningFormat
+    # Whether the template's switch is on; None if no template was told.
+    enable_thinking: bool | None = None
+
+
+class Start(enum.Enum):
+    """Where an answer begins."""
+
+    REASONING = enum.auto()
+    CONTENT = enum.auto()
+    TAGGED_CONTENT = enum.auto()  # after the tag that opens the content
+    EITHER = enum.auto()  # the answer says it, by an opening tag
+
+
+def start_of(tags: ReasoningFormat, prompt: str, enable_thinking: bool | None) -> Start:
+    """Where the answer to this prompt begins. `prompt` is the rendered prompt, or its end."""
+    prompt = prompt.rstrip()
+    if tags.content_tags is not None and prompt.endswith(tags.content_tags[0]):
+        return Start.TAGGED_CONTENT
+    if prompt.endswith(tags.close_tags):
+        return Start.CONTENT
+    is_open = prompt.endswith(tags.open_tags)
+    if enable_thinking is None:
+        return Start.REASONING if is_open else Start.EITHER
+    return Start.REASONING if enable_thinking and (is_open or tags.starts_inside) else Start.EITHER
+
+
 _LINE_BREAKS = re.compile(r"\n*")
 _ANYTHING = re.compile(r"(?s:.*)")
 
@@ -45,13 +76,11 @@ def reasoning_parser(
     only if the model opens it all the same; some models write an empty one.
     """
     text, deltas = TextStream(), DeltaWriter()
-    prompt = prompt.rstrip()
-    is_content = tags.content_tags is not None and prompt.endswith(tags.content_tags[0])
-    if is_content or prompt.endswith(tags.close_tags):
-        reading = _read_content(text, deltas, tags, is_content)
+    start = start_of(tags, prompt, enable_thinking)
+    if start in (Start.CONTENT, Start.TAGGED_CONTENT):
+        reading = _read_content(text, deltas, tags, start is Start.TAGGED_CONTENT)
     else:
-        is_inside = enable_thinking and (tags.starts_inside or prompt.endswith(tags.open_tags))
-        reading = _read(text, deltas, tags, is_inside)
+        reading = _read(text, deltas, tags, start is Start.REASONING)
     return StreamParser(text, deltas, reading)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
 from jaxllm.parsers.tools.base import (
+    CallForm,
     Tool,
     ToolCallOutput,
     ToolFormat,
@@ -13,7 +14,12 @@ from jaxllm.parsers.tools.base import (
 from jaxllm.parsers.tools.json_call import read_calls
 
 
-def announced_json(*markers: str, close: str | None = None, name_key: str = "name") -> ToolFormat:
+def announced_json(
+    *markers: str,
+    close: str | None = None,
+    name_key: str = "name",
+    forms: tuple[CallForm, ...] = (),
+) -> ToolFormat:
     """Make the format with these markers and this marker after the JSON, if there is one.
 
     A call whose brackets stay open ends at `close`, or without it at the next marker.
@@ -30,4 +36,13 @@ def announced_json(*markers: str, close: str | None = None, name_key: str = "nam
             if has_calls and close:
                 yield from read_end(text, out, close)
 
-    return ToolFormat(read, needs_special_tokens=True)
+    return ToolFormat(read, needs_special_tokens=True, forms=forms)
+
+
+# A call as most models write it.
+CALL, END_CALL = '{"name": "NAME", "arguments": ', "}"
+
+
+def array_form(trigger: str, closing: str = "") -> CallForm:
+    """An array of calls after a trigger."""
+    return CallForm(trigger, CALL, END_CALL, opening="[", separator=", ", closing=f"]{closing}")

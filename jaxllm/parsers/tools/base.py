@@ -101,6 +101,19 @@ class ToolCallOutput:
             self._held.clear()
 
 
+class CallForm(NamedTuple):
+    """How a format writes calls whose arguments are JSON, for grammars: the trigger and the opening
+    once, then `begin`, the arguments and `end` of each call. NAME in `begin` is the function's
+    name."""
+
+    trigger: str  # the text is free until it comes; "" if a call begins the answer
+    begin: str
+    end: str
+    opening: str = ""
+    separator: str | None = None  # between calls after one opening; None: there is one call
+    closing: str = ""
+
+
 class ToolFormat(NamedTuple):
     """A format of tool calls. `read` reads a whole answer, including the text between calls."""
 
@@ -109,6 +122,7 @@ class ToolFormat(NamedTuple):
     # skip_special_tokens=False.
     needs_special_tokens: bool
     new_call_id: Callable[[], str] = new_call_id
+    forms: tuple[CallForm, ...] = ()  # none if the arguments are not JSON
 
 
 def tool_parser(tool_format: ToolFormat, tools: Sequence[Tool]) -> StreamParser:

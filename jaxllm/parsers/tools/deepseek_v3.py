@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
 from jaxllm.parsers.tools.base import (
+    CallForm,
     Tool,
     ToolCallOutput,
     ToolFormat,
@@ -64,4 +65,17 @@ def _read_call(text: TextStream, out: ToolCallOutput) -> Reading[bool]:
     return (yield from read_end(text, out, _END_CALL))
 
 
-DEEPSEEK_V3 = ToolFormat(_read, needs_special_tokens=True)
+DEEPSEEK_V3 = ToolFormat(
+    _read,
+    needs_special_tokens=True,
+    forms=(
+        CallForm(
+            _CALLS,
+            f"{_CALL}function{_SEPARATOR}NAME\n```json\n",
+            f"\n```{_END_CALL}",
+            separator="\n",
+            closing=_END_CALLS,
+        ),
+        CallForm(_CALLS, f"{_CALL}NAME{_SEPARATOR}", _END_CALL, separator="", closing=_END_CALLS),
+    ),
+)

@@ -9,8 +9,8 @@ The marker of Granite 3.1 is <tool_call>. Granite 3 may leave it out at the begi
 from collections.abc import Sequence
 
 from jaxllm.parsers.text_stream import SPACE, Reading, TextStream
-from jaxllm.parsers.tools.announced_json import announced_json
-from jaxllm.parsers.tools.base import Tool, ToolCallOutput, ToolFormat
+from jaxllm.parsers.tools.announced_json import CALL, END_CALL, announced_json, array_form
+from jaxllm.parsers.tools.base import CallForm, Tool, ToolCallOutput, ToolFormat
 from jaxllm.parsers.tools.json_call import read_calls
 
 _ANNOUNCED = announced_json("<|tool_call|>", "<tool_call>")
@@ -23,5 +23,11 @@ def _read(text: TextStream, out: ToolCallOutput, tools: Sequence[Tool]) -> Readi
     yield from _ANNOUNCED.read(text, out, tools)
 
 
-GRANITE = ToolFormat(_read, needs_special_tokens=True)
-GRANITE_20B_FC = announced_json("<function_call>")
+GRANITE = ToolFormat(
+    _read,
+    needs_special_tokens=True,
+    forms=(array_form("<|tool_call|>"), array_form("<tool_call>")),
+)
+GRANITE_20B_FC = announced_json(
+    "<function_call>", forms=(CallForm("<function_call>", CALL, END_CALL, opening=" "),)
+)

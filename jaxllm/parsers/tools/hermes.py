@@ -5,6 +5,11 @@
 </tool_call>
 """
 
-from jaxllm.parsers.tools.announced_json import announced_json
+from jaxllm.parsers.tools.announced_json import CALL, END_CALL, announced_json
+from jaxllm.parsers.tools.base import CallForm
 
-HERMES = announced_json("<tool_call>", close="</tool_call>")
+HERMES = announced_json(
+    "<tool_call>",
+    close="</tool_call>",
+    forms=(CallForm("<tool_call>", CALL, END_CALL, opening="\n", closing="\n</tool_call>"),),
+)

@@ -4,6 +4,15 @@
 {"name": "get_weather", "parameters": {"city": "Paris"}}<|action_end|>
 """
 
-from jaxllm.parsers.tools.announced_json import announced_json
+from jaxllm.parsers.tools.announced_json import END_CALL, announced_json
+from jaxllm.parsers.tools.base import CallForm
 
-INTERNLM = announced_json("<|action_start|><|plugin|>", close="<|action_end|>")
+_OPEN, _CLOSE = "<|action_start|><|plugin|>", "<|action_end|>"
+
+INTERNLM = announced_json(
+    _OPEN,
+    close=_CLOSE,
+    forms=(
+        CallForm(_OPEN, '{"name": "NAME", "parameters": ', END_CALL, opening="\n", closing=_CLOSE),
+    ),
+)

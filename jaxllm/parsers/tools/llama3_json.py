@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
-from jaxllm.parsers.tools.base import Tool, ToolCallOutput, ToolFormat, read_content
+from jaxllm.parsers.tools.base import CallForm, Tool, ToolCallOutput, ToolFormat, read_content
 from jaxllm.parsers.tools.json_call import read_call
 
 _TAG = "<|python_tag|>"
@@ -32,4 +32,13 @@ def _read(text: TextStream, out: ToolCallOutput, tools: Sequence[Tool]) -> Readi
         yield from text.take_while(SPACE, out.form)
 
 
-LLAMA3_JSON = ToolFormat(_read, needs_special_tokens=True)
+_CALL, _END = '{"name": "NAME", "parameters": ', "}"
+
+LLAMA3_JSON = ToolFormat(
+    _read,
+    needs_special_tokens=True,
+    forms=(
+        CallForm("", _CALL, _END, separator="; "),
+        CallForm(_TAG, _CALL, _END, separator="; "),
+    ),
+)

@@ -14,7 +14,8 @@ import string
 from collections.abc import Sequence
 
 from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
-from jaxllm.parsers.tools.base import Tool, ToolCallOutput, ToolFormat, read_content
+from jaxllm.parsers.tools.announced_json import array_form
+from jaxllm.parsers.tools.base import CallForm, Tool, ToolCallOutput, ToolFormat, read_content
 from jaxllm.parsers.tools.json_call import read_calls, read_value
 
 _CALLS = "[TOOL_CALLS]"
@@ -54,4 +55,15 @@ def _new_call_id() -> str:
     return "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(_ID_SIZE))
 
 
-MISTRAL = ToolFormat(_read, needs_special_tokens=True, new_call_id=_new_call_id)
+MISTRAL = ToolFormat(
+    _read,
+    needs_special_tokens=True,
+    new_call_id=_new_call_id,
+    # Which one it is depends on the tokenizer, and the model knows it.
+    forms=(
+        array_form(_CALLS),
+        array_form(_CALLS)._replace(opening=" ["),
+        CallForm(_CALLS, "NAME", ""),
+        CallForm(_CALLS, "NAME[ARGS]", ""),
+    ),
+)
