@@ -18,6 +18,7 @@ from typing import Any, Literal
 from jaxllm import bundled, vllm_options
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
+from jaxllm.speculative_config import Speculation, read_speculation
 
 logger = init_logger(__name__)
 
@@ -139,6 +140,23 @@ class SchedulerConfig:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding"""
+
+    speculative_config: Mapping[str, Any] | None = option(
+        None,
+        "JSON object that turns it on: method ('ngram'), num_speculative_tokens, "
+        "prompt_lookup_min and _max, num_speculative_tokens_per_batch_size.",
+    )
+    spec_method: str | None = option(None, "The method alone.")
+    spec_tokens: int | None = option(None, "num_speculative_tokens alone.")
+
+    def read(self) -> Speculation | None:
+        """What is asked for; None: nothing."""
+        return read_speculation(self.speculative_config, self.spec_method, self.spec_tokens)
+
+
 DEFAULT_COMPILATION_CACHE_DIR = "~/.cache/jaxllm/xla"
 
 
@@ -217,6 +235,7 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     profiler: ProfilerConfig = ProfilerConfig()
@@ -274,6 +293,11 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        stages = self.parallel.pipeline_parallel_size
+        if self.speculation.read() is not None and stages > 1:
+            raise refused(
+                "pipeline_parallel_size", stages, "a pipeline does not speculate; leave one out"
+            )
         for name, low in (("engine_iteration_timeout", 1), ("engine_heartbeat_timeout", 3)):
             seconds = self.get(name)
             if seconds != 0 and not low <= seconds < math.inf:

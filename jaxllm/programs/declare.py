@@ -5,6 +5,7 @@ for a device that exists only as a description.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,16 +19,20 @@ from jaxllm.plan.stages import StagePlan, logits_sharding
 from jaxllm.programs.compile import Program
 from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
+from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.state import DeviceState, abstract_tokens
-from jaxllm.runner.step import ModelSpec, StepOutputs, make_step, update_block_tables
+from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
 from jaxllm.sampling.slot_state import SlotRow, write_slot
+from jaxllm.speculation.drafter import Drafter
+from jaxllm.speculation.drafters import make_drafter
 from jaxllm.weights.loader import abstract_weights
 
 # Keys of the small programs beside the steps, whose keys are their buckets.
 MAKE_STATE = "make_state"
 WRITE_TABLES = "write_block_tables"
 WRITE_SLOT = "write_slot"
+ADMIT_DRAFTS = "admit_drafts"
 
 TABLE_WRITES = 1024  # block updates per call of WRITE_TABLES
 
@@ -40,6 +45,7 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         num_cache_groups=len(plan.cache_groups),
         processors=plan.logits_processors,
         features=device_features(plan),
+        speculates=plan.speculation is not None,
     )
 
 
@@ -65,7 +71,8 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
 
 def num_programs(plan: EnginePlan) -> int:
     """How many programs are declared: for each stage, its steps and its small programs."""
-    return sum(len(plan.buckets) + 2 + stage.part.has_head for stage in plan.stages)
+    drafts = plan.speculation is not None
+    return drafts + sum(len(plan.buckets) + 2 + stage.part.has_head for stage in plan.stages)
 
 
 def declare_programs(
@@ -137,13 +144,26 @@ def declare_stage_programs(
             donate=(0,),
             out_shardings=kept,
         )
+    if plan.speculation is not None:
+        programs[ADMIT_DRAFTS] = program(
+            ADMIT_DRAFTS,
+            functools.partial(_admit_drafts, make_drafter(plan.speculation)),
+            state,
+            place(jax.ShapeDtypeStruct((), np.int32), everywhere),
+            place(jax.ShapeDtypeStruct((plan.max_model_len,), np.int32), everywhere),
+            donate=(0,),
+            out_shardings=kept,
+        )
     return programs
 
 
 def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
     everywhere: Any = sharding(stage.mesh)
     logits: Any = logits_sharding(stage.mesh) if plan.leaves_logits else None
-    return StepOutputs(tokens=everywhere, logprobs=everywhere, slices=everywhere, logits=logits)
+    drafted: Any = everywhere if plan.speculation is not None else None
+    return StepOutputs(
+        tokens=everywhere, logprobs=everywhere, slices=everywhere, logits=logits, drafted=drafted
+    )
 
 
 def _arriving(
@@ -166,3 +186,9 @@ def _write_tables(state: DeviceState, updates: jax.Array) -> DeviceState:
 def _write_slot(state: DeviceState, slot: jax.Array, row: SlotRow) -> DeviceState:
     assert state.slots is not None
     return dataclasses.replace(state, slots=write_slot(state.slots, slot, row))
+
+
+def _admit_drafts(
+    drafter: Drafter, state: DeviceState, slot: jax.Array, tokens: jax.Array
+) -> DeviceState:
+    return dataclasses.replace(state, drafter=drafter.admit(state.drafter, slot, tokens))

@@ -35,6 +35,7 @@ class StepPacker:
         num_cache_groups: int,
         processors: tuple[LogitsProcessor, ...],
         features: Sequence[DeviceSlice] = (),
+        speculates: bool = False,
     ):
         columns = row_params.num_columns(processors)
         self.layouts = {
@@ -44,6 +45,7 @@ class StepPacker:
                 num_cache_groups=num_cache_groups,
                 num_param_columns=columns,
                 features=features,
+                speculates=speculates,
             )
             for bucket in buckets
         }

@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.stage import Stage
-from jaxllm.runner.step import StepOutputs
+from jaxllm.runner.outputs import StepOutputs
 from jaxllm.sampling.slot_state import SlotRow
 
 

@@ -45,6 +45,7 @@ def sample(
     layout: Layout,
     processors: Sequence[LogitsProcessor] = (),
     vocab_size: int | None = None,
+    pending: jax.Array | None = None,
 ) -> SampleOutput:
     """Sample one token per row from logits, f32 [R, V]. Columns from `vocab_size` on (default: V)
     are padding, -inf, which users' processors do not get. The order is:
@@ -66,6 +67,8 @@ def sample(
     the token's place in its sequence: with the row's seed it decides the draw, so a request's
     tokens do not depend on its neighbours. `num_logprobs` is the largest number of best tokens that
     a row may want. `layout` says how the platform likes to read logits; it changes no result.
+    With `pending`, i32 [R, n], a row samples as if these tokens, up to the first NO_TOKEN, were in
+    its slot's output. Then several rows may be of one slot, and 11 is left to `record_accepted`.
 
     If 2 to 5 leave a row no token, it goes on with the logits after 1, so it never gets a token
     that is not allowed. (The input processor refuses parameters that never leave one.) Logits that
@@ -90,8 +93,10 @@ def sample(
         )
 
     def choose() -> tuple[_Chosen, SlotState]:
-        rows = _Rows(logits, best, flags, params, slots, output_index, positions)
+        rows = _Rows(logits, best, flags, params, slots, output_index, positions, pending)
         chosen = _in_parts(choose_some, rows, layout.max_rows)
+        if pending is not None:
+            return chosen, state
         records = (needed & row_params.RECORDS) != 0
         new_state = jax.lax.cond(
             records, lambda: record_tokens(state, chosen.tokens, slots, flags), lambda: state
@@ -104,6 +109,24 @@ def sample(
     return SampleOutput(chosen.tokens, is_valid, new_state, chosen.logprobs)
 
 
+def record_accepted(
+    state: SlotState, tokens: jax.Array, num_tokens: jax.Array, slots: jax.Array, flags: jax.Array
+) -> SlotState:
+    """Count the first `num_tokens`, i32 [R], of each row's tokens, i32 [R, n], in its slot's
+    output. `flags` are those of `RowParams`."""
+
+    def record() -> SlotState:
+        recorded = state
+        for index in range(tokens.shape[1]):
+            its = jnp.where(index < num_tokens, flags, 0)
+            recorded = record_tokens(recorded, tokens[:, index], slots, its)
+        return recorded
+
+    flags = jnp.where(num_tokens > 0, flags, 0)
+    records = (jnp.bitwise_or.reduce(flags) & row_params.RECORDS) != 0
+    return jax.lax.cond(records, record, lambda: state)
+
+
 class _Rows(NamedTuple):
     """What is known of some rows."""
 
@@ -114,6 +137,7 @@ class _Rows(NamedTuple):
     slots: jax.Array
     output_index: jax.Array
     positions: jax.Array
+    pending: jax.Array | None
 
 
 class _Chosen(NamedTuple):
@@ -149,6 +173,7 @@ def _choose(
             layout=layout,
             processors=processors,
             vocab_size=vocab_size,
+            pending=rows.pending,
         )
         return adjusted, most_likely(adjusted, layout), jnp.any(jnp.isnan(adjusted), axis=1)
 
