@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import math
 import os
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any, Literal
 from jaxllm import bundled, vllm_options
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
+from jaxllm.option_types import check_type
 from jaxllm.speculative_config import Speculation, read_speculation
 
 logger = init_logger(__name__)
@@ -271,7 +271,7 @@ class EngineConfig:
             part = getattr(self, group.name)
             hints = typing.get_type_hints(type(part))
             for f in dataclasses.fields(part):
-                _check_type(f.name, getattr(part, f.name), hints[f.name])
+                check_type(f.name, getattr(part, f.name), hints[f.name])
         for name, low in _LOWEST.items():
             value = self.get(name)
             if isinstance(value, int) and value < low:
@@ -383,28 +383,3 @@ def _unknown(name: str, known: Mapping[str, str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(sorted(known))}"
     return f"unknown engine argument {name!r}; {hint}"
-
-
-def _check_type(name: str, value: object, hint: Any) -> None:
-    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    members = typing.get_args(hint) if union else (hint,)
-    words = [w for m in members if typing.get_origin(m) is Literal for w in typing.get_args(m)]
-    if isinstance(value, str) and value in words:
-        return
-    kinds = tuple(typing.get_origin(member) or member for member in members)
-    kinds = tuple(kind for kind in kinds if kind is not Literal)
-    if words and (not kinds or isinstance(value, str)):
-        raise ValidationError(
-            f"{name}={value!r} is not one of {', '.join(map(repr, words))}",
-            parameter=name,
-            value=value,
-        )
-    if float in kinds:
-        kinds += (int,)
-    if isinstance(value, bool) and bool not in kinds or not isinstance(value, kinds):
-        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ValidationError(
-            f"{name}={value!r} has type {type(value).__name__}; it must be {wanted}",
-            parameter=name,
-            value=value,
-        )

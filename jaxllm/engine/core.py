@@ -61,6 +61,7 @@ class EngineCore:
             ),
             policy=policy,
             features=host_features(config),
+            speculation=self.info.speculation,
             check_invariants=config.scheduler.check_invariants,
             stats=self._stats,
         )
@@ -162,6 +163,7 @@ class EngineCore:
             pack_s=self.executor.pack_s,
             num_compiles_after_warmup=self.executor.num_compiles_after_warmup,
             step_sizes=list(self._stats.step_sizes),
+            num_accepted_by_place=list(self._stats.num_accepted_by_place),
         )
 
     @property

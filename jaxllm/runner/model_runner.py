@@ -24,10 +24,9 @@ from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.store import ProgramStore
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
+from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.stage import Stage
-from jaxllm.runner.outputs import StepOutputs
-from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.sampling.slot_state import slot_row
 from jaxllm.scheduler.schedule import (
     Admission,
@@ -85,7 +84,8 @@ class PendingStep:
         )
 
 
-def _drafted(figures: np.ndarray, logprobs: LogprobOutput | None) -> DraftedResult:
+def _drafted(figures: np.ndarray, logprobs: Any) -> DraftedResult:
+    """Read DraftedOutputs."""
     return DraftedResult(
         num_proposed=figures[:, 0],
         num_accepted=figures[:, 1],

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.stage import Stage
-from jaxllm.runner.outputs import StepOutputs
 from jaxllm.sampling.slot_state import SlotRow
 
 

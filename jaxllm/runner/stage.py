@@ -19,9 +19,9 @@ from jaxllm.programs.declare import (
     WRITE_TABLES,
     program_key,
 )
+from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.state import DeviceState
-from jaxllm.runner.outputs import StepOutputs
 from jaxllm.sampling.slot_state import SlotRow
 
 

@@ -1,8 +1,8 @@
 """Drafts what followed the last tokens where they were before, in the prompt or in the answer.
 
-Of the earlier places that end with the same tokens, the one with the most equal tokens is taken, and
-of equals the latest. If the text there runs into its own end, it is repeating itself, and the draft
-goes on with the repetition.
+Of the earlier places that end with the same tokens, the one with the most equal tokens is taken,
+and of equals the latest. If the text there runs into its own end, it is repeating itself, and the
+draft goes on with the repetition.
 """
 
 from dataclasses import dataclass
