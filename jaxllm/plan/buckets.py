@@ -2,9 +2,9 @@
 
 A *decode* step has one token per row, and its rows are padded to powers of two. A *mixed* step is a
 flat ragged batch: its tokens are padded to powers of two, and its rows follow from the tokens. An
-engine that speculates has a few more mixed steps, for rows with drafts. So the number of programs is
-the sum of short ladders and never a product. Where padding costs next to nothing some rungs are left
-out, since each is a program to compile.
+engine that speculates has a few more mixed steps, for rows with drafts. So the number of programs
+is the sum of short ladders and never a product. Where padding costs next to nothing some rungs are
+left out, since each is a program to compile.
 """
 
 from dataclasses import dataclass

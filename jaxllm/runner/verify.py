@@ -1,10 +1,13 @@
 """The end of a step in an engine that speculates: verify the drafts, then propose the next ones.
 
-A row with d drafts computes 1 + d tokens: the newest one, and the drafts behind it. The model samples
-after each of them. The noise of a position does not depend on how it is reached, so the token after
-the newest one is the token of plain decoding. If it equals the first draft, the token after this
-draft is that of plain decoding as well, and so on. The rest is forgotten: the next row begins behind
-the last token that counts, and writes over its keys and values.
+A row with d drafts computes 1 + d tokens: the newest one, and the drafts behind it. The model
+samples after each of them. The noise of a position does not depend on how it is reached, so the
+token after the newest one is the token of plain decoding. If it equals the first draft, the token
+after this draft is that of plain decoding as well, and so on. The rest is forgotten: the next row
+begins behind the last token that counts, and writes over its keys and values.
+
+Only few rows may have drafts. So every mixed step samples after the last token of each row and, for
+these few, after each draft: no second sampler for steps without drafts.
 """
 
 import dataclasses
@@ -19,7 +22,7 @@ from jaxllm.runner.inputs import StepInputs
 from jaxllm.runner.outputs import DraftedOutputs, StepOutputs
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling import row_params
-from jaxllm.sampling.logprobs import LogprobOutput, no_logprobs
+from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.sampling.sampler import record_accepted, sample
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.scheduler.schedule import DRAFT_TOKEN, NO_TOKEN
@@ -60,7 +63,7 @@ def verify_and_propose(
     sample_last: Callable[[], tuple[DeviceState, StepOutputs]],
 ) -> tuple[DeviceState, StepOutputs]:
     """End a step. `slices` are those of its features. `sample_last` samples one token for each row,
-    after the row's last one."""
+    after the row's last one: the same in a program without rows with drafts."""
     if inputs.num_drafts is None:
         state, outputs = sample_last()
         none = jnp.zeros_like(context_lens)
@@ -69,26 +72,7 @@ def verify_and_propose(
         drafted = DraftedOutputs(figures=figures, logprobs=None)
         return state, dataclasses.replace(outputs, drafted=drafted)
 
-    assert plan.speculation is not None
-    num_rows, num_drafts = len(context_lens), plan.speculation.num_drafts
-
-    def plain() -> _Sampled:
-        after, outputs = sample_last()
-        assert after.tokens is not None and after.slots is not None
-        return _Sampled(
-            after.tokens,
-            after.slots,
-            jnp.pad(outputs.tokens[:, None], ((0, 0), (0, num_drafts))),
-            jnp.zeros_like(context_lens),
-            outputs.logprobs,
-            no_logprobs(num_rows * num_drafts, plan.step_logprobs),
-            outputs.logits,
-        )
-
-    def verify() -> _Sampled:
-        return _verify(plan, model, inputs, context_lens, hidden, state)
-
-    sampled = jax.lax.cond(jnp.any(inputs.num_drafts > 0), verify, plain)
+    sampled = _verify(plan, model, inputs, context_lens, hidden, state)
     lengths = context_lens - inputs.num_drafts + sampled.num_accepted
     state = dataclasses.replace(
         state,

@@ -2,9 +2,9 @@
 
 The host plans a step while it does not know how many drafts of the step before are accepted. So it
 counts them all: `num_tokens` and `num_computed_tokens` of a request are the most that there can be,
-and `num_uncertain` says how many of these tokens may turn out to be refused. Blocks are taken for the
-most. What must not be undone goes by the least: which blocks are registered in the prefix cache,
-and which are given back behind a window.
+and `num_uncertain` says how many of these tokens may turn out to be refused. Blocks are taken for
+the most. What must not be undone goes by the least: which blocks are registered in the prefix
+cache, and which are given back behind a window.
 
 A row with drafts costs more than a decode, even if none is accepted. So a request gets drafts only
 if the drafter had a proposal in its latest step that has come back, and pauses when its drafts have

@@ -85,8 +85,8 @@ def expected_run(request: EngineRequest) -> tuple[list[int], FinishReason, int |
 class FakeDevice:
     """Runs Schedules in order. It knows of requests only what Schedules contain.
 
-    If the engine speculates, the drafts are the next tokens until one is wrong. `is_right(rng)` says
-    whether the next one is right.
+    If the engine speculates, the drafts are the next tokens until one is wrong. `is_right(rng)`
+    says whether the next one is right.
     """
 
     def __init__(
