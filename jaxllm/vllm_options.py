@@ -134,7 +134,6 @@ SHORT_NAMES = {
     "dpr": "data_parallel_rank",
     "ep": "enable_expert_parallel",
     "pcp": "prefill_context_parallel_size",
-    "sc": "speculative_config",
 }
 
 

@@ -216,9 +216,10 @@ def test_chunked_prompts_are_the_same(make_llm, answers_as_expected):
 
 
 def test_cached_prefixes_are_the_same(llm, answers_as_expected, expected, assert_same):
-    answers_as_expected(llm)
+    some = slice(4, 6)
+    answers_as_expected(llm, MIXED, PROMPTS[some], PARAMS[some], expected[some])
     before = stats(llm)
-    assert_same(llm.generate(PROMPTS[:7], PARAMS[:7], use_tqdm=False), expected[:7])
+    assert_same(llm.generate(PROMPTS[some], PARAMS[some], use_tqdm=False), expected[some])
     after = stats(llm)
     assert after.prefix_cache_hits > before.prefix_cache_hits
     assert after.num_accepted_tokens > before.num_accepted_tokens
