@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import math
 import os
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ from typing import Any, Literal
 from jaxllm import bundled, vllm_options
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
+from jaxllm.option_types import check_type
+from jaxllm.speculative_config import Speculation, read_speculation
 from jaxllm.structured_output.options import StructuredOutputsConfig
 
 logger = init_logger(__name__)
@@ -145,6 +146,23 @@ class SchedulerConfig:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding"""
+
+    speculative_config: Mapping[str, Any] | None = option(
+        None,
+        "JSON object that turns it on: method ('ngram'), num_speculative_tokens, "
+        "prompt_lookup_min and _max, num_speculative_tokens_per_batch_size.",
+    )
+    spec_method: str | None = option(None, "The method alone.")
+    spec_tokens: int | None = option(None, "num_speculative_tokens alone.")
+
+    def read(self) -> Speculation | None:
+        """What is asked for; None: nothing."""
+        return read_speculation(self.speculative_config, self.spec_method, self.spec_tokens)
+
+
 DEFAULT_COMPILATION_CACHE_DIR = "~/.cache/jaxllm/xla"
 
 
@@ -223,6 +241,7 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     profiler: ProfilerConfig = ProfilerConfig()
@@ -258,7 +277,7 @@ class EngineConfig:
             part = getattr(self, group.name)
             hints = typing.get_type_hints(type(part))
             for f in dataclasses.fields(part):
-                _check_type(f.name, getattr(part, f.name), hints[f.name])
+                check_type(f.name, getattr(part, f.name), hints[f.name])
         for name, low in _LOWEST.items():
             value = self.get(name)
             if isinstance(value, int) and value < low:
@@ -282,6 +301,11 @@ class EngineConfig:
         self._validate_hosts()
         if self.model.structured_outputs_config:
             StructuredOutputsConfig.of(self.model.structured_outputs_config)
+        stages = self.parallel.pipeline_parallel_size
+        if self.speculation.read() is not None and stages > 1:
+            raise refused(
+                "pipeline_parallel_size", stages, "a pipeline does not speculate; leave one out"
+            )
         for name, low in (("engine_iteration_timeout", 1), ("engine_heartbeat_timeout", 3)):
             seconds = self.get(name)
             if seconds != 0 and not low <= seconds < math.inf:
@@ -367,28 +391,3 @@ def _unknown(name: str, known: Mapping[str, str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(sorted(known))}"
     return f"unknown engine argument {name!r}; {hint}"
-
-
-def _check_type(name: str, value: object, hint: Any) -> None:
-    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    members = typing.get_args(hint) if union else (hint,)
-    words = [w for m in members if typing.get_origin(m) is Literal for w in typing.get_args(m)]
-    if isinstance(value, str) and value in words:
-        return
-    kinds = tuple(typing.get_origin(member) or member for member in members)
-    kinds = tuple(kind for kind in kinds if kind is not Literal)
-    if words and (not kinds or isinstance(value, str)):
-        raise ValidationError(
-            f"{name}={value!r} is not one of {', '.join(map(repr, words))}",
-            parameter=name,
-            value=value,
-        )
-    if float in kinds:
-        kinds += (int,)
-    if isinstance(value, bool) and bool not in kinds or not isinstance(value, kinds):
-        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ValidationError(
-            f"{name}={value!r} has type {type(value).__name__}; it must be {wanted}",
-            parameter=name,
-            value=value,
-        )

@@ -9,6 +9,7 @@ from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import EngineConfig
 from jaxllm.metrics.startup import Phase
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.speculative_config import Speculation
 
 # ---- frontend -> engine core
 
@@ -52,6 +53,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     max_num_batched_tokens: int
     cache_groups: tuple[CacheGroup, ...]
     block_size: int
+    speculation: Speculation | None = None
     # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The longest answer that the model recommends, if any; servers enforce it.

@@ -22,7 +22,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None,),
     "quantization": (None,),
     "runner": ("auto", "generate"),
-    "speculative_config": (None,),
     "tokenizer_mode": ("auto",),
 }
 
@@ -36,9 +35,7 @@ _ABSENT: dict[str, tuple[str, ...]] = {
         "quantization",
     ),
     "the KV cache has the dtype of the model; --dtype sets both": ("kv_cache_dtype",),
-    "there is no speculative decoding": (
-        "spec_method", "spec_model", "spec_tokens", "speculative_config",
-    ),
+    "no drafts come from a second model: --spec-method ngram": ("spec_model",),
     "there are no images, sounds or videos in prompts": (
         "allowed_local_media_path", "allowed_media_domains", "disable_chunked_mm_input",
         "enable_mm_embeds", "language_model_only", "limit_mm_per_prompt", "media_io_kwargs",
@@ -140,7 +137,6 @@ SHORT_NAMES = {
     "dpr": "data_parallel_rank",
     "ep": "enable_expert_parallel",
     "pcp": "prefill_context_parallel_size",
-    "sc": "speculative_config",
 }
 
 

@@ -54,6 +54,7 @@ SHORT_FLAGS = {
     "pipeline_parallel_size": ("-pp",),
     "data_parallel_size": ("-dp",),
     "api_server_count": ("-asc",),
+    "speculative_config": ("-sc",),
 }
 
 # Parameters without a use in a command that prints one answer as text.

@@ -62,6 +62,7 @@ class EngineCore:
             ),
             policy=policy,
             features=(*host_features(config), self._structured_output),
+            speculation=self.info.speculation,
             check_invariants=config.scheduler.check_invariants,
             stats=self._stats,
         )
@@ -164,6 +165,7 @@ class EngineCore:
             pack_s=self.executor.pack_s,
             num_compiles_after_warmup=self.executor.num_compiles_after_warmup,
             step_sizes=list(self._stats.step_sizes),
+            num_accepted_by_place=list(self._stats.num_accepted_by_place),
         )
 
     @property

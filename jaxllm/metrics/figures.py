@@ -6,6 +6,7 @@ A figure that vLLM has too has vLLM's name, so that dashboards for vLLM find it.
 from typing import Literal, NamedTuple
 
 from jaxllm.metrics.stats import EngineStats
+from jaxllm.speculative_config import MAX_DRAFTS
 
 
 class Figure(NamedTuple):
@@ -16,9 +17,13 @@ class Figure(NamedTuple):
     attribute: str  # of EngineStats
     help: str
     labels: dict[str, str]
+    place: int | None = None  # in the attribute, if that is a list; beyond its end nothing counts
 
     def read(self, stats: EngineStats) -> float:
-        return float(getattr(stats, self.attribute))
+        value = getattr(stats, self.attribute)
+        if self.place is not None:
+            value = value[self.place] if self.place < len(value) else 0
+        return float(value)
 
 
 def _gauge(name: str, attribute: str, help: str, **labels: str) -> Figure:
@@ -60,6 +65,20 @@ FIGURES = (
         "corrupted_requests",
         "num_requests_corrupted",
         "Answers that ended since the model's logits were not finite numbers.",
+    ),
+    _counter("spec_decode_num_drafts", "num_drafts", "Rows with drafts."),
+    _counter("spec_decode_num_draft_tokens", "num_draft_tokens", "Drafts in them."),
+    _counter("spec_decode_num_accepted_tokens", "num_accepted_tokens", "Drafts that were right."),
+    *(
+        Figure(
+            "counter",
+            "spec_decode_num_accepted_tokens_per_pos",
+            "num_accepted_by_place",
+            "Drafts that were right, by their place in the row.",
+            {"position": str(place)},
+            place,
+        )
+        for place in range(MAX_DRAFTS)
     ),
     _counter("prefix_cache_queries", "prefix_cache_queries", "Tokens looked up in the cache."),
     _counter("prefix_cache_hits", "prefix_cache_hits", "Tokens found there."),

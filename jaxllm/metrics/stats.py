@@ -31,6 +31,12 @@ class EngineStats:
     num_requests_corrupted: int = 0  # requests that ended because their logits were not finite
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
+    # Of speculation: rows with drafts, their drafts, those that were accepted, and these by their
+    # place in the row.
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_by_place: list[int] = field(default_factory=list)
     num_scheduled_tokens: int = 0  # token rows that carried a token
     num_token_rows: int = 0  # token rows of the programs that ran
     num_compiles_after_warmup: int = 0

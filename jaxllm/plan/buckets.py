@@ -1,14 +1,17 @@
 """The few shapes of steps.
 
 A *decode* step has one token per row, and its rows are padded to powers of two. A *mixed* step is a
-flat ragged batch: its tokens are padded to powers of two, and its rows follow from the tokens. So
-the number of programs is the sum of two short ladders and never a product. Where padding costs next
-to nothing some rungs are left out, since each is a program to compile.
+flat ragged batch: its tokens are padded to powers of two, and its rows follow from the tokens. An
+engine that speculates has a few more mixed steps, for rows with drafts. So the number of programs
+is the sum of short ladders and never a product. Where padding costs next to nothing some rungs are
+left out, since each is a program to compile.
 """
 
 from dataclasses import dataclass
 
 from jaxllm_kernels.common import cdiv
+
+from jaxllm.speculative_config import Speculation
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -33,6 +36,7 @@ def make_ladder(
     min_rows: int,
     num_cache_groups: int = 1,
     free_padding: int = 0,
+    speculation: Speculation | None = None,
 ) -> tuple[Bucket, ...]:
     """Make all buckets of an engine: decode steps before mixed steps, each from small to large.
 
@@ -61,7 +65,27 @@ def make_ladder(
         for tokens in _powers_of_two(_MIN_MIXED_TOKENS, max_num_batched_tokens)
         if tokens >= min(free_padding, max_num_batched_tokens)
     ]
+    if speculation is not None:
+        verify = _verify_buckets(speculation, min_rows, block_size, num_cache_groups)
+        mixed = sorted([*mixed, *(b for b in verify if b.num_tokens < max_num_batched_tokens)])
     return (*decode, *mixed)
+
+
+def _verify_buckets(
+    speculation: Speculation, min_rows: int, block_size: int, num_cache_groups: int
+) -> list[Bucket]:
+    """Mixed steps of nothing but rows with drafts, so that these are padded little."""
+    width = 1 + speculation.num_drafts
+    numbers = {rows for rows in (1, *_POWERS_OF_FOUR) if rows < speculation.max_rows}
+    return [
+        Bucket(
+            decode_only=False,
+            num_tokens=rows * width,
+            num_rows=rows,
+            max_block_updates=num_cache_groups * rows * (1 + cdiv(width, block_size)),
+        )
+        for rows in {max(min_rows, rows) for rows in (*numbers, speculation.max_rows)}
+    ]
 
 
 class BucketTable:

@@ -1,13 +1,15 @@
 """Chooses limits and dtypes that the user leaves open, and refuses impossible ones."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
 from jaxllm.models.specs import Architecture
+from jaxllm.speculative_config import Speculation
 
 logger = init_logger(__name__)
 
@@ -17,14 +19,16 @@ class Defaults(NamedTuple):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    # Up to so many tokens a step takes hardly longer than with one.
+    num_free_tokens: int
 
 
 DEFAULTS = {
     # On CPUs larger batches do not multiply faster, and activations between two products no longer
     # fit in a cache.
-    "cpu": Defaults(max_num_seqs=64, max_num_batched_tokens=512),
-    "gpu": Defaults(max_num_seqs=256, max_num_batched_tokens=8192),
-    "tpu": Defaults(max_num_seqs=256, max_num_batched_tokens=2048),
+    "cpu": Defaults(max_num_seqs=64, max_num_batched_tokens=512, num_free_tokens=24),
+    "gpu": Defaults(max_num_seqs=256, max_num_batched_tokens=8192, num_free_tokens=256),
+    "tpu": Defaults(max_num_seqs=256, max_num_batched_tokens=2048, num_free_tokens=192),
 }
 
 
@@ -56,6 +60,30 @@ def choose_max_model_len(asked: int | None, architecture: Architecture) -> int:
             value=asked,
         )
     return asked
+
+
+def choose_speculation(
+    config: EngineConfig, platform: str, max_num_seqs: int, max_num_batched_tokens: int
+) -> Speculation | None:
+    """How the engine drafts, and how many drafts rows get if so many requests run. By default they
+    get as many as leave a step within the tokens that are nearly free."""
+    speculation = config.speculation.read()
+    if speculation is None:
+        return None
+    width = 1 + speculation.num_drafts
+    # Two steps may be in flight, and what a request holds behind a window has room for one.
+    if max_num_batched_tokens < 2 * width:
+        raise refused(
+            "max_num_batched_tokens",
+            max_num_batched_tokens,
+            f"with num_speculative_tokens={speculation.num_drafts}, give at least {2 * width}",
+        )
+    by_requests = speculation.drafts_by_requests[:max_num_seqs]
+    if not by_requests:
+        num_free = DEFAULTS[platform].num_free_tokens
+        most = max(num_free // width, 1)
+        by_requests = (speculation.num_drafts,) * min(most, max_num_seqs)
+    return dataclasses.replace(speculation, drafts_by_requests=by_requests)
 
 
 def choose_max_num_batched_tokens(

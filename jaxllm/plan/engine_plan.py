@@ -42,6 +42,7 @@ from jaxllm.plan.choose import (
     choose_dtype,
     choose_max_model_len,
     choose_max_num_batched_tokens,
+    choose_speculation,
 )
 from jaxllm.plan.choose_kernels import (
     choose_attention,
@@ -69,6 +70,7 @@ from jaxllm.plan.stages import (
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
+from jaxllm.speculative_config import Speculation
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
 
@@ -107,6 +109,7 @@ class EnginePlan:
     default_sampling_params: SamplingParams
     max_new_tokens: int | None
     compile_at_start: bool
+    speculation: Speculation | None = None
     # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
 
@@ -184,6 +187,7 @@ class EnginePlan:
             max_num_batched_tokens=self.max_num_batched_tokens,
             cache_groups=self.cache_groups,
             block_size=self.block_size,
+            speculation=self.speculation,
         )
 
 
@@ -236,6 +240,7 @@ def make_plan(
         config, platform, max_num_seqs, max_model_len
     )
     block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
+    speculation = choose_speculation(config, platform, max_num_seqs, max_num_batched_tokens)
 
     architecture.check(num_shards)
     check_num_stages(len(meshes), architecture.num_layers)
@@ -300,6 +305,7 @@ def make_plan(
         max_logprobs=max_logprobs,
         samples_late=not model.skip_tokenizer_init,
         max_model_len=max_model_len,
+        speculation=speculation,
     )
     num_blocks = min(
         size_kv_cache(
@@ -351,6 +357,7 @@ def make_plan(
             min_rows=MIN_DOT_ROWS[platform],
             num_cache_groups=len(cache_groups),
             free_padding=free_padding(attention, matmul, dtype),
+            speculation=speculation,
         ),
         max_logprobs=max_logprobs,
         samples_late=not model.skip_tokenizer_init,
@@ -361,6 +368,7 @@ def make_plan(
         default_sampling_params=read_default_sampling_params(model, model_dir),
         max_new_tokens=read_max_new_tokens(model, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
+        speculation=speculation,
     )
 
 

@@ -22,6 +22,7 @@ from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
 from jaxllm.plural import counted
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
+from jaxllm.speculative_config import Speculation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,7 @@ def sampling_bytes(
     max_logprobs: int,
     samples_late: bool,
     max_model_len: int,
+    speculation: Speculation | None = None,
 ) -> int:
     """The bytes for sampling on each device: the state of the slots, and the outputs of the steps
     in flight and of the next one."""
@@ -143,6 +145,10 @@ def sampling_bytes(
     # An id and a value for each logprob, a rank and a normaliser for each position.
     of_position = 8 * (1 + min(max_logprobs, MAX_STEP_LOGPROBS)) + 8
     of_step = (num_tokens + num_rows) * of_position
+    if speculation is not None:
+        of_step += num_rows * speculation.num_drafts * of_position
+        # The tokens of every request, and its drafts.
+        in_slots += 4 * num_rows * (max_model_len + speculation.num_drafts)
     host_reads = max_logprobs > MAX_STEP_LOGPROBS
     if host_reads or samples_late:
         logits = logits_sharding(mesh, host_reads=host_reads)

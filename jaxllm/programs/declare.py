@@ -5,6 +5,7 @@ for a device that exists only as a description.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,17 +21,21 @@ from jaxllm.programs.compile import Program
 from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.late import Left, make_sample_late
+from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.state import DeviceState, abstract_tokens
-from jaxllm.runner.step import ModelSpec, StepOutputs, make_step, update_block_tables
+from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
 from jaxllm.sampling.logprobs import no_logprobs
 from jaxllm.sampling.slot_state import WORD_BITS, SlotRow, write_slot
+from jaxllm.speculation.drafter import Drafter
+from jaxllm.speculation.drafters import make_drafter
 from jaxllm.weights.loader import abstract_weights
 
 # Keys of the small programs beside the steps, whose keys are their buckets.
 MAKE_STATE = "make_state"
 WRITE_TABLES = "write_block_tables"
 WRITE_SLOT = "write_slot"
+ADMIT_DRAFTS = "admit_drafts"
 
 
 class LateKey(NamedTuple):
@@ -54,6 +59,7 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         processors=plan.logits_processors,
         features=device_features(plan),
         num_mask_words=cdiv(plan.num_logits, WORD_BITS) if plan.samples_late else 0,
+        speculates=plan.speculation is not None,
     )
 
 
@@ -80,7 +86,8 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
 def num_programs(plan: EnginePlan) -> int:
     """How many programs are declared: for each stage, its steps and its small programs."""
     late = {bucket.num_rows for bucket in plan.buckets} if plan.samples_late else ()
-    return sum(
+    drafts = plan.speculation is not None
+    return drafts + sum(
         len(plan.buckets) + 2 + (1 + len(late)) * stage.part.has_head for stage in plan.stages
     )
 
@@ -166,6 +173,16 @@ def declare_stage_programs(
                 donate=(0, 1),
                 out_shardings=(kept.tokens, kept.slots, everywhere),
             )
+    if plan.speculation is not None:
+        programs[ADMIT_DRAFTS] = program(
+            ADMIT_DRAFTS,
+            functools.partial(_admit_drafts, make_drafter(plan.speculation)),
+            state,
+            place(jax.ShapeDtypeStruct((), np.int32), everywhere),
+            place(jax.ShapeDtypeStruct((plan.max_model_len,), np.int32), everywhere),
+            donate=(0,),
+            out_shardings=kept,
+        )
     return programs
 
 
@@ -183,7 +200,10 @@ def _left_by_steps(
 def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
     everywhere: Any = sharding(stage.mesh)
     logits: Any = plan.logits_sharding(stage) if plan.leaves_logits else None
-    return StepOutputs(tokens=everywhere, logprobs=everywhere, slices=everywhere, logits=logits)
+    drafted: Any = everywhere if plan.speculation is not None else None
+    return StepOutputs(
+        tokens=everywhere, logprobs=everywhere, slices=everywhere, logits=logits, drafted=drafted
+    )
 
 
 def _arriving(
@@ -206,3 +226,9 @@ def _write_tables(state: DeviceState, updates: jax.Array) -> DeviceState:
 def _write_slot(state: DeviceState, slot: jax.Array, row: SlotRow) -> DeviceState:
     assert state.slots is not None
     return dataclasses.replace(state, slots=write_slot(state.slots, slot, row))
+
+
+def _admit_drafts(
+    drafter: Drafter, state: DeviceState, slot: jax.Array, tokens: jax.Array
+) -> DeviceState:
+    return dataclasses.replace(state, drafter=drafter.admit(state.drafter, slot, tokens))

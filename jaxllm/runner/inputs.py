@@ -28,7 +28,8 @@ class StepInputs:
     """One step's metadata on the device. Padding rows have slot = number of slots, which scatters
     with mode="drop" ignore, and zeros in the other fields."""
 
-    # i32 [T]; CARRIED_TOKEN stands for the slot's last sampled token, PADDING_TOKEN for padding
+    # i32 [T]; CARRIED_TOKEN stands for the slot's last sampled token, DRAFT_TOKEN for one of its
+    # drafts, PADDING_TOKEN for padding
     token_ids: jax.Array
     token_rows: jax.Array  # i32 [T]; padding tokens belong to row R - 1
     query_starts: jax.Array  # i32 [R + 1]
@@ -38,6 +39,8 @@ class StepInputs:
     starts: jax.Array  # i32 [R]; GO_ON if the row begins at the slot's length
     prompt_lens: jax.Array  # i32 [R]
     samples: jax.Array  # bool [R]; late rows sample in `runner.late`
+    # i32 [R]: how many of the row's last tokens are drafts; only where rows may have some
+    num_drafts: jax.Array | None
     row_params: jax.Array  # i32 [R, columns]: encoded sampling parameters
     block_updates: jax.Array  # i32 [U, 3]: row of the tables (`table_row`), index in it, block
     slices: dict[str, dict[str, jax.Array]]  # of the features in this program, i32
@@ -69,12 +72,14 @@ class InputLayout:
         num_cache_groups: int,
         num_param_columns: int,
         features: Sequence[DeviceSlice] = (),
+        speculates: bool = False,
     ):
         self.bucket = bucket
         # The features in the programs of this bucket, and the fields of this layout by the names
         # that each feature gives them.
         self.features = [feature for feature in features if feature.fields(bucket)]
         self._slices: dict[str, dict[str, str]] = {}
+        self._has_drafts = speculates and not bucket.decode_only
         self._num_slots = num_slots
         self._num_table_rows = num_slots * num_cache_groups
         tokens, rows = bucket.num_tokens, bucket.num_rows
@@ -94,6 +99,8 @@ class InputLayout:
                 "token_rows": (tokens,),
                 "query_starts": (rows + 1,),
             }
+        if self._has_drafts:
+            shapes["num_drafts"] = (rows,)
         for feature in self.features:
             its = feature.fields(bucket)
             keys = {name: f"{feature.name}.{name}" for name in its}
@@ -141,6 +148,8 @@ class InputLayout:
             view["token_rows"][tokens:] = self.bucket.num_rows - 1
             np.cumsum(schedule.num_tokens, out=view["query_starts"][1 : rows + 1])
             view["query_starts"][rows + 1 :] = tokens
+        if schedule.num_drafts is not None:
+            view["num_drafts"][:rows] = schedule.num_drafts
         for feature in self.features:
             its = {name: view[key] for name, key in self._slices[feature.name].items()}
             feature.pack(its, schedule.slices.get(feature.name))
@@ -178,4 +187,4 @@ class InputLayout:
             feature: {name: field.pop(key) for name, key in names.items()}
             for feature, names in self._slices.items()
         }
-        return StepInputs(**field, slices=slices)
+        return StepInputs(**{"num_drafts": None, **field}, slices=slices)

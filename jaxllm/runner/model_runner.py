@@ -26,11 +26,17 @@ from jaxllm.programs.store import ProgramStore
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
 from jaxllm.runner.late import Left
+from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.stage import Stage
-from jaxllm.runner.step import StepOutputs
 from jaxllm.sampling.slot_state import slot_row
-from jaxllm.scheduler.schedule import LogprobArrays, Schedule, StepResult
+from jaxllm.scheduler.schedule import (
+    Admission,
+    DraftedResult,
+    LogprobArrays,
+    Schedule,
+    StepResult,
+)
 from jaxllm.weights.loader import load_parts
 
 logger = init_logger(__name__)
@@ -42,6 +48,7 @@ class PendingStep:
     def __init__(self, schedule: Schedule, outputs: StepOutputs):
         self._wants_logprobs = schedule.wants_logprobs
         self._wants_logits = schedule.wants_logits
+        self._has_drafts = schedule.num_drafts is not None
         self._features = [name for name, its in schedule.slices.items() if its]
         self.schedule = schedule
         self.outputs = outputs
@@ -62,15 +69,16 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """Wait for the device and return numpy arrays."""
-        tokens, logprobs, logits, slices = jax.tree.map(np.asarray, self._wanted())
+        tokens, logprobs, logits, slices, drafted = jax.tree.map(np.asarray, self._wanted())
         return StepResult(
             token_ids=tokens,
             logprobs=LogprobArrays(*logprobs) if logprobs else None,
             logits=logits,
             slices=slices,
+            drafted=_drafted(*drafted) if drafted else None,
         )
 
-    def _wanted(self) -> tuple[Any, Any, Any, Any]:
+    def _wanted(self) -> tuple[Any, Any, Any, Any, Any]:
         """The outputs to copy to the host. The others stay on the device, and are freed with the
         step."""
         outputs = self.outputs
@@ -79,7 +87,22 @@ class PendingStep:
             outputs.logprobs if self._wants_logprobs else None,
             outputs.logits if self._wants_logits else None,
             {name: outputs.slices[name] for name in self._features},
+            outputs.drafted
+            and (
+                outputs.drafted.figures,
+                outputs.drafted.logprobs if self._wants_logprobs and self._has_drafts else None,
+            ),
         )
+
+
+def _drafted(figures: np.ndarray, logprobs: Any) -> DraftedResult:
+    """Read DraftedOutputs."""
+    return DraftedResult(
+        num_proposed=figures[:, 0],
+        num_accepted=figures[:, 1],
+        token_ids=figures[:, 2:],
+        logprobs=LogprobArrays(*logprobs) if logprobs else None,
+    )
 
 
 class ModelRunner:
@@ -123,6 +146,8 @@ class ModelRunner:
             row = slot_row(admission, self._plan.num_logits, self._plan.max_model_len)
             if row is not None:
                 self._model.write_slot(admission.slot, row)
+            if self._plan.speculation is not None:
+                self._admit_drafts(admission)
         packed = self._packer.pack(schedule)
         self._model.write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start
@@ -146,6 +171,12 @@ class ModelRunner:
         left = self._model.sample_late(left, outputs.logits, packed)
         self.num_compiles_after_warmup += compilation_counter.compiles - compiles
         step.send(dataclasses.replace(outputs, tokens=left.tokens, logprobs=left.logprobs))
+
+    def _admit_drafts(self, admission: Admission) -> None:
+        known = admission.prompt_token_ids + admission.output_token_ids
+        tokens = np.zeros(self._plan.max_model_len, np.int32)
+        tokens[: len(known)] = known
+        self._stages[0].admit_drafts(admission.slot, tokens)  # there is one: see EngineConfig
 
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""

@@ -37,6 +37,7 @@ class StepPacker:
         processors: tuple[LogitsProcessor, ...],
         features: Sequence[DeviceSlice] = (),
         num_mask_words: int = 0,
+        speculates: bool = False,
     ):
         """Without words in a mask, no step has late rows."""
         columns = row_params.num_columns(processors)
@@ -47,6 +48,7 @@ class StepPacker:
                 num_cache_groups=num_cache_groups,
                 num_param_columns=columns,
                 features=features,
+                speculates=speculates,
             )
             for bucket in buckets
         }

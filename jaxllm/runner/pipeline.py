@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.late import Left
+from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.stage import Stage
-from jaxllm.runner.step import StepOutputs
 from jaxllm.sampling.slot_state import SlotRow
 
 

@@ -14,6 +14,7 @@ from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.programs.compile import Programs
 from jaxllm.programs.declare import (
+    ADMIT_DRAFTS,
     MAKE_STATE,
     TABLE_WRITES,
     WRITE_SLOT,
@@ -22,9 +23,9 @@ from jaxllm.programs.declare import (
     program_key,
 )
 from jaxllm.runner.late import Left
+from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.state import DeviceState
-from jaxllm.runner.step import StepOutputs
 from jaxllm.sampling.slot_state import SlotRow
 
 
@@ -70,6 +71,11 @@ class Stage:
         """Set what the sampler keeps about the request in a slot."""
         program = self._programs[program_key(self._stage, WRITE_SLOT)]
         self._state = program(self._take_state(), np.int32(slot), row)
+
+    def admit_drafts(self, slot: int, tokens: np.ndarray) -> None:
+        """Give the drafter the tokens of the request in a slot, i32 [max_model_len]."""
+        program = self._programs[program_key(self._stage, ADMIT_DRAFTS)]
+        self._state = program(self._take_state(), np.int32(slot), tokens)
 
     def write_block_tables(self, updates: np.ndarray) -> None:
         """Apply the block-table changes that a step has no room for, i32 [n, 3]."""

@@ -12,6 +12,7 @@ from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.sampling.slot_state import SlotState
+from jaxllm.speculation.drafters import make_drafter
 
 
 def abstract_slots(plan: EnginePlan, mesh: Mesh) -> SlotState:
@@ -26,6 +27,15 @@ def abstract_slots(plan: EnginePlan, mesh: Mesh) -> SlotState:
             for field in dataclasses.fields(SlotState)
         },
     )
+
+
+def abstract_drafts(plan: EnginePlan, mesh: Mesh) -> tuple[Any, Any]:
+    """Shapes and shardings of the drafts and of the drafter's tables."""
+    speculation = plan.speculation
+    assert speculation is not None
+    drafts = jax.ShapeDtypeStruct((plan.max_num_seqs, speculation.num_drafts), jnp.int32)
+    tables = make_drafter(speculation).abstract(plan.max_num_seqs, plan.max_model_len)
+    return jax.tree.map(lambda leaf: place(leaf, sharding(mesh)), (drafts, tables))
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +53,10 @@ class DeviceState:
     lengths: jax.Array
     block_tables: jax.Array  # i32 [G * S, P], of each cache group for each slot (`table_row`)
     slots: SlotState | None  # the sampler's tables
+    # Only in an engine that speculates: what the drafter has proposed for each slot, i32 [S, k],
+    # and its own tables.
+    drafts: jax.Array | None = None
+    drafter: Any = None
 
     @classmethod
     def abstract(cls, plan: EnginePlan, stage: StagePlan) -> "DeviceState":
@@ -58,6 +72,8 @@ class DeviceState:
             "block_tables": place(tables, sharding(stage.mesh)),
             "slots": abstract_slots(plan, stage.mesh) if samples else None,
         }
+        if plan.speculation is not None:
+            shapes["drafts"], shapes["drafter"] = abstract_drafts(plan, stage.mesh)
         return cls(**shapes)
 
     @classmethod

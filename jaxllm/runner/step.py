@@ -12,6 +12,7 @@ on the step's rows, so nothing is compiled later.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -26,26 +27,14 @@ from jaxllm.models.base import Model
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.runner.inputs import InputLayout, StepInputs, table_row
+from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.state import DeviceState
+from jaxllm.runner.verify import verify_and_propose, with_drafts
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.sampling.sampler import sample
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, NO_TOKEN
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutputs:
-    """What a step leaves for the host, by row (padding rows included)."""
-
-    tokens: jax.Array  # i32 [R]; NO_TOKEN if the logits are not finite
-    logprobs: LogprobOutput  # [R, 1 + k]; zeros when no row asked
-    slices: dict[str, dict[str, jax.Array]]  # of the features in this program
-    # f32 [R, V], after each row's last token; only if requests may want more than k logprobs, or
-    # may sample late. To leave the logits costs nothing: they stay on the device unless a row wants
-    # that many logprobs.
-    logits: jax.Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +54,7 @@ class ModelSpec:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 
-StepFunction = Callable[..., tuple[DeviceState, "StepOutputs | jax.Array"]]
+StepFunction = Callable[..., tuple[DeviceState, StepOutputs | jax.Array]]
 
 
 def make_step(
@@ -110,6 +99,8 @@ def make_step(
             carried = state.tokens if arrived is None else arrived
             assert carried is not None
             entering = _token_ids(inputs, carried)
+            if inputs.num_drafts is not None:
+                entering = with_drafts(entering, inputs, state)
         positions = _positions(inputs, context_lens)
         hidden, caches = model(entering, positions, state.caches, context)
         state = dataclasses.replace(
@@ -120,7 +111,14 @@ def make_step(
         )
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
-            return _sample(plan, model, inputs, context_lens, hidden, state, slices)
+            if plan.speculation is None:
+                return _sample(plan, model, inputs, context_lens, hidden, state, slices)
+            last = functools.partial(
+                _sample, plan, model, inputs, context_lens, hidden, state, slices
+            )
+            return verify_and_propose(
+                plan, model, inputs, context_lens, hidden, state, slices, last
+            )
         return state, hidden
 
     return step

@@ -29,13 +29,16 @@ def adjust_logits(
     layout: Layout,
     processors: Sequence[LogitsProcessor],
     vocab_size: int,
-    masks: jax.Array | None,
+    masks: jax.Array | None = None,
+    pending: jax.Array | None = None,
 ) -> jax.Array:
     """Apply all changes that come before temperature, in the sampler's order.
 
     `flags` i32 [R] are the flags of `params`, cleared in rows that sample nothing. If the changes
     leave a row without a token, it gets the logits with only biases, allowed ids and the row's mask
     applied.
+
+    `pending` i32 [R, n] are tokens that follow those of the slot, then NO_TOKEN.
     """
 
     def has(flag: int) -> jax.Array:
@@ -46,7 +49,7 @@ def adjust_logits(
     biased = _in_rows(has(row_params.ALLOWED_IDS), _mask_others, logits, state, slots)
     if masks is not None:
         biased = _in_rows(has(row_params.GRAMMAR), _keep_form, biased, logits, masks)
-    logits = _in_rows(has(row_params.BAD_WORDS), _ban_words, biased, state, slots)
+    logits = _in_rows(has(row_params.BAD_WORDS), _ban_words, biased, state, slots, pending)
     logits = _in_rows(too_early, _hold_back_stop_ids, logits, state, slots)
     for index, processor in enumerate(processors):
         uses = has(row_params.processor_flag(index))
@@ -57,7 +60,8 @@ def adjust_logits(
             logits = jnp.where(
                 has(row_params.GRAMMAR)[:, None] & (biased == -jnp.inf), -jnp.inf, logits
             )
-    logits = _in_rows(has(row_params.PENALTIES), _penalize, logits, state, slots, params, layout)
+    penalized = has(row_params.PENALTIES)
+    logits = _in_rows(penalized, _penalize, logits, state, slots, params, layout, pending)
     # NaN counts as a token that is left, so that a row of NaN is not replaced by a valid one.
     some_left = jnp.any(logits != -jnp.inf, axis=1, keepdims=True)
     return jnp.where(some_left, logits, biased)
@@ -106,13 +110,25 @@ def _bits(words: jax.Array, num_bits: int) -> jax.Array:
     return bits.reshape(len(words), -1)[:, :num_bits] != 0
 
 
-def _ban_words(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
+def _ban_words(
+    logits: jax.Array, state: SlotState, slots: jax.Array, pending: jax.Array | None
+) -> jax.Array:
     """Mask the last token of each bad word whose other tokens are the latest output tokens."""
     words = _of_rows(state.bad_words, slots)
-    recent = _of_rows(state.recent_tokens, slots)[:, None, :]
+    recent = _recent(_of_rows(state.recent_tokens, slots), pending)[:, None, :]
     before = words[:, :, :-1]
     matches = jnp.all((before == NO_TOKEN) | (before == recent), axis=2)
     return _mask_tokens(logits, jnp.where(matches, words[:, :, -1], NO_TOKEN))
+
+
+def _recent(recent: jax.Array, pending: jax.Array | None) -> jax.Array:
+    """The latest tokens of rows, i32 [R, n], after those that are pending."""
+    if pending is None:
+        return recent
+    width = recent.shape[1]
+    num_pending = jnp.sum(pending != NO_TOKEN, axis=1, keepdims=True)
+    places = num_pending + jnp.arange(width)
+    return jnp.take_along_axis(jnp.concatenate([recent, pending], axis=1), places, axis=1)
 
 
 def _hold_back_stop_ids(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
@@ -153,10 +169,18 @@ def _apply(
 
 
 def _penalize(
-    logits: jax.Array, state: SlotState, slots: jax.Array, params: RowParams, layout: Layout
+    logits: jax.Array,
+    state: SlotState,
+    slots: jax.Array,
+    params: RowParams,
+    layout: Layout,
+    pending: jax.Array | None,
 ) -> jax.Array:
     counts = layout.entries(state.token_counts, slots).astype(jnp.int32)
     num_output = _add_rounds(counts & MAX_COUNT, state, slots)
+    if pending is not None:
+        rows = jnp.arange(len(logits))[:, None]
+        num_output = num_output.at[rows, _skipped(pending, logits)].add(1, mode="drop")
     repetition = params.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where((counts < 0) | (num_output > 0), repeated, logits)

@@ -46,6 +46,7 @@ def sample(
     processors: Sequence[LogitsProcessor] = (),
     vocab_size: int | None = None,
     masks: jax.Array | None = None,
+    pending: jax.Array | None = None,
 ) -> SampleOutput:
     """Sample one token per row from logits, f32 [R, V]. Columns from `vocab_size` on (default: V)
     are padding, -inf, which users' processors do not get. The order is:
@@ -69,6 +70,8 @@ def sample(
     a row may want. `layout` says how the platform likes to read logits; it changes no result.
     `masks` u32 [R, at least V / 32] has a bit for each token that a row may get, lowest first;
     without it every row may get any.
+    With `pending`, i32 [R, n], a row samples as if these tokens, up to the first NO_TOKEN, were in
+    its slot's output. Then several rows may be of one slot, and 11 is left to `record_accepted`.
 
     If 2 to 5 leave a row no token, it goes on with the logits after 1, so it never gets a token
     that is not allowed. (The input processor refuses parameters that never leave one.) If 1 leaves
@@ -95,8 +98,10 @@ def sample(
         )
 
     def choose() -> tuple[_Chosen, SlotState]:
-        rows = _Rows(logits, best, flags, params, slots, output_index, positions, masks)
+        rows = _Rows(logits, best, flags, params, slots, output_index, positions, masks, pending)
         chosen = _in_parts(choose_some, rows, layout.max_rows)
+        if pending is not None:
+            return chosen, state
         records = (needed & row_params.RECORDS) != 0
         new_state = jax.lax.cond(
             records, lambda: record_tokens(state, chosen.tokens, slots, flags), lambda: state
@@ -107,6 +112,24 @@ def sample(
     chosen, new_state = jax.lax.cond((needed & asks) != 0, choose, plain)
     is_valid = jnp.isfinite(best.logits) & ~chosen.has_nan
     return SampleOutput(chosen.tokens, is_valid, new_state, chosen.logprobs)
+
+
+def record_accepted(
+    state: SlotState, tokens: jax.Array, num_tokens: jax.Array, slots: jax.Array, flags: jax.Array
+) -> SlotState:
+    """Count the first `num_tokens`, i32 [R], of each row's tokens, i32 [R, n], in its slot's
+    output. `flags` are those of `RowParams`."""
+
+    def record() -> SlotState:
+        recorded = state
+        for index in range(tokens.shape[1]):
+            its = jnp.where(index < num_tokens, flags, 0)
+            recorded = record_tokens(recorded, tokens[:, index], slots, its)
+        return recorded
+
+    flags = jnp.where(num_tokens > 0, flags, 0)
+    records = (jnp.bitwise_or.reduce(flags) & row_params.RECORDS) != 0
+    return jax.lax.cond(records, record, lambda: state)
 
 
 class _Rows(NamedTuple):
@@ -120,6 +143,7 @@ class _Rows(NamedTuple):
     output_index: jax.Array
     positions: jax.Array
     masks: jax.Array | None
+    pending: jax.Array | None
 
 
 class _Chosen(NamedTuple):
@@ -156,6 +180,7 @@ def _choose(
             processors=processors,
             vocab_size=vocab_size,
             masks=rows.masks,
+            pending=rows.pending,
         )
         return adjusted, most_likely(adjusted, layout), jnp.any(jnp.isnan(adjusted), axis=1)
 

@@ -21,5 +21,10 @@ CORRUPTED = (
 
 def corrupted_rows(schedule: Schedule, result: StepResult) -> set[int]:
     """Return the rows of a step that should have sampled a token and did not."""
-    tokens = result.token_ids[: schedule.num_rows]
-    return set(np.flatnonzero((tokens == NO_TOKEN) & schedule.samples).tolist())
+    num_rows = schedule.num_rows
+    is_bad = result.token_ids[:num_rows] == NO_TOKEN
+    if schedule.num_drafts is not None and result.drafted is not None:
+        more = result.drafted.token_ids[:num_rows]
+        counts = np.arange(more.shape[1]) < result.drafted.num_accepted[:num_rows, None]
+        is_bad = is_bad | ((more == NO_TOKEN) & counts).any(axis=1)
+    return set(np.flatnonzero(is_bad & schedule.samples).tolist())

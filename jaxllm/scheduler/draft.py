@@ -12,7 +12,7 @@ import numpy as np
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 from jaxllm.scheduler.features import Feature
 from jaxllm.scheduler.request import Request
-from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, Admission, Schedule
+from jaxllm.scheduler.schedule import CARRIED_TOKEN, DRAFT_TOKEN, GO_ON, Admission, Schedule
 
 _num_tokens = itemgetter(1)
 
@@ -24,7 +24,9 @@ class StepDraft:
     def __init__(self, features: Sequence[Feature] = ()) -> None:
         self._features = features
         self.decodes: list[Request] = []  # they compute one token
-        self._chunks: list[tuple[Request, int]] = []  # they compute more
+        # They compute more. The last number is how many of these tokens are drafts.
+        self._chunks: list[tuple[Request, int, int]] = []
+        self._has_drafts = False
         self.carried_from: int | None = None  # as in Schedule
         self._admissions: list[Admission] = []
         self._starts: dict[int, int] = {}  # of the admitted requests, by slot
@@ -32,11 +34,12 @@ class StepDraft:
         self._single_updates: list[int] = []
         self._long_updates: list[np.ndarray] = []
 
-    def add_row(self, request: Request, num_tokens: int) -> None:
+    def add_row(self, request: Request, num_tokens: int, num_drafts: int = 0) -> None:
         if num_tokens == 1:
             self.decodes.append(request)
         else:
-            self._chunks.append((request, num_tokens))
+            self._chunks.append((request, num_tokens, num_drafts))
+            self._has_drafts |= num_drafts > 0
 
     def add_blocks(self, request: Request) -> None:
         """Note the part of the request's block tables that the device does not have yet."""
@@ -71,13 +74,17 @@ class StepDraft:
     def in_order(self) -> list[Request]:
         """The rows in the order of the step: those with the fewest tokens come first."""
         self._chunks.sort(key=_num_tokens)
-        return self.decodes + [request for request, _ in self._chunks]
+        return self.decodes + [request for request, _, _ in self._chunks]
 
     def build(self, step: int, rows: list[Request]) -> Schedule:
         """Make the step of all rows, which are given in their order."""
         num_decodes = len(self.decodes)
         num_tokens = np.ones(len(rows), np.int32)
-        num_tokens[num_decodes:] = [size for _, size in self._chunks]
+        num_tokens[num_decodes:] = [size for _, size, _ in self._chunks]
+        num_drafts = None
+        if self._has_drafts:
+            num_drafts = np.zeros(len(rows), np.int32)
+            num_drafts[num_decodes:] = [drafts for _, _, drafts in self._chunks]
         context_lens = np.array([r.num_computed_tokens for r in rows], np.int32)
         lengths = np.array([r.num_tokens for r in rows], np.int32)
         samples = context_lens == lengths
@@ -109,6 +116,7 @@ class StepDraft:
             context_lens=context_lens,
             samples=samples,
             token_ids=self._token_ids(),
+            num_drafts=num_drafts,
             block_updates=updates,
             admissions=self._admissions,
             wants_logprobs=bool(counts),
@@ -123,18 +131,23 @@ class StepDraft:
         )
 
     def _token_ids(self) -> np.ndarray:
-        newest: list[int] = []
-        for request in self.decodes:
-            outputs = request.output_token_ids
-            index = request.num_computed_tokens - 1 - request.num_prompt_tokens
-            if index < 0:
-                newest.append(request.prompt_token_ids[request.num_computed_tokens - 1])
-            elif index < len(outputs):
-                newest.append(outputs[index])
-            else:
-                newest.append(CARRIED_TOKEN)
-        flat = array("i", newest)
-        for request, size in self._chunks:
+        flat = array("i", [self._newest(request, 0) for request in self.decodes])
+        for request, size, num_drafts in self._chunks:
             end = request.num_computed_tokens
-            flat.fromlist(request.known_tokens(end - size, end))
+            if num_drafts:
+                flat.append(self._newest(request, num_drafts))
+                flat.fromlist([DRAFT_TOKEN] * num_drafts)
+            else:
+                flat.fromlist(request.known_tokens(end - size, end))
         return np.frombuffer(flat, np.int32)
+
+    @staticmethod
+    def _newest(request: Request, num_drafts: int) -> int:
+        """The token of a row before its drafts."""
+        outputs = request.output_token_ids
+        place = request.num_computed_tokens - 1 - num_drafts
+        index = place - request.num_prompt_tokens
+        if index < 0:
+            return request.prompt_token_ids[place]
+        # While drafts are in flight the place is the latest possible one, and behind known tokens.
+        return outputs[index] if index < len(outputs) else CARRIED_TOKEN

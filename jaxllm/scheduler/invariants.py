@@ -41,13 +41,20 @@ def check(
     _check_places(requests, running, waiting)
 
     in_flight: Counter[int] = Counter()
+    uncertain: Counter[int] = Counter()
     for step in dispatched:
         assert 0 < step.schedule.total_tokens <= max_num_batched_tokens, "budget"
         assert step.schedule.num_rows <= max_num_seqs, "rows"
-        for request, samples in zip(step.rows, step.schedule.samples, strict=True):
-            in_flight[id(request)] += bool(samples)  # the count of None is never read
+        drafts = step.schedule.num_drafts
+        for row, (request, samples) in enumerate(
+            zip(step.rows, step.schedule.samples, strict=True)
+        ):
+            num_drafts = 0 if drafts is None else int(drafts[row])
+            in_flight[id(request)] += bool(samples) + num_drafts  # that of None is never read
+            uncertain[id(request)] += num_drafts
     for r in requests.values():
         assert r.num_in_flight == in_flight[id(r)], f"{r}: {in_flight[id(r)]} in flight"
+        assert r.num_uncertain == uncertain[id(r)], f"{r}: {uncertain[id(r)]} uncertain"
         assert r.num_known_tokens <= r.num_tokens <= r.max_num_tokens, r
         assert r.num_computed_tokens <= r.room, r
         assert r.status is RequestStatus.RUNNING or not r.tables and r.slot < 0, r

@@ -4,6 +4,9 @@ Two numbers are its progress. `num_tokens` counts the tokens of the prompt and e
 that is known or in flight. `num_computed_tokens` of them have been dispatched to the device; the
 others are still to be computed. A step that computes the newest token also samples the next one.
 That token is *in flight* until its id arrives: `num_tokens` counts it, `output_token_ids` lacks it.
+
+A step may also compute drafts of the tokens after the newest one. Until the step comes back, both
+numbers count the drafts as if they were accepted; `num_uncertain` is how many they are.
 """
 
 import copy
@@ -35,6 +38,8 @@ class Request:
         "arrival_time",
         "bad_word_ids",
         "block_hashes",
+        "draft_gain",
+        "draft_pause",
         "eos_token_ids",
         "followers",
         "grammar",
@@ -46,14 +51,17 @@ class Request:
         "max_tokens",
         "min_tokens",
         "next_block_at",
+        "next_draft_pause",
         "num_cache_bars",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_counted_prompt_tokens",
         "num_holds",
         "num_prompt_tokens",
+        "num_proposed",
         "num_registered_blocks",
         "num_tokens",
+        "num_uncertain",
         "order",
         "output_token_ids",
         "priority",
@@ -90,6 +98,7 @@ class Request:
         self.num_tokens = self.num_prompt_tokens
         self.max_num_tokens = self.num_prompt_tokens + message.max_tokens
         self.num_computed_tokens = 0
+        self.num_uncertain = 0
         self.num_counted_prompt_tokens = 0  # the statistics have counted this many
         # How many features bar it from the prefix cache: it must compute its tokens itself.
         self.num_cache_bars = 0
@@ -104,6 +113,13 @@ class Request:
         self.num_cached_tokens = 0  # found in the prefix cache when first admitted
         self.stats = RequestStats(replica=message.replica)
         self.has_new_stats = True  # the next output carries the stats
+
+        # Owned by `speculation`: the drafter's proposal in the latest known step, what drafts bring
+        # on average, and rows without drafts until they are tried again.
+        self.num_proposed = 0
+        self.draft_gain = 1.0
+        self.draft_pause = 0
+        self.next_draft_pause = 0
 
         # Owned by KVCacheManager. Hashes outlive a preemption; blocks do not.
         self.tables: tuple[BlockTable, ...] = ()  # by group; empty unless the request runs
@@ -123,8 +139,13 @@ class Request:
 
     @property
     def num_in_flight(self) -> int:
-        """Sampled tokens whose ids have not arrived yet."""
+        """Sampled tokens whose ids have not arrived yet, at most."""
         return self.num_tokens - self.num_known_tokens
+
+    @property
+    def num_certain_tokens(self) -> int:
+        """How many tokens are computed at least."""
+        return self.num_computed_tokens - self.num_uncertain
 
     @property
     def is_finished(self) -> bool:
@@ -145,6 +166,17 @@ class Request:
         start = max(self.num_computed_tokens - n, self.num_counted_prompt_tokens)
         self.num_counted_prompt_tokens = max(end, self.num_counted_prompt_tokens)
         return max(end - start, 0)
+
+    def take_tokens(self, tokens: list[int]) -> tuple[FinishReason, int | None] | None:
+        """Add tokens to the output, and return what `finish_after` says of the last. If one of them
+        ends the request, remove those after it from the list."""
+        for count, token in enumerate(tokens, 1):
+            self.output_token_ids.append(token)
+            finish = self.finish_after(token)
+            if finish is not None:
+                del tokens[count:]
+                return finish
+        return None
 
     def finish_after(self, token: int) -> tuple[FinishReason, int | None] | None:
         """Return the finish reason if the newest output token ends the request, and the token if it

@@ -15,6 +15,7 @@ from jaxllm.scheduler.logprobs import row_logprobs
 from jaxllm.scheduler.places import Places
 from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.schedule import NO_TOKEN, Schedule, StepResult
+from jaxllm.scheduler.speculation import Drafting
 
 logger = init_logger(__name__)
 
@@ -37,19 +38,27 @@ class Results:
         kv: KVCacheManager,
         features: Sequence[Feature],
         stats: EngineStats,
+        drafting: Drafting | None = None,
     ) -> None:
         self.dispatched: deque[Dispatched] = deque()  # the oldest first
         self._places = places
         self._kv = kv
         self._features = features
         self._stats = stats
+        self._drafting = drafting
 
     def update(self, schedule: Schedule, result: StepResult) -> list[EngineOutput]:
         """Take in the result of the oldest dispatched step; return the new outputs."""
         step = self._take_oldest(schedule)
         now = time.monotonic()
         token_ids = result.token_ids[: len(step.rows)].tolist()
-        corrupted = corrupted_rows(schedule, result) if NO_TOKEN in token_ids else set[int]()
+        has_drafts = schedule.num_drafts is not None
+        corrupted = set[int]()
+        if has_drafts or NO_TOKEN in token_ids:
+            corrupted = corrupted_rows(schedule, result)
+        drafting = self._drafting
+        if drafting is not None:
+            drafting.read(schedule, result)
         parts: dict[int, list[Brought]] = {}  # of features, by row
         failed: dict[int, str] = {}
         complete: set[int] = set()
@@ -82,13 +91,14 @@ class Results:
                     for brought in parts[row]:
                         brought.add_to(output, row)
                 continue
-            request.output_token_ids.append(token)
-            num_new_tokens += 1
+            tokens = [token] if drafting is None else drafting.take(request, row, token)
+            finish = request.take_tokens(tokens)
+            num_new_tokens += len(tokens)
             stats = request.stats
             stats.last_token_ts = now
             output = EngineOutput(
                 request_id=request.request_id,
-                new_token_ids=[token],
+                new_token_ids=tokens,
                 num_cached_tokens=request.num_cached_tokens,
             )
             outputs.append(output)
@@ -101,10 +111,13 @@ class Results:
                 output.new_logprobs = [
                     row_logprobs(result.logprobs, row, request.sampling_params.logprobs, logits)
                 ]
+                if drafting is not None and len(tokens) > 1:
+                    output.new_logprobs += drafting.more_logprobs(
+                        row, len(tokens) - 1, request.sampling_params.logprobs
+                    )
             if parts and row in parts:
                 for brought in parts[row]:
                     brought.add_to(output, row)
-            finish = request.finish_after(token)
             if row in complete and (finish is None or finish[0] is FinishReason.LENGTH):
                 finish = FinishReason.STOP, None
             if finish is not None:
@@ -179,6 +192,7 @@ class Results:
             feature.start_over(request)
         request.hash_root = None
         request.num_tokens = request.num_known_tokens
+        request.num_uncertain = 0
         if request.status is RequestStatus.RUNNING:
             self._places.preempt(request)
         else:  # it was preempted before, and parked until this token arrived

@@ -14,6 +14,8 @@ from jaxllm.sampling_params import SamplingParams
 
 # In Schedule.token_ids: the token that this row's slot sampled last. Only the device has it.
 CARRIED_TOKEN = -1
+# In Schedule.token_ids: what the drafter has proposed at this place. Only the device has it.
+DRAFT_TOKEN = -2
 # In Schedule.starts: the row begins where the slot's previous row ended.
 GO_ON = -1
 # In StepResult.token_ids: the logits were not finite, so no token was sampled.
@@ -50,13 +52,17 @@ class Schedule:
     # Where the tokens of a row begin: a position in the sequence for a request just admitted, else
     # GO_ON. The device knows where the slot's previous row ended.
     starts: np.ndarray  # int32 [rows]
-    context_lens: np.ndarray  # int32 [rows]: tokens in the KV cache after this step
+    # int32 [rows]: tokens in the KV cache after this step, at most: drafts may have been refused
+    context_lens: np.ndarray
     samples: np.ndarray  # bool [rows]: whether the row samples a token after its last one
-    # The tokens of the rows, one row after another; CARRIED_TOKEN if the host has no id yet.
+    # The tokens of the rows, one row after another; CARRIED_TOKEN if the host has no id yet,
+    # DRAFT_TOKEN for drafts.
     token_ids: np.ndarray  # int32 [sum(num_tokens)]
     # Changes of the device's block tables, in any order: (cache group, slot, index in the table,
     # block).
     block_updates: np.ndarray  # int32 [changes, 4]
+    # int32 [rows]: how many of each row's tokens are drafts; None if no row has any.
+    num_drafts: np.ndarray | None = None
     admissions: list[Admission] = field(default_factory=list)
     wants_logprobs: bool = False  # whether a row that samples wants logprobs
     # Rows that sample late: under a mask that the host makes while the device runs the step. Their
@@ -95,11 +101,24 @@ class LogprobArrays(NamedTuple):
     normalisers: np.ndarray  # float32 [positions]: a logprob is a logit minus this
 
 
+class DraftedResult(NamedTuple):
+    """What an engine that speculates adds to a result, by row."""
+
+    num_proposed: np.ndarray  # int32 [>= rows]: tokens that the next step can have as drafts
+    num_accepted: np.ndarray  # int32 [>= rows]: drafts of this step
+    # int32 [>= rows, most drafts of a row]: the tokens after each row's first. As many of them are
+    # sampled as drafts are accepted. Empty if no row has drafts.
+    token_ids: np.ndarray
+    logprobs: LogprobArrays | None  # of these tokens, one row after another, if wants_logprobs
+
+
 class StepResult(NamedTuple):
     """What the device computed for a Schedule, by row."""
 
-    token_ids: np.ndarray  # int32 [>= rows]; meaningful where `samples` is set
+    # int32 [>= rows]; meaningful where `samples` is set. `drafted` has further ones.
+    token_ids: np.ndarray
     logprobs: LogprobArrays | None  # by row, if wants_logprobs
     # By row: all logits after its last token, if wants_logits.
     logits: np.ndarray | None = None  # float32 [>= rows, >= vocabulary]; padding is -inf
     slices: dict[str, Slice] = {}  # of the features in Schedule.slices; read only
+    drafted: DraftedResult | None = None  # only of an engine that speculates

@@ -33,6 +33,8 @@ from jaxllm.scheduler.policy import SchedulingPolicy, checked_key, fcfs
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.results import Dispatched, Results
 from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.scheduler.speculation import Drafting
+from jaxllm.speculative_config import Speculation
 
 
 class Scheduler:
@@ -50,6 +52,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
         features: Sequence[Feature] = (),
+        speculation: Speculation | None = None,
         stats: EngineStats | None = None,
         check_invariants: bool = False,
     ) -> None:
@@ -83,7 +86,13 @@ class Scheduler:
         self.stats.group_shortages = [*kv.num_shortages]
 
         self._places = Places(max_num_seqs=max_num_seqs, kv=kv, features=features, stats=self.stats)
-        self._results = Results(self._places, kv=kv, features=features, stats=self.stats)
+        self._drafting = None
+        if speculation is not None:
+            assert lanes is None, "a pipeline does not speculate"
+            self._drafting = Drafting(speculation, kv, self.stats)
+        self._results = Results(
+            self._places, kv=kv, features=features, stats=self.stats, drafting=self._drafting
+        )
         self._num_arrivals = 0
         self._num_steps = 0
 
@@ -191,7 +200,10 @@ class Scheduler:
         num_running = len(everyone)
         running = everyone if self._lanes is None else self._lanes.take_turn(everyone)
         add_decode = draft.decodes.append
-        index = 0
+        drafting = self._drafting
+        if drafting is not None:
+            drafting.begin(len(running), budget)
+        num_drafts = index = 0
         while index < len(running) and budget:
             request = running[index]
             index += 1
@@ -203,6 +215,9 @@ class Scheduler:
                 n = self._limit(request, n, budget)
                 if n == 0:
                     continue
+            elif drafting is not None:
+                num_drafts = drafting.draft(request)
+                n += num_drafts
             if num_computed + n > request.room:
                 if not self._make_room(request, num_computed + n, running):
                     break
@@ -212,7 +227,8 @@ class Scheduler:
             if n == 1:
                 add_decode(request)
             else:
-                draft.add_row(request, n)
+                draft.add_row(request, n, num_drafts)
+                num_drafts = 0
             if num_computed < request.num_prompt_tokens:
                 self.stats.num_prompt_tokens += request.count_prompt_tokens(n)
         return budget, len(everyone) < num_running

@@ -38,6 +38,9 @@ def measure_steps(
     for name in ("data_parallel_size", "pipeline_parallel_size", "nnodes"):
         if config.get(name) != 1:
             raise refused(name, config.get(name), "one replica in one stage on one host is timed")
+    if config.speculation.read() is not None:
+        given = config.speculation.speculative_config or config.speculation.spec_method
+        raise refused("speculative_config", given, "steps without drafts are timed; leave it out")
     set_up_jax(config)
     executor = _TimingExecutor(config)
     plan = executor.plan

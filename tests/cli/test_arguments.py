@@ -126,7 +126,7 @@ def test_model_is_accepted_with_and_without_its_flag_at_any_place():
         (["--quantization", "awq"], "--quantization is not supported yet: weights are served as"),
         (["m", "-q=awq"], "-q is not supported yet: weights are served as float32"),
         (["m", "--kv-cache-dtype=fp8"], "--kv-cache-dtype is not supported yet"),
-        (["m", "--speculative-config.method", "ngram"], "there is no speculative decoding"),
+        (["m", "--speculative-config.method", "ngram"], "did you mean --speculative-config?"),
         (["m", "--disable-uvicorn-access-log"], "--no-access-log leaves"),
         (["m", "--fingerprint-mode", "full"], "--fingerprint-mode is not supported yet"),
         (["m", "n"], "unknown argument 'n'; see `jaxllm test --help`"),

@@ -18,6 +18,7 @@ OTHER_WAYS = {
     "few blocks": {"enable_prefix_caching": False, "block_size": 4, "num_gpu_blocks_override": 36},
     "reference": {"attention_backend": "reference", "block_size": 16},
     "whole": {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
+    "drafts": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
 }
 
 
@@ -44,6 +45,7 @@ def test_equalities_of_the_engine_hold_for_two_shards(answered, same_answers, wa
 def test_its_engines_took_other_ways(answered):
     assert answered[2]["metrics"]["overlap"] and not answered["plain"]["metrics"]["overlap"]
     assert answered["few blocks"]["metrics"]["num_preemptions"] > 0
+    assert answered["drafts"]["metrics"]["spec_decode_num_draft_tokens"] > 0
 
 
 # The emulator of GPUs does not tell devices apart, so this is for the kernels of TPUs only.

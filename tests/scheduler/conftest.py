@@ -29,13 +29,16 @@ from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.policy import fcfs
 from jaxllm.scheduler.schedule import (
     CARRIED_TOKEN,
+    DRAFT_TOKEN,
     GO_ON,
     NO_TOKEN,
+    DraftedResult,
     LogprobArrays,
     Schedule,
     StepResult,
 )
 from jaxllm.scheduler.scheduler import Scheduler
+from jaxllm.speculative_config import Speculation
 
 VOCAB_SIZE = 50
 NUM_LOGPROBS = 3
@@ -80,11 +83,26 @@ def expected_run(request: EngineRequest) -> tuple[list[int], FinishReason, int |
 
 
 class FakeDevice:
-    """Runs Schedules in order. It knows of requests only what Schedules contain."""
+    """Runs Schedules in order. It knows of requests only what Schedules contain.
+
+    If the engine speculates, the drafts are the next tokens until one is wrong. `is_right(rng)`
+    says whether the next one is right.
+    """
 
     def __init__(
-        self, *, groups: tuple[CacheGroup, ...], block_size: int, max_num_seqs: int, max_blocks: int
+        self,
+        *,
+        groups: tuple[CacheGroup, ...],
+        block_size: int,
+        max_num_seqs: int,
+        max_blocks: int,
+        num_drafts: int = 0,
+        is_right=lambda rng: rng.random() < 0.7,
     ) -> None:
+        self.num_drafts = num_drafts
+        self.is_right = is_right
+        self.rng = np.random.default_rng(0)
+        self.drafts: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.block_size = block_size
         self.groups = groups
         self.kv = [np.full((group.num_blocks, block_size), -1, np.int64) for group in groups]
@@ -113,13 +131,17 @@ class FakeDevice:
         assert (np.diff(schedule.num_tokens) >= 0).all()
 
         starts = np.where(schedule.starts == GO_ON, self.lengths[schedule.slots], schedule.starts)
-        np.testing.assert_array_equal(starts + schedule.num_tokens, schedule.context_lens)
-        self.lengths[schedule.slots] = schedule.context_lens
+        context_lens = starts + schedule.num_tokens
+        if self.num_drafts:
+            assert (context_lens <= schedule.context_lens).all()
+        else:
+            np.testing.assert_array_equal(context_lens, schedule.context_lens)
+        self.lengths[schedule.slots] = context_lens
         ends = np.cumsum(schedule.num_tokens)
         rows = [
             (int(slot), int(context - n), int(context), schedule.token_ids[end - n : end].tolist())
             for slot, context, n, end in zip(
-                schedule.slots, schedule.context_lens, schedule.num_tokens, ends, strict=True
+                schedule.slots, context_lens, schedule.num_tokens, ends, strict=True
             )
         ]
         if self.is_broken:
@@ -128,7 +150,9 @@ class FakeDevice:
             garbage = np.zeros(len(rows), np.int32)
             prompt_logprobs = self.no_logprobs(ends[-1])._asdict()
             slices = {PROMPT_LOGPROBS: prompt_logprobs}
-            return StepResult(garbage, self.no_logprobs(len(rows)), slices=slices)
+            return StepResult(
+                garbage, self.no_logprobs(len(rows)), None, slices, self.no_drafts(len(rows))
+            )
         # Every row reads before any row writes, and no row may write what another reads: a kernel
         # promises no order within a step.
         written: list[set[int]] = [set() for _ in self.groups]
@@ -151,34 +175,51 @@ class FakeDevice:
         if schedule.carried_from is not None:
             newest = max((self.sampled_in[slot] for slot in carried), default=-1)
             assert schedule.carried_from == newest
-        for slot, start, end, tokens in rows:
-            if CARRIED_TOKEN in tokens:
-                assert tokens == [CARRIED_TOKEN]
-                tokens = [self.last_token[slot]]
+        num_drafts = schedule.num_drafts
+        for row, (slot, start, end, tokens) in enumerate(rows):
+            drafts = 0 if num_drafts is None else int(num_drafts[row])
+            newest = tokens[: len(tokens) - drafts]
+            assert tokens[len(newest) :] == [DRAFT_TOKEN] * drafts
+            if CARRIED_TOKEN in newest:
+                assert newest == [CARRIED_TOKEN]
+                newest = [self.last_token[slot]]
+            drafted = (self.drafts[slot] + [VOCAB_SIZE] * drafts)[:drafts]
+            tokens = newest + drafted
             computed = self.histories[slot][start - 1 : start] if start else []
             history = computed[0] if computed else 1
             row_histories = []
             for token in tokens:
                 history = extend_history(history, token)
                 row_histories.append(history)
-            assert row_histories == self.histories[slot][start:end], f"slot {slot}: wrong tokens"
+            certain = row_histories[: len(newest)]
+            due = self.histories[slot][start : end - drafts]
+            assert certain == due, f"slot {slot}: wrong tokens"
             self.write(slot, start, end, POISON if self.is_corrupted[slot] else row_histories)
             flat_histories += row_histories
         return self.outputs(schedule, rows, flat_histories)
 
     def outputs(self, schedule: Schedule, rows: list, flat_histories: list[int]) -> StepResult:
         sampled, row_logprobs = [], self.no_logprobs(len(rows))
+        drafted = self.no_drafts(len(rows))
         for row, (slot, _, end, _) in enumerate(rows):
             history = self.histories[slot]
-            assert bool(schedule.samples[row]) == (end == len(history))
+            num_drafts = 0 if schedule.num_drafts is None else int(schedule.num_drafts[row])
+            assert bool(schedule.samples[row]) == (end - num_drafts == len(history))
             token = 10**6  # meaningless where the row does not sample
             if schedule.samples[row]:
-                token = sample(history[-1])
-                row_logprobs.token_ids[row, 0] = token
-                row_logprobs.logprobs[row] = logprob(history[-1], token)
-                history.append(extend_history(history[-1], token))
-                self.last_token[slot] = token
+                token = self.sample_one(slot, row_logprobs, row)
                 self.sampled_in[slot] = schedule.step
+                drafts = self.drafts[slot][:num_drafts]
+                accepted = 0
+                while accepted < len(drafts) and drafts[accepted] == self.last_token[slot]:
+                    place = row * self.num_drafts + accepted
+                    newest = self.sample_one(slot, drafted.logprobs, place)
+                    drafted.token_ids[row, accepted] = newest
+                    accepted += 1
+                drafted.num_accepted[row] = accepted
+                self.lengths[slot] = end - num_drafts + accepted
+                self.drafts[slot] = self.propose(slot)
+                drafted.num_proposed[row] = len(self.drafts[slot])
             sampled.append(NO_TOKEN if self.is_corrupted[slot] else token)
         slices = {}
         if PROMPT_LOGPROBS in schedule.slices:
@@ -198,7 +239,27 @@ class FakeDevice:
             np.array(sampled + [7], np.int32),  # padding rows come back too
             row_logprobs if schedule.wants_logprobs else None,
             slices=slices,
+            drafted=drafted if self.num_drafts else None,
         )
+
+    def sample_one(self, slot: int, logprobs: LogprobArrays, place: int) -> int:
+        history = self.histories[slot]
+        token = sample(history[-1])
+        logprobs.token_ids[place, 0] = token
+        logprobs.logprobs[place] = logprob(history[-1], token)
+        history.append(extend_history(history[-1], token))
+        self.last_token[slot] = token
+        return token
+
+    def propose(self, slot: int) -> list[int]:
+        """Drafts of the next tokens; after a wrong one, any."""
+        drafts: list[int] = []
+        history = self.histories[slot][-1]
+        while len(drafts) < self.num_drafts and self.rng.random() < 0.9:
+            token = sample(history) if self.is_right(self.rng) else int(self.rng.integers(50))
+            drafts.append(token)
+            history = extend_history(history, token)
+        return drafts
 
     def write(self, slot: int, start: int, end: int, values: list[int] | int) -> None:
         for index, kv in enumerate(self.kv):
@@ -214,6 +275,15 @@ class FakeDevice:
         blocks = self.tables[group, slot, positions // self.block_size]
         assert (blocks >= 0).all(), f"slot {slot} has no block for a position below {end}"
         return blocks, positions % self.block_size
+
+    def no_drafts(self, rows: int) -> DraftedResult | None:
+        zeros = np.zeros(rows + 1, np.int32)
+        return DraftedResult(
+            zeros,
+            zeros.copy(),
+            np.zeros((rows + 1, self.num_drafts), np.int32),
+            self.no_logprobs((rows + 1) * self.num_drafts),
+        )
 
     @staticmethod
     def no_logprobs(positions: int) -> LogprobArrays:
@@ -289,6 +359,8 @@ class FakeEngine:
         enable_prefix_caching: bool = True,
         policy=fcfs,
         failure_loses_cache: bool = False,
+        speculation: Speculation | None = None,
+        is_right=lambda rng: rng.random() < 0.7,
         **options,
     ) -> None:
         self.depth = depth
@@ -313,6 +385,7 @@ class FakeEngine:
             policy=policy,
             features=(PromptLogprobs(),),
             check_invariants=True,
+            speculation=speculation,
             **options,
         )
         self.stats = self.scheduler.stats
@@ -321,6 +394,8 @@ class FakeEngine:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_blocks=-(-max_model_len // block_size),
+            num_drafts=speculation.num_drafts if speculation else 0,
+            is_right=is_right,
         )
         self.in_flight: deque[tuple[Schedule, StepResult, bool]] = deque()
         self.received: dict[str, Received] = {}

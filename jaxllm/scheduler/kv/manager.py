@@ -128,13 +128,19 @@ class KVCacheManager:
         request.room = end * self.block_size
         return True
 
+    def fits(self, request: Request, num_tokens: int) -> bool:
+        """Whether `extend` would find the blocks."""
+        end = -(-num_tokens // self.block_size)
+        pools = zip(self._pools, request.tables, strict=True)
+        return all(end - table.end <= pool.num_free for pool, table in pools)
+
     def advance(self, request: Request) -> None:
         """Register the request's full blocks whose tokens are known, and take back the blocks
         behind a window."""
         self._register(request)
         for index in self._windowed:
             table = request.tables[index]
-            start = self.groups[index].first_block(request.num_computed_tokens, self.block_size)
+            start = self.groups[index].first_block(request.num_certain_tokens, self.block_size)
             if start > table.start:
                 self._pools[index].release(table.drop_until(start))
         self._note_next_block(request)
@@ -168,7 +174,7 @@ class KVCacheManager:
             pool.check([request.tables[index].blocks for request in running])
             for request in running:
                 table = request.tables[index]
-                first = group.first_block(request.num_computed_tokens, self.block_size)
+                first = group.first_block(request.num_certain_tokens, self.block_size)
                 assert table.start <= first, f"{request}: block {first} of group {index} is gone"
                 assert table.num_sent <= table.end, f"{request}: group {index}"
                 assert len(table.blocks) <= group.max_blocks_per_request, f"{request}: {index}"
@@ -203,7 +209,7 @@ class KVCacheManager:
     def _register(self, request: Request) -> None:
         if request.hash_root is None:
             return
-        num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
+        num_tokens = min(request.num_certain_tokens, request.num_known_tokens)
         first, end = request.num_registered_blocks, num_tokens // self.block_size
         if first < end:
             self._hash_blocks(request, end)

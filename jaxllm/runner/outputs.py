@@ -1,0 +1,33 @@
+"""What a step leaves for the host."""
+
+from dataclasses import dataclass
+
+import jax
+
+from jaxllm.sampling.logprobs import LogprobOutput
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedOutputs:
+    """What speculation adds, by row (padding rows included)."""
+
+    # i32 [R, 2 + k]: how many tokens are proposed for the next step, how many drafts of this one
+    # are accepted, and the tokens sampled after the first, of which the accepted ones count. In a
+    # program without rows with drafts k is 0.
+    figures: jax.Array
+    logprobs: LogprobOutput | None  # [R * k, 1 + n], of these tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """What a step leaves for the host, by row (padding rows included)."""
+
+    tokens: jax.Array  # i32 [R]; NO_TOKEN if the logits are not finite
+    logprobs: LogprobOutput  # [R, 1 + k]; zeros when no row asked
+    slices: dict[str, dict[str, jax.Array]]  # of the features in this program
+    # f32 [R, V], after each row's last token; only if requests may want more than k logprobs.
+    # To leave the logits costs nothing: they stay on the device unless a row wants that many.
+    logits: jax.Array | None
+    drafted: DraftedOutputs | None = None  # only in an engine that speculates

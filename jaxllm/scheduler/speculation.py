@@ -1,0 +1,128 @@
+"""Speculation, on the host: which rows have drafts, and which tokens they brought.
+
+The host plans a step while it does not know how many drafts of the step before are accepted. So it
+counts them all: `num_tokens` and `num_computed_tokens` of a request are the most that there can be,
+and `num_uncertain` says how many of these tokens may turn out to be refused. Blocks are taken for
+the most. What must not be undone goes by the least: which blocks are registered in the prefix
+cache, and which are given back behind a window.
+
+A row with drafts costs more than a decode, even if none is accepted. So a request gets drafts only
+if the drafter had a proposal in its latest step that has come back, and pauses when its drafts have
+brought little.
+"""
+
+from jaxllm.messages import PositionLogprobs
+from jaxllm.metrics.stats import EngineStats
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS
+from jaxllm.scheduler.kv.manager import KVCacheManager
+from jaxllm.scheduler.logprobs import row_logprobs
+from jaxllm.scheduler.request import Request, RequestStatus
+from jaxllm.scheduler.schedule import DraftedResult, Schedule, StepResult
+from jaxllm.speculative_config import Speculation
+
+# Rows with drafts are worth their price if they bring this many tokens more, on average.
+_MIN_GAIN = 0.5
+# The weight of a request's latest row in its average.
+_WEIGHT = 0.25
+# For how many rows a request pauses, the first time and at most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 8, 128
+
+
+class Drafting:
+    """Gives rows their drafts, and takes in what became of them."""
+
+    def __init__(self, speculation: Speculation, kv: KVCacheManager, stats: EngineStats) -> None:
+        self._by_requests = speculation.drafts_by_requests
+        self._kv = kv
+        self._stats = stats
+        stats.num_accepted_by_place = [0] * speculation.num_drafts
+        self._most = 0  # drafts of a row in the step that is planned
+        self._spare = 0  # tokens of its budget that no running request needs
+        # Of the step that is taken in.
+        self._num_drafts: list[int] = []
+        self._num_accepted: list[int] = []
+        self._num_proposed: list[int] = []
+        self._drafted: DraftedResult | None = None
+
+    def begin(self, num_running: int, budget: int) -> None:
+        """Begin to plan a step."""
+        in_table = 0 < num_running <= len(self._by_requests)
+        self._most = self._by_requests[num_running - 1] if in_table else 0
+        self._spare = budget - num_running
+
+    def draft(self, request: Request) -> int:
+        """Count drafts behind the newest token of a request, and return how many there are."""
+        if not self._most or not request.num_proposed:
+            return 0
+        if request.grammar is not None:
+            return 0  # its row samples late, under the mask of one token
+        if (request.sampling_params.logprobs or 0) > MAX_STEP_LOGPROBS:
+            return 0  # they come from logits, and a step leaves those of one token for each row
+        if request.draft_pause:
+            request.draft_pause -= 1
+            return 0
+        count = min(self._most, self._spare, request.max_num_tokens - request.num_tokens - 1)
+        end = request.num_computed_tokens + 1 + count
+        if end > request.room and not self._kv.fits(request, end):
+            count = request.room - request.num_computed_tokens - 1
+        if count <= 0:
+            return 0
+        self._spare -= count
+        request.num_tokens += count
+        request.num_uncertain += count
+        return count
+
+    def read(self, schedule: Schedule, result: StepResult) -> None:
+        """Begin to take a step in."""
+        drafted = result.drafted
+        assert drafted is not None, f"step {schedule.step} brought no figures of drafts"
+        self._drafted = drafted
+        self._num_proposed = drafted.num_proposed.tolist()
+        drafts = schedule.num_drafts
+        self._num_drafts = [] if drafts is None else drafts.tolist()
+        self._num_accepted = [] if drafts is None else drafted.num_accepted.tolist()
+
+    def take(self, request: Request, row: int, first: int) -> list[int]:
+        """Return the tokens that a row has sampled, of which `first` is the first, and count its
+        request's tokens anew."""
+        # A request that was preempted since then has computed nothing.
+        runs = request.status is RequestStatus.RUNNING
+        request.num_proposed = self._num_proposed[row] if runs else 0
+        if not self._num_drafts or not (num_drafts := self._num_drafts[row]):
+            return [first]
+        drafted = self._drafted
+        assert drafted is not None
+        num_accepted = self._num_accepted[row]
+        refused = num_drafts - num_accepted
+        request.num_tokens -= refused
+        request.num_uncertain -= num_drafts
+        if runs:
+            request.num_computed_tokens -= refused
+        self._weigh(request, num_accepted)
+        stats = self._stats
+        stats.num_drafts += 1
+        stats.num_draft_tokens += num_drafts
+        stats.num_accepted_tokens += num_accepted
+        for place in range(num_accepted):
+            stats.num_accepted_by_place[place] += 1
+        return [first, *drafted.token_ids[row, :num_accepted].tolist()]
+
+    def more_logprobs(self, row: int, num_tokens: int, count: int) -> list[PositionLogprobs]:
+        """The logprobs of the first tokens of a row after its first one."""
+        drafted = self._drafted
+        assert drafted is not None and drafted.logprobs is not None
+        begin = row * drafted.token_ids.shape[1]
+        return [row_logprobs(drafted.logprobs, begin + i, count) for i in range(num_tokens)]
+
+    def _weigh(self, request: Request, num_accepted: int) -> None:
+        """Note how many drafts of a row were accepted. Let the request pause if it is too few, each
+        time for longer."""
+        request.draft_gain += _WEIGHT * (num_accepted - request.draft_gain)
+        if request.draft_gain >= _MIN_GAIN:
+            request.next_draft_pause = 0
+        elif not request.draft_pause:
+            pause = request.next_draft_pause or _FIRST_PAUSE
+            request.draft_pause = pause
+            request.next_draft_pause = min(2 * pause, _LONGEST_PAUSE)
+            # After the pause a single row that brings much is enough.
+            request.draft_gain = _MIN_GAIN

@@ -1,0 +1,105 @@
+"""What speculative_config may be, and how everything else is refused."""
+
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError
+from jaxllm.plan.choose import choose_speculation
+
+
+def read(**fields):
+    return EngineConfig.create("m", speculative_config=fields).speculation.read()
+
+
+def test_nothing_is_the_default():
+    assert EngineConfig.create("m").speculation.read() is None
+
+
+def test_flags_are_short_for_fields():
+    config = EngineConfig.create("m", spec_method="ngram", spec_tokens=3)
+    assert config.speculation.read() == read(method="ngram", num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lookup"),
+    [
+        ({}, (2, 4)),
+        ({"prompt_lookup_max": 1}, (1, 1)),
+        ({"prompt_lookup_max": 6}, (2, 6)),
+        ({"prompt_lookup_min": 5}, (5, 5)),
+        ({"prompt_lookup_min": 3, "prompt_lookup_max": 3}, (3, 3)),
+    ],
+)
+def test_one_end_of_the_lookup_moves_the_other(fields, lookup):
+    speculation = read(method="ngram", **fields)
+    assert (speculation.min_lookup, speculation.max_lookup) == lookup
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "method=None is not supported: there is 'ngram'"),
+        ({"method": "eagle3", "model": "x"}, "method='eagle3' is not supported: heads"),
+        ({"method": "draft_model"}, "a second model is not run; there is 'ngram'"),
+        ({"method": 3}, "method=3 is not supported"),
+        ({"method": ["ngram"]}, "is not supported"),
+        ({"method": "ngram", "model": "x"}, "model='x' is not supported"),
+        ({"method": "ngram", "ngrams": 2}, "ngrams=2 is not supported"),
+        ({"method": "ngram", "num_speculative_tokens": 8}, "give 1 to 7"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "give 1 to 7"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "give 1 to 7"),
+        ({"method": "ngram", "prompt_lookup_max": 17}, "give 1 to 16"),
+        ({"method": "ngram", "prompt_lookup_max": "4"}, "give 1 to 16"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            "prompt_lookup_min=4 is not supported: prompt_lookup_max=3",
+        ),
+    ],
+)
+def test_other_fields_and_values_are_refused_by_name(fields, message):
+    with pytest.raises(ValidationError) as refusal:
+        read(**fields)
+    assert message in str(refusal.value)
+    assert refusal.value.parameter == "speculative_config"
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [[[2, 4, 3]], [[1, 4, 3], [6, 8, 1]], [[1, 4, 9]], [[1, 0, 3]], [[1, 4, 0]], [1], 3, [[1, 2]]],
+)
+def test_ranges_with_gaps_are_refused(ranges):
+    with pytest.raises(ValidationError, match="num_speculative_tokens_per_batch_size"):
+        read(method="ngram", num_speculative_tokens_per_batch_size=ranges)
+
+
+def test_drafts_by_the_number_of_requests():
+    ranges = [[1, 2, 4], [3, 5, 2], [6, 90, 0]]
+    speculation = read(method="ngram", num_speculative_tokens_per_batch_size=ranges)
+    assert speculation.drafts_by_requests == (4, 4, 2, 2, 2)
+    assert speculation.max_rows == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: a pipeline does not speculate"),
+        ({"spec_tokens": 2}, "spec_tokens=2: speculative_config has num_speculative_tokens=3"),
+        ({"spec_method": "eagle"}, "spec_method='eagle': speculative_config has method='ngram'"),
+        ({"spec_model": "x"}, "no drafts come from a second model"),
+    ],
+)
+def test_what_contradicts_it_is_refused(options, message):
+    fields = {"method": "ngram", "num_speculative_tokens": 3}
+    with pytest.raises(ValidationError) as refusal:
+        EngineConfig.create("m", speculative_config=fields, **options)
+    assert message in str(refusal.value)
+
+
+def test_the_plan_gives_drafts_to_few_requests():
+    config = EngineConfig.create("m", spec_method="ngram", spec_tokens=3)
+    chosen = choose_speculation(config, "tpu", 256, 2048)
+    assert set(chosen.drafts_by_requests) == {3}
+    assert 16 <= chosen.max_rows <= 128
+    assert choose_speculation(config, "tpu", 2, 2048).max_rows == 2
+    with pytest.raises(ValidationError, match="max_num_batched_tokens=7"):
+        choose_speculation(config, "tpu", 2, 7)
