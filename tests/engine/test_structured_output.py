@@ -9,6 +9,9 @@ import itertools
 import msgspec
 import pytest
 
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.executor.launch import make_executors
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import Add, Sibling
 from jaxllm.plan.buckets import Bucket
@@ -18,6 +21,7 @@ from jaxllm.testing import make_tiny_checkpoint
 from tests.grammars import (
     GRAMMARS,
     SCHEMAS,
+    Answer,
     crowd,
     is_valid,
     json_grammar,
@@ -28,6 +32,7 @@ from tests.grammars import (
     serve,
 )
 from tests.profile import TINY
+from tests.stand_in import StandIn
 
 CHECKED = TINY | {"check_invariants": True}
 FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 34, "enable_prefix_caching": False}
@@ -273,6 +278,29 @@ class TestFailures:
                 core.step()
         core.scheduler.reset_prefix_cache()
         same(serve(core, crowd()), expected)
+
+
+def test_replicas_do_not_wait_for_each_others_tokens(model, expected):
+    """A step that awaits its masks is left alone while the one before it runs."""
+    config = EngineConfig.create(model=model, **CHECKED)
+    [executor] = make_executors(config)
+    device = StandIn(executor)
+    core = EngineCore(config, device)
+    [one] = [one for one in crowd() if one.request_id == "2"]
+    core.add_request(one)
+    while not core.in_flight:
+        core.step(wait=False)
+    answer = Answer()
+    while core.has_work():
+        device.is_busy = True
+        for _ in range(3):
+            assert core.step(wait=False) == []
+        num_steps, device.is_busy = device.num_steps, False
+        for output in core.step(wait=False):
+            answer.add(output)
+        assert device.num_steps == num_steps
+    same({"2": answer}, expected)
+    core.shutdown()
 
 
 def test_what_compiles_slowly_does_not_hold_up_the_others(core):
