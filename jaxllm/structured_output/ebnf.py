@@ -218,12 +218,13 @@ class _Reader:
 def _unescaped(text: str, *, keep_dash: bool = False) -> Iterator[str]:
     r"""The characters of a literal or a class. With `keep_dash`, an escaped one keeps a backslash,
     so that `\-` makes no range."""
-    for escape, char in _ESCAPE.findall(text):
+    for found in _ESCAPE.finditer(text):
+        escape = found[1]
         if not escape:
-            yield char
+            yield found[0]
             continue
         code = escape[1:]
-        value = chr(int(code, 16)) if code else _LETTERS.get(escape, escape)
+        value: str = chr(int(code, 16)) if code else _LETTERS.get(escape, escape)
         yield "\\" + value if keep_dash and value == "-" else value
 
 

@@ -11,11 +11,11 @@ def find_endless(root: dict[str, Any]) -> str | None:
     """The place of a reference without a finite value, if the whole schema has none."""
     targets = {ref: target for ref, target in _references(root)}
     # At first none is known to end. Those that need nothing else end; then those that need these.
-    # The last ones found are the innermost, mostly, so that few rounds are needed.
+    # A chain of references in either order takes one round.
     endless, last_num = set(targets), -1
     while len(endless) != last_num:
         last_num = len(endless)
-        for ref in reversed(targets):
+        for ref in (*targets, *reversed(targets)):
             if ref in endless and not _is_endless(targets[ref], endless):
                 endless.discard(ref)
     if not _is_endless(root, endless):

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 
 import pytest
 from jax.profiler import ProfileData
@@ -219,3 +220,40 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValidationError, match="not UTF-8"):
         read_prompts(str(path))
+
+
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], \
+"additionalProperties": false}'
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        (["--json-schema", "form"], r'\{\s*"a"\s*:\s*[12]\s*\}'),
+        (["--regex", "[0-9]{3}"], "[0-9]{3}"),
+        (["--choice", "yes", "--choice", "no"], "yes|no"),
+        (["--grammar", "form"], "<[ab]+>"),
+    ],
+    ids=["schema", "regex", "choice", "grammar"],
+)
+def test_answers_have_the_form_of_the_flags(flags, pattern, model, tmp_path, capsys):
+    file = tmp_path / "form"
+    file.write_text(SCHEMA if "--json-schema" in flags else 'root ::= "<" [ab]{1,5} ">"')
+    flags = [str(file) if flag == "form" else flag for flag in flags]
+    argv = ["generate", model, "--prompt", "Hi", "--json", "--max-tokens", "100", *flags, *ENGINE]
+    assert main(argv) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert re.fullmatch(pattern, record["text"]) and record["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--regex", "a", "--choice", "b"], "exactly one of"),
+        (["--regex", ""], "--regex=''"),
+        (["--json-schema", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_wrong_forms_are_refused_before_the_model_is_loaded(flags, message, capsys):
+    assert main(["generate", "no-model", "--prompt", "Hi", *flags]) == 2
+    assert message in capsys.readouterr().err
