@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jsonschema
+import pytest
 from llguidance import LLMatcher
 
 from jaxllm.config import EngineConfig
@@ -125,3 +126,38 @@ def serve(core: EngineCore, requests: list[EngineRequest]) -> dict[str, Answer]:
             answers[output.request_id].add(output)
     assert all(answer.finish for answer in answers.values())
     return answers
+
+
+def prompt(index: int, length: int) -> list[int]:
+    return [3 + (index * 131 + i * i * 7 + i) % 380 for i in range(length)]
+
+
+def crowd() -> list[EngineRequest]:
+    """Requests of many kinds; every second one has no grammar."""
+    lengths = (5, 40, 17, 9, 33, 1, 16, 64)
+    params: list[dict[str, Any]] = [
+        {"logprobs": 3},
+        {"temperature": 0.7, "top_k": 30, "min_p": 0.01},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "logprobs": 1},
+        {"temperature": 0, "presence_penalty": 0.3},
+    ]
+    return [
+        request(
+            str(i),
+            prompt(i, length),
+            GRAMMARS[i // 2 % len(GRAMMARS)] if i % 2 == 0 else None,
+            **(params[i // 2 % len(params)] | {"max_tokens": 24 + i, "ignore_eos": i % 2 == 1}),
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def same(answers: dict[str, Answer], wanted: dict[str, Answer], atol: float = 1e-5) -> None:
+    """Assert that answers are the wanted ones: to the token, and in their logprobs to `atol`."""
+    for key, answer in answers.items():
+        due = wanted[key]
+        assert answer.tokens == due.tokens, key
+        assert (answer.finish, answer.stop_reason) == (due.finish, due.stop_reason)
+        for given, its in zip(answer.logprobs, due.logprobs, strict=True):
+            assert given.token_ids == its.token_ids and given.rank == its.rank
+            assert given.logprobs == pytest.approx(its.logprobs, abs=atol)

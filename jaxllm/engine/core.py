@@ -137,8 +137,7 @@ class EngineCore:
             self._dispatch_next()
         num_kept = self.in_flight.num_kept  # read before the loop, which changes it
         while len(self.in_flight) > num_kept or self.in_flight.awaits_masks:
-            # While the newest step waits for masks, there is nothing else to do.
-            if not wait and not self.in_flight.awaits_masks and not self.in_flight.is_ready():
+            if not wait and not self.in_flight.is_ready():
                 break
             outputs += self._collect()
         self._stats.step_s += self._clock() - start

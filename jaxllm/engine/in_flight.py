@@ -125,11 +125,14 @@ class InFlight:
         """Let the newest step sample its late rows, with a mask for each. If that fails, it is as
         if the step had not been dispatched."""
         self.awaits_masks = False
-        schedule, _ = self._steps[-1]
+        schedule, pending = self._steps[-1]
+        self._steps[-1] = (schedule, _INTERRUPTED)
         try:
             self.executor.sample(masks)
         except Exception as error:
             self._steps[-1] = (schedule, _NotDispatched(error))
+        else:
+            self._steps[-1] = (schedule, pending)
 
     def take(self) -> tuple[Schedule, StepResult]:
         """Wait for the oldest step, and remove it. A failed step and all later steps stay until

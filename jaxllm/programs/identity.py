@@ -39,7 +39,7 @@ _JAX_SETTINGS = (
 # Folders of jaxllm that are never traced: changes there do not affect programs.
 _BESIDE_PROGRAMS = {
     "__pycache__", "batch", "bench", "bundled", "cli", "engine", "executor", "frontend", "metrics",
-    "openai", "server", "simulation", "training",
+    "openai", "server", "simulation", "structured_output", "training",
 }  # fmt: skip
 _LONGEST = 100  # longer values are hashed
 

@@ -9,14 +9,30 @@ import itertools
 import msgspec
 import pytest
 
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.executor.launch import make_executors
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.messages import Add, Sibling
 from jaxllm.plan.buckets import Bucket
 from jaxllm.programs.compile import Programs
 from jaxllm.programs.declare import LateKey
 from jaxllm.testing import make_tiny_checkpoint
-from tests.grammars import GRAMMARS, SCHEMAS, is_valid, json_grammar, make_core, request, serve
+from tests.grammars import (
+    GRAMMARS,
+    SCHEMAS,
+    Answer,
+    crowd,
+    is_valid,
+    json_grammar,
+    make_core,
+    prompt,
+    request,
+    same,
+    serve,
+)
 from tests.profile import TINY
+from tests.stand_in import StandIn
 
 CHECKED = TINY | {"check_invariants": True}
 FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 34, "enable_prefix_caching": False}
@@ -50,43 +66,9 @@ def tokenizer(model):
     return Tokenizer.from_file(f"{model}/tokenizer.json")
 
 
-def prompt(index, length):
-    return [3 + (index * 131 + i * i * 7 + i) % 380 for i in range(length)]
-
-
-def crowd():
-    """Requests of many kinds; every second one has no grammar."""
-    lengths = (5, 40, 17, 9, 33, 1, 16, 64)
-    params = [
-        {"logprobs": 3},
-        {"temperature": 0.7, "top_k": 30, "min_p": 0.01},
-        {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "logprobs": 1},
-        {"temperature": 0, "presence_penalty": 0.3},
-    ]
-    return [
-        request(
-            str(i),
-            prompt(i, length),
-            GRAMMARS[i // 2 % len(GRAMMARS)] if i % 2 == 0 else None,
-            **(params[i // 2 % len(params)] | {"max_tokens": 24 + i, "ignore_eos": i % 2 == 1}),
-        )
-        for i, length in enumerate(lengths)
-    ]
-
-
 @pytest.fixture(scope="module")
 def expected(core):
     return serve(core, crowd())
-
-
-def same(answers, wanted):
-    for key, answer in answers.items():
-        due = wanted[key]
-        assert answer.tokens == due.tokens, key
-        assert (answer.finish, answer.stop_reason) == (due.finish, due.stop_reason)
-        for given, its in zip(answer.logprobs, due.logprobs, strict=True):
-            assert given.token_ids == its.token_ids and given.rank == its.rank
-            assert given.logprobs == pytest.approx(its.logprobs, abs=1e-5)
 
 
 class TestForm:
@@ -296,6 +278,29 @@ class TestFailures:
                 core.step()
         core.scheduler.reset_prefix_cache()
         same(serve(core, crowd()), expected)
+
+
+def test_replicas_do_not_wait_for_each_others_tokens(model, expected):
+    """A step that awaits its masks is left alone while the one before it runs."""
+    config = EngineConfig.create(model=model, **CHECKED)
+    [executor] = make_executors(config)
+    device = StandIn(executor)
+    core = EngineCore(config, device)
+    [one] = [one for one in crowd() if one.request_id == "2"]
+    core.add_request(one)
+    while not core.in_flight:
+        core.step(wait=False)
+    answer = Answer()
+    while core.has_work():
+        device.is_busy = True
+        for _ in range(3):
+            assert core.step(wait=False) == []
+        num_steps, device.is_busy = device.num_steps, False
+        for output in core.step(wait=False):
+            answer.add(output)
+        assert device.num_steps == num_steps
+    same({"2": answer}, expected)
+    core.shutdown()
 
 
 def test_what_compiles_slowly_does_not_hold_up_the_others(core):

@@ -1,5 +1,6 @@
 """What rank 0 knows of steps that other ranks run, with it or alone, before it waits for them."""
 
+import dataclasses
 import threading
 import time
 
@@ -9,9 +10,18 @@ import pytest
 from jaxllm.errors import EngineDeadError
 from jaxllm.executor.link import LeaderLink, PeerLink
 from jaxllm.executor.multihost import MultiHostExecutor, _Inbox
-from jaxllm.executor.wire import Failed, Figures, StepDone, Stop, encode
+from jaxllm.executor.wire import (
+    Execute,
+    Failed,
+    Figures,
+    Sample,
+    StepDone,
+    Stop,
+    decode_from_leader,
+    encode,
+)
 from jaxllm.scheduler.schedule import Schedule, StepResult
-from tests.stand_in import INFO, StandIn
+from tests.stand_in import INFO, TOKEN, StandIn
 
 ONE = np.ones(1, np.int32)
 SCHEDULE = Schedule(
@@ -88,6 +98,28 @@ def test_an_engine_without_a_step_learns_that_a_rank_has_failed(peer_and_inbox):
         while time.monotonic() < until:
             executor.check()
             time.sleep(0.01)
+
+
+def test_late_rows_are_sampled_everywhere_before_the_step_is_read(peer_and_inbox):
+    peer, inbox = peer_and_inbox
+    asked, read = [], []
+
+    class Device(StandIn):
+        def sample(self, masks):
+            asked.append(masks.tolist())
+
+    device = Device(on_result=lambda schedule: read.append(len(asked)))
+    executor = MultiHostExecutor(inbox, 0, [0, 1], INFO, device)
+    masks = np.array([[-1, 3]], np.int32)
+    step = executor.execute(dataclasses.replace(SCHEDULE, late_rows=np.zeros(1, np.int32)))
+    assert not step.is_ready() and not read
+    executor.sample(masks)
+    assert becomes_ready(step) and step.result().token_ids.tolist() == [TOKEN]
+    assert (asked, read) == ([[[-1, 3]]], [1])
+    execute, sample = (decode_from_leader(peer.receive()) for _ in range(2))
+    assert isinstance(execute, Execute) and execute.schedule.late_rows.tolist() == [0]
+    assert isinstance(sample, Sample) and sample.masks.tolist() == [[-1, 3]]
+    executor.shutdown()
 
 
 def test_a_step_of_another_rank_alone_is_ready_when_its_result_is_there(peer_and_inbox):

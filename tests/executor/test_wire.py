@@ -3,6 +3,7 @@ import numpy as np
 from jaxllm.executor.wire import (
     Execute,
     Figures,
+    Sample,
     StepDone,
     decode_from_leader,
     decode_to_leader,
@@ -53,11 +54,19 @@ def test_a_schedule_travels_whole():
         wants_logprobs=True,
         slices={"grammar": {"masks": np.ones((2, 3), np.int32), "count": np.array(2, np.int32)}},
         needs_mixed=True,
+        late_rows=np.array([1], np.int32),
     )
     message = decode_from_leader(encode(Execute(3, schedule)))
     assert isinstance(message, Execute) and message.replica == 3
     for name in Schedule.__slots__:
         assert_same(getattr(schedule, name), getattr(message.schedule, name))
+
+
+def test_masks_travel_whole():
+    masks = np.array([[-1, 7], [0, -(2**31)]], np.int32)
+    message = decode_from_leader(encode(Sample(2, masks)))
+    assert isinstance(message, Sample) and message.replica == 2
+    assert_same(masks, message.masks)
 
 
 def test_a_result_travels_whole():

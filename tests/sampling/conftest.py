@@ -21,7 +21,7 @@ MAX_MODEL_LEN = 100_000
 
 @functools.cache
 def _program(processors, layout):
-    def step(logits, packed, slots, samples, output_index, positions, state):
+    def step(logits, packed, slots, samples, output_index, positions, state, masks):
         return sample(
             logits,
             row_params.decode(packed, processors),
@@ -33,6 +33,7 @@ def _program(processors, layout):
             num_logprobs=NUM_LOGPROBS,
             layout=layout,
             processors=processors,
+            masks=masks,
         )
 
     return jax.jit(step, donate_argnames="state")
@@ -86,9 +87,17 @@ class SamplerDriver:
             self.state = _write_slot(self.state, np.int32(slot), row)
 
     def step(
-        self, logits, slots, *, num_rows: int | None = None, samples=None, positions=None
+        self,
+        logits,
+        slots,
+        *,
+        num_rows: int | None = None,
+        samples=None,
+        positions=None,
+        masks=None,
     ) -> SampleOutput:
-        """Sample a token for each slot from logits, [n, V]; return n rows of numpy arrays."""
+        """Sample a token for each slot from logits, [n, V], of those in its mask, bool [n, V].
+        Return n rows of numpy arrays."""
         n = len(slots)
         num_rows = num_rows or n
         samples = np.ones(n, bool) if samples is None else np.asarray(samples)
@@ -97,6 +106,10 @@ class SamplerDriver:
             x = np.asarray(x)
             return np.concatenate([x, np.full((num_rows - n, *x.shape[1:]), fill, x.dtype)])
 
+        words = None
+        if masks is not None:
+            padded = np.pad(np.asarray(masks, bool), ((0, 0), (0, -self.vocab_size % 32)))
+            words = pad(np.packbits(padded, axis=1, bitorder="little").view("<u4"))
         slots = np.asarray(slots, np.int32)
         output = _program(self.processors, self.layout)(
             pad(np.asarray(logits, np.float32), np.nan),
@@ -106,6 +119,7 @@ class SamplerDriver:
             pad(self.num_outputs[slots]),
             pad(self.lengths[slots] if positions is None else positions),
             self.state,
+            words,
         )
         self.state = output.state
         self.num_outputs[slots] += samples
