@@ -68,6 +68,8 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         for name in ("json_schema", "format", "structures", "triggers"):
             if getattr(self, name) is not None and name not in own.get(self.type, ()):
                 raise _wrong(f"response_format.{name}", f"type={self.type!r} has no such field")
+        if self.json_schema is not None and not 1 <= len(self.json_schema.name) <= 64:
+            raise _wrong("response_format.json_schema.name", "a name has 1 to 64 characters")
 
 
 def _wrong(field: str, why: str) -> ValidationError:

@@ -101,7 +101,25 @@ _MESSAGE = {
 }
 _OF_CONVERSATIONS = {
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
-    "tool_choice": {"enum": ["none", "auto", None]},
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto", "required", None]},
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "properties": {"name": {"type": "string"}},
+                        "required": ["name"],
+                        "additionalProperties": False,
+                    },
+                },
+                "required": ["type", "function"],
+                "additionalProperties": False,
+            },
+        ]
+    },
 }
 
 

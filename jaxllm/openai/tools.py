@@ -34,8 +34,9 @@ def named_tool(choice: object) -> str | None:
     match choice:
         case None | "none" | "auto" | "required":
             return None
-        case {"type": "function", "function": {"name": str(name), **others}} if not others:
-            return name
+        case {"type": "function", "function": {"name": str(name), **others}, **more}:
+            if not others and not more:
+                return name
     raise refused(
         "tool_choice",
         choice,

@@ -12,6 +12,7 @@ from jaxllm.structured_output.writer import quoted, rust_escaped
 
 MAX_DEPTH = 64
 MAX_TIMES = 10_000
+MAX_LEAVES = 1_000_000  # of a regular rule, written out
 
 _RULE = re.compile(r"(?m)^[ \t]*[A-Za-z_][\w.-]*[ \t]*::=")
 _TOKEN = re.compile(
@@ -217,12 +218,13 @@ class _Reader:
 def _unescaped(text: str, *, keep_dash: bool = False) -> Iterator[str]:
     r"""The characters of a literal or a class. With `keep_dash`, an escaped one keeps a backslash,
     so that `\-` makes no range."""
-    for escape, char in _ESCAPE.findall(text):
+    for found in _ESCAPE.finditer(text):
+        escape = found[1]
         if not escape:
-            yield char
+            yield found[0]
             continue
         code = escape[1:]
-        value = chr(int(code, 16)) if code else _LETTERS.get(escape, escape)
+        value: str = chr(int(code, 16)) if code else _LETTERS.get(escape, escape)
         yield "\\" + value if keep_dash and value == "-" else value
 
 
@@ -238,6 +240,11 @@ class _Writer:
         self._num_terminals = 0
 
     def lark(self) -> str:
+        leaves: dict[str, int] = {}
+        for name in self._regular:
+            leaves[name] = self._num_leaves(self._rules[name], leaves)
+            if leaves[name] > MAX_LEAVES:
+                raise ValueError(f"the rule {name!r} has more than {MAX_LEAVES} parts, written out")
         self._lines.append(f"start: {self._names['root']}")
         for name, body in self._rules.items():
             is_regular = name in self._regular
@@ -245,10 +252,22 @@ class _Writer:
             self._lines.append(f"{self._names[name]}: {text}")
         return "\n".join(self._lines)
 
-    def _find_regular(self) -> set[str]:
-        """The rules that do not refer to themselves, even by others."""
+    def _num_leaves(self, node: _Node, leaves: dict[str, int]) -> int:
+        match node:
+            case _Text():
+                return 1
+            case _Ref(name):
+                return leaves[name]
+            case _Sequence(items) | _Choice(items):
+                return sum(self._num_leaves(item, leaves) for item in items)
+            case _Repeat(item, times):
+                most = max(map(int, re.findall(r"\d+", times)), default=1)
+                return self._num_leaves(item, leaves) * most
+
+    def _find_regular(self) -> dict[str, None]:
+        """The rules that do not refer to themselves, even by others, each after those it uses."""
         refs = {name: set(_refs(body)) for name, body in self._rules.items()}
-        regular: set[str] = set()
+        regular: dict[str, None] = {}
         waiting = {name: len(used) for name, used in refs.items()}
         users: dict[str, list[str]] = {name: [] for name in refs}
         for name, used in refs.items():
@@ -257,7 +276,7 @@ class _Writer:
         ready = [name for name, num in waiting.items() if num == 0]
         while ready:
             name = ready.pop()
-            regular.add(name)
+            regular[name] = None
             for user in users[name]:
                 waiting[user] -= 1
                 if waiting[user] == 0:

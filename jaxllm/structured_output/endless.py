@@ -10,13 +10,14 @@ from typing import Any
 def find_endless(root: dict[str, Any]) -> str | None:
     """The place of a reference without a finite value, if the whole schema has none."""
     targets = {ref: target for ref, target in _references(root)}
-    # At first none is known to end. Each round finds those that end if what they need ends.
-    endless = set(targets)
-    while True:
-        ended = {ref for ref in endless if not _is_endless(targets[ref], endless)}
-        if not ended:
-            break
-        endless -= ended
+    # At first none is known to end. Those that need nothing else end; then those that need these.
+    # A chain of references in either order takes one round.
+    endless, last_num = set(targets), -1
+    while len(endless) != last_num:
+        last_num = len(endless)
+        for ref in (*targets, *reversed(targets)):
+            if ref in endless and not _is_endless(targets[ref], endless):
+                endless.discard(ref)
     if not _is_endless(root, endless):
         return None
     return min(endless, default="#")

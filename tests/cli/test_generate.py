@@ -1,5 +1,6 @@
 """`jaxllm generate` on a tiny model: what it reads, what it prints."""
 
+import argparse
 import io
 import json
 import os
@@ -8,7 +9,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.cli.generate import read_prompts
+from jaxllm.cli.generate import form_from, read_prompts
 from jaxllm.cli.main import main
 from jaxllm.errors import ValidationError
 from jaxllm.testing import make_tiny_checkpoint
@@ -219,3 +220,47 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValidationError, match="not UTF-8"):
         read_prompts(str(path))
+
+
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], \
+"additionalProperties": false}'
+
+
+def test_answers_have_the_form_of_the_flags(model, tmp_path, capsys):
+    file = tmp_path / "form"
+    file.write_text(SCHEMA)
+    form = ["--json-schema", str(file), "--max-tokens", "100"]
+    assert main(["generate", model, "--prompt", "Hi", "--json", *form, *ENGINE]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert json.loads(record["text"])["a"] in (1, 2) and record["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "value"),
+    [
+        ({"json_schema": "form"}, "json", SCHEMA),
+        ({"regex": "[0-9]"}, "regex", "[0-9]"),
+        ({"choice": ["yes", "no"]}, "choice", ["yes", "no"]),
+        ({"grammar": "form"}, "grammar", SCHEMA),
+    ],
+)
+def test_each_flag_is_a_kind_of_form(flags, kind, value, tmp_path):
+    file = tmp_path / "form"
+    file.write_text(SCHEMA)
+    given = {"json_schema": None, "regex": None, "choice": [], "grammar": None} | flags
+    given = {name: str(file) if one == "form" else one for name, one in given.items()}
+    form = form_from(argparse.Namespace(**given))
+    assert form is not None and form.kind == kind and getattr(form, kind) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--regex", "a", "--choice", "b"], "exactly one of"),
+        (["--regex", ""], "--regex=''"),
+        (["--json-schema", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_wrong_forms_are_refused_before_the_model_is_loaded(flags, message, capsys):
+    assert main(["generate", "no-model", "--prompt", "Hi", *flags]) == 2
+    assert message in capsys.readouterr().err

@@ -86,6 +86,14 @@ def test_every_way_to_ask_for_a_form(read):
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": ""}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": NAMED | {"more": 1}},
+            "tool_choice",
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
             "response_format.json_schema",
         ),

@@ -30,7 +30,7 @@ JSON = {"Content-Type": "application/json"}
         (CHAT, {"messages": []}, 400, "messages is empty"),
         (CHAT, {"messages": HELLO, "chat_template": "{{ 1 }}"}, 400, "--trust-request-chat-templ"),
         (CHAT, {"messages": HELLO, "tools": TOOLS}, 400, "--enable-auto-tool-choice"),
-        (CHAT, {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}, 400, "tool_choice="),
+        (CHAT, {"messages": HELLO, "tools": TOOLS, "tool_choice": "any"}, 400, "tool_choice="),
         (CHAT, {"messages": HELLO, "stream_options": {}}, 400, "it needs stream=true"),
         (CHAT, {"messages": HELLO, "stream": True, "n": 0}, 400, "n=0"),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),

@@ -111,6 +111,7 @@ def test_lark_stays_lark():
         ('root ::= "a"{3,2}', "ends before it begins"),
         ('root ::= "a"{99999}', "more than 10000"),
         ('root ::= "a" (= "b")', "look-ahead"),
+        ('root ::= (("a"{10000}){10000}){10000}', "more than 1000000 parts"),
         ('root ::= TagDispatch(("a", b))', "use structural_tag"),
         ("root ::= " + "(" * 100 + '"a"' + ")" * 100, "deeper than 64"),
         ('start: "a" b', "unknown name"),

@@ -352,6 +352,11 @@ HOSTILE = {
     "a quantifier in a quantifier": {"type": "string", "pattern": "^(a+)+b$"},
     "a long string": {"type": "string", "maxLength": 1_000_000},
     "many items": {"type": "array", "items": {"type": "integer"}, "minItems": 10_000},
+    "a chain of references": {
+        "$ref": "#/$defs/d0",
+        "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1000)}
+        | {"d1000": {"type": "integer"}},
+    },
     "products of branches": {
         "allOf": [{"anyOf": [{"minimum": i * j} for i in range(6)]} for j in range(8)]
     },

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import openai
 import pydantic
@@ -210,7 +211,12 @@ def test_a_request_has_a_name(client):
     [
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            openai.BadRequestError,
+            "response_format.json_schema",
+        ),
+        ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json"),
         ({"tools": []}, openai.BadRequestError, "tools"),
         ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice"),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs"),
@@ -228,6 +234,26 @@ def test_errors_are_of_the_client_s_kinds(client, changes, kind, param):
     assert caught.value.param == param
     assert caught.value.body.keys() == {"message", "type", "param", "code"}
     assert caught.value.body["code"] == caught.value.status_code
+
+
+def test_answers_have_the_form_that_is_asked_for(client):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    switch = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    body = GREEDY | {"max_tokens": 300, "temperature": 1, "seed": 3} | switch
+    answer = client.chat.completions.create(**body, response_format=asked).choices[0]
+    form = r"(<think>.*</think>\n*)?\{\s*\"a\"\s*:\s*[12]\s*\}"
+    if answer.finish_reason == "stop":
+        assert re.fullmatch(form, answer.message.content, re.DOTALL)
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    named = {"type": "function", "function": {"name": "look"}}
+    for choice in ("required", named):
+        answer = client.chat.completions.create(**body, tools=[tool], tool_choice=choice).choices[0]
+        for call in answer.message.tool_calls or ():
+            assert call.function.name == "look"
+            if answer.finish_reason != "length":
+                assert json.loads(call.function.arguments)["a"] in (1, 2)
 
 
 def test_an_overload_is_an_error_to_try_again_after(host):
