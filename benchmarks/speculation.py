@@ -9,10 +9,10 @@ The model is the bundled one, and the texts are sources of jaxllm, which it has 
 - editing: the prompt is a part of a file, and the answer is this part with a tenth of its lines
   replaced by lines of other files.
 
-A logits processor makes answers what they are said to be, with and without speculation. Both engines
-are in this process. They take turns, with the same requests, so other load on the machine affects
-both alike; the medians of all rounds are compared. The ratio of CPU seconds tells what is left of it
-on a machine that is in use.
+A logits processor makes answers what they are said to be, with and without speculation. Both
+engines are in this process. They take turns, with the same requests, so other load on the machine
+affects both alike; the medians of all rounds are compared. The ratio of CPU seconds tells what is
+left of it on a machine that is in use.
 """
 
 import argparse
