@@ -67,7 +67,14 @@ def make_ladder(
     ]
     if speculation is not None:
         verify = _verify_buckets(speculation, min_rows, block_size, num_cache_groups)
-        mixed = sorted([*mixed, *(b for b in verify if b.num_tokens < max_num_batched_tokens)])
+        shapes = {(bucket.num_tokens, bucket.num_rows) for bucket in mixed}
+        mixed += [
+            bucket
+            for bucket in verify
+            if bucket.num_tokens < max_num_batched_tokens
+            and (bucket.num_tokens, bucket.num_rows) not in shapes
+        ]
+        mixed.sort()
     return (*decode, *mixed)
 
 

@@ -10,7 +10,7 @@ from jaxllm.executor.wire import (
     encode,
 )
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.schedule import Admission, LogprobArrays, Schedule, StepResult
+from jaxllm.scheduler.schedule import Admission, DraftedResult, LogprobArrays, Schedule, StepResult
 
 
 def assert_same(one, other):
@@ -50,6 +50,7 @@ def test_a_schedule_travels_whole():
         samples=rows > 1,
         token_ids=np.array([-1], np.int32),
         block_updates=np.zeros((0, 4), np.int32),
+        num_drafts=rows[::-1],
         admissions=[admission],
         wants_logprobs=True,
         slices={"grammar": {"masks": np.ones((2, 3), np.int32), "count": np.array(2, np.int32)}},
@@ -78,7 +79,9 @@ def test_a_result_travels_whole():
     )
     logits = np.arange(6, dtype=np.float32).reshape(2, 3)
     slices = {"pooling": {"sums": np.full((2, 4), 0.5, np.float32)}}
-    result = StepResult(np.arange(2, dtype=np.int32), logprobs, logits, slices)
+    one = np.arange(2, dtype=np.int32)
+    drafted = DraftedResult(one, one[::-1], np.ones((2, 4), np.int32), logprobs)
+    result = StepResult(one, logprobs, logits, slices, drafted)
     message = decode_to_leader(encode(StepDone(1, result, Figures(num_token_rows=5))))
     assert isinstance(message, StepDone) and message.figures == Figures(num_token_rows=5)
     assert_same(result, message.result)

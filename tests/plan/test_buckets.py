@@ -1,7 +1,19 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.plan.buckets import BucketTable, make_ladder
+from jaxllm.speculative_config import Speculation
+
+
+def speculation(num_drafts, max_rows):
+    return Speculation(
+        method="ngram",
+        num_drafts=num_drafts,
+        min_lookup=2,
+        max_lookup=4,
+        drafts_by_requests=(num_drafts,) * max_rows,
+    )
 
 
 def ladder(**sizes):
@@ -50,16 +62,18 @@ def test_sizes_that_are_no_powers_of_two_are_reached_exactly():
     max_num_seqs=st.integers(1, 100),
     max_num_batched_tokens=st.integers(100, 5000),
     free_padding=st.sampled_from([0, 32, 64]),
+    num_drafts=st.integers(0, 7),
     data=st.data(),
 )
 def test_every_step_within_the_limits_finds_a_bucket_that_holds_it(
-    max_num_seqs, max_num_batched_tokens, free_padding, data
+    max_num_seqs, max_num_batched_tokens, free_padding, num_drafts, data
 ):
     buckets = BucketTable(
         ladder(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             free_padding=free_padding,
+            speculation=speculation(num_drafts, min(max_num_seqs, 8)) if num_drafts else None,
         )
     )
     rows = data.draw(st.integers(1, max_num_seqs))
@@ -71,6 +85,24 @@ def test_every_step_within_the_limits_finds_a_bucket_that_holds_it(
     assert decode.num_tokens == decode.num_rows >= rows
     most = 2 * rows if rows > free_padding else min(4 * rows, free_padding)
     assert decode.num_rows <= max(most, 2)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 4, 7])
+@pytest.mark.parametrize("free_padding", [0, 64])
+def test_rows_with_drafts_are_padded_little(num_drafts, free_padding):
+    buckets = BucketTable(
+        ladder(
+            max_num_seqs=32,
+            max_num_batched_tokens=512,
+            free_padding=free_padding,
+            speculation=speculation(num_drafts, max_rows=8),
+        )
+    )
+    for rows in range(2, 9):
+        tokens = rows * (1 + num_drafts)
+        bucket = buckets.find(num_tokens=tokens, num_rows=rows, decode_only=False)
+        assert bucket.num_rows <= max(4, 8 * (rows > 4))
+        assert bucket.num_tokens <= 2 * tokens
 
 
 def test_room_for_block_updates_covers_a_step_without_cached_prefixes():
