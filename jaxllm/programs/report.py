@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxllm.cache_groups import CacheGroup, room_for
+from jaxllm.layers.moe import MoESpec
 from jaxllm.models.describe import describe_layers
 from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
@@ -23,7 +24,7 @@ from jaxllm.programs.declare import (
 )
 from jaxllm.programs.hlo import collectives, whole_array_copies
 from jaxllm.programs.progress import CompileProgress
-from jaxllm.programs.roofline import Bound, Roofline, Window
+from jaxllm.programs.roofline import Bound, ExpertLayers, Roofline, Window
 from jaxllm.runner.state import DeviceState
 
 
@@ -71,6 +72,7 @@ class PlanReport:
     num_chips: int
     dtype: str
     attention_backend: str
+    experts: str | None  # None: the model has none
     layers: list[str]  # a line for each distinct one
     hbm_bytes: int
     weights_bytes: int
@@ -163,6 +165,7 @@ def report_plan(
         num_chips=-(-plan.num_devices // plan.chip.devices_per_chip),
         dtype=str(plan.dtype),
         attention_backend=plan.attention.name,
+        experts=None if plan.experts is None else plan.experts.name,
         layers=describe_layers(plan.architecture),
         hbm_bytes=plan.chip.hbm_bytes,
         weights_bytes=fullest.weights_bytes,
@@ -268,16 +271,32 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         # It is looked up, too.
         matrices -= own.vocab_size * own.size * arch.num_layers / num_shards
     head = embedding if part.has_head else 0
+    experts = _experts(plan, stage)
+    of_experts = sum(its.num_bytes for its in experts) / itemsize
+    chosen = sum(its.num_bytes * its.share for its in experts) / itemsize
     return Roofline(
         bytes_per_second=chip.hbm_bytes_per_second,
         flops_per_second=chip.bf16_flops_per_second,
-        bytes_per_step=(matrices + head) * itemsize,
-        flops_per_token=2 * matrices,
+        bytes_per_step=(matrices - of_experts + head) * itemsize,
+        flops_per_token=2 * (matrices - of_experts + chosen),
         flops_per_row=2 * head,
         windows=_windows(plan, stage),
+        experts=experts,
         sent_bytes_per_token=num_sums * arch.hidden_size * itemsize * sent_per_byte,
         link_bytes_per_second=chip.link_bytes_per_second,
     )
+
+
+def _experts(plan: EnginePlan, stage: StagePlan) -> tuple[ExpertLayers, ...]:
+    """The experts of a stage on one device."""
+    arch, sizes = plan.architecture, Counter[float]()
+    for index in stage.part.layers:
+        for ffn in arch.layers[index].ffns:
+            if isinstance(ffn, MoESpec):
+                weights = 3 * ffn.num_experts * ffn.intermediate_size * arch.hidden_size
+                sizes[ffn.num_choices / ffn.num_experts] += weights
+    scale = plan.dtype.itemsize / stage.mesh.shape[TENSOR]
+    return tuple(ExpertLayers(size * scale, share) for share, size in sizes.items())
 
 
 def _windows(plan: EnginePlan, stage: StagePlan) -> tuple[Window, ...]:
