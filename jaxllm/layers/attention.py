@@ -234,9 +234,7 @@ class Attention(nnx.Module):
             sinks: jax.Array | None,
         ) -> tuple[jax.Array, jax.Array]:
             backend = context.backend
-            return backend.attend(
-                q, k, v, cache, batch, prepared, config=self.config, sinks=sinks
-            )
+            return backend.attend(q, k, v, cache, batch, prepared, config=self.config, sinks=sinks)
 
         operands = (q, k, v, cache, batch, prepared, sinks)
         if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:

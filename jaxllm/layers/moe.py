@@ -101,13 +101,9 @@ class Experts(nnx.Module):
         def param(*shape: int, axes: tuple[str | None, ...]) -> nnx.Param:
             return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
 
-        self.w13_weight = param(
-            count, 2, size, hidden_size, axes=(experts, None, inner, "hidden")
-        )
+        self.w13_weight = param(count, 2, size, hidden_size, axes=(experts, None, inner, "hidden"))
         self.w2_weight = param(count, hidden_size, size, axes=(experts, "hidden", inner))
-        self.w13_bias = (
-            param(count, 2, size, axes=(experts, None, inner)) if spec.bias else None
-        )
+        self.w13_bias = param(count, 2, size, axes=(experts, None, inner)) if spec.bias else None
         self.w2_bias = param(count, hidden_size, axes=(experts, "hidden")) if spec.bias else None
 
     def __call__(

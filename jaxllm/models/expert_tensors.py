@@ -58,7 +58,11 @@ class GateAndUp:
 
 
 def each_expert(
-    gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", *, module: str = "experts"
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    *,
+    module: str = "experts",
 ) -> Rule:
     """A rule for checkpoints with tensors of their own for each expert, with these names."""
 

@@ -54,9 +54,7 @@ def test_the_order_of_choices_does_not_matter(op):
     case = CASES["even"]
     x, chosen, factors, weights = operands(case, "float32")
     y = run(op, case, x, chosen, factors, weights)
-    np.testing.assert_array_equal(
-        run(op, case, x, chosen[:, ::-1], factors[:, ::-1], weights), y
-    )
+    np.testing.assert_array_equal(run(op, case, x, chosen[:, ::-1], factors[:, ::-1], weights), y)
 
 
 def test_an_expert_without_tokens_is_not_read(op):

@@ -13,7 +13,9 @@ NUM_EXPERTS, HIDDEN = 12, 16
 def router(spec, *, num_choices=3, dtype=jnp.float32, seed=0):
     module = Router(spec, HIDDEN, NUM_EXPERTS, num_choices, dtype=dtype)
     random = np.random.default_rng(seed)
-    module.weight[...] = jnp.asarray(random.standard_normal((NUM_EXPERTS, HIDDEN)), module.weight.dtype)
+    module.weight[...] = jnp.asarray(
+        random.standard_normal((NUM_EXPERTS, HIDDEN)), module.weight.dtype
+    )
     if module.bias is not None:
         module.bias[...] = jnp.asarray(random.standard_normal(NUM_EXPERTS), module.bias.dtype)
     if module.e_score_correction_bias is not None:
@@ -112,9 +114,13 @@ def test_types_of_logits_and_factors():
     x = tokens(jnp.bfloat16)
     wide = router(RouterSpec(scores="sigmoid", in_float32=True), dtype=jnp.bfloat16)
     assert wide.weight.dtype == jnp.float32
-    compare(wide, x, *(lambda s: (best(s, 3), np.take_along_axis(s, best(s, 3), 1)))(
-        1 / (1 + np.exp(-logits_of(wide, x)))
-    ))
+    compare(
+        wide,
+        x,
+        *(lambda s: (best(s, 3), np.take_along_axis(s, best(s, 3), 1)))(
+            1 / (1 + np.exp(-logits_of(wide, x)))
+        ),
+    )
     rounded = router(RouterSpec(scores="softmax", rounds_factors=True), dtype=jnp.bfloat16)
     _, factors = jax.jit(rounded.route)(x)
     assert factors.dtype == jnp.float32

@@ -60,9 +60,7 @@ def read_sparse_qwen(
     dense = read_numbers(config, "mlp_only_layers")
     mlp = read_mlp(config)
     layers = [
-        pre_norm_layer(
-            config, attention, mlp if index in dense or (index + 1) % step else moe
-        )
+        pre_norm_layer(config, attention, mlp if index in dense or (index + 1) % step else moe)
         for index, attention in enumerate(attentions)
     ]
     return read_decoder(name, config, layers)

@@ -126,7 +126,9 @@ def expected(
     assert gate_up is not None and down is not None
     sums = np.zeros(x.shape)
     for token, row in enumerate(np.asarray(x, np.float64)):
-        choices = zip(np.asarray(chosen[token]), np.asarray(factors[token], np.float64), strict=True)
+        choices = zip(
+            np.asarray(chosen[token]), np.asarray(factors[token], np.float64), strict=True
+        )
         for expert, factor in choices:
             if not 0 <= expert < len(down):
                 continue

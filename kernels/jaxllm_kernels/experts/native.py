@@ -29,9 +29,7 @@ class NativeExperts:
             raise ValueError(f"dtype={name!r} is not one of {', '.join(self.library.dtypes)}")
         for what, number in (("size of an expert", size), ("hidden_size", hidden_size)):
             if number % _STEP:
-                raise ValueError(
-                    f"the {what} on a device, {number}, is not a multiple of {_STEP}"
-                )
+                raise ValueError(f"the {what} on a device, {number}, is not a multiple of {_STEP}")
 
     def __call__(
         self,

@@ -81,14 +81,21 @@ def _run(
     if config.scales_input:
         rows = (rows * factor).astype(rows.dtype)
     _, _, size, hidden_size = weights.gate_up.shape
-    gate_up = XLA(rows, weights.gate_up[expert].reshape(2 * size, hidden_size))
+    gate_up = XLA(rows, _of_expert(weights.gate_up, expert).reshape(2 * size, hidden_size))
     if weights.gate_up_bias is not None:
         gate_up = gate_up + weights.gate_up_bias[expert].reshape(-1).astype(jnp.float32)
     inner = activate(gate_up[:, :size], gate_up[:, size:], config).astype(rows.dtype)
-    output = XLA(inner, weights.down[expert])
+    output = XLA(inner, _of_expert(weights.down, expert))
     if weights.down_bias is not None:
         output = output + weights.down_bias[expert].astype(jnp.float32)
     return output if config.scales_input else output * factor
+
+
+def _of_expert(weights: jax.Array, expert: jax.Array) -> jax.Array:
+    """The weights of an expert. Without the barrier XLA:CPU would widen those of all experts from
+    bfloat16 to float32 before the loop."""
+    weights, expert = jax.lax.optimization_barrier((weights, expert))
+    return weights[expert]
 
 
 def _piece_size(mean: int) -> int:
