@@ -56,7 +56,6 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "the KV cache is not handed to other engines": (
         "ec_transfer_config", "kv_events_config", "kv_transfer_config",
     ),
-    "there are no mixtures of experts": ("enable_expert_parallel",),
     "a sequence is not cut over devices; --tensor-parallel-size cuts the model": (
         "decode_context_parallel_size", "prefill_context_parallel_size",
     ),

@@ -32,7 +32,7 @@ class MoESpec:
     activation: ExpertsConfig = ExpertsConfig()
     # An MLP for all tokens, whose output is added.
     shared: MLPSpec | None = None
-    # Whether the output of the shared MLP is multiplied by the sigmoid of a projection of the token.
+    # Whether the output of the shared MLP is multiplied by the sigmoid of a projection.
     gates_shared: bool = False
     # How experts are cut over devices: each device has some of them, or a part of each.
     has_whole_experts: bool = False

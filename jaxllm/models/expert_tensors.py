@@ -90,7 +90,7 @@ def stacked_experts(
 ) -> Rule:
     """A rule for checkpoints with two tensors for all experts of a layer: [E, 2F, D] and [E, D, F].
 
-    `gate_up` and `down` are names of the tensors behind that of the layer's module. Those of biases,
+    `gate_up` and `down` are names of tensors behind that of the layer's module. Those of biases,
     [E, 2F] and [E, D], end in `_bias`. With `is_transposed` the weights are [E, D, 2F] and
     [E, F, D].
     """

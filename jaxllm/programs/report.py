@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import jax
 
 from jaxllm.cache_groups import CacheGroup, room_for
-from jaxllm.layers.moe import MoESpec
 from jaxllm.models.describe import describe_layers
 from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.plan.stages import StagePlan, activation_bytes, device_bytes
+from jaxllm.plan.stages import StagePlan, activation_bytes, device_bytes, expert_weights
 from jaxllm.programs.declare import (
     declare_stage_programs,
     make_packer,
@@ -289,14 +288,9 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
 
 def _experts(plan: EnginePlan, stage: StagePlan) -> tuple[ExpertLayers, ...]:
     """The experts of a stage on one device."""
-    arch, sizes = plan.architecture, Counter[float]()
-    for index in stage.part.layers:
-        for ffn in arch.layers[index].ffns:
-            if isinstance(ffn, MoESpec):
-                weights = 3 * ffn.num_experts * ffn.intermediate_size * arch.hidden_size
-                sizes[ffn.num_choices / ffn.num_experts] += weights
     scale = plan.dtype.itemsize / stage.mesh.shape[TENSOR]
-    return tuple(ExpertLayers(size * scale, share) for share, size in sizes.items())
+    weights = expert_weights(plan.architecture, stage.part)
+    return tuple(ExpertLayers(count * scale, share) for share, count in weights.items())
 
 
 def _windows(plan: EnginePlan, stage: StagePlan) -> tuple[Window, ...]:

@@ -1,8 +1,8 @@
-"""GLM-4.5, 4.6 and 4.7: experts that a sigmoid scores, and a shared MLP; the first layers are dense.
+"""GLM-4.5, 4.6, 4.7: experts that a sigmoid scores and a shared MLP; the first layers are dense.
 
 A stored bias is added to the scores for the choice alone. Half of each head is rotated, in halves.
-GLM-4.5 of 355B has norms of queries and keys. The releases have one more layer, which drafts tokens;
-it is left out.
+GLM-4.5 of 355B has norms of queries and keys. The releases have one more layer, which drafts
+tokens; it is left out.
 """
 
 import dataclasses

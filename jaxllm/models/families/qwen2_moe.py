@@ -8,7 +8,11 @@ import dataclasses
 
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
 from jaxllm.models.expert_tensors import each_expert
-from jaxllm.models.families.qwen3_moe import read_router, read_sparse_qwen
+from jaxllm.models.families.qwen3_moe import (
+    read_router,
+    read_sparse_qwen,
+    read_used_window,
+)
 from jaxllm.models.family import FULL, SLIDING, Family, read_attention, read_mlp, windows_of
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.read_moe import TRAINING, read_moe
@@ -42,9 +46,7 @@ def read(name: str, config: HFConfig) -> Architecture:
 def _windows(config: HFConfig) -> list[int | None]:
     num_layers = config.integer("num_hidden_layers")
     end = config.integer("max_window_layers", 28, lowest=0)
-    window = None
-    if config.flag("use_sliding_window") and config.get("sliding_window", 4096) is not None:
-        window = config.integer("sliding_window", 4096)
+    window = read_used_window(config)
     kinds = config.layer_types(num_layers, supported=(FULL, SLIDING))
     if kinds is None:
         return [window if layer % 2 == 0 and layer < end else None for layer in range(num_layers)]

@@ -27,6 +27,7 @@ from jaxllm.models.specs import Architecture
 _DEFAULTS = {
     "num_key_value_heads": 4,
     "num_experts": 128,
+    "num_local_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "intermediate_size": 6144,
@@ -34,16 +35,23 @@ _DEFAULTS = {
 
 
 def read(name: str, config: HFConfig) -> Architecture:
-    config = config.with_defaults(_DEFAULTS)
+    # transformers 5 writes another name.
+    config = config.with_defaults(_DEFAULTS).where(num_experts="num_local_experts")
     bias = config.flag("attention_bias")
     attention = read_attention(
         config, qkv_bias=bias, o_bias=bias, qk_norm=QKNorm(norm=read_norm(config))
     )
-    if config.flag("use_sliding_window") and config.get("sliding_window", 4096) is not None:
-        window = config.integer("sliding_window", 4096)
-        attention = dataclasses.replace(attention, window=window)
+    attention = dataclasses.replace(attention, window=read_used_window(config))
     attentions = [attention] * config.integer("num_hidden_layers")
     return read_sparse_qwen(name, config, attentions, read_moe(config, read_router(config)))
+
+
+def read_used_window(config: HFConfig) -> int | None:
+    """The window, unless the config says that it is not used."""
+    window = config.get("sliding_window", 4096)
+    if window is None or not config.flag("use_sliding_window"):
+        return None
+    return config.integer("sliding_window", 4096)
 
 
 def read_router(config: HFConfig) -> RouterSpec:

@@ -1,7 +1,7 @@
 """The experts of a layer: the contract of every implementation.
 
 One call computes the experts that its tokens have chosen, and each token's weighted sum of them.
-Routing is not part of the op. Under expert parallelism or with cut experts a device computes its own
+Routing is not part of the op. With experts cut or spread over devices, a device computes its own
 share of the sums, and the caller adds the shares up.
 
 Axis letters: T tokens, k choices of a token, E experts, F intermediate size, D hidden size.
