@@ -13,7 +13,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "disable_log_stats": (True, False),
-    "enable_expert_parallel": (False,),
     "enable_lora": (False,),
     "enable_sleep_mode": (False, True),  # every engine can sleep
     "kv_cache_dtype": ("auto",),
@@ -134,7 +133,6 @@ SHORT_NAMES = {
     "dpl": "data_parallel_size_local",
     "dpp": "data_parallel_rpc_port",
     "dpr": "data_parallel_rank",
-    "ep": "enable_expert_parallel",
     "pcp": "prefill_context_parallel_size",
     "sc": "speculative_config",
 }
