@@ -111,13 +111,16 @@ class Experts(nnx.Module):
     ) -> jax.Array:
         """Return the sums [T, D] of the experts' outputs, of all devices together."""
         params = (self.w13_weight, self.w2_weight, self.w13_bias, self.w2_bias)
-        weights = ExpertWeights(*(None if p is None else p[...] for p in params))
+        gate_up, down, *biases = (None if p is None else p[...] for p in params)
+        assert gate_up is not None and down is not None
+        weights = ExpertWeights(gate_up, down, *biases)
         mesh = context.mesh
         if mesh is None or num_pieces(mesh, ("mlp",)) == 1:
             return self.op(x, chosen, factors, weights, config=self.spec.activation)
         whole = partition_spec(())
-        specs = ExpertWeights(
-            *(None if p is None else partition_spec(p.get_metadata()["axes"]) for p in params)
+        specs = jax.tree.unflatten(
+            jax.tree.structure(weights),
+            [partition_spec(p.get_metadata()["axes"]) for p in params if p is not None],
         )
         return jax.shard_map(
             self._sum_of_devices,

@@ -4,10 +4,7 @@ computed."""
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.config import EngineArgs
 from jaxllm.errors import ValidationError
-from jaxllm.plan.engine_plan import make_plan
-from jaxllm.programs.summary import summary
 from jaxllm.testing import make_tiny_checkpoint
 
 OPTIONS = {
@@ -60,19 +57,6 @@ def test_tokens_alone_in_a_crowd_and_without_native_kernels(make_llm):
     same([answers(llm, [prompt])[0] for prompt in PROMPTS], together)
     without = make_llm(native_kernels=False)
     same(answers(without, PROMPTS), together)
-
-
-@pytest.mark.parametrize(("options", "name"), [({}, "native"), ({"native_kernels": False}, "xla")])
-def test_the_plan_says_how_experts_are_computed(model, options, name):
-    plan = make_plan(EngineArgs(model, **OPTIONS, **options))
-    assert plan.experts.name == name and f"experts {name!r}" in summary(plan)
-
-
-def test_sizes_without_a_native_kernel_are_said(model, caplog):
-    overrides = {"moe_intermediate_size": 24}
-    plan = make_plan(EngineArgs(model, **OPTIONS, load_format="dummy", hf_overrides=overrides))
-    assert plan.experts.name == "xla"
-    assert "the size of an expert on a device, 24, is not a multiple of 32" in caplog.text
 
 
 def test_a_model_without_experts_has_none_to_spread(tmp_path):

@@ -36,6 +36,8 @@ _DEFAULTS = {
 def read(name: str, config: HFConfig) -> Architecture:
     config = config.with_defaults(_DEFAULTS)
     config.must_be("use_bias", False)
+    config.must_be("moe_gate", "topk")
+    config.must_be("moe_use_aux_free", True)
     mlp = read_mlp(config)
     num_shared = config.integer("moe_num_shared_experts", 2, lowest=0)
     size = num_shared * config.integer("moe_intermediate_size")
@@ -73,10 +75,11 @@ def _sparse_layers(config: HFConfig) -> list[bool]:
 
 
 def _checkpoint(architecture: Architecture) -> CheckpointMap:
-    return with_rotated_pairs(LLAMA_NAMES, architecture).with_rules(
+    names = with_rotated_pairs(LLAMA_NAMES, architecture).with_rules(
         experts=each_expert(),
         gate=router_with_bias_at("moe_statics.e_score_correction_bias", is_row=True),
     )
+    return dataclasses.replace(names, ignored=(*names.ignored, r"model\.mtp_.*"))
 
 
 FAMILY = Family(
@@ -97,5 +100,9 @@ FAMILY = Family(
         "moe_layer_interval": 1,
     },
     tiny_gains={"gate": 2.0},
-    harmless=TRAINING,
+    harmless=TRAINING
+    | {
+        "moe_capacity": "limits the tokens of an expert in training; here all are computed",
+        "num_nextn_predict_layers": "counts layers that draft tokens, which are left out",
+    },
 )

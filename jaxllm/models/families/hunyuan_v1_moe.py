@@ -39,9 +39,14 @@ def read(name: str, config: HFConfig) -> Architecture:
     config = config.replaced(same)
     config.must_be("num_shared_expert", 1)
     config.must_be("moe_intermediate_size", config.integer("intermediate_size"))
-    for asked in ("use_mixed_mlp_moe",):
+    for asked in ("use_mixed_mlp_moe", "norm_topk_prob"):
         config.must_be(asked, True)
-    for other in ("moe_drop_tokens", "group_limited_greedy", "use_mla"):
+    for other in (
+        "moe_drop_tokens",
+        "moe_random_routing_dropped_token",
+        "group_limited_greedy",
+        "use_mla",
+    ):
         config.must_be(other, False)
     config.must_be("moe_layer_num_skipped", 0)
     config.must_be("routed_scaling_factor", 1.0)

@@ -48,8 +48,8 @@ def read(name: str, config: HFConfig) -> Architecture:
 
 def read_used_window(config: HFConfig) -> int | None:
     """The window, unless the config says that it is not used."""
-    window = config.get("sliding_window", 4096)
-    if window is None or not config.flag("use_sliding_window"):
+    is_used = config.flag("use_sliding_window")
+    if config.get("sliding_window", 4096) is None or not is_used:
         return None
     return config.integer("sliding_window", 4096)
 
