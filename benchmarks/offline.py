@@ -7,7 +7,8 @@
 Each engine has its own process. They alternate, repetition by repetition, while the others are
 idle; compare the ratios. Prompts are random token ids, new ones in each repetition, so prefix
 caches do not help. Decoding is greedy and ignores the end of sequence. Without --model, a Llama of
-0.35 billion random parameters is made in a temporary folder.
+0.35 billion random parameters is made in a temporary folder, or, with --shape experts, a Qwen3-MoE
+of 1.0 billion, of whose experts a token uses an eighth.
 
 A scenario 512x1000x1000 is the number of requests, tokens of a prompt and tokens of an answer; all
 requests start at once. With the device's --ceilings, the output has the share of the serial model
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import floors
 import side_by_side
-from side_by_side import SHAPE_350M, Request, Worker
+from side_by_side import SHAPES, Request, Worker
 
 
 def workload(scenario: str, seed: int, vocab_size: int) -> list[Request]:
@@ -48,8 +49,10 @@ def main() -> None:
     side_by_side.add_arguments(parser)
     floors.add_argument(parser)
     parser.add_argument("--scenarios", default="s1,s16,mix")
+    parser.add_argument("--shape", choices=SHAPES, default="dense", help="without --model")
     args = parser.parse_args()
-    with side_by_side.checkpoint(args.model, args.dtype, **SHAPE_350M) as model:
+    family, shape = SHAPES[args.shape]
+    with side_by_side.checkpoint(args.model, args.dtype, family, **shape) as model:
         config = json.loads((Path(model) / "config.json").read_text())
         with side_by_side.workers(args, model) as workers:
             rows = [

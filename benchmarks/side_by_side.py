@@ -36,6 +36,23 @@ SHAPE_350M: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+# A Qwen3-MoE of 1.0 billion parameters; a token uses an eighth of the experts.
+SHAPE_EXPERTS: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "moe_intermediate_size": 256,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+SHAPES = {"dense": ("llama", SHAPE_350M), "experts": ("qwen3_moe", SHAPE_EXPERTS)}
 MAX_NUM_SEQS = 64
 PEER_BATCH = 16  # size of static batches for transformers' generate
 
@@ -365,8 +382,11 @@ def workers(args: argparse.Namespace, model: str) -> Iterator[dict[str, Worker]]
 
 
 @contextlib.contextmanager
-def checkpoint(model: str | None, dtype: str = "float32", **shape: Any) -> Iterator[str]:
-    """Yield the given model, or a Llama of this shape with random weights in a temporary folder."""
+def checkpoint(
+    model: str | None, dtype: str = "float32", family: str = "llama", **shape: Any
+) -> Iterator[str]:
+    """Yield the given model, or one of this family and shape with random weights in a temporary
+    folder."""
     if model is not None:
         yield model
         return
@@ -374,7 +394,7 @@ def checkpoint(model: str | None, dtype: str = "float32", **shape: Any) -> Itera
 
     with tempfile.TemporaryDirectory() as folder:
         print("making a checkpoint of random weights ...", file=sys.stderr)
-        made = make_tiny_checkpoint(Path(folder) / "llama", "llama", dtype=dtype, **shape)  # type: ignore[arg-type]
+        made = make_tiny_checkpoint(Path(folder) / family, family, dtype=dtype, **shape)  # type: ignore[arg-type]
         yield str(made)
 
 

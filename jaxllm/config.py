@@ -101,6 +101,10 @@ class ParallelConfig:
     """Parallelism"""
 
     tensor_parallel_size: int = option(1, "Devices over which every matrix of the model is cut.")
+    enable_expert_parallel: bool = option(
+        False,
+        "Give each of these devices whole experts, in place of a part of every expert.",
+    )
     pipeline_parallel_size: int = option(
         1, "Stages into which the layers are cut, each on devices of its own, with a step in each."
     )

@@ -13,7 +13,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "disable_log_stats": (True, False),
-    "enable_expert_parallel": (False,),
     "enable_lora": (False,),
     "enable_sleep_mode": (False, True),  # every engine can sleep
     "kv_cache_dtype": ("auto",),
@@ -56,7 +55,6 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "the KV cache is not handed to other engines": (
         "ec_transfer_config", "kv_events_config", "kv_transfer_config",
     ),
-    "there are no mixtures of experts": ("enable_expert_parallel",),
     "a sequence is not cut over devices; --tensor-parallel-size cuts the model": (
         "decode_context_parallel_size", "prefill_context_parallel_size",
     ),
@@ -135,7 +133,6 @@ SHORT_NAMES = {
     "dpl": "data_parallel_size_local",
     "dpp": "data_parallel_rpc_port",
     "dpr": "data_parallel_rank",
-    "ep": "enable_expert_parallel",
     "pcp": "prefill_context_parallel_size",
 }
 

@@ -22,6 +22,7 @@ _MAY_CHANGE = {
     "data_parallel_size",
     "distributed_executor_backend",
     "download_dir",
+    "enable_expert_parallel",
     "enforce_eager",
     "engine_heartbeat_timeout",
     "engine_iteration_timeout",

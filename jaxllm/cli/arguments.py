@@ -50,6 +50,7 @@ SAMPLING_HELP = {
 }
 
 SHORT_FLAGS = {
+    "enable_expert_parallel": ("-ep",),
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
     "data_parallel_size": ("-dp",),

@@ -170,7 +170,8 @@ def as_text(name: str, report: "PlanReport", price: float | None) -> str:
     width = max(20, *(len(program.name) + 2 for program in report.programs))
     lines = [
         f"{report.model} on {name}: {report.num_devices} x {report.chip}, {report.dtype}, "
-        f"attention {report.attention_backend!r}",
+        f"attention {report.attention_backend!r}"
+        + (f", experts {report.experts!r}" if report.experts is not None else ""),
         *(f"layers {layer}" for layer in report.layers),
         "",
         *_memory_lines(report),

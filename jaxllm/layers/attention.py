@@ -3,15 +3,18 @@
 The op defines the layout of the cache; this layer only passes the array on.
 """
 
-import functools
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxllm_kernels.ragged_paged_attention.api import AttentionBackend, AttentionConfig
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionBackend,
+    AttentionConfig,
+    RaggedBatch,
+)
 
 from jaxllm.errors import refused
 from jaxllm.layers.context import Cache, LentCache, StepContext
@@ -61,6 +64,8 @@ class AttentionSpec:
     window: int | None = None
     # Scores become soft_cap * tanh(scores / soft_cap).
     soft_cap: float | None = None
+    # Whether every query head has the logit of one more key, with a value of zero.
+    has_sinks: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     # Queries, keys and values are clamped to this distance from zero, before anything else.
@@ -140,6 +145,9 @@ class Attention(nnx.Module):
             if spec.v_norm is None or spec.kv == "borrowed"
             else spec.v_norm.make(spec.head_size, dtype=dtype)
         )
+        self.sinks = (
+            nnx.Param(jnp.zeros(spec.num_heads, dtype), axes=("heads",)) if spec.has_sinks else None
+        )
 
     def _make_norm(self, heads: int, copies: int, dtype: DTypeLike) -> Norm | None:
         """Make the norm of queries or of keys, whose heads are repeated in `copies` shards."""
@@ -213,8 +221,22 @@ class Attention(nnx.Module):
         context: StepContext,
     ) -> tuple[jax.Array, jax.Array]:
         """Run the attention op. Each shard computes its own heads, without communication."""
-        attend = functools.partial(context.backend.attend, config=self.config)
-        operands = (q, k, v, cache, *context.of_window(self.config.sliding_window))
+        batch, prepared = context.of_window(self.config.sliding_window)
+        sinks = None if self.sinks is None else self.sinks[...]
+
+        def attend(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            cache: jax.Array,
+            batch: RaggedBatch,
+            prepared: Any,
+            sinks: jax.Array | None,
+        ) -> tuple[jax.Array, jax.Array]:
+            backend = context.backend
+            return backend.attend(q, k, v, cache, batch, prepared, config=self.config, sinks=sinks)
+
+        operands = (q, k, v, cache, batch, prepared, sinks)
         if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:
             return attend(*operands)
         heads, whole = partition_spec((None, "heads")), partition_spec(())
@@ -222,7 +244,7 @@ class Attention(nnx.Module):
         return jax.shard_map(
             attend,
             mesh=context.mesh,
-            in_specs=(heads, heads, heads, pages, whole, whole),
+            in_specs=(heads, heads, heads, pages, whole, whole, partition_spec(("heads",))),
             out_specs=(heads, pages),
             check_vma=False,
         )(*operands)

@@ -72,6 +72,11 @@ class StepContext:
             paged.append(PagedBatch(batch, backend.prepare(batch, its, num_tokens=num_tokens)))
         return cls(windows=tuple(batches), paged=tuple(paged), backend=backend, mesh=mesh)
 
+    @property
+    def num_tokens(self) -> jax.Array:
+        """The number of the step's tokens, without padding at the end: int32 []."""
+        return self.paged[0].batch.query_starts[-1]
+
     def of_window(self, window: int | None) -> PagedBatch:
         """The batch of the layers with this window."""
         return self.paged[self.windows.index(window)]

@@ -20,6 +20,7 @@ TENSOR = "tensor"
 _MESH_AXES: dict[str | None, str | None] = {
     "heads": TENSOR,
     "mlp": TENSOR,
+    "experts": TENSOR,
     "vocab": TENSOR,
     "hidden": None,
     None: None,

@@ -7,6 +7,9 @@ from typing import Any
 
 from jaxllm_kernels.dense.api import XLA, Matmul
 from jaxllm_kernels.dense.native import NativeMatmul
+from jaxllm_kernels.experts.api import ExpertsOp
+from jaxllm_kernels.experts.native import NativeExperts
+from jaxllm_kernels.experts.xla import XLA_EXPERTS
 from jaxllm_kernels.native import library as native
 from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
@@ -21,7 +24,9 @@ from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import ValidationError
+from jaxllm.layers.moe import MoESpec
 from jaxllm.logging import init_logger
+from jaxllm.models.specs import Architecture
 from jaxllm.sampling.layout import LAYOUTS, Layout
 
 logger = init_logger(__name__)
@@ -48,6 +53,33 @@ def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
     if isinstance(library, NoLibrary) or num_shards > 1:
         return XLA
     return NativeMatmul(library)
+
+
+def choose_experts(
+    chip: Chip,
+    library: Library | NoLibrary,
+    architecture: Architecture,
+    num_shards: int,
+    dtype: Any,
+) -> ExpertsOp | None:
+    """The implementation of the experts; None if the model has none."""
+    specs = {ffn for layer in architecture.layers for ffn in layer.ffns if isinstance(ffn, MoESpec)}
+    if not specs:
+        return None
+    if chip.platform != "cpu":
+        logger.warning("experts: XLA's loop, since there is no kernel for %s", chip.name)
+        return XLA_EXPERTS
+    if isinstance(library, NoLibrary):  # the reason is logged already
+        return XLA_EXPERTS
+    native = NativeExperts(library)
+    try:
+        for spec in specs:
+            shards = 1 if spec.has_whole_experts else num_shards
+            native.check(spec.intermediate_size // shards, architecture.hidden_size, dtype)
+    except ValueError as error:
+        logger.warning("experts: XLA's loop, not 'native', since %s", error)
+        return XLA_EXPERTS
+    return native
 
 
 def choose_sampling(chip: Chip) -> Layout:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
+from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, Device, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
@@ -28,6 +29,7 @@ from jaxllm.errors import refused
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.linear import Linear, Product
+from jaxllm.layers.moe import Experts
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.models.architecture import read_architecture
@@ -35,6 +37,7 @@ from jaxllm.models.base import Model
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
+from jaxllm.models.whole_experts import with_whole_experts
 from jaxllm.parallel.sharding import TENSOR, num_pieces, sharding
 from jaxllm.plan.buckets import Bucket, make_ladder
 from jaxllm.plan.choose import (
@@ -46,6 +49,7 @@ from jaxllm.plan.choose import (
 )
 from jaxllm.plan.choose_kernels import (
     choose_attention,
+    choose_experts,
     choose_matmul,
     choose_sampling,
     free_padding,
@@ -98,6 +102,7 @@ class EnginePlan:
     attention: AttentionBackend
     attention_configs: tuple[AttentionConfig, ...]
     matmul: Matmul
+    experts: ExpertsOp | None  # None: the model has none
     sampling: Layout
     stages: tuple[StagePlan, ...]
     buckets: tuple[Bucket, ...]
@@ -170,6 +175,8 @@ class EnginePlan:
                 rounds = isinstance(module, Linear) and module.bias is None
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
+            elif isinstance(module, Experts) and self.experts is not None:
+                module.op = self.experts
         return model
 
     def info(self) -> EngineInfo:
@@ -230,6 +237,8 @@ def make_plan(
     architecture = read_architecture(
         hf_config, overrides=model.hf_overrides, max_model_len=model.max_model_len
     )
+    if config.parallel.enable_expert_parallel:
+        architecture = with_whole_experts(architecture)
     model_class = ModelRegistry.resolve([architecture.name])
     chip = chip_of(device)
     platform = chip.platform
@@ -348,6 +357,7 @@ def make_plan(
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
+        experts=choose_experts(chip, library, architecture, num_shards, dtype),
         sampling=choose_sampling(chip),
         stages=plan_stages(cache_groups),
         buckets=make_ladder(

@@ -5,6 +5,7 @@ through the stages one after the other, while the other stages run other steps.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
+from jaxllm.layers.moe import MoESpec
 from jaxllm.models.part import ModelPart
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
@@ -116,6 +118,17 @@ def activation_bytes(
     has those that come in and those that go out."""
     num_sides = (not stage.part.embeds) + (not stage.part.has_head)
     return num_sides * (num_stages + 1) * num_tokens * hidden_size * itemsize
+
+
+def expert_weights(architecture: Architecture, part: ModelPart) -> Counter[float]:
+    """The number of weights of all experts of a part, by the share of them that a token chooses."""
+    counts = Counter[float]()
+    for index in part.layers:
+        for ffn in architecture.layers[index].ffns:
+            if isinstance(ffn, MoESpec):
+                size = 3 * ffn.num_experts * ffn.intermediate_size * architecture.hidden_size
+                counts[ffn.num_choices / ffn.num_experts] += size
+    return counts
 
 
 def logits_sharding(mesh: Mesh, *, host_reads: bool) -> NamedSharding:

@@ -14,7 +14,7 @@ from jaxllm.models.describe import describe_layers
 from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.plan.stages import StagePlan, activation_bytes, device_bytes
+from jaxllm.plan.stages import StagePlan, activation_bytes, device_bytes, expert_weights
 from jaxllm.programs.declare import (
     declare_stage_programs,
     make_packer,
@@ -23,7 +23,7 @@ from jaxllm.programs.declare import (
 )
 from jaxllm.programs.hlo import collectives, whole_array_copies
 from jaxllm.programs.progress import CompileProgress
-from jaxllm.programs.roofline import Bound, Roofline, Window
+from jaxllm.programs.roofline import Bound, ExpertLayers, Roofline, Window
 from jaxllm.runner.state import DeviceState
 
 
@@ -71,6 +71,7 @@ class PlanReport:
     num_chips: int
     dtype: str
     attention_backend: str
+    experts: str | None  # None: the model has none
     layers: list[str]  # a line for each distinct one
     hbm_bytes: int
     weights_bytes: int
@@ -163,6 +164,7 @@ def report_plan(
         num_chips=-(-plan.num_devices // plan.chip.devices_per_chip),
         dtype=str(plan.dtype),
         attention_backend=plan.attention.name,
+        experts=None if plan.experts is None else plan.experts.name,
         layers=describe_layers(plan.architecture),
         hbm_bytes=plan.chip.hbm_bytes,
         weights_bytes=fullest.weights_bytes,
@@ -268,16 +270,27 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         # It is looked up, too.
         matrices -= own.vocab_size * own.size * arch.num_layers / num_shards
     head = embedding if part.has_head else 0
+    experts = _experts(plan, stage)
+    of_experts = sum(its.num_bytes for its in experts) / itemsize
+    chosen = sum(its.num_bytes * its.share for its in experts) / itemsize
     return Roofline(
         bytes_per_second=chip.hbm_bytes_per_second,
         flops_per_second=chip.bf16_flops_per_second,
-        bytes_per_step=(matrices + head) * itemsize,
-        flops_per_token=2 * matrices,
+        bytes_per_step=(matrices - of_experts + head) * itemsize,
+        flops_per_token=2 * (matrices - of_experts + chosen),
         flops_per_row=2 * head,
         windows=_windows(plan, stage),
+        experts=experts,
         sent_bytes_per_token=num_sums * arch.hidden_size * itemsize * sent_per_byte,
         link_bytes_per_second=chip.link_bytes_per_second,
     )
+
+
+def _experts(plan: EnginePlan, stage: StagePlan) -> tuple[ExpertLayers, ...]:
+    """The experts of a stage on one device."""
+    scale = plan.dtype.itemsize / stage.mesh.shape[TENSOR]
+    weights = expert_weights(plan.architecture, stage.part)
+    return tuple(ExpertLayers(count * scale, share) for share, count in weights.items())
 
 
 def _windows(plan: EnginePlan, stage: StagePlan) -> tuple[Window, ...]:

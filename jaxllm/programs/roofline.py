@@ -25,22 +25,35 @@ class Window(NamedTuple):
     flops_per_attended: float  # per pair of attending tokens
 
 
+class ExpertLayers(NamedTuple):
+    """The experts of layers in which a token chooses the same share of them."""
+
+    num_bytes: float  # of all experts
+    share: float  # that a token chooses
+
+    def bytes_read(self, num_tokens: float) -> float:
+        """The bytes of the experts that any of the tokens chooses, if all are equally likely. Real
+        routers choose fewer."""
+        return self.num_bytes * (1 - (1 - self.share) ** num_tokens)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
     """What steps of one stage read, compute and send on each device.
 
-    A step reads every matrix once, and the context that each row sees. A token takes two operations
-    per weight of a matrix, and four per attended token, query head and element of a head. Devices
-    do not compute during an all-reduce, because the next matrix needs the sum. But they can read
-    memory meanwhile.
+    A step reads every matrix once, of experts those that its tokens choose, and the context that
+    each row sees. A token takes two operations per weight of a matrix, and four per attended token,
+    query head and element of a head. Devices do not compute during an all-reduce, because the next
+    matrix needs the sum. But they can read memory meanwhile.
     """
 
     bytes_per_second: float
     flops_per_second: float
-    bytes_per_step: float  # matrices
-    flops_per_token: float  # matrices without the head
+    bytes_per_step: float  # matrices without experts
+    flops_per_token: float  # matrices without the head; of experts those that a token chooses
     flops_per_row: float  # the head, which computes only a row's last token
     windows: tuple[Window, ...]
+    experts: tuple[ExpertLayers, ...] = ()
     # To the other devices of the stage; zero if there are none or their links are unknown.
     sent_bytes_per_token: float = 0.0
     link_bytes_per_second: float = 0.0
@@ -60,6 +73,7 @@ class Roofline:
         """The bound of a step with these tokens and rows. `attention` has the bytes and operations
         of the rows' attention."""
         num_bytes, num_flops = attention
+        num_bytes += sum(experts.bytes_read(num_tokens) for experts in self.experts)
         reading = (self.bytes_per_step + num_bytes) / self.bytes_per_second
         num_flops += self.flops_per_token * num_tokens + self.flops_per_row * num_rows
         computing = num_flops / self.flops_per_second

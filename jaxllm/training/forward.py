@@ -16,7 +16,10 @@ import numpy as np
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch
 
+from jaxllm.errors import UnsupportedModelError
+from jaxllm.layers.attention import AttentionSpec
 from jaxllm.layers.context import PagedBatch, StepContext
+from jaxllm.layers.moe import MoESpec
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.weights.loader import load_weights, parameters_of, sources_of
@@ -44,8 +47,10 @@ class CausalRows:
         prepared: Any,
         *,
         config: AttentionConfig,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Map q [T, N, H], k and v [T, K, H] to [T, N, H]; return the cache unchanged."""
+        assert sinks is None, "`RowModel` refuses them"
         length, head_size = self.row_length, config.head_size
         group = config.num_heads // config.num_kv_heads
         # Put heads before tokens, so that the products are plain matrix products.
@@ -93,6 +98,7 @@ class RowModel:
     """A model without weights: maps weights by name and token ids [B, length] to logits."""
 
     def __init__(self, architecture: Architecture):
+        _refuse_unsupported(architecture)
         model_class = ModelRegistry.resolve([architecture.name])
         self.architecture = architecture
         self._abstract = model_class.abstract(architecture, jnp.float32)
@@ -145,3 +151,13 @@ class RowModel:
         caches = (nothing,) * len(model.attention_configs)
         hidden, _ = model(token_ids.reshape(-1), positions, caches, context)
         return model.compute_logits(hidden).reshape(num_rows, length, -1)
+
+
+def _refuse_unsupported(architecture: Architecture) -> None:
+    for layer in architecture.layers:
+        if any(isinstance(ffn, MoESpec) for ffn in layer.ffns):
+            raise UnsupportedModelError(f"{architecture.name}: models with experts are not trained")
+        if any(isinstance(its, AttentionSpec) and its.has_sinks for its in layer.mixers):
+            raise UnsupportedModelError(
+                f"{architecture.name}: models with attention sinks are not trained"
+            )

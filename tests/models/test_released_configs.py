@@ -33,6 +33,16 @@ SIZES = {
     "StarCoder2 7B": 7.17,
     "EXAONE 4.0 32B": 32.00,
     "EXAONE 4.0 1.2B": 1.28,
+    "Mixtral 8x7B": 46.70,
+    "Qwen3 30B-A3B": 30.53,
+    "Qwen1.5-MoE A2.7B": 14.32,
+    "OLMoE 1B-7B": 6.92,
+    "Granite 3.1 3B-A800M": 3.30,
+    "gpt-oss 20B, in 16 bits": 20.91,
+    "GLM-4.5 Air": 106.85,
+    "ERNIE 4.5 21B-A3B": 21.83,
+    "Hunyuan A13B": 80.39,
+    "MiniMax M2, in 16 bits": 228.69,
 }
 
 

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.errors import UnsupportedModelError
 from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
-from jaxllm.testing import make_tiny_checkpoint
+from jaxllm.testing import make_tiny_checkpoint, tiny_config
 from jaxllm.training.forward import RowModel
 from jaxllm.training.objective import distance, surprise
 
@@ -61,3 +62,12 @@ def test_distance_is_zero_for_equals_and_kl_for_others():
     p, q = (np.exp(x / 2) / np.exp(x / 2).sum() for x in (teacher[0], student[0]))
     kl = (p * np.log(p / q)).sum()
     np.testing.assert_allclose(distance(student, teacher, 2.0), [4 * kl], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("mixtral", "models with experts are not trained"), ("gpt_oss", "are not trained")],
+)
+def test_models_that_cannot_be_trained_are_refused_by_name(family, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        RowModel(read_architecture(tiny_config(family) | {"dtype": "float32"}))

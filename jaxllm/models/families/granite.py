@@ -9,17 +9,22 @@ import dataclasses
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
 from jaxllm.models.family import Family, pre_norm_layer, read_attention, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
-from jaxllm.models.specs import Architecture
+from jaxllm.models.specs import Architecture, FFNSpec
 
 
 def read(name: str, config: HFConfig) -> Architecture:
+    return read_granite(name, config, read_mlp(config, bias=config.flag("mlp_bias")))
+
+
+def read_granite(name: str, config: HFConfig, ffn: FFNSpec) -> Architecture:
+    """Read a Granite with this ffn in all layers."""
     bias = config.flag("attention_bias")
     attention = dataclasses.replace(
         read_attention(config, qkv_bias=bias, o_bias=bias),
         scale=config.positive("attention_multiplier", 1.0),
     )
     layer = dataclasses.replace(
-        pre_norm_layer(config, attention, read_mlp(config, bias=config.flag("mlp_bias"))),
+        pre_norm_layer(config, attention, ffn),
         residual_scale=config.positive("residual_multiplier", 1.0),
     )
     return read_decoder(

@@ -3,7 +3,7 @@
 Rope type "dynamic" with an `alpha` means a base that is stretched once, for all lengths.
 """
 
-from jaxllm.layers.attention import QKNorm
+from jaxllm.layers.attention import AttentionSpec, QKNorm
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
 from jaxllm.models.family import (
     Family,
@@ -18,11 +18,34 @@ from jaxllm.models.specs import Architecture
 
 # Of the class in transformers, where they are not those that most families share.
 _DEFAULTS = {"rms_norm_eps": 1e-5}
-_NAMES = LLAMA_NAMES.with_names(q_norm="query_layernorm", k_norm="key_layernorm")
+NAMES = LLAMA_NAMES.with_names(q_norm="query_layernorm", k_norm="key_layernorm")
+# Fields of released configs that no reader needs.
+HARMLESS: dict[str, str] = {
+    **dict.fromkeys(
+        ("eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id"),
+        "ids of tokens; prompts contain them already",
+    ),
+    **dict.fromkeys(
+        ("text_start_id", "text_end_id", "mask_init_id"),
+        "ids of tokens; prompts contain them already",
+    ),
+    **dict.fromkeys(
+        ("dense_list", "pool_type", "class_num"), "of a classifier, which a decoder lacks"
+    ),
+    "cla_share_factor": "counts only with use_cla, which is refused",
+    "org_vocab_size": "the vocabulary without padding; vocab_size is the size of tensors",
+}
 
 
 def read(name: str, config: HFConfig) -> Architecture:
     config = config.with_defaults(_DEFAULTS)
+    config.must_be("num_experts", 1)
+    layer = pre_norm_layer(config, read_hunyuan_attention(config), read_mlp(config))
+    return read_decoder(name, config, [layer] * config.integer("num_hidden_layers"))
+
+
+def read_hunyuan_attention(config: HFConfig) -> AttentionSpec:
+    """Read the attention of Hunyuan V1, and refuse other designs."""
     bias = config.flag("attention_bias")
     attention = read_attention(
         config,
@@ -32,14 +55,12 @@ def read(name: str, config: HFConfig) -> Architecture:
         other_parameters=("alpha",),
     )
     _refuse_other_designs(config, attention.head_size)
-    layer = pre_norm_layer(config, attention, read_mlp(config))
-    return read_decoder(name, config, [layer] * config.integer("num_hidden_layers"))
+    return attention
 
 
 def _refuse_other_designs(config: HFConfig, head_size: int) -> None:
     """Released configs have fields of other models of the same makers."""
     config.must_be("attention_head_dim", head_size)
-    config.must_be("num_experts", 1)
     config.must_be("norm_type", "rms", "hf_rms", "fused")
     for asked in ("use_qk_norm", "use_rotary_pos_emb"):
         config.must_be(asked, True)
@@ -49,7 +70,7 @@ def _refuse_other_designs(config: HFConfig, head_size: int) -> None:
 
 FAMILY = Family(
     read=read,
-    checkpoint=lambda architecture: _NAMES,
+    checkpoint=lambda architecture: NAMES,
     tiny={
         "architectures": ["HunYuanDenseV1ForCausalLM"],
         "model_type": "hunyuan_v1_dense",
@@ -64,19 +85,5 @@ FAMILY = Family(
             "mscale_all_dim": 1.0,
         },
     },
-    harmless={
-        **dict.fromkeys(
-            ("eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id"),
-            "ids of tokens; prompts contain them already",
-        ),
-        **dict.fromkeys(
-            ("text_start_id", "text_end_id", "mask_init_id"),
-            "ids of tokens; prompts contain them already",
-        ),
-        **dict.fromkeys(
-            ("dense_list", "pool_type", "class_num"), "of a classifier, which a decoder lacks"
-        ),
-        "cla_share_factor": "counts only with use_cla, which is refused",
-        "org_vocab_size": "the vocabulary without padding; vocab_size is the size of tensors",
-    },
+    harmless=HARMLESS,
 )

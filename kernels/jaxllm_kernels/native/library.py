@@ -24,9 +24,10 @@ from jaxllm_kernels.platform import processor
 
 _ROOT = Path(__file__).parents[1]
 # Its sources, and the functions for XLA: one for each dtype.
-_HEADERS = ("native/threads.h", "native/vectors.h")
+_HEADERS = ("native/products.h", "native/threads.h", "native/vectors.h")
 _FUNCTIONS = {
     "dense/native.cc": "jaxllm_dense",
+    "experts/native.cc": "jaxllm_experts",
     "ragged_paged_attention/native.cc": "jaxllm_attention",
 }
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}

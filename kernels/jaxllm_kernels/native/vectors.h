@@ -101,6 +101,22 @@ inline float Largest(const Floats& v) {
   return Reduce(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
+// e^x for x <= 0, within 1e-7; exactly 1 for x = 0.
+inline Floats Exp(const Floats& x) {
+  constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, in the lowest bits
+  const Floats shifted = x * 0x1.715476p+0f + kRound;
+  const Floats whole = shifted - kRound;
+  const Floats r = (x - whole * 0x1.62e4p-1f) - whole * 0x1.7f7d1cp-20f;  // ln 2 in two parts
+  Floats y = 0.0013843652559444308f * r + 0.00837415549904108f;
+  y = y * r + 0.04166800156235695f;
+  y = y * r + 0.16666431725025177f;
+  y = y * r + 0.4999999403953552f;
+  y = y * r + 1.0f;
+  y = y * r + 1.0f;
+  const Floats power = (Floats)(((Words)shifted + 127) << 23);
+  return x > -87.0f ? y * power : Floats{};
+}
+
 // An element type. Kernels process elements as 32-bit words: one float, or a pair of 16-bit
 // elements. A lane adds up the products of words.
 struct Float32 {

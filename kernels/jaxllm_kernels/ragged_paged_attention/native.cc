@@ -42,22 +42,6 @@ static_assert(kChunkGroups % kBlockGroups == 0, "a chunk is computed in blocks o
 // The score of a key that is not seen. It is finite, so that differences of scores are not NaN.
 constexpr float kUnseen = std::numeric_limits<float>::lowest();
 
-// e^x for x <= 0, within 1e-7; exactly 1 for x = 0.
-inline Floats Exp(const Floats& x) {
-  constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, in the lowest bits
-  const Floats shifted = x * 0x1.715476p+0f + kRound;
-  const Floats whole = shifted - kRound;
-  const Floats r = (x - whole * 0x1.62e4p-1f) - whole * 0x1.7f7d1cp-20f;  // ln 2 in two parts
-  Floats y = 0.0013843652559444308f * r + 0.00837415549904108f;
-  y = y * r + 0.04166800156235695f;
-  y = y * r + 0.16666431725025177f;
-  y = y * r + 0.4999999403953552f;
-  y = y * r + 1.0f;
-  y = y * r + 1.0f;
-  const Floats power = (Floats)(((Words)shifted + 127) << 23);
-  return x > -87.0f ? y * power : Floats{};
-}
-
 inline Floats Tanh(const Floats& x) {
   const Floats e = Exp(x > 0.0f ? -2.0f * x : 2.0f * x);
   const Floats y = (1.0f - e) / (1.0f + e);

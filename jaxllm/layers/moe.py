@@ -1,0 +1,147 @@
+"""Mixture of experts: each token's weighted sum of a few feed-forward networks."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxllm_kernels.experts.api import ExpertsConfig, ExpertsOp, ExpertWeights
+from jaxllm_kernels.experts.xla import XLA_EXPERTS
+
+from jaxllm.errors import refused
+from jaxllm.layers.context import StepContext
+from jaxllm.layers.linear import Linear
+from jaxllm.layers.mlp import MLPSpec
+from jaxllm.layers.router import Router, RouterSpec
+from jaxllm.parallel.sharding import TENSOR, num_pieces, partition_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The static part of a layer's mixture of experts."""
+
+    name: ClassVar[str] = "mlp"
+
+    num_experts: int
+    num_choices: int  # of each token
+    intermediate_size: int  # of an expert
+    router: RouterSpec
+    bias: bool = False
+    activation: ExpertsConfig = ExpertsConfig()
+    # An MLP for all tokens, whose output is added.
+    shared: MLPSpec | None = None
+    # Whether the output of the shared MLP is multiplied by the sigmoid of a projection.
+    gates_shared: bool = False
+    # How experts are cut over devices: each device has some of them, or a part of each.
+    has_whole_experts: bool = False
+
+    def check(self, num_shards: int) -> None:
+        name, size = "intermediate_size of an expert", self.intermediate_size
+        if self.has_whole_experts:
+            name, size = "number of experts", self.num_experts
+        if size % num_shards:
+            raise refused(
+                "tensor_parallel_size", num_shards, f"it does not divide the model's {name}, {size}"
+            )
+        if self.shared is not None:
+            self.shared.check(num_shards)
+
+    def make(self, hidden_size: int, *, num_shards: int, dtype: DTypeLike) -> "MoE":
+        return MoE(self, hidden_size, num_shards=num_shards, dtype=dtype)
+
+
+class MoE(nnx.Module):
+    """A router, experts and perhaps a shared MLP."""
+
+    def __init__(self, spec: MoESpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike):
+        self.num_experts = spec.num_experts
+        self.gate = Router(
+            spec.router, hidden_size, spec.num_experts, spec.num_choices, dtype=dtype
+        )
+        self.experts = Experts(spec, hidden_size, dtype=dtype)
+        self.shared_experts = (
+            None
+            if spec.shared is None
+            else spec.shared.make(hidden_size, num_shards=num_shards, dtype=dtype)
+        )
+        self.shared_expert_gate = (
+            Linear(hidden_size, 1, bias=False, axes=(None, "hidden"), dtype=dtype)
+            if spec.gates_shared
+            else None
+        )
+
+    def __call__(self, x: jax.Array, context: StepContext) -> jax.Array:
+        with jax.named_scope("moe"):
+            chosen, factors = self.gate.route(x)
+            # Padding chooses no expert, so that it costs nothing.
+            is_real = jnp.arange(len(x)) < context.num_tokens
+            chosen = jnp.where(is_real[:, None], chosen, self.num_experts)
+            y = self.experts(x, chosen, factors, context)
+            if self.shared_experts is not None:
+                shared = self.shared_experts(x, context).astype(jnp.float32)
+                if self.shared_expert_gate is not None:
+                    gate = self.shared_expert_gate(x).astype(jnp.float32)
+                    shared = shared * jax.nn.sigmoid(gate)
+                y = y.astype(jnp.float32) + shared
+            return y.astype(x.dtype)
+
+
+class Experts(nnx.Module):
+    """The weights of all experts. The plan chooses the implementation, `op`."""
+
+    op: ExpertsOp = XLA_EXPERTS
+
+    def __init__(self, spec: MoESpec, hidden_size: int, *, dtype: DTypeLike):
+        self.spec = spec
+        count, size = spec.num_experts, spec.intermediate_size
+        experts, inner = ("experts", None) if spec.has_whole_experts else (None, "mlp")
+
+        def param(*shape: int, axes: tuple[str | None, ...]) -> nnx.Param:
+            return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+
+        self.w13_weight = param(count, 2, size, hidden_size, axes=(experts, None, inner, "hidden"))
+        self.w2_weight = param(count, hidden_size, size, axes=(experts, "hidden", inner))
+        self.w13_bias = param(count, 2, size, axes=(experts, None, inner)) if spec.bias else None
+        self.w2_bias = param(count, hidden_size, axes=(experts, "hidden")) if spec.bias else None
+
+    def __call__(
+        self, x: jax.Array, chosen: jax.Array, factors: jax.Array, context: StepContext
+    ) -> jax.Array:
+        """Return the sums [T, D] of the experts' outputs, of all devices together."""
+        params = (self.w13_weight, self.w2_weight, self.w13_bias, self.w2_bias)
+        gate_up, down, *biases = (None if p is None else p[...] for p in params)
+        assert gate_up is not None and down is not None
+        weights = ExpertWeights(gate_up, down, *biases)
+        mesh = context.mesh
+        if mesh is None or num_pieces(mesh, ("mlp",)) == 1:
+            return self.op(x, chosen, factors, weights, config=self.spec.activation)
+        whole = partition_spec(())
+        specs = jax.tree.unflatten(
+            jax.tree.structure(weights),
+            [partition_spec(p.get_metadata()["axes"]) for p in params if p is not None],
+        )
+        return jax.shard_map(
+            self._sum_of_devices,
+            mesh=mesh,
+            in_specs=(whole, whole, whole, specs),
+            out_specs=whole,
+            check_vma=False,
+        )(x, chosen, factors, weights)
+
+    def _sum_of_devices(
+        self, x: jax.Array, chosen: jax.Array, factors: jax.Array, weights: ExpertWeights
+    ) -> jax.Array:
+        """Compute the share of one device, and add up all shares. The devices exchange them in the
+        model's dtype, as they do for dense layers."""
+        device = jax.lax.axis_index(TENSOR)
+        if self.spec.has_whole_experts:
+            # Experts of other devices have numbers outside of those here.
+            chosen = chosen - device * len(weights.down)
+        elif weights.down_bias is not None:
+            # One device adds it.
+            bias = jnp.where(device == 0, weights.down_bias, 0)
+            weights = weights._replace(down_bias=bias)
+        y = self.op(x, chosen, factors, weights, config=self.spec.activation)
+        return jax.lax.psum(y.astype(x.dtype), TENSOR)

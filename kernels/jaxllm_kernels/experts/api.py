@@ -1,0 +1,78 @@
+"""The experts of a layer: the contract of every implementation.
+
+One call computes the experts that its tokens have chosen, and each token's weighted sum of them.
+Routing is not part of the op. With experts cut or spread over devices, a device computes its own
+share of the sums, and the caller adds the shares up.
+
+Axis letters: T tokens, k choices of a token, E experts, F intermediate size, D hidden size.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The static part of a layer's experts; equal for layers of the same kind.
+
+    Between its matrices an expert computes (up + up_offset) * gate * sigmoid(gate_slope * gate).
+    """
+
+    gate_slope: float = 1.0
+    up_offset: float = 0.0
+    # Before that, gate is clamped from above, and up from both sides.
+    limit: float | None = None
+    # Whether the factor of a choice multiplies the expert's input, not its output.
+    scales_input: bool = False
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of all experts; biases are None in models without them."""
+
+    gate_up: jax.Array  # [E, 2, F, D]: gate, then up
+    down: jax.Array  # [E, D, F]
+    gate_up_bias: jax.Array | None = None  # [E, 2, F]
+    down_bias: jax.Array | None = None  # [E, D]
+
+
+class ExpertsOp(Protocol):
+    """An implementation. It is a static argument of jitted functions: a frozen dataclass."""
+
+    @property
+    def name(self) -> str:
+        """For logs and reports."""
+        ...
+
+    def __call__(
+        self,
+        x: jax.Array,
+        chosen: jax.Array,
+        factors: jax.Array,
+        weights: ExpertWeights,
+        *,
+        config: ExpertsConfig,
+    ) -> jax.Array:
+        """Return each token's weighted sum of the outputs of its experts, float32 [T, D].
+
+        Args:
+          x: [T, D], in the dtype of the weights.
+          chosen: int32 [T, k], the numbers of a token's experts, all different. A number outside of
+            [0, E) is no expert of this device: it adds nothing and costs nothing. So padding names
+            such numbers.
+          factors: float32 [T, k].
+
+        Products are summed in float32. The input of the down projection is rounded to x's dtype. A
+        token's sum goes over its experts by their number. So a token's result does not depend on
+        other tokens, as far as the products do not.
+        """
+        ...
+
+
+def activate(gate: jax.Array, up: jax.Array, config: ExpertsConfig) -> jax.Array:
+    """What an expert computes between its matrices, in float32."""
+    if config.limit is not None:
+        gate, up = jnp.minimum(gate, config.limit), jnp.clip(up, -config.limit, config.limit)
+    return (up + config.up_offset) * gate * jax.nn.sigmoid(config.gate_slope * gate)

@@ -1,0 +1,163 @@
+"""What every implementation must compute: named cases, and a comparison with float64."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxllm_kernels.experts.api import ExpertsConfig, ExpertsOp, ExpertWeights
+
+# gpt-oss's activation.
+CLAMPED = ExpertsConfig(gate_slope=1.702, up_offset=1.0, limit=0.7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A batch and how it is routed."""
+
+    num_tokens: int
+    num_choices: int
+    num_experts: int
+    size: int = 64
+    hidden_size: int = 96
+    config: ExpertsConfig = ExpertsConfig()
+    has_bias: bool = False
+    # (random, case) -> int [T, k]; None: every choice is equally likely.
+    route: Callable[[np.random.Generator, "Case"], np.ndarray] | None = None
+
+
+def _evenly(random: np.random.Generator, case: Case) -> np.ndarray:
+    rows = (random.permutation(case.num_experts) for _ in range(case.num_tokens))
+    return np.stack([row[: case.num_choices] for row in rows])
+
+
+def _first_for_all(random: np.random.Generator, case: Case) -> np.ndarray:
+    """All tokens choose the first expert, and none the last."""
+    rest = dataclasses.replace(case, num_experts=case.num_experts - 2)
+    return np.concatenate(
+        [np.zeros((case.num_tokens, 1)), 1 + _evenly(random, rest)[:, : case.num_choices - 1]], 1
+    )
+
+
+def _one_row_each(random: np.random.Generator, case: Case) -> np.ndarray:
+    del random
+    return np.arange(case.num_tokens * case.num_choices).reshape(case.num_tokens, -1)
+
+
+def _some_are_elsewhere(random: np.random.Generator, case: Case) -> np.ndarray:
+    """Numbers of other devices' experts, on both sides, and tokens of padding at the end."""
+    chosen = _evenly(random, dataclasses.replace(case, num_experts=3 * case.num_experts))
+    chosen -= case.num_experts
+    chosen[-(case.num_tokens // 4) :] = case.num_experts
+    return chosen
+
+
+def _none(random: np.random.Generator, case: Case) -> np.ndarray:
+    del random
+    return np.full((case.num_tokens, case.num_choices), case.num_experts)
+
+
+CASES: Mapping[str, Case] = {
+    "one token": Case(num_tokens=1, num_choices=3, num_experts=8),
+    "few tokens": Case(num_tokens=5, num_choices=2, num_experts=16),
+    "even": Case(num_tokens=33, num_choices=4, num_experts=8),
+    "all experts": Case(num_tokens=7, num_choices=4, num_experts=4),
+    "one expert has all tokens, one has none": Case(
+        num_tokens=150, num_choices=3, num_experts=9, route=_first_for_all
+    ),
+    "an expert for each choice": Case(
+        num_tokens=4, num_choices=2, num_experts=8, route=_one_row_each
+    ),
+    "experts elsewhere, and padding": Case(
+        num_tokens=24, num_choices=4, num_experts=6, route=_some_are_elsewhere
+    ),
+    "padding only": Case(num_tokens=4, num_choices=2, num_experts=4, route=_none),
+    "one choice": Case(num_tokens=20, num_choices=1, num_experts=4),
+    "scaled inputs": Case(
+        num_tokens=20, num_choices=2, num_experts=4, config=ExpertsConfig(scales_input=True)
+    ),
+    "clamped, with biases": Case(
+        num_tokens=21, num_choices=2, num_experts=8, config=CLAMPED, has_bias=True
+    ),
+    "clamped without offset": Case(
+        num_tokens=9, num_choices=2, num_experts=4, config=ExpertsConfig(limit=0.5)
+    ),
+    "wide": Case(num_tokens=40, num_choices=2, num_experts=3, size=1568, hidden_size=1120),
+}
+
+
+def operands(
+    case: Case, dtype: DTypeLike, seed: int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array, ExpertWeights]:
+    """Tokens, choices, factors and weights of a case."""
+    random = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(shape) / shape[-1] ** 0.5, dtype)
+
+    tokens, experts, size, hidden = case.num_tokens, case.num_experts, case.size, case.hidden_size
+    chosen = (case.route or _evenly)(random, case).astype(np.int32)
+    factors = random.random((tokens, case.num_choices)).astype(np.float32)
+    weights = ExpertWeights(
+        gate_up=normal(experts, 2, size, hidden),
+        down=normal(experts, hidden, size),
+        gate_up_bias=3 * normal(experts, 2, size) if case.has_bias else None,
+        down_bias=3 * normal(experts, hidden) if case.has_bias else None,
+    )
+    x = jnp.asarray(random.standard_normal((tokens, hidden)), dtype)
+    return x, jnp.asarray(chosen), jnp.asarray(factors), weights
+
+
+def expected(
+    x: jax.Array,
+    chosen: jax.Array,
+    factors: jax.Array,
+    weights: ExpertWeights,
+    config: ExpertsConfig,
+) -> np.ndarray:
+    """The op in float64."""
+    gate_up, down, *biases = (
+        None if array is None else np.asarray(array, np.float64) for array in weights
+    )
+    assert gate_up is not None and down is not None
+    sums = np.zeros(x.shape)
+    for token, row in enumerate(np.asarray(x, np.float64)):
+        choices = zip(
+            np.asarray(chosen[token]), np.asarray(factors[token], np.float64), strict=True
+        )
+        for expert, factor in choices:
+            if not 0 <= expert < len(down):
+                continue
+            gate, up = gate_up[expert] @ (row * factor if config.scales_input else row)
+            if biases[0] is not None:
+                gate, up = gate + biases[0][expert, 0], up + biases[0][expert, 1]
+            if config.limit is not None:
+                gate = np.minimum(gate, config.limit)
+                up = np.clip(up, -config.limit, config.limit)
+            inner = (up + config.up_offset) * gate / (1 + np.exp(-config.gate_slope * gate))
+            output = down[expert] @ inner
+            if biases[1] is not None:
+                output = output + biases[1][expert]
+            sums[token] += output if config.scales_input else output * factor
+    return sums
+
+
+# Of the norm: the inner values of 16-bit experts are rounded.
+_TOLERANCES = {"float32": 2e-6, "bfloat16": 6e-3}
+
+
+def run_case(op: ExpertsOp, case: Case, dtype: DTypeLike) -> np.ndarray:
+    """Compare an implementation with float64, and return its result."""
+    x, chosen, factors, weights = operands(case, dtype)
+    run = jax.jit(lambda *operands: op(*operands, config=case.config))
+    y = run(x, chosen, factors, weights)
+    assert y.dtype == jnp.float32 and y.shape == x.shape, y
+    exact = expected(x, chosen, factors, weights, case.config)
+    error = np.linalg.norm(np.asarray(y, np.float64) - exact)
+    bound = _TOLERANCES[jnp.dtype(dtype).name] * np.linalg.norm(exact)
+    assert error <= bound, f"{op.name}: the error is {error}, at most {bound} is right"
+    return np.asarray(y)

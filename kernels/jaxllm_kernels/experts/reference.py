@@ -1,0 +1,42 @@
+"""The specification of the op: each expert in turn multiplies all tokens. Slow."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm_kernels.dense.api import XLA
+from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, activate
+
+
+@dataclass(frozen=True)
+class ReferenceExperts:
+    """`api.ExpertsOp`, for tests."""
+
+    name: str = "reference"
+
+    def __call__(
+        self,
+        x: jax.Array,
+        chosen: jax.Array,
+        factors: jax.Array,
+        weights: ExpertWeights,
+        *,
+        config: ExpertsConfig,
+    ) -> jax.Array:
+        sums = jnp.zeros(x.shape, jnp.float32)
+        for expert in range(len(weights.down)):
+            is_choice = chosen == expert
+            factor = jnp.sum(jnp.where(is_choice, factors, 0), axis=1, keepdims=True)
+            inputs = (x * factor).astype(x.dtype) if config.scales_input else x
+            gate, up = (XLA(inputs, weights.gate_up[expert, half]) for half in (0, 1))
+            if weights.gate_up_bias is not None:
+                bias = weights.gate_up_bias[expert].astype(jnp.float32)
+                gate, up = gate + bias[0], up + bias[1]
+            output = XLA(activate(gate, up, config).astype(x.dtype), weights.down[expert])
+            if weights.down_bias is not None:
+                output = output + weights.down_bias[expert].astype(jnp.float32)
+            if not config.scales_input:
+                output = output * factor
+            sums = sums + jnp.where(is_choice.any(axis=1, keepdims=True), output, 0)
+        return sums

@@ -1,0 +1,58 @@
+"""Plans of models with experts: how experts are computed, and what a step reads of them."""
+
+import dataclasses
+
+import pytest
+
+from jaxllm.config import EngineArgs
+from jaxllm.plan.engine_plan import make_plan
+from jaxllm.programs.report import roofline
+from jaxllm.programs.roofline import ExpertLayers
+from jaxllm.programs.summary import summary
+from jaxllm.testing import make_tiny_checkpoint
+
+OPTIONS = {"max_model_len": 64, "num_gpu_blocks_override": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("moe"), "qwen3_moe"))
+
+
+@pytest.mark.parametrize(("options", "name"), [({}, "native"), ({"native_kernels": False}, "xla")])
+def test_the_plan_says_how_experts_are_computed(model, options, name):
+    plan = make_plan(EngineArgs(model, **OPTIONS, **options))
+    assert plan.experts.name == name and f"experts {name!r}" in summary(plan)
+
+
+def test_sizes_without_a_native_kernel_are_said(model, caplog):
+    overrides = {"moe_intermediate_size": 24}
+    plan = make_plan(EngineArgs(model, **OPTIONS, load_format="dummy", hf_overrides=overrides))
+    assert plan.experts.name == "xla"
+    assert "the size of an expert on a device, 24, is not a multiple of 32" in caplog.text
+
+
+def test_a_bound_counts_the_experts_that_tokens_choose(model):
+    plan = make_plan(EngineArgs(model, **OPTIONS))
+    chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
+    line = roofline(dataclasses.replace(plan, chip=chip), *plan.stages)
+    # Two of three layers have 8 experts of 32, of which a token chooses 3.
+    weights = 2 * 8 * 3 * 32 * 64
+    itemsize = plan.dtype.itemsize
+    assert line.experts == (ExpertLayers(weights * itemsize, 3 / 8),)
+    embedding = plan.num_logits * 64 * itemsize
+    dense = plan.weights_bytes - embedding - weights * itemsize
+    assert line.bytes_per_step == dense
+    head = embedding / itemsize
+    assert line.flops_per_token == 2 * (dense / itemsize - head + weights * 3 / 8)
+    nothing = (0.0, 0.0)
+    assert line.bound(1, 1, nothing).seconds == (dense + weights * itemsize * 3 / 8) / 1e6
+    of_all = line.bound(1000, 1, nothing).seconds
+    assert of_all == pytest.approx((dense + weights * itemsize) / 1e6)
+
+
+def test_expected_distinct_experts():
+    experts = ExpertLayers(128.0, 8 / 128)
+    assert experts.bytes_read(1) == 8
+    assert experts.bytes_read(2) == 16 - 8 * 8 / 128
+    assert experts.bytes_read(64) == pytest.approx(125.9, abs=0.1)
