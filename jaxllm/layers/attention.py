@@ -4,14 +4,19 @@ The op defines the layout of the cache; this layer only passes the array on.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxllm_kernels.ragged_paged_attention.api import AttentionBackend, AttentionConfig
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionBackend,
+    AttentionConfig,
+    TakesHeads,
+)
 
 from jaxllm.errors import refused
 from jaxllm.layers.context import Cache, LentCache, StepContext
@@ -162,6 +167,10 @@ class Attention(nnx.Module):
             heads = self.qkv_proj(x).reshape(len(x), self.num_shards, -1, self.config.head_size)
             if (clip := self.spec.qkv_clip) is not None:
                 heads = jnp.clip(heads, -clip, clip)
+            if self._only_rotates(context):
+                assert not isinstance(cache, LentCache)
+                out, cache = self._attend_heads(heads, cache, context)
+                return self.o_proj(out.reshape(len(x), -1)), cache
             ends = (num_heads, num_heads + num_kv_heads)[: self.num_parts - 1]
             q, *kv = (
                 part.reshape(len(x), -1, self.config.head_size)
@@ -176,6 +185,32 @@ class Attention(nnx.Module):
             out, pages = self._attend(q, k, v, pages, context)
             cache = pages if self.spec.kv == "own" else LentCache(pages, k, v)
             return self.o_proj(out.reshape(len(x), -1)), cache
+
+    def _only_rotates(self, context: StepContext) -> bool:
+        """Whether heads are at most rotated before they attend, and the backend does that, too."""
+        spec, backend = self.spec, context.backend
+        size = None if spec.rope is None else spec.rope.size
+        return (
+            isinstance(backend, TakesHeads)
+            and spec.qk_norm is None
+            and spec.v_norm is None
+            and spec.temperature is None
+            and not spec.values_are_keys
+            and spec.kv == "own"
+            and backend.takes_heads(self.config, size)
+        )
+
+    def _attend_heads(
+        self, heads: jax.Array, cache: jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run the attention op on heads [T, shards, heads of a shard, H]."""
+        backend = context.backend
+        assert isinstance(backend, TakesHeads)
+        attend = functools.partial(backend.attend_heads, config=self.config)
+        heads = heads.reshape(len(heads), -1, self.config.head_size)
+        rotary = None if self.spec.rope is None else context.rotary
+        operands = (heads, rotary, cache, *context.of_window(self.config.sliding_window))
+        return self._on_shards(attend, operands, (True, False), context)
 
     def _place(self, x: jax.Array, norm: Norm | None, context: StepContext) -> jax.Array:
         """Normalise queries or keys, and give them their positions, as the spec says."""
@@ -215,14 +250,26 @@ class Attention(nnx.Module):
         """Run the attention op. Each shard computes its own heads, without communication."""
         attend = functools.partial(context.backend.attend, config=self.config)
         operands = (q, k, v, cache, *context.of_window(self.config.sliding_window))
+        return self._on_shards(attend, operands, (True, True, True), context)
+
+    def _on_shards(
+        self,
+        attend: Callable[..., tuple[jax.Array, jax.Array]],
+        operands: tuple[Any, ...],
+        has_heads: tuple[bool, ...],
+        context: StepContext,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend on each shard. `has_heads` says of each operand before the cache whether its
+        second axis are heads; the batch comes after the cache."""
         if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:
             return attend(*operands)
         heads, whole = partition_spec((None, "heads")), partition_spec(())
         pages = partition_spec(cache_axes(context.backend))
+        before = (heads if has else whole for has in has_heads)
         return jax.shard_map(
             attend,
             mesh=context.mesh,
-            in_specs=(heads, heads, heads, pages, whole, whole),
+            in_specs=(*before, pages, whole, whole),
             out_specs=(heads, pages),
             check_vma=False,
         )(*operands)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.dense.api import XLA, Matmul
 from jaxllm_kernels.dense.native import NativeMatmul
 from jaxllm_kernels.native import library as native
@@ -22,7 +23,7 @@ from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.logging import init_logger
-from jaxllm.sampling.layout import LAYOUTS, Layout
+from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout
 
 logger = init_logger(__name__)
 
@@ -50,8 +51,11 @@ def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
     return NativeMatmul(library)
 
 
-def choose_sampling(chip: Chip) -> Layout:
-    """How the sampler reads logits. XLA can run each layout everywhere."""
+def choose_sampling(chip: Chip, num_shards: int) -> Layout:
+    """How the sampler reads logits. XLA can run each layout everywhere, except that for Hopper."""
+    is_hopper = (chip.compute_capability or (0,))[0] == 9
+    if is_hopper and num_shards == 1 and not why_no_mosaic_gpu():
+        return HOPPER
     return LAYOUTS[chip.platform]
 
 

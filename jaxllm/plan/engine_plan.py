@@ -55,6 +55,7 @@ from jaxllm.plan.generation_config import (
     read_eos_token_ids,
     read_max_new_tokens,
 )
+from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.memory import size_kv_cache
 from jaxllm.plan.stages import (
     StagePlan,
@@ -104,8 +105,17 @@ class EnginePlan:
     default_sampling_params: SamplingParams
     max_new_tokens: int | None
     compile_at_start: bool
+    autotune_results: AutotuneResults | None
+    graph_options: tuple[tuple[str, str], ...]
     # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
+
+    @property
+    def compiler_options(self) -> tuple[tuple[str, str], ...]:
+        """The options of all programs, in addition to XLA's defaults."""
+        results = self.autotune_results.compiler_options if self.autotune_results else ()
+        # The last of equal ones holds.
+        return self.chip.compiler_options + self.graph_options + results
 
     @property
     def step_logprobs(self) -> int:
@@ -311,6 +321,7 @@ def make_plan(
     )
     cache_groups = sizes.divide(windows, num_blocks)
     matmul = choose_matmul(library, num_shards)
+    results = config.compilation.gpu_autotune_results
     return EnginePlan(
         model_name=model.model,
         model_dir=model_dir,
@@ -329,7 +340,7 @@ def make_plan(
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
-        sampling=choose_sampling(chip),
+        sampling=choose_sampling(chip, num_shards),
         stages=plan_stages(cache_groups),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,
@@ -347,6 +358,8 @@ def make_plan(
         default_sampling_params=read_default_sampling_params(model, model_dir),
         max_new_tokens=read_max_new_tokens(model, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
+        graph_options=graph_options(config.compilation.gpu_graphs, chip),
+        autotune_results=results and AutotuneResults.read(results, chip),
     )
 
 
