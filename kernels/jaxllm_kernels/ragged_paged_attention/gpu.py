@@ -198,7 +198,7 @@ class MosaicGpuBackend:
         if not batch.decode_only:
             # A tile, or a short row's queries, may extend past the last token.
             queries = jnp.pad(q, ((0, PREFILL_TILE_TOKENS - 1), (0, 0), (0, 0)))
-        scalars = head_scalars(config, sinks, kv_scales)
+        scalars = head_scalars(sinks, kv_scales)
         return self._attend(grouped, queries, out, cache, batch, prepared, scalars, config), cache
 
     def takes_heads(self, config: AttentionConfig, rotary_size: int | None) -> bool:
@@ -229,7 +229,7 @@ class MosaicGpuBackend:
             decode_only=batch.decode_only,
             interpret=self._interpret_params(),
         )
-        scalars = head_scalars(config, None, None)
+        scalars = head_scalars(None, None)
         grouped, queries, out, cache = placed
         return self._attend(grouped, queries, out, cache, batch, prepared, scalars, config), cache
 

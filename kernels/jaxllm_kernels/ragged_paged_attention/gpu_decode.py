@@ -51,7 +51,12 @@ from jaxllm_kernels.ragged_paged_attention.gpu_merge import (
     over_rows,
     panels_of,
 )
-from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
+from jaxllm_kernels.ragged_paged_attention.gpu_softmax import (
+    UNSEEN,
+    HeadScalars,
+    score_factor,
+    to_scores,
+)
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     Tuning,
     num_query_slots,
@@ -98,7 +103,7 @@ def decode(
         cache,
         block_tables,
         work,
-        scalars.score_factors,
+        scalars.key_scales,
         config=config,
         ring=ring,
         num_short=num_short,
@@ -120,7 +125,7 @@ def _attend_items(
     cache: jax.Array,
     block_tables: jax.Array,
     work: DecodeWork,
-    score_factors: jax.Array,
+    key_scales: jax.Array | None,
     *,
     config: AttentionConfig,
     ring: BlockRing,
@@ -147,7 +152,7 @@ def _attend_items(
         items_ref,
         worker_items_ref,
         short_rows: Any,
-        factors_ref,
+        key_scales_ref: Any,
         decodes_ref,
         short_ref,
         *,
@@ -211,7 +216,7 @@ def _attend_items(
                 """
                 columns = queries.shape[0]
                 weights_t = (weights.at[pl.ds(0, columns)] if has_short else weights).T
-                factor = factors_ref[item.head]
+                factor = score_factor(key_scales_ref, item.head, config)
 
                 def attend_block(j, softmax):
                     weighted, largest, total = softmax
@@ -363,7 +368,7 @@ def _attend_items(
         ),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(grouped, q, cache, block_tables, work.items, work.worker_items, work.short, score_factors)
+    )(grouped, q, cache, block_tables, work.items, work.worker_items, work.short, key_scales)
 
 
 def _multiply(a, b):
