@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Chip, Device, chip_of
@@ -44,6 +45,7 @@ from jaxllm.plan.choose import (
     choose_max_num_batched_tokens,
 )
 from jaxllm.plan.choose_kernels import (
+    choose_add_norm,
     choose_attention,
     choose_matmul,
     choose_sampling,
@@ -97,6 +99,7 @@ class EnginePlan:
     attention_configs: tuple[AttentionConfig, ...]
     matmul: Matmul
     sampling: Layout
+    add_norm: AddNorm | None
     stages: tuple[StagePlan, ...]
     buckets: tuple[Bucket, ...]
     max_logprobs: int
@@ -341,6 +344,7 @@ def make_plan(
         attention_configs=attention_configs,
         matmul=matmul,
         sampling=choose_sampling(chip, num_shards),
+        add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,

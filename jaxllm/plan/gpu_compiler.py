@@ -1,8 +1,9 @@
 """What an engine tells XLA about GPUs: tiles of matrix products, and what is launched at once.
 
 **Tiles.** XLA times several tiles for each product on the GPU that it compiles for, and takes the
-fastest. If that GPU is not there, as when a bundle is made elsewhere, it takes tiles from a formula,
-and they may be slow. A file with the results of an earlier timing takes the place of the GPU.
+fastest. If that GPU is not there, as when a bundle is made elsewhere, it takes tiles from a
+formula, and they may be slow. A file with the results of an earlier timing takes the place of the
+GPU.
 
 **Graphs.** A step is one CUDA graph, with its conditionals and loops. A driver that does not take
 conditionals in conditionals, or takes long to update a graph whose addresses have moved, can be

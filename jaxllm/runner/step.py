@@ -102,6 +102,7 @@ def make_step(
             num_tokens=layout.bucket.num_tokens,
             backend=plan.attention,
             mesh=stage.mesh,
+            add_norm=plan.add_norm,
         )
         entering = arrived
         if stage.part.embeds:
