@@ -111,16 +111,11 @@ def make_step(
             entering = _token_ids(inputs, carried)
         positions = _positions(inputs, context_lens)
         hidden, caches = model(entering, positions, state.caches, context)
-        state = dataclasses.replace(
-            state,
-            caches=caches,
-            lengths=state.lengths.at[inputs.slots].set(context_lens, mode="drop"),
-            block_tables=block_tables,
-        )
+        state = dataclasses.replace(state, caches=caches, block_tables=block_tables)
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
             return _sample(plan, model, inputs, context_lens, hidden, state, slices)
-        return state, hidden
+        return _set_lengths(state, inputs, context_lens), hidden
 
     return step
 
@@ -158,12 +153,20 @@ def _sample(
     new_state = dataclasses.replace(
         state, tokens=state.tokens.at[kept].set(sampled.tokens, mode="drop"), slots=sampled.state
     )
-    return new_state, StepOutputs(
+    # No token is below zero. But lengths that depend on the tokens are written last: XLA would copy
+    # the old ones, which others read, if it wrote the new ones before.
+    new_lens = context_lens + jnp.minimum(sampled.tokens, 0)
+    return _set_lengths(new_state, inputs, new_lens), StepOutputs(
         tokens=jnp.where(sampled.is_valid, sampled.tokens, NO_TOKEN),
         logprobs=sampled.logprobs,
         slices=slices,
         logits=logits if plan.leaves_logits else None,
     )
+
+
+def _set_lengths(state: DeviceState, inputs: StepInputs, context_lens: jax.Array) -> DeviceState:
+    lengths = state.lengths.at[inputs.slots].set(context_lens, mode="drop")
+    return dataclasses.replace(state, lengths=lengths)
 
 
 def _compute_slices(
