@@ -4,7 +4,6 @@
 """
 
 import functools
-from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -13,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxllm.layers.context import StepContext
+from jaxllm.layers.norm import Norm
 from jaxllm.layers.residual import Stream, join, normalise
 from jaxllm.models.specs import Caches, LayerSpec
 
@@ -60,7 +60,7 @@ class Block(nnx.Module):
             hidden = hidden + output
         return hidden
 
-    def norm(self, name: str) -> Callable[[jax.Array], jax.Array]:
+    def norm(self, name: str) -> Norm:
         return getattr(self, name)
 
 

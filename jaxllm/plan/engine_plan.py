@@ -363,7 +363,7 @@ def make_plan(
         max_new_tokens=read_max_new_tokens(model, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
         graph_options=graph_options(config.compilation.gpu_graphs, chip),
-        autotune_results=results and AutotuneResults.read(results, chip),
+        autotune_results=AutotuneResults.read(results, chip) if results else None,
     )
 
 

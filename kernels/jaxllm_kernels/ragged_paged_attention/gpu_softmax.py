@@ -31,7 +31,8 @@ def head_scalars(sinks: jax.Array | None, kv_scales: KVScales | None) -> HeadSca
         sinks = sinks.astype(jnp.float32) * LOG2_E
     if kv_scales is None:
         return HeadScalars(None, None, sinks)
-    return HeadScalars(*(x.astype(jnp.float32) for x in kv_scales), sinks)
+    k, v = (scales.astype(jnp.float32) for scales in kv_scales)
+    return HeadScalars(k, v, sinks)
 
 
 def score_factor(scales, head, config: AttentionConfig):
