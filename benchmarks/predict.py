@@ -8,6 +8,12 @@ layer, and the rest is what every step has once. The compiler has no estimate fo
 so the sums lack them. The same estimator, before and after a change, shows what the change did. The
 times themselves are as optimistic as the compiler.
 
+    python benchmarks/predict.py launches --slice h200 --shape 8b --steps d64 d1 m2048
+
+counts what a step launches on a GPU, by the names of the kernels, in the same way: of a layer, and
+around the layers. Of a conditional the branch with the fewest launches counts, which is that of
+greedy rows.
+
 `--option name=value` adds a compiler option, to try one. Takes `pip install -e ".[dev,tpu]"`.
 """
 
@@ -26,6 +32,14 @@ from jaxllm.config import EngineArgs
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan, make_plan
 from jaxllm.programs.declare import declare_programs, make_packer
+from jaxllm.programs.launches import (
+    Launch,
+    all_launches,
+    by_name,
+    compile_and_list,
+    in_command_buffer,
+    least,
+)
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -96,6 +110,53 @@ def compile_step(plan: EnginePlan, name: str, options: dict[str, str]) -> Costs:
     return costs_of(hlo, memory.temp_size_in_bytes)
 
 
+def list_launches(plan: EnginePlan, name: str, options: dict[str, str]) -> list[Launch]:
+    """What is directly in the one command buffer of a step."""
+    declared = declare_programs(plan, make_packer(plan).layouts)
+    program = declared[_bucket(plan, name)]
+    all_options = dict(program.compiler_options) | options
+    program = dataclasses.replace(program, compiler_options=tuple(all_options.items()))
+    with tempfile.TemporaryDirectory() as folder:
+        *_, outermost = compile_and_list(program, Path(folder) / "dump")
+    return in_command_buffer(outermost)
+
+
+def count_launches(plans: dict[int, EnginePlan], name: str, options: dict[str, str]) -> dict:
+    """The launches of a layer and around the layers, by kernel."""
+    few, more = (list_launches(plans[num], name, options) for num in (FEW, MORE))
+    of_few, of_more = by_name(few), by_name(more)
+    layer = {
+        kernel: count / (MORE - FEW)
+        for kernel in of_more
+        if (count := of_more[kernel] - of_few[kernel])
+    }
+    num_layer = (len(more) - len(few)) / (MORE - FEW)
+    around = {
+        kernel: count - FEW * layer.get(kernel, 0)
+        for kernel, count in of_few.items()
+        if count - FEW * layer.get(kernel, 0)
+    }
+    num_branches = least(few) - len(few)
+    return {
+        "step": name,
+        "of_a_layer": num_layer,
+        "around": len(few) - FEW * num_layer + num_branches,
+        "in_all": len(list(all_launches(few))) - FEW * num_layer,
+        "layer": layer,
+        "outside": around | {"in the shortest branches": num_branches},
+    }
+
+
+def show_launches(line: dict) -> None:
+    print(
+        f"\n{line['step']}: {line['of_a_layer']:g} launches a layer, {line['around']:g} around "
+        f"them ({line['in_all']:g} with all branches)"
+    )
+    for where in ("layer", "outside"):
+        for kernel, count in sorted(line[where].items()):
+            print(f"  {where:<8}{count:>6g}  {kernel}")
+
+
 def _bucket(plan: EnginePlan, name: str) -> Bucket:
     found = {f"{'d' if one.decode_only else 'm'}{one.num_tokens}": one for one in plan.buckets}
     if name not in found:
@@ -156,8 +217,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["steps"])
-    parser.add_argument("--slice", default="v6e-1", help="a slice of TPUs")
+    parser.add_argument("what", choices=["steps", "launches"])
+    parser.add_argument("--slice", default="v6e-1", help="a slice of TPUs, or h200")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--steps", nargs="+", default=["d64", "m2048"])
     parser.add_argument("--rows", type=int, default=64, help="max_num_seqs")
@@ -171,8 +232,15 @@ def main() -> None:
         plans = make_plans(args, Path(folder))
         lines = []
         for name in args.steps:
-            lines.append(predict_step(plans, name, options))
-            if not args.json:
+            if args.what == "launches":
+                lines.append(count_launches(plans, name, options))
+            else:
+                lines.append(predict_step(plans, name, options))
+            if args.json:
+                continue
+            if args.what == "launches":
+                show_launches(lines[-1])
+            else:
                 show(lines[-1], SHAPES[args.shape]["num_hidden_layers"])
     if args.json:
         print(json.dumps({"arguments": vars(args), "steps": lines}))

@@ -184,6 +184,16 @@ class CompilationConfig:
         "Directory of programs compiled ahead by 'jaxllm plan --out'. Loading it runs the code in "
         "it: give only what you or somebody you trust has made.",
     )
+    gpu_autotune_results: str | None = option(
+        None,
+        "File of XLA's results of timing matrix products on such a GPU, for programs that are "
+        "compiled without one; xla_gpu_dump_autotune_results_to in XLA_FLAGS writes it there.",
+    )
+    gpu_graphs: Literal["whole", "flat", "off"] = option(
+        "whole",
+        "What of a step a GPU launches as one CUDA graph: 'whole', or, if its driver is slow or "
+        "fails at that, 'flat' for all but conditionals and loops, or 'off'.",
+    )
     native_kernels: bool = option(
         True,
         "On a CPU: attend, and multiply the rows of decodes, by kernels in C++, which are compiled "

@@ -3,6 +3,8 @@
 The op defines the layout of the cache; this layer only passes the array on.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
     AttentionConfig,
-    RaggedBatch,
+    TakesHeads,
 )
 
 from jaxllm.cache_groups import window_of
@@ -23,6 +25,8 @@ from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import Norm, NormSpec
 from jaxllm.layers.rope import RopeConfig, rotate
 from jaxllm.parallel.sharding import Axes, Part, num_pieces, partition_spec
+
+_HEADS: Axes = (None, "heads")  # of queries, keys and values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +186,10 @@ class Attention(nnx.Module):
             heads = self.qkv_proj(x).reshape(len(x), self.num_shards, -1)
             if (clip := self.spec.qkv_clip) is not None:
                 heads = jnp.clip(heads, -clip, clip)
+            if self._only_rotates(context):
+                assert not isinstance(cache, LentCache)
+                out, cache = self._attend_heads(heads, cache, context)
+                return self.o_proj(out.reshape(len(x), -1)), cache
             q_size, k_size = (n * config.head_size for n in (config.num_heads, config.num_kv_heads))
             parts = jnp.split(heads, (q_size, q_size + k_size)[: self.num_parts - 1], axis=2)
             sizes = (config.head_size, config.head_size, config.value_size)
@@ -197,6 +205,34 @@ class Attention(nnx.Module):
             out, pages = self._attend(q, k, v, pages, context)
             cache = pages if self.spec.kv == "own" else LentCache(pages, k, v)
             return self.o_proj(out.reshape(len(x), -1)), cache
+
+    def _only_rotates(self, context: StepContext) -> bool:
+        """Whether heads are at most rotated before they attend, and the backend does that, too."""
+        spec, backend = self.spec, context.backend
+        size = None if spec.rope is None else spec.rope.size
+        return (
+            isinstance(backend, TakesHeads)
+            and spec.qk_norm is None
+            and spec.v_norm is None
+            and spec.temperature is None
+            and not spec.has_sinks
+            and not spec.values_are_keys
+            and spec.kv == "own"
+            and backend.takes_heads(self.config, size)
+        )
+
+    def _attend_heads(
+        self, heads: jax.Array, cache: jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run the attention op on heads [T, shards, heads of a shard, H]."""
+        backend = context.backend
+        assert isinstance(backend, TakesHeads)
+        attend = functools.partial(backend.attend_heads, config=self.config)
+        heads = heads.reshape(len(heads), -1, self.config.head_size)
+        rotary = None if self.spec.rope is None else context.rotary
+        operands = (heads, rotary, cache, *context.of_window(window_of(self.config)))
+        axes = (_HEADS, (), cache_axes(backend), (), ())
+        return self._on_shards(attend, operands, axes, context)
 
     def _place(self, x: jax.Array, norm: Norm | None, context: StepContext) -> jax.Array:
         """Normalise queries or keys, and give them their positions, as the spec says."""
@@ -234,31 +270,32 @@ class Attention(nnx.Module):
         context: StepContext,
     ) -> tuple[jax.Array, jax.Array]:
         """Run the attention op. Each shard computes its own heads, without communication."""
-        batch, prepared = context.of_window(window_of(self.config))
+        paged = context.of_window(window_of(self.config))
         sinks = None if self.sinks is None else self.sinks[...]
 
-        def attend(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            cache: jax.Array,
-            batch: RaggedBatch,
-            prepared: Any,
-            sinks: jax.Array | None,
-        ) -> tuple[jax.Array, jax.Array]:
-            backend = context.backend
-            return backend.attend(q, k, v, cache, batch, prepared, config=self.config, sinks=sinks)
+        def attend(*operands: Any) -> tuple[jax.Array, jax.Array]:
+            *others, sinks = operands
+            return context.backend.attend(*others, config=self.config, sinks=sinks)
 
-        operands = (q, k, v, cache, batch, prepared, sinks)
+        operands = (q, k, v, cache, *paged, sinks)
+        axes = (_HEADS, _HEADS, _HEADS, cache_axes(context.backend), (), (), ("heads",))
+        return self._on_shards(attend, operands, axes, context)
+
+    def _on_shards(
+        self,
+        attend: Callable[..., tuple[jax.Array, jax.Array]],
+        operands: tuple[Any, ...],
+        axes: tuple[Axes, ...],
+        context: StepContext,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend on each shard. `axes` are those of the operands."""
         if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:
             return attend(*operands)
-        heads, whole = partition_spec((None, "heads")), partition_spec(())
-        pages = partition_spec(cache_axes(context.backend))
         return jax.shard_map(
             attend,
             mesh=context.mesh,
-            in_specs=(heads, heads, heads, pages, whole, whole, partition_spec(("heads",))),
-            out_specs=(heads, pages),
+            in_specs=tuple(map(partition_spec, axes)),
+            out_specs=(partition_spec(_HEADS), partition_spec(cache_axes(context.backend))),
             check_vma=False,
         )(*operands)
 

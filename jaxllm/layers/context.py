@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
+from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
     AttentionConfig,
@@ -50,6 +51,8 @@ class StepContext:
     backend: AttentionBackend = field(metadata={"static": True})
     # The devices over which heads are sharded; None: there is one device.
     mesh: Mesh | None = field(default=None, metadata={"static": True})
+    # What adds and normalises in one launch; None: XLA does.
+    add_norm: AddNorm | None = field(default=None, metadata={"static": True})
     # The decoder sets the positions of the tokens in their sequences, i32 [T], their rotations in
     # this layer, and the layer's own input for each token, [T, P], in models that have it.
     positions: jax.Array | None = None
@@ -65,13 +68,20 @@ class StepContext:
         num_tokens: int,
         backend: AttentionBackend,
         mesh: Mesh | None = None,
+        add_norm: AddNorm | None = None,
     ) -> Self:
         """Prepare the batch of each window for the layers with this window; traced."""
         paged = []
         for window, batch in batches.items():
             its = tuple(config for config in configs if window_of(config) == window)
             paged.append(PagedBatch(batch, backend.prepare(batch, its, num_tokens=num_tokens)))
-        return cls(windows=tuple(batches), paged=tuple(paged), backend=backend, mesh=mesh)
+        return cls(
+            windows=tuple(batches),
+            paged=tuple(paged),
+            backend=backend,
+            mesh=mesh,
+            add_norm=add_norm,
+        )
 
     @property
     def num_tokens(self) -> jax.Array:

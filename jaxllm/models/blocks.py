@@ -4,7 +4,6 @@
 """
 
 import functools
-from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -13,6 +12,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxllm.layers.context import StepContext
+from jaxllm.layers.norm import Norm
+from jaxllm.layers.residual import Stream, join, normalise
 from jaxllm.models.specs import Caches, LayerSpec
 
 
@@ -23,6 +24,8 @@ class Block(nnx.Module):
     """
 
     norms: ClassVar[tuple[str, ...]]
+    # Whether it begins and ends with a stream to which the last output may not be added yet.
+    leaves_sums: ClassVar[bool] = False
 
     def __init__(self, spec: LayerSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike):
         self.spec = spec
@@ -57,7 +60,7 @@ class Block(nnx.Module):
             hidden = hidden + output
         return hidden
 
-    def norm(self, name: str) -> Callable[[jax.Array], jax.Array]:
+    def norm(self, name: str) -> Norm:
         return getattr(self, name)
 
 
@@ -65,14 +68,21 @@ class PreNormBlock(Block):
     """A norm before the mixers, and another before the ffns."""
 
     norms = ("input_layernorm", "post_attention_layernorm")
+    leaves_sums = True
 
     def __call__(
-        self, hidden: jax.Array, caches: Caches, context: StepContext
-    ) -> tuple[jax.Array, Caches]:
+        self, hidden: Stream, caches: Caches, context: StepContext
+    ) -> tuple[Stream, Caches]:
         before_mixers, before_ffns = map(self.norm, self.norms)
-        mixed, caches = self.mix(before_mixers(hidden), caches, context)
-        hidden = self.add(hidden, mixed)
-        return self.add(hidden, self.feed(before_ffns(hidden), context)), caches
+        hidden, x = normalise(hidden, before_mixers, context)
+        mixed, caches = self.mix(x, caches, context)
+        hidden, x = normalise(self._join(hidden, mixed, context), before_ffns, context)
+        return self._join(hidden, self.feed(x, context), context), caches
+
+    def _join(self, hidden: jax.Array, output: jax.Array, context: StepContext) -> Stream:
+        if self.spec.residual_scale != 1.0:
+            return self.add(hidden, output)
+        return join(hidden, output, context)
 
 
 class PostNormBlock(Block):

@@ -18,6 +18,7 @@ from jaxllm.layers.context import LentCache, StepContext
 from jaxllm.layers.embedding import NOWHERE, Embedding, Positions
 from jaxllm.layers.norm import Norm
 from jaxllm.layers.per_layer_input import PerLayerInputs
+from jaxllm.layers.residual import Stream, normalise, settle
 from jaxllm.layers.rope import rotary
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
@@ -158,7 +159,7 @@ class Decoder(nnx.Module):
         caches: tuple[jax.Array, ...],
         context: StepContext,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        hidden = inputs
+        hidden: Any = inputs
         if self.embeds:
             assert self.embed_tokens is not None
             hidden = self.embed_tokens(inputs)
@@ -183,6 +184,8 @@ class Decoder(nnx.Module):
                 rotary=rotations[layer.spec.rope],
                 layer_input=None if of_layers is None else of_layers[:, index],
             )
+            if not layer.leaves_sums:
+                hidden = settle(hidden)
             graphdef, weights = nnx.split(layer)
             hidden, held[owner] = _run_layer(graphdef, weights, hidden, held[owner], context)
         updated = tuple(
@@ -191,7 +194,9 @@ class Decoder(nnx.Module):
             for cache in of_layer
         )
         assert len(updated) == len(caches), f"{len(caches)} caches for {len(updated)} mixers"
-        return hidden if self.norm is None else self.norm(hidden), updated
+        if self.norm is None:
+            return settle(hidden), updated
+        return normalise(hidden, self.norm, context)[1], updated
 
 
 def _embedding(
@@ -207,8 +212,8 @@ def _embedding(
 
 
 def _layer(
-    graphdef: Any, weights: nnx.State, hidden: jax.Array, caches: Caches, context: StepContext
-) -> tuple[jax.Array, Caches]:
+    graphdef: Any, weights: nnx.State, hidden: Stream, caches: Caches, context: StepContext
+) -> tuple[Stream, Caches]:
     layer: Layer = nnx.merge(graphdef, weights)
     return layer(hidden, caches, context)
 

@@ -68,9 +68,10 @@ class Layer(Protocol):
     @property
     def spec(self) -> "LayerSpec": ...
 
-    def __call__(
-        self, hidden: jax.Array, caches: Caches, context: StepContext
-    ) -> tuple[jax.Array, Caches]:
+    # Whether it takes, and may return, a stream to which an output is still to be added.
+    leaves_sums: ClassVar[bool]
+
+    def __call__(self, hidden: Any, caches: Caches, context: StepContext) -> tuple[Any, Caches]:
         """Return the residual stream after the layer, and the layer's updated caches."""
         ...
 

@@ -5,6 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxllm_kernels.add_norm.api import AddNorm
+from jaxllm_kernels.add_norm.gpu import GpuAddNorm
+from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.dense.api import XLA, Matmul
 from jaxllm_kernels.dense.native import NativeMatmul
 from jaxllm_kernels.experts.api import ExpertsOp
@@ -27,7 +30,7 @@ from jaxllm.errors import ValidationError
 from jaxllm.layers.moe import MoESpec
 from jaxllm.logging import init_logger
 from jaxllm.models.specs import Architecture
-from jaxllm.sampling.layout import LAYOUTS, Layout
+from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout
 
 logger = init_logger(__name__)
 
@@ -82,9 +85,20 @@ def choose_experts(
     return native
 
 
-def choose_sampling(chip: Chip) -> Layout:
-    """How the sampler reads logits. XLA can run each layout everywhere."""
-    return LAYOUTS[chip.platform]
+def choose_sampling(chip: Chip, num_shards: int) -> Layout:
+    """How the sampler reads logits. XLA can run each layout everywhere, except that for Hopper."""
+    return HOPPER if _has_own_kernels(chip, num_shards) else LAYOUTS[chip.platform]
+
+
+def choose_add_norm(chip: Chip, num_shards: int) -> AddNorm | None:
+    """What adds to the residual stream and normalises; None: XLA."""
+    return GpuAddNorm() if _has_own_kernels(chip, num_shards) else None
+
+
+def _has_own_kernels(chip: Chip, num_shards: int) -> bool:
+    """Whether kernels for Hopper can compute whole rows."""
+    is_hopper = (chip.compute_capability or (0,))[0] == 9
+    return is_hopper and num_shards == 1 and not why_no_mosaic_gpu()
 
 
 def free_padding(attention: AttentionBackend, matmul: Matmul, dtype: Any) -> int:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.experts.api import ExpertsOp
@@ -48,6 +49,7 @@ from jaxllm.plan.choose import (
     choose_speculation,
 )
 from jaxllm.plan.choose_kernels import (
+    choose_add_norm,
     choose_attention,
     choose_experts,
     choose_matmul,
@@ -60,6 +62,7 @@ from jaxllm.plan.generation_config import (
     read_eos_token_ids,
     read_max_new_tokens,
 )
+from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.memory import size_kv_cache
 from jaxllm.plan.stages import (
     StagePlan,
@@ -104,6 +107,7 @@ class EnginePlan:
     matmul: Matmul
     experts: ExpertsOp | None  # None: the model has none
     sampling: Layout
+    add_norm: AddNorm | None
     stages: tuple[StagePlan, ...]
     buckets: tuple[Bucket, ...]
     max_logprobs: int
@@ -114,9 +118,18 @@ class EnginePlan:
     default_sampling_params: SamplingParams
     max_new_tokens: int | None
     compile_at_start: bool
+    autotune_results: AutotuneResults | None
+    graph_options: tuple[tuple[str, str], ...]
     speculation: Speculation | None = None
     # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
+
+    @property
+    def compiler_options(self) -> tuple[tuple[str, str], ...]:
+        """The options of all programs, in addition to XLA's defaults."""
+        results = self.autotune_results.compiler_options if self.autotune_results else ()
+        # The last of equal ones holds.
+        return self.chip.compiler_options + self.graph_options + results
 
     @property
     def step_logprobs(self) -> int:
@@ -339,6 +352,7 @@ def make_plan(
     )
     cache_groups = sizes.divide(windows, num_blocks)
     matmul = choose_matmul(library, num_shards)
+    results = config.compilation.gpu_autotune_results
     return EnginePlan(
         model_name=model.model,
         model_dir=model_dir,
@@ -358,7 +372,8 @@ def make_plan(
         attention_configs=attention_configs,
         matmul=matmul,
         experts=choose_experts(chip, library, architecture, num_shards, dtype),
-        sampling=choose_sampling(chip),
+        sampling=choose_sampling(chip, num_shards),
+        add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),
         buckets=make_ladder(
             max_num_seqs=max_num_seqs,
@@ -379,6 +394,8 @@ def make_plan(
         max_new_tokens=read_max_new_tokens(model, model_dir),
         compile_at_start=not config.compilation.enforce_eager,
         speculation=speculation,
+        graph_options=graph_options(config.compilation.gpu_graphs, chip),
+        autotune_results=AutotuneResults.read(results, chip) if results else None,
     )
 
 

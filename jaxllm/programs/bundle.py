@@ -20,6 +20,7 @@ from jaxllm.errors import JaxLLMError, refused
 from jaxllm.files import parse_json
 from jaxllm.logging import init_logger
 from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.gpu_compiler import UNTIMED, tiles_of
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
 from jaxllm.programs.declare import stage_of
@@ -29,7 +30,15 @@ from jaxllm.programs.serialized import from_bytes, hash_of, to_bytes
 logger = init_logger(__name__)
 
 _MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
+
+
+_UNTIMED_TILES = (
+    "program bundle %s was compiled without a GPU: the tiles of its matrix products are from a "
+    "formula, not timed, and may be slow. Start once here without the bundle, with "
+    "XLA_FLAGS=--xla_gpu_dump_autotune_results_to=FILE.txt, and make the bundle again with "
+    "--gpu-autotune-results FILE.txt"
+)
 
 
 class BundleError(JaxLLMError):
@@ -50,6 +59,8 @@ class BundleWriter:
             raise refused("out", str(directory), "the directory is not empty; give a new one")
         self._directory = directory
         self._made_for = program_identity(plan)
+        device = plan.stages[0].mesh.devices.flat[0]
+        self._tiles = tiles_of(plan.chip, device, plan.autotune_results)
         self._programs: dict[str, dict[str, Any]] = {}
 
     def add(self, key: Hashable, compiled: jax.stages.Compiled) -> None:
@@ -60,7 +71,12 @@ class BundleWriter:
 
     def finish(self) -> str:
         """Write the manifest; return a summary for people."""
-        manifest = {"format": _FORMAT, "made_for": self._made_for, "programs": self._programs}
+        manifest = {
+            "format": _FORMAT,
+            "made_for": self._made_for,
+            "gpu_tiles": self._tiles,
+            "programs": self._programs,
+        }
         text = json.dumps(manifest, indent=1) + "\n"
         (self._directory / _MANIFEST).write_text(text, encoding="utf-8")
         size = sum(program["bytes"] for program in self._programs.values())
@@ -81,6 +97,7 @@ class Bundle:
                 name: (str(program["file"]), str(program["sha256"]))
                 for name, program in manifest["programs"].items()
             }
+            self._tiles: str | None = manifest["gpu_tiles"]
             self.num_blocks = int(self._made_for["num_blocks"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise BundleError(f"its manifest cannot be read: {error!r}") from error
@@ -111,6 +128,10 @@ class Bundle:
             if hash_of(data) != wanted:
                 raise BundleError(f"{file} is damaged: it has another hash than the manifest says")
             loaded[key] = from_bytes(data, stage_of(plan, key).mesh)
+        if self._tiles == UNTIMED:
+            logger.warning(_UNTIMED_TILES, self._directory)
+        elif self._tiles is not None:
+            logger.info("program bundle %s: tiles of products %s", self._directory, self._tiles)
         return loaded
 
 

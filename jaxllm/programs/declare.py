@@ -120,7 +120,7 @@ def declare_stage_programs(
             function=function,
             arguments=arguments,
             platform=plan.chip.platform,
-            compiler_options=plan.chip.compiler_options,
+            compiler_options=plan.compiler_options,
             **how,
         )
 

@@ -29,7 +29,8 @@ _NOT_IN_PROGRAMS = {
 # XLA flags that change no program. JAX sets the last one on a TPU VM; the chip's compiler options
 # contain it everywhere.
 _FLAGS_BESIDE_PROGRAMS = (
-    "--xla_force_host_platform_device_count", "--xla_dump", "--xla_tpu_use_enhanced_launch_barrier",
+    "--xla_force_host_platform_device_count", "--xla_dump",
+    "--xla_gpu_dump_autotune_results_to", "--xla_tpu_use_enhanced_launch_barrier",
 )  # fmt: skip
 # JAX settings, from the environment or the user, that change how programs are traced.
 _JAX_SETTINGS = (

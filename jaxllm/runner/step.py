@@ -93,6 +93,7 @@ def make_step(
             num_tokens=layout.bucket.num_tokens,
             backend=plan.attention,
             mesh=stage.mesh,
+            add_norm=plan.add_norm,
         )
         entering = arrived
         if stage.part.embeds:
@@ -103,12 +104,7 @@ def make_step(
                 entering = with_drafts(entering, inputs, state)
         positions = _positions(inputs, context_lens)
         hidden, caches = model(entering, positions, state.caches, context)
-        state = dataclasses.replace(
-            state,
-            caches=caches,
-            lengths=state.lengths.at[inputs.slots].set(context_lens, mode="drop"),
-            block_tables=block_tables,
-        )
+        state = dataclasses.replace(state, caches=caches, block_tables=block_tables)
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
             if plan.speculation is None:
@@ -119,7 +115,7 @@ def make_step(
             return verify_and_propose(
                 plan, model, inputs, context_lens, hidden, state, slices, last
             )
-        return state, hidden
+        return _set_lengths(state, inputs, context_lens), hidden
 
     return step
 
@@ -147,7 +143,11 @@ def _sample(
             tokens=state.tokens,
             slots=state.slots,
         )
-    return dataclasses.replace(state, tokens=its.tokens, slots=its.slots), StepOutputs(
+    # No token is below NO_TOKEN. But lengths that depend on the tokens are written last: XLA would
+    # copy the old ones, which others read, if it wrote the new ones before.
+    new_lens = context_lens + jnp.minimum(its.of_rows - NO_TOKEN, 0)
+    state = dataclasses.replace(state, tokens=its.tokens, slots=its.slots)
+    return _set_lengths(state, inputs, new_lens), StepOutputs(
         tokens=its.of_rows,
         logprobs=its.logprobs,
         slices=slices,
@@ -209,6 +209,11 @@ def sample_rows(
         of_rows=jnp.where(sampled.is_valid, sampled.tokens, NO_TOKEN),
         logprobs=sampled.logprobs,
     )
+
+
+def _set_lengths(state: DeviceState, inputs: StepInputs, context_lens: jax.Array) -> DeviceState:
+    lengths = state.lengths.at[inputs.slots].set(context_lens, mode="drop")
+    return dataclasses.replace(state, lengths=lengths)
 
 
 def _compute_slices(

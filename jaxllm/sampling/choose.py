@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxllm_kernels.top_k_cut.api import top_k_top_p_min_p_cut
 
 from jaxllm.sampling.layout import BLOCK, Layout
 from jaxllm.sampling.row_params import RowParams
@@ -61,7 +60,7 @@ def draw(
 
     lowest = jax.lax.cond(
         jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0)),
-        lambda: top_k_top_p_min_p_cut(relative(), top_k, top_p, min_p),
+        lambda: layout.cut(relative(), top_k, top_p, min_p),
         lambda: min_p,
     )
     p = relative()

@@ -5,7 +5,8 @@ the size of the vocabulary or of a device's shard of it (a shard is a number of 
 
 - CPU: rows are cut into blocks, [R, blocks, 128]: XLA's own arg-max of a row takes three times as
   long as one of its blocks' maxima. A few rows at a time stay in the caches.
-- GPU: rows cut into blocks are the same memory. An arg-max of whole rows is fewer launches.
+- GPU: rows cut into blocks are the same memory. An arg-max of whole rows is fewer launches. On
+  Hopper one launch finds the cuts of top-k and top-p, but of rows that are whole on a device.
 - TPU: memory consists of tiles of eight rows by 128 tokens, so blocks of a row are apart, and
   [R, blocks, 128] would be a copy of all logits. Reductions over the tiles need none. A gather
   of whole rows copies the table first; a product with the table does not. Compiled for a v6e,
@@ -14,11 +15,12 @@ the size of the vocabulary or of a device's shard of it (a shard is a number of 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jaxllm_kernels.common import round_up
+from jaxllm_kernels.top_k_cut.api import top_k_top_p_min_p_cut
 
 BLOCK = 128
 _SUBLANES = 8  # rows of a tile of a TPU's memory
@@ -44,6 +46,8 @@ class Layout:
     # The entries of slots, i32 [R], in a table i16 [S, V]: integers [R, V]. A slot out of range
     # gets any.
     entries: Callable[[jax.Array, jax.Array], jax.Array] = field(repr=False)
+    # The lowest p that a row may sample, by its top-k, top-p and min-p (`top_k_cut.api`).
+    cut: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array] = field(repr=False)
     # How many rows are adjusted, drawn from and given logprobs at a time. Bounds the temporaries.
     max_rows: int
     # The most columns of one XLA `top_k`.
@@ -133,6 +137,13 @@ def _entries_by_product(table: jax.Array, slots: jax.Array) -> jax.Array:
     return (entries(words & 0xFF) + 256 * entries(words >> 8)).astype(jnp.int32)
 
 
+def _cut_in_one_launch(*operands: jax.Array) -> jax.Array:
+    # Importing Mosaic takes long, and not every JAX has it.
+    from jaxllm_kernels.top_k_cut.gpu import top_k_top_p_min_p_cut
+
+    return top_k_top_p_min_p_cut(*operands)
+
+
 LAYOUTS = {
     "cpu": Layout(
         name="cpu",
@@ -140,6 +151,7 @@ LAYOUTS = {
         block_sums=_block_sums,
         block_of=_block_of,
         entries=_gather,
+        cut=top_k_top_p_min_p_cut,
         max_rows=8,
         max_top_k_columns=1 << 31,
     ),
@@ -149,6 +161,7 @@ LAYOUTS = {
         block_sums=_block_sums,
         block_of=_block_of,
         entries=_gather,
+        cut=top_k_top_p_min_p_cut,
         max_rows=1 << 31,  # there is room, and a loop would be more launches
         max_top_k_columns=128,
     ),
@@ -158,7 +171,10 @@ LAYOUTS = {
         block_sums=_tile_sums,
         block_of=_tile_of,
         entries=_entries_by_product,
+        cut=top_k_top_p_min_p_cut,
         max_rows=32,
         max_top_k_columns=128,
     ),
 }
+# Of a plan, not of a platform: it runs only there, and JAX must have Mosaic for GPUs.
+HOPPER = replace(LAYOUTS["gpu"], name="hopper", cut=_cut_in_one_launch)

@@ -66,11 +66,14 @@ def token_logprobs(
     )
 
 
-def no_logprobs(n: int, k: int) -> LogprobOutput:
-    """The output of positions without logprobs: zeros of the same shapes."""
+def no_logprobs(n: int, k: int, zero: jax.Array | int = 0) -> LogprobOutput:
+    """The output of positions without logprobs: zeros of the same shapes, made of `zero`, i32 [n]
+    or a number."""
+    zeros = jnp.broadcast_to(jnp.asarray(zero, jnp.int32), (n,))
+    table = jnp.broadcast_to(zeros[:, None], (n, 1 + k))
     return LogprobOutput(
-        token_ids=jnp.zeros((n, 1 + k), jnp.int32),
-        logprobs=jnp.zeros((n, 1 + k), jnp.float32),
-        ranks=jnp.zeros(n, jnp.int32),
-        normalisers=jnp.zeros(n, jnp.float32),
+        token_ids=table,
+        logprobs=table.astype(jnp.float32),
+        ranks=zeros,
+        normalisers=zeros.astype(jnp.float32),
     )

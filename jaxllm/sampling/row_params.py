@@ -66,10 +66,16 @@ class RowParams:
     presence: jax.Array  # f32 [R]
     frequency: jax.Array  # f32 [R]
     repetition: jax.Array  # f32 [R]; 1 is off
-    seed: jax.Array  # u32 [R, 2]: high and low half
+    seed_high: jax.Array  # u32 [R]
+    seed_low: jax.Array  # u32 [R]
     min_tokens: jax.Array  # i32 [R]
     flags: jax.Array  # i32 [R]
     processor_params: tuple[jax.Array, ...]  # f32 [R, num_params] of each logits processor
+
+    @property
+    def seed(self) -> jax.Array:
+        """Both halves, u32 [R, 2]. Whoever needs it puts it together: a GPU has a launch for it."""
+        return jnp.stack([self.seed_high, self.seed_low], axis=1)
 
 
 def num_columns(processors: Sequence[LogitsProcessor] = ()) -> int:
@@ -145,7 +151,8 @@ def decode(packed: jax.Array, processors: Sequence[LogitsProcessor] = ()) -> Row
         presence=floats[:, _COLUMN["presence"]],
         frequency=floats[:, _COLUMN["frequency"]],
         repetition=jnp.where(repetition > 0, repetition, 1),
-        seed=jnp.stack([words[:, _COLUMN["seed_high"]], words[:, _COLUMN["seed_low"]]], axis=1),
+        seed_high=words[:, _COLUMN["seed_high"]],
+        seed_low=words[:, _COLUMN["seed_low"]],
         min_tokens=packed[:, _COLUMN["min_tokens"]],
         flags=packed[:, _COLUMN["flags"]],
         processor_params=tuple(processor_params),

@@ -80,12 +80,14 @@ def sample(
     """
     own_flags = params.flags if masks is None else params.flags | row_params.GRAMMAR
     flags = jnp.where(samples, own_flags, 0)
-    needed = jnp.bitwise_or.reduce(flags)
     best = most_likely(logits, layout)
 
     def plain() -> tuple[_Chosen, SlotState]:
-        none_has = jnp.zeros(len(logits), bool)
-        return _Chosen(best.tokens, none_has, no_logprobs(len(logits), num_logprobs)), state
+        # No token is below zero. A GPU makes all that depends on one array in two launches, and
+        # would need one for each constant and for the copy of the tokens.
+        zero = jnp.minimum(best.tokens, 0)
+        unasked = no_logprobs(len(logits), num_logprobs, zero)
+        return _Chosen(jnp.maximum(best.tokens, 0), zero < 0, unasked), state
 
     def choose_some(rows: _Rows) -> _Chosen:
         return _choose(
@@ -102,14 +104,14 @@ def sample(
         chosen = _in_parts(choose_some, rows, layout.max_rows)
         if pending is not None:
             return chosen, state
-        records = (needed & row_params.RECORDS) != 0
+        records = jnp.any((flags & row_params.RECORDS) != 0)
         new_state = jax.lax.cond(
             records, lambda: record_tokens(state, chosen.tokens, slots, flags), lambda: state
         )
         return chosen, new_state
 
     asks = row_params.RANDOM | row_params.ADJUSTS | row_params.LOGPROBS
-    chosen, new_state = jax.lax.cond((needed & asks) != 0, choose, plain)
+    chosen, new_state = jax.lax.cond(jnp.any((flags & asks) != 0), choose, plain)
     is_valid = jnp.isfinite(best.logits) & ~chosen.has_nan
     return SampleOutput(chosen.tokens, is_valid, new_state, chosen.logprobs)
 

@@ -28,6 +28,10 @@ MIN_DOT_ROWS = {"cpu": 2, "gpu": 1, "tpu": 1}
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
 _GPU_OPTIONS = (
     ("xla_gpu_enable_command_buffer", _COMMAND_BUFFER),
+    # Otherwise XLA cuts the sums of most products of few rows into four or eight parts, to fill a
+    # GPU with tiles. Another launch adds the parts up, after they were written in float32: 22 MiB a
+    # layer for 64 rows of a Llama-8B. Nothing was measured.
+    ("xla_gpu_experimental_force_split_k", "1"),
     # If weights and cache take more than four fifths of the memory, XLA assumes that no memory is
     # left, and recomputes values that it could keep: 29 more launches in two layers of Llama-8B.
     # Caches are sized so that its temporaries fit.

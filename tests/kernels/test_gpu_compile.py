@@ -83,12 +83,18 @@ def compile_step(monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
 
-    def run(config: AttentionConfig, block_size: int, dtype="bfloat16", decode_only=False):
+    def run(
+        config: AttentionConfig,
+        block_size: int,
+        dtype="bfloat16",
+        decode_only=False,
+        of_heads=False,
+    ):
         limits = BatchLimits(num_tokens=512, num_rows=64, max_blocks=128, block_size=block_size)
         BACKEND.check(config, limits, dtype=dtype, chip=CHIPS["h200"])
         jax.clear_caches()  # what is cached is not printed again
         capfd.readouterr()
-        compiled, cache = _compile(config, limits, dtype, decode_only)
+        compiled, cache = _compile(config, limits, dtype, decode_only, of_heads)
         hlo = compiled.as_text()
         log = "".join(capfd.readouterr())
         messages, code = _printed(hlo, log)
@@ -150,7 +156,10 @@ def _register_changes(code: dict[str, str]) -> dict[str, tuple[int, int]]:
     return changes
 
 
-def _compile(config: AttentionConfig, limits: BatchLimits, dtype, decode_only: bool):
+def _compile(
+    config: AttentionConfig, limits: BatchLimits, dtype, decode_only: bool, of_heads: bool
+):
+    """Compile a step. The layers get the heads as their projection leaves them, or arranged."""
     mesh = Mesh(np.array(topology_devices("h200")), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
 
@@ -178,6 +187,22 @@ def _compile(config: AttentionConfig, limits: BatchLimits, dtype, decode_only: b
         scales = KVScales(*[abstract((config.num_kv_heads,), jnp.float32)] * 2)
     sinks = abstract((config.num_heads,), jnp.float32)
 
+    rotary = [abstract((num_tokens, config.head_size // 2), jnp.float32)] * 2
+
+    @jax.jit
+    def layer_of_heads(heads, cache, batch, prepared, rotary):
+        out, cache = BACKEND.attend_heads(heads, rotary, cache, batch, prepared, config=config)
+        beside = heads[:, config.num_heads :]
+        return jnp.concatenate([out, beside], axis=1), cache
+
+    def step_of_heads(q, k, caches, batch, rotary):
+        prepared = BACKEND.prepare(batch, (config,), num_tokens=num_tokens)
+        heads, new = jnp.concatenate([q, k, k], axis=1), []
+        for cache in caches:
+            heads, cache = layer_of_heads(heads, cache, batch, prepared, rotary)
+            new.append(cache)
+        return heads, new
+
     @jax.jit
     def layer(q, k, cache, batch, prepared, sinks, scales):
         return BACKEND.attend(
@@ -193,7 +218,10 @@ def _compile(config: AttentionConfig, limits: BatchLimits, dtype, decode_only: b
         return q, new
 
     caches = [abstract(cache.shape, cache.dtype)] * NUM_LAYERS
-    traced = jax.jit(step, donate_argnums=2).trace(q, k, caches, batch, sinks, scales)
+    if of_heads:
+        traced = jax.jit(step_of_heads, donate_argnums=2).trace(q, k, caches, batch, rotary)
+    else:
+        traced = jax.jit(step, donate_argnums=2).trace(q, k, caches, batch, sinks, scales)
     return traced.lower(lowering_platforms=("cuda",)).compile(), cache
 
 
@@ -213,7 +241,7 @@ def assert_good(compiled: Compiled, kernels: set[str]) -> None:
     assert not any(compiled.spills.values()), compiled.spills
     assert not compiled.is_serialized
     # Hopper's matrix instruction and copy engine, in each kernel that reads keys and values.
-    for kernel in kernels - {"merge_decode"}:
+    for kernel in kernels - {"merge_decode", "place_heads"}:
         assert "HGMMA" in compiled.code[kernel], kernel
         assert "UTMALDG" in compiled.code[kernel], kernel
     assert_caches_in_place(compiled)
@@ -350,3 +378,14 @@ def test_a_producer_of_16_bits_only_copies(compile_step):
         assert "STSM" in computing
         assert "UTMALDG" in producing
         assert "STS" not in producing
+
+
+@pytest.mark.parametrize("decode_only", [True, False])
+@pytest.mark.parametrize(
+    ("head_size", "heads"),
+    [(64, {}), (128, {}), (128, {"num_heads": 7, "num_kv_heads": 1}), (256, {})],
+)
+def test_heads_are_placed_in_one_launch(compile_step, head_size, heads, decode_only):
+    config = config_of(head_size, **heads)
+    compiled = compile_step(config, 64, decode_only=decode_only, of_heads=True)
+    assert_good(compiled, (DECODE if decode_only else MIXED) | {"place_heads"})

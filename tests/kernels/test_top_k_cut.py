@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxllm_kernels.compat import gpu_interpret_params, why_no_mosaic_gpu
 from jaxllm_kernels.top_k_cut import reference
 from jaxllm_kernels.top_k_cut.api import top_k_top_p_min_p_cut
 
@@ -24,12 +25,29 @@ def reference_mask(logits, top_k, top_p, min_p):
     return np.where(p >= lowest[:, None], logits, -np.inf)
 
 
-@pytest.fixture(params=["here", pytest.param("gpu", marks=pytest.mark.gpu)])
+@jax.jit
+def mask_by_kernel(logits, top_k, top_p, min_p):
+    """The same by the kernel for Hopper GPUs."""
+    from jaxllm_kernels.top_k_cut import gpu
+
+    largest = jnp.max(logits, axis=1, keepdims=True)
+    p = jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0))
+    lowest = gpu.top_k_top_p_min_p_cut(p, top_k, top_p, min_p)
+    return jnp.where(p >= lowest[:, None], logits, -jnp.inf)
+
+
+@pytest.fixture(
+    params=[
+        "here",
+        pytest.param("gpu", marks=pytest.mark.gpu),
+        pytest.param("kernel", marks=pytest.mark.gpu),
+    ]
+)
 def mask(request):
     """The function, on what JAX computes on by itself; where it is asked for, that is a GPU."""
-    if request.param == "gpu":
+    if request.param != "here":
         request.getfixturevalue("gpu")
-    return mask_of_logits
+    return mask_by_kernel if request.param == "kernel" else mask_of_logits
 
 
 def settings(rng, rows=ROWS):
@@ -170,3 +188,23 @@ def test_a_cut_that_no_row_uses_is_not_searched():
     )  # fmt: skip
     outermost = [equation.primitive.name for equation in jaxpr.eqns]
     assert outermost.count("cond") == 2 and "while" not in outermost
+
+
+@pytest.mark.skipif(bool(why_no_mosaic_gpu()), reason="this JAX has no Mosaic GPU kernels")
+@pytest.mark.parametrize(
+    ("vocab_size", "rows"), [(1000, [0, 1, 2, 3, 5, 7]), (9000, [3])], ids=["short", "long"]
+)
+def test_the_kernel_for_hopper_equals_the_sort(vocab_size, rows, capfd):
+    from jaxllm_kernels.top_k_cut import gpu
+
+    rng = np.random.default_rng(0)
+    logits = distinct_logits(rng, vocab_size, 20)[rows]
+    top_k, top_p, min_p = (x[rows] for x in settings(rng))
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    lowest = gpu.top_k_top_p_min_p_cut(
+        *map(jnp.asarray, (p, top_k, top_p, min_p)), interpret=gpu_interpret_params()
+    )
+    masked = np.where(p >= np.asarray(lowest)[:, None], logits, -np.inf)
+    np.testing.assert_array_equal(masked, reference_mask(logits, top_k, top_p, min_p))
+    printed = capfd.readouterr()
+    assert "RACE" not in printed.out + printed.err

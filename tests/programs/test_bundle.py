@@ -20,6 +20,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.config import EngineArgs
 from jaxllm.plan.engine_plan import EnginePlan, make_plan
+from jaxllm.plan.gpu_compiler import TIMED, UNTIMED
 from jaxllm.programs import identity
 from jaxllm.programs.bundle import BundleError, BundleWriter, load_programs
 from jaxllm.programs.compile import compilation_counter
@@ -227,6 +228,13 @@ def test_a_program_that_cannot_be_loaded_or_is_missing_is_compiled(model_dir, bu
     edit_manifest(bundle, programs={"decode 2x2": entry})
     assert load_programs(plan, ["decode 2x2"]) == {}
     assert "UnpicklingError" in warnings()
+
+
+@pytest.mark.parametrize("tiles", [None, TIMED, UNTIMED])
+def test_tiles_that_nobody_timed_are_told_of(tiles, model_dir, bundle, warnings):
+    edit_manifest(bundle, gpu_tiles=tiles)
+    load_programs(plan_engine(args(model_dir, bundle)), {})
+    assert ("from a formula, not timed" in warnings()) == (tiles == UNTIMED)
 
 
 @pytest.mark.parametrize(

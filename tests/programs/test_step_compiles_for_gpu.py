@@ -1,6 +1,5 @@
 """Whole steps of a Llama-3-8B, compiled for an H200 that is not there."""
 
-import dataclasses
 import importlib.util
 import re
 
@@ -10,10 +9,21 @@ from jaxllm_kernels.topology import topology_devices
 from jaxllm.config import CacheConfig, EngineArgs
 from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.hlo import collectives, whole_array_copies
+from jaxllm.programs.launches import (
+    all_launches,
+    by_name,
+    compile_and_list,
+    in_command_buffer,
+    least,
+)
 from jaxllm.programs.sizing import plan_engine
 
 NUM_LAYERS = 32
-MAX_LAUNCHES_PER_LAYER = 16
+# Of a layer, of the step around the layers if its rows are greedy, and of that with all branches.
+LAUNCHES = {
+    "decode": (10, 29, 131),
+    "mixed": (11, 60, 200),
+}
 MAX_TEMP_BYTES = 256 << 20
 VOCAB_SIZE = 128256
 
@@ -32,25 +42,34 @@ def plan(llama_3_8b):
     return plan_engine(args, topology_devices("h200"))
 
 
-def compile_and_dump(program, folder):
-    """The program as it was traced, the executable, and the launches of the step as XLA lists
-    them."""
-    options = (*program.compiler_options, ("xla_dump_to", str(folder)))
-    program = dataclasses.replace(program, compiler_options=options)
-    lowered = program.lower()
-    compiled = program.compile(lowered)
-    (listing,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
-    return lowered.as_text(), compiled, listing.read_text()
+@pytest.fixture(scope="module")
+def short_plan(llama_3_8b):
+    """Of two layers, which show what a step has around its layers."""
+    overrides = {"num_hidden_layers": 2}
+    args = EngineArgs(
+        model=llama_3_8b,
+        hf_overrides=overrides,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        num_gpu_blocks_override=1024,
+    )
+    return plan_engine(args, topology_devices("h200"))
 
 
-@pytest.mark.parametrize(("decode_only", "num_tokens"), [(True, 64), (False, 2048)])
-def test_a_step(decode_only, num_tokens, plan, tmp_path):
+def program_of(plan, decode_only, num_tokens):
     declared = declare_programs(plan, make_packer(plan).layouts)
     bucket = next(
         b for b in plan.buckets if (b.decode_only, b.num_tokens) == (decode_only, num_tokens)
     )
-    traced, compiled, launches = compile_and_dump(declared[bucket], tmp_path / "dump")
-    weights, state, _ = declared[bucket].arguments
+    return declared, declared[bucket]
+
+
+@pytest.mark.parametrize(("decode_only", "num_tokens"), [(True, 64), (False, 2048)])
+def test_a_step(decode_only, num_tokens, plan, short_plan, tmp_path):
+    declared, program = program_of(plan, decode_only, num_tokens)
+    lowered, compiled, launches = compile_and_list(program, tmp_path / "dump")
+    traced = lowered.as_text()
+    weights, state, _ = program.arguments
     hlo = compiled.as_text()
     assert not whole_array_copies(hlo, [*weights, *state.caches])
     assert not collectives(hlo)
@@ -73,8 +92,11 @@ def test_a_step(decode_only, num_tokens, plan, tmp_path):
     assert needed == pytest.approx(promised, rel=0.02)
 
     assert plan.attention.name == "mosaic_sm90"
-    top_level = re.findall(r"^\d+: (k\w+)", launches, re.MULTILINE)
-    assert top_level == ["kCommandBuffer"]
-    # Of the layers; the sampler, with all its branches, has 203 more.
-    num_launches = len(re.findall(r"\d+: k(?:Custom|Gemm|Cublas|Copy|Mem)\w*", launches))
-    assert (num_launches - 203) / NUM_LAYERS <= MAX_LAUNCHES_PER_LAYER, num_launches
+    _, program = program_of(short_plan, decode_only, num_tokens)
+    *_, short_launches = compile_and_list(program, tmp_path / "short")
+    many, few = in_command_buffer(launches), in_command_buffer(short_launches)
+    of_layers = len(many) - len(few)
+    of_a_layer, around, in_all = LAUNCHES["decode" if decode_only else "mixed"]
+    assert of_layers <= of_a_layer * (NUM_LAYERS - 2), by_name(many) - by_name(few)
+    assert least(few) <= 2 * of_a_layer + around, by_name(few)
+    assert len([*all_launches(few)]) <= 2 * of_a_layer + in_all, by_name(all_launches(few))

@@ -11,7 +11,7 @@ V size of values (mostly H), P blocks per row.
 
 import importlib
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +197,34 @@ class AttentionBackend(Protocol):
 
         Returns:
           The output [T, N, V], of q's dtype, and the updated cache.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesHeads(Protocol):
+    """What a backend may have in addition: it takes the heads as the projection leaves them, and
+    rotates them itself. So nothing has to arrange them for it."""
+
+    def takes_heads(self, config: AttentionConfig, rotary_size: int | None) -> bool:
+        """Whether `attend_heads` supports such layers. `rotary_size` is the size of the rotated
+        part of a head; None: heads are not rotated."""
+        ...
+
+    def attend_heads(
+        self,
+        heads: jax.Array,
+        rotary: tuple[jax.Array, jax.Array] | None,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        prepared: Any,
+        *,
+        config: AttentionConfig,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Like `attend`, of heads [T, N + 2K, H]: queries, keys, values.
+
+        `rotary` has the cos and sin of each token, float32 [T, H / 2]. Element i of the first half
+        of a head is rotated with element i of the second half, in float32.
         """
         ...
 

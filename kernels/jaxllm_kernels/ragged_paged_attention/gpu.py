@@ -4,7 +4,9 @@ Two kernels compute disjoint rows of the flat batch. One is for decodes and shor
 their keys over the chip (`gpu_decode`). The other is for longer prefill chunks and keeps the tensor
 cores busy (`gpu_prefill`). Their worklists are computed once per step (`gpu_worklist`).
 
-An XLA scatter writes the keys and values first, in place if the cache is donated.
+Before them, one kernel rotates and writes the keys and values, and lays out the queries
+(`gpu_place`). For the layers that it does not support XLA does all of that, in several launches.
+The cache is updated in place either way, if it is donated.
 
 The kernels' modules are imported only when they are traced: importing Mosaic takes long, and Mosaic
 changes with every version of JAX (`compat`).
@@ -179,26 +181,78 @@ class MosaicGpuBackend:
         sinks: jax.Array | None = None,
         kv_scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        from jaxllm_kernels.ragged_paged_attention.gpu_decode import group_heads
+
         new = jnp.stack(to_cached(k, v, config, kv_scales), axis=1)  # [T, 2, K, H]
         slots = prepared.positions % batch.block_size
         cache = cache.at[prepared.write_blocks, :, :, slots].set(new, mode="drop")
 
         # The kernels write to disjoint rows of one array; the rows that neither writes are padding.
-        scalars = head_scalars(config, sinks, kv_scales)
         zero = jnp.zeros((), q.dtype)
         if not batch.decode_only:
             # XLA creates the equal constants of all layers in one launch and keeps them until they
             # are used: 64 MiB per layer for 8192 tokens of 32 heads of 128. So each constant
             # depends on its query.
             zero = jnp.minimum(jnp.abs(q[0, 0, 0]), zero)
-        out = jax.new_ref(jnp.broadcast_to(zero, q.shape))
+        out = jnp.broadcast_to(zero, q.shape)
+        grouped = group_heads(q[: _num_decode_rows(batch, len(q))], config)
+        queries = None
         if not batch.decode_only:
             # A tile, or a short row's queries, may extend past the last token.
-            q = jnp.pad(q, ((0, PREFILL_TILE_TOKENS - 1), (0, 0), (0, 0)))
-        self._decode(q, cache, batch, prepared, scalars, out, config)
+            queries = jnp.pad(q, ((0, PREFILL_TILE_TOKENS - 1), (0, 0), (0, 0)))
+        scalars = head_scalars(sinks, kv_scales)
+        return self._attend(grouped, queries, out, cache, batch, prepared, scalars, config), cache
+
+    def takes_heads(self, config: AttentionConfig, rotary_size: int | None) -> bool:
+        from jaxllm_kernels.ragged_paged_attention.gpu_place import can_place
+
+        return can_place(config, rotary_size)
+
+    def attend_heads(
+        self,
+        heads: jax.Array,
+        rotary: tuple[jax.Array, jax.Array] | None,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        prepared: Prepared,
+        *,
+        config: AttentionConfig,
+    ) -> tuple[jax.Array, jax.Array]:
+        from jaxllm_kernels.ragged_paged_attention.gpu_place import place
+
+        placed = place(
+            heads,
+            rotary,
+            cache,
+            prepared.write_blocks,
+            prepared.positions,
+            config=config,
+            num_rows=_num_decode_rows(batch, len(heads)),
+            decode_only=batch.decode_only,
+            interpret=self._interpret_params(),
+        )
+        scalars = head_scalars(None, None)
+        grouped, queries, out, cache = placed
+        return self._attend(grouped, queries, out, cache, batch, prepared, scalars, config), cache
+
+    def _attend(
+        self,
+        grouped: jax.Array,
+        queries: jax.Array | None,
+        initial: jax.Array,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        prepared: Prepared,
+        scalars: HeadScalars,
+        config: AttentionConfig,
+    ) -> jax.Array:
+        """Write the outputs of all rows over an array with those of padding."""
+        out = jax.new_ref(initial)
+        self._decode(grouped, queries, cache, batch, prepared, scalars, out, config)
         if prepared.prefills is not None:
-            self._prefill(q, cache, batch, prepared.prefills, scalars, out, config)
-        return jax.freeze(out), cache
+            assert queries is not None
+            self._prefill(queries, cache, batch, prepared.prefills, scalars, out, config)
+        return jax.freeze(out)
 
     # The seam for other generations: A100 and L4 would need kernels on mma.sync, B200 on tcgen05.
     # These would be other modules with the two functions imported below, chosen by a field of the
@@ -206,7 +260,8 @@ class MosaicGpuBackend:
 
     def _decode(
         self,
-        q: jax.Array,
+        grouped: jax.Array,
+        q: jax.Array | None,
         cache: jax.Array,
         batch: RaggedBatch,
         prepared: Prepared,
@@ -217,6 +272,7 @@ class MosaicGpuBackend:
         from jaxllm_kernels.ragged_paged_attention.gpu_decode import decode
 
         decode(
+            grouped,
             q,
             cache,
             batch.block_tables,
@@ -267,6 +323,11 @@ class MosaicGpuBackend:
 
     def _interpret_params(self):
         return gpu_interpret_params() if self.interpret else False
+
+
+def _num_decode_rows(batch: RaggedBatch, num_tokens: int) -> int:
+    """How many rows may be decodes; a decode's token has the index of its row."""
+    return min(batch.context_lens.shape[0], num_tokens)
 
 
 @functools.cache

@@ -51,7 +51,12 @@ from jaxllm_kernels.ragged_paged_attention.gpu_merge import (
     over_rows,
     panels_of,
 )
-from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, to_scores
+from jaxllm_kernels.ragged_paged_attention.gpu_softmax import (
+    UNSEEN,
+    HeadScalars,
+    score_factor,
+    to_scores,
+)
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     Tuning,
     num_query_slots,
@@ -70,7 +75,8 @@ _PER_KEY = plgpu.Layout.WGMMA.reduce(1)
 
 
 def decode(
-    q: jax.Array,
+    grouped: jax.Array,
+    q: jax.Array | None,
     cache: jax.Array,
     block_tables: jax.Array,
     work: DecodeWork,
@@ -83,21 +89,21 @@ def decode(
 ) -> None:
     """Write the attention of the batch's decodes and short rows to their rows of out [T, N, H].
 
-    The queries are [T, N, H], with SHORT_ROW - 1 or more rows after the last token unless the batch
-    is decode_only.
+    The queries of decodes, which are the first rows, are [R, K, C, H] (`group_heads`). Those of
+    short rows, unless the batch is decode_only, are among all queries, [T, N, H] with SHORT_ROW - 1
+    or more rows after the last token.
     """
-    # Decodes are the first rows, and a decode's token has the index of its row.
-    num_rows = min(block_tables.shape[0], out.shape[0])
-    ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=1)
+    num_rows = grouped.shape[0]
+    ring = BlockRing.of(tuning, cache=cache, dtype=grouped.dtype, num_readers=1)
     # A short row has at least two tokens.
     num_short = min(num_rows, out.shape[0] // 2)
     partials = _attend_items(
-        _group_heads(q[:num_rows], config),
+        grouped,
         None if work.short is None else q,
         cache,
         block_tables,
         work,
-        scalars.score_factors,
+        scalars.key_scales,
         config=config,
         ring=ring,
         num_short=num_short,
@@ -106,7 +112,7 @@ def decode(
     merge(*partials, work, scalars, out, num_rows=num_rows, config=config, interpret=interpret)
 
 
-def _group_heads(q: jax.Array, config: AttentionConfig) -> jax.Array:
+def group_heads(q: jax.Array, config: AttentionConfig) -> jax.Array:
     """Queries [R, N, H] as [R, K, C, H], the columns of decodes."""
     grouped = q.reshape(q.shape[0], config.num_kv_heads, -1, config.head_size)
     padding = (0, padded_group_size(config) - grouped.shape[2])
@@ -119,7 +125,7 @@ def _attend_items(
     cache: jax.Array,
     block_tables: jax.Array,
     work: DecodeWork,
-    score_factors: jax.Array,
+    key_scales: jax.Array | None,
     *,
     config: AttentionConfig,
     ring: BlockRing,
@@ -146,7 +152,7 @@ def _attend_items(
         items_ref,
         worker_items_ref,
         short_rows: Any,
-        factors_ref,
+        key_scales_ref: Any,
         decodes_ref,
         short_ref,
         *,
@@ -210,7 +216,7 @@ def _attend_items(
                 """
                 columns = queries.shape[0]
                 weights_t = (weights.at[pl.ds(0, columns)] if has_short else weights).T
-                factor = factors_ref[item.head]
+                factor = score_factor(key_scales_ref, item.head, config)
 
                 def attend_block(j, softmax):
                     weighted, largest, total = softmax
@@ -362,7 +368,7 @@ def _attend_items(
         ),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(grouped, q, cache, block_tables, work.items, work.worker_items, work.short, score_factors)
+    )(grouped, q, cache, block_tables, work.items, work.worker_items, work.short, key_scales)
 
 
 def _multiply(a, b):

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxllm_kernels.compat import store_unoptimized
 from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, AttentionConfig
-from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars
+from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN, HeadScalars, of_head
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     num_short_parts,
     padded_group_size,
@@ -86,8 +86,8 @@ def merge(
         first_ref,
         last_ref,
         short_rows,
-        scales_ref,
-        sinks_ref,
+        scales_ref: Any,
+        sinks_ref: Any,
         out_ref,
         **smem,
     ):
@@ -98,6 +98,9 @@ def merge(
             head = lax.rem(head, jnp.int32(num_kv_heads))
             pair = part * num_pairs_of_part + row * num_kv_heads + head
         first, last = first_ref[pair], last_ref[pair]
+
+        def no_sinks(num_columns):
+            return plgpu.layout_cast(jnp.full(num_columns, UNSEEN, jnp.float32), PER_COLUMN)
 
         def add_up(partials_ref, first, last, sink, panel):
             """The outputs [PANEL, C] of a pair."""
@@ -120,7 +123,7 @@ def merge(
             weighted, _, total = lax.fori_loop(
                 first, last, add_item, (zeros, sink, jnp.ones_like(sink))
             )
-            merged = weighted * over_rows(scales_ref[head] / total, PANEL)
+            merged = weighted * over_rows(of_head(scales_ref, head, 1.0) / total, PANEL)
             if panels_overlap:
                 # They must be written one after the other.
                 plgpu.wait_smem_to_gmem(0)
@@ -128,7 +131,9 @@ def merge(
 
         def merge_decode(panel):
             panel_smem = smem["panel"]
-            sink = _load(sinks_ref[0].at[head], PER_COLUMN)
+            sink = no_sinks(padded_size)
+            if sinks_ref is not None:
+                sink = _load(sinks_ref[0].at[head], PER_COLUMN)
             merged = add_up(decodes_ref, first, last, sink, panel)
             store_unoptimized(panel_smem.T, merged)
             plgpu.commit_smem()
@@ -140,7 +145,9 @@ def merge(
         def merge_short(panel):
             tokens_smem = smem["tokens"]
             first_item = short_rows.first_item[0]
-            sink = _load(sinks_ref[1].at[head, part], PER_COLUMN)
+            sink = no_sinks(part_size * SHORT_ROW)
+            if sinks_ref is not None:
+                sink = _load(sinks_ref[1].at[head, part], PER_COLUMN)
             merged = add_up(short_ref, first - first_item, last - first_item, sink, panel)
             for i in range(part_size):
                 tokens = merged[:, i * SHORT_ROW : (i + 1) * SHORT_ROW]
@@ -182,17 +189,20 @@ def merge(
             pl.when(has_items & ~is_short)(lambda: merge_panels(merge_decode))
             pl.when(has_items & is_short)(lambda: merge_panels(merge_short))
 
-    # By kv head, and for short rows by part: the sink of each column.
-    sinks = scalars.sinks.reshape(num_kv_heads, group_size)
-    padding = ((0, 0), (0, padded_size - group_size))
-    column_sinks = [jnp.pad(sinks, padding, constant_values=UNSEEN)]
     smem: dict[str, Any] = dict(panel=plgpu.SMEM((padded_size, PANEL), out.dtype))
     if short is not None:
-        padding = ((0, 0), (0, part_size - last_part_size))
-        of_parts = jnp.pad(sinks, padding, constant_values=UNSEEN)
-        of_parts = of_parts.reshape(num_kv_heads, num_parts, part_size)
-        column_sinks.append(jnp.repeat(of_parts, SHORT_ROW, axis=-1))
         smem["tokens"] = plgpu.SMEM((SHORT_ROW, part_size, PANEL), out.dtype)
+    column_sinks = None
+    if scalars.sinks is not None:
+        # By kv head, and for short rows by part: the sink of each column.
+        sinks = scalars.sinks.reshape(num_kv_heads, group_size)
+        padding = ((0, 0), (0, padded_size - group_size))
+        column_sinks = [jnp.pad(sinks, padding, constant_values=UNSEEN)]
+        if short is not None:
+            padding = ((0, 0), (0, part_size - last_part_size))
+            of_parts = jnp.pad(sinks, padding, constant_values=UNSEEN)
+            of_parts = of_parts.reshape(num_kv_heads, num_parts, part_size)
+            column_sinks.append(jnp.repeat(of_parts, SHORT_ROW, axis=-1))
     plgpu.kernel(
         kernel,
         out_type=(),

@@ -47,6 +47,8 @@ from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import (
     UNSEEN,
     HeadScalars,
+    of_head,
+    score_factor,
     to_scores,
     to_unscaled_scores,
 )
@@ -175,7 +177,7 @@ def prefill(
                 # The first query of this warpgroup: its flat position, and its position in the row.
                 first_token = item.token + group * _GROUP_TOKENS
                 first_query = item.position + group * _GROUP_TOKENS
-                factor = scalars_ref.score_factors[span.head]
+                factor = score_factor(scalars_ref.key_scales, span.head, config)
 
                 # The previous item's outputs are in the same memory.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -227,7 +229,8 @@ def prefill(
                     ring.release(blocks, VALUES, used + j)
                     return weighted, new_largest, total
 
-                sink = jnp.full((_GROUP_TOKENS,), scalars_ref.sinks[head], jnp.float32)
+                sink = of_head(scalars_ref.sinks, head, UNSEEN)
+                sink = jnp.full((_GROUP_TOKENS,), sink, jnp.float32)
                 softmax = (
                     plgpu.layout_cast(jnp.zeros((_GROUP_TOKENS, head_size), jnp.float32), _MATRIX),
                     plgpu.layout_cast(sink, _PER_TOKEN),
@@ -262,9 +265,8 @@ def prefill(
                 first_token = read_item(i).token + group * _GROUP_TOKENS
 
                 weighted, _, total = softmax
-                out = weighted * _over_columns(
-                    scalars_ref.value_scales[span.head] / total, head_size
-                )
+                scale = of_head(scalars_ref.value_scales, span.head, 1.0)
+                out = weighted * _over_columns(scale / total, head_size)
                 _stage_rows(outputs.at[group], out.astype(ring.dtype))
                 plgpu.commit_smem()
                 num_tokens = jnp.clip(span.end - first_query, 0, _GROUP_TOKENS)

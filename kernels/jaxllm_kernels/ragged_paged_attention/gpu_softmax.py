@@ -17,26 +17,33 @@ UNSEEN = -1e30
 
 
 class HeadScalars(NamedTuple):
-    """Scalars per head that the kernels need."""
+    """Numbers of a layer's heads that are not the same in all of them; None if they are. XLA would
+    launch something to write equal numbers to memory."""
 
-    score_factors: jax.Array  # float32 [K]: see `to_scores`
-    value_scales: jax.Array  # float32 [K]: factors of the cached values
-    sinks: jax.Array  # float32 [N]: scores of a key without value; UNSEEN if there is none
+    key_scales: jax.Array | None  # float32 [K]: factors of the cached keys
+    value_scales: jax.Array | None  # float32 [K]: factors of the cached values
+    sinks: jax.Array | None  # float32 [N]: scores of a key without value
 
 
-def head_scalars(
-    config: AttentionConfig, sinks: jax.Array | None, kv_scales: KVScales | None
-) -> HeadScalars:
+def head_scalars(sinks: jax.Array | None, kv_scales: KVScales | None) -> HeadScalars:
     """The scalars of a layer."""
-    factor = config.scale * LOG2_E if config.soft_cap is None else config.scale / config.soft_cap
-    factors = jnp.full(config.num_kv_heads, factor, jnp.float32)
-    if sinks is None:
-        sinks = jnp.full(config.num_heads, UNSEEN, jnp.float32)
-    else:
+    if sinks is not None:
         sinks = sinks.astype(jnp.float32) * LOG2_E
     if kv_scales is None:
-        return HeadScalars(factors, jnp.ones_like(factors), sinks)
-    return HeadScalars(factors * kv_scales.k, kv_scales.v.astype(jnp.float32), sinks)
+        return HeadScalars(None, None, sinks)
+    k, v = (scales.astype(jnp.float32) for scales in kv_scales)
+    return HeadScalars(k, v, sinks)
+
+
+def score_factor(scales, head, config: AttentionConfig):
+    """The factor of the products of queries and keys of a kv head: see `to_scores`."""
+    factor = config.scale * LOG2_E if config.soft_cap is None else config.scale / config.soft_cap
+    return jnp.float32(factor) * of_head(scales, head, 1.0)
+
+
+def of_head(scalars, head, otherwise: float):
+    """The number of a head, or the one of all heads."""
+    return jnp.float32(otherwise) if scalars is None else scalars[head]
 
 
 def to_scores(products, factor, config: AttentionConfig):

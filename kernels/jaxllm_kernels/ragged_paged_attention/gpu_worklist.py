@@ -104,17 +104,14 @@ def split_decodes(
 
     is_short = rows >= batch.num_decodes
     pair_blocks, pair_start, worker_start = _lay_out(
-        jnp.repeat(row_blocks, num_kv_heads),
-        jnp.repeat(is_short, num_kv_heads),
-        num_parts=num_parts,
-        num_workers=num_workers,
+        row_blocks, is_short, num_kv_heads, num_parts=num_parts, num_workers=num_workers
     )
     pair_end = pair_start + pair_blocks
     total = pair_end[-1]
 
     # Each cut once: two equal cuts would have an empty item between them. The others become the
     # end of everything.
-    starts_pair = _count_below(pair_start, worker_start) < _count_at_most(pair_start, worker_start)
+    starts_pair = jnp.any(pair_start == worker_start[:, None], axis=1)
     worker_cuts = jnp.where(starts_pair, total, jnp.minimum(worker_start, total))
     pair_cuts = jnp.where(pair_blocks > 0, pair_start, total)
     cuts = jnp.sort(jnp.concatenate([pair_cuts, worker_cuts[1:-1]]))
@@ -153,7 +150,12 @@ def split_decodes(
 
 
 def _lay_out(
-    blocks: jax.Array, is_short: jax.Array, *, num_parts: int, num_workers: int
+    row_blocks: jax.Array,
+    is_short: jax.Array,
+    num_kv_heads: int,
+    *,
+    num_parts: int,
+    num_workers: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sequence of all blocks: blocks and starts of the pairs, and starts of the workers.
 
@@ -162,24 +164,33 @@ def _lay_out(
     are at the same keys at the same time: one of them finds in L2 what another has read. (Except
     the first worker of a part that would begin in a gap. It is early.)
     """
+
+    def of_pairs(blocks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Blocks and starts of the pairs of rows with so many blocks, and the number of all."""
+        heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
+        end = _running_sum(blocks)
+        start = num_kv_heads * (end - blocks)[:, None] + heads * blocks[:, None]
+        return jnp.repeat(blocks, num_kv_heads), start.reshape(-1), num_kv_heads * end[-1]
+
     workers = jnp.arange(num_workers + 1, dtype=jnp.int32)
+    pair_blocks, pair_start, first_blocks = of_pairs(row_blocks)
     if num_parts == 1:
-        end = jnp.cumsum(blocks, dtype=jnp.int32)
-        return blocks, end - blocks, workers * cdiv_array(end[-1], num_workers)
-    short_blocks = jnp.where(is_short, blocks, 0)
-    all_blocks = jnp.concatenate([blocks, *[short_blocks] * (num_parts - 1)])
-    part_blocks = short_blocks.sum()
-    end = jnp.cumsum(all_blocks, dtype=jnp.int32)
+        return pair_blocks, pair_start, workers * cdiv_array(first_blocks, num_workers)
+    short_blocks, short_start, part_blocks = of_pairs(jnp.where(is_short, row_blocks, 0))
+    all_blocks = jnp.concatenate([pair_blocks, *[short_blocks] * (num_parts - 1)])
+    others = (short_start + first_blocks + i * part_blocks for i in range(num_parts - 1))
+    all_start = jnp.concatenate([pair_start, *others])
+    total = first_blocks + (num_parts - 1) * part_blocks
     if num_workers <= num_parts:  # no room for gaps
-        return all_blocks, end - all_blocks, workers * cdiv_array(end[-1], num_workers)
+        return all_blocks, all_start, workers * cdiv_array(total, num_workers)
     # The gaps are less than a share each.
     num_gaps = jnp.where(part_blocks > 0, num_parts, 0)
-    share = jnp.maximum(cdiv_array(end[-1], num_workers - num_gaps), 1)
+    share = jnp.maximum(cdiv_array(total, num_workers - num_gaps), 1)
     stride = jnp.maximum(cdiv_array(part_blocks, share), 1) * share
-    part = jnp.arange(all_blocks.size, dtype=jnp.int32) // blocks.size
-    start = end - all_blocks + part * (stride - part_blocks)
+    part = jnp.arange(all_blocks.size, dtype=jnp.int32) // pair_blocks.size
+    start = all_start + part * (stride - part_blocks)
     # A worker that would begin in a gap begins at its end.
-    first_start = jnp.where(is_short, 0, blocks).sum()
+    first_start = first_blocks - part_blocks
     part, offset = jnp.divmod(workers * share - first_start, stride)
     is_in_gap = (part >= 0) & (offset >= part_blocks)
     worker_start = jnp.where(is_in_gap, first_start + (part + 1) * stride, workers * share)
@@ -223,9 +234,19 @@ def cdiv_array(a: jax.Array, b: int | jax.Array) -> jax.Array:
     return (a + (b - 1)) // b
 
 
-def _count_below(ascending: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.searchsorted(ascending, x, side="left", method="compare_all").astype(jnp.int32)
+# All pairs of numbers are compared: a GPU does that in one launch, and takes several for a running
+# sum or a search. Sums go along the last axis; along the first XLA launches the comparisons apart.
 
 
-def _count_at_most(ascending: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.searchsorted(ascending, x, side="right", method="compare_all").astype(jnp.int32)
+def _running_sum(x: jax.Array) -> jax.Array:
+    """The sum of all numbers up to each."""
+    place = jnp.arange(x.size)
+    return jnp.sum(jnp.where(place <= place[:, None], x, 0), axis=1, dtype=jnp.int32)
+
+
+def _count_below(numbers: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(numbers < x[:, None], axis=1, dtype=jnp.int32)
+
+
+def _count_at_most(numbers: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(numbers <= x[:, None], axis=1, dtype=jnp.int32)

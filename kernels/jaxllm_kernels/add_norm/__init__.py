@@ -1,0 +1,1 @@
+"""Adds an output to the residual stream and normalises the sum, together."""
