@@ -202,71 +202,31 @@ def test_only_the_tokens_of_the_step_are_written(decode_only, capfd):
     assert_no_races(capfd)
 
 
-def rotate(x, cos, sin):
-    """Of heads [T, heads, H], one operation at a time in float32."""
-    first, second = np.split(np.asarray(x).astype(np.float32), 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return np.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
-# A group is a tile, several, or not whole ones; tiles of keys and values have both, or two heads.
 @interpreted
-@pytest.mark.parametrize("decode_only", [True, False])
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_size", "has_rope"),
-    [
-        (8, 2, 64, True),
-        (8, 1, 128, True),
-        (10, 2, 128, True),
-        (9, 3, 64, False),
-        (4, 4, 256, True),
-    ],
-)
-def test_heads_are_rotated_and_attend_as_by_xla(
-    num_heads, num_kv_heads, head_size, has_rope, decode_only, capfd
-):
-    config = AttentionConfig(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=0.1
-    )
-    assert INTERPRETED.takes_heads(config, head_size if has_rope else None)
+def test_heads_attend_as_if_arranged(capfd):
+    config = AttentionConfig(num_heads=8, num_kv_heads=2, head_size=64, scale=0.1)
     batch = RaggedBatch(
-        query_starts=jnp.array([0, 1, 2, 2] if decode_only else [0, 1, 4, 14], jnp.int32),
-        context_lens=jnp.array([3, 20, 0] if decode_only else [3, 17, 15], jnp.int32),
+        query_starts=jnp.array([0, 1, 2, 2], jnp.int32),
+        context_lens=jnp.array([3, 20, 0], jnp.int32),
         block_tables=jnp.array([[1, 99], [3, 2], [4, 99]], jnp.int32),
-        num_decodes=jnp.int32(2 if decode_only else 1),
-        num_short=jnp.int32(0 if decode_only else 1),
+        num_decodes=jnp.int32(2),
+        num_short=jnp.int32(0),
         block_size=16,
-        decode_only=decode_only,
+        decode_only=True,
     )
-    num_tokens = 3 if decode_only else 16
     rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return rng.normal(size=shape).astype(jnp.bfloat16)
-
-    pages = normal(
-        *INTERPRETED.cache_shape(config, num_blocks=5, block_size=16, dtype="bfloat16").shape
+    spec = INTERPRETED.cache_shape(config, num_blocks=5, block_size=16, dtype=jnp.bfloat16)
+    pages, heads = (
+        jnp.asarray(rng.normal(size=shape).astype(jnp.bfloat16))
+        for shape in (spec.shape, (3, 12, 64))
     )
-    heads = normal(num_tokens, num_heads + 2 * num_kv_heads, head_size)
-    angles = rng.uniform(0, 7, (num_tokens, head_size // 2)).astype(np.float32)
-    cos, sin = np.cos(angles), np.sin(angles)
-    prepared = INTERPRETED.prepare(batch, (config,), num_tokens=num_tokens)
-    rotary = (jnp.asarray(cos), jnp.asarray(sin)) if has_rope else None
-    out, cache = INTERPRETED.attend_heads(
-        jnp.asarray(heads), rotary, jnp.asarray(pages), batch, prepared, config=config
-    )
-    q, k, v = np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
-    if has_rope:
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    expected = INTERPRETED.attend(
-        *map(jnp.asarray, (q, k, v, pages)), batch, prepared, config=config
-    )
-    # The compiler may round a product and a sum once.
-    for ours, others in zip((out, cache), expected, strict=True):
-        ours, others = (np.asarray(x).astype(np.float32) for x in (ours, others))
-        np.testing.assert_allclose(ours, others, rtol=2**-6, atol=2**-6)
-    np.testing.assert_array_equal(np.asarray(cache)[:, 1], np.asarray(expected[1])[:, 1])
+    prepared = INTERPRETED.prepare(batch, (config,), num_tokens=3)
+    assert INTERPRETED.takes_heads(config, None)
+    ours = INTERPRETED.attend_heads(heads, None, pages, batch, prepared, config=config)
+    q, k, v = jnp.split(heads, [8, 10], axis=1)
+    expected = INTERPRETED.attend(q, k, v, pages, batch, prepared, config=config)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     assert_no_races(capfd)
 
 
