@@ -68,7 +68,7 @@ class PreNormBlock(Block):
     """A norm before the mixers, and another before the ffns."""
 
     norms = ("input_layernorm", "post_attention_layernorm")
-    leaves_sums = True
+    leaves_sums: ClassVar[bool] = True
 
     def __call__(
         self, hidden: Stream, caches: Caches, context: StepContext
