@@ -23,6 +23,7 @@ SCRIPTS = [
     "serve",
     "startup",
     "step_device_time",
+    "structured",
 ]
 
 
