@@ -24,11 +24,13 @@ class PromptParts:
 
     rows: dict[int, list[PositionLogprobs]]
     corrupted: set[int]
+    next_unread: dict[str, int]  # of the feature
     failed: dict[int, str] = field(default_factory=dict)
     complete: tuple[int, ...] = ()
 
     def add_to(self, output: EngineOutput, row: int) -> None:
         output.new_prompt_logprobs = self.rows[row]
+        self.next_unread[output.request_id] += len(self.rows[row])
 
 
 class PromptLogprobs:
@@ -39,12 +41,14 @@ class PromptLogprobs:
     def __init__(self) -> None:
         # The next prompt position to compute, for each request that still wants some.
         self._next: dict[str, int] = {}
+        # The first prompt position that no output has, for each request that wants some.
+        self._next_unread: dict[str, int] = {}
 
     def add(self, request: Request) -> None:
         """Note a request that wants prompt logprobs. The first prompt token has none."""
         wants = request.sampling_params.prompt_logprobs is not None
         if wants and request.num_prompt_tokens > 1:
-            self._next[request.request_id] = 1
+            self._next[request.request_id] = self._next_unread[request.request_id] = 1
             request.num_cache_bars += 1
 
     def ready(self, *, wait: bool) -> Sequence[Request]:
@@ -52,6 +56,13 @@ class PromptLogprobs:
 
     def drop(self, request: Request) -> None:
         self._next.pop(request.request_id, None)
+        self._next_unread.pop(request.request_id, None)
+
+    def start_over(self, request: Request) -> None:
+        unread = self._next_unread.get(request.request_id, request.num_prompt_tokens)
+        if unread < request.num_prompt_tokens:
+            request.num_cache_bars += request.request_id not in self._next
+            self._next[request.request_id] = unread
 
     def limit(self, request: Request, n: int, budget: int) -> int:
         """Give one position per step to a request that wants more than MAX_STEP_LOGPROBS. These
@@ -113,7 +124,7 @@ class PromptLogprobs:
             logits = None if result.logits is None else result.logits[row]
             count = _count(request)
             parts[row] = [row_logprobs(arrays, i, count, logits) for i in range(start, end)]
-        return PromptParts(parts, corrupted)
+        return PromptParts(parts, corrupted, self._next_unread)
 
     def _move_on(self, request: Request, position: int) -> None:
         """Note that the logprobs of all earlier positions are dispatched."""

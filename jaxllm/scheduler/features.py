@@ -86,6 +86,11 @@ class Feature(Protocol):
         """Forget a request that has ended. Steps with rows of it may still be in flight."""
         ...
 
+    def start_over(self, request: Request) -> None:
+        """Note that the request computes all its tokens again, and that the results of its rows in
+        flight are dropped. What has been read stays. Bar it from the prefix cache as in `add`."""
+        ...
+
     def limit(self, request: Request, n: int, budget: int) -> int:
         """Return how many of `n` tokens a request may compute in a step, at least one. These limits
         come before those of `scheduler.limits`."""

@@ -175,6 +175,8 @@ class Results:
         results of its rows in steps in flight."""
         for step in self.dispatched:
             step.rows[:] = [None if row is request else row for row in step.rows]
+        for feature in self._features:
+            feature.start_over(request)
         request.hash_root = None
         request.num_tokens = request.num_known_tokens
         if request.status is RequestStatus.RUNNING:

@@ -33,6 +33,7 @@ class _Form:
 
     matcher: LLMatcher | None = None
     error: str = ""  # why it has no matcher that can go on
+    num_consumed: int = 0  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,15 @@ class StructuredOutput:
         self._forms.pop(request.request_id, None)
         self._held.pop(request.request_id, None)
 
+    def start_over(self, request: Request) -> None:
+        """Forget a token that was read with a result that is dropped."""
+        form = self._forms.get(request.request_id)
+        if form is not None and form.matcher is not None:
+            too_many = form.num_consumed - len(request.output_token_ids)
+            if too_many and not form.matcher.rollback(too_many):
+                self._fail(form)
+            form.num_consumed -= too_many
+
     def limit(self, request: Request, n: int, budget: int) -> int:
         return n
 
@@ -140,8 +150,10 @@ class StructuredOutput:
             if request is None or request.is_finished or token == NO_TOKEN:
                 continue
             form = self._forms[request.request_id]
-            if form.matcher is not None and not form.matcher.consume_token(token):
-                self._fail(form)
+            if form.matcher is not None:
+                form.num_consumed += 1
+                if not form.matcher.consume_token(token):
+                    self._fail(form)
             if form.matcher is None:
                 ends.failed[row] = form.error
             elif form.matcher.is_stopped():

@@ -18,6 +18,7 @@ from jaxllm.engine.core import host_features
 from jaxllm.plan.engine_plan import make_plan
 from jaxllm.programs.declare import declare_programs, device_features, make_packer, num_programs
 from jaxllm.scheduler.features import Drafted
+from jaxllm.scheduler.request import Request
 from jaxllm.testing import make_tiny_checkpoint
 
 NAME = "best"
@@ -42,6 +43,9 @@ class BestOnHost:
         self.using: set[str] = set()
         self.bars = False  # whether its requests compute their prompts themselves
         self.corrupts = False  # whether it finds that what has been computed is no numbers
+        self.holds = False  # whether its requests wait until nothing else can run
+        self.held: list[Request] = []
+        self.ends = ""  # what becomes of its requests with their first token
         self.most_at_once = 1000
         self.brought: list[tuple[int, list[int]]] = []  # the token, and those of the output
 
@@ -49,9 +53,19 @@ class BestOnHost:
         if request.sampling_params.top_k == USING:
             self.using.add(request.request_id)
             request.num_cache_bars += self.bars
+            if self.holds:
+                request.num_holds += 1
+                self.held.append(request)
+
+    def ready(self, *, wait):
+        ready, self.held = (self.held, []) if wait else ([], self.held)
+        return ready
 
     def drop(self, request):
         self.using.discard(request.request_id)
+
+    def start_over(self, request):
+        pass
 
     def limit(self, request, n, budget):
         return min(n, self.most_at_once) if request.request_id in self.using else n
@@ -77,6 +91,8 @@ class BestOnHost:
         return SimpleNamespace(
             rows=found,
             corrupted=set(found) if self.corrupts else (),
+            failed=dict.fromkeys(found, "it is not wanted") if self.ends == "failed" else {},
+            complete=set(found) if self.ends == "complete" else (),
             add_to=lambda output, row: self.brought.append((found[row], output.new_token_ids)),
         )
 
@@ -147,6 +163,7 @@ def feature(joined):
     llm, feature = joined
     llm.reset_prefix_cache()
     feature.brought, feature.bars, feature.corrupts = [], False, False
+    feature.holds, feature.ends = False, ""
     feature.most_at_once = 1000
     yield feature
     assert not feature.using, "a request that has ended was not dropped"
@@ -225,6 +242,37 @@ def test_it_may_limit_how_much_its_requests_compute(joined, feature, plain):
     feature.most_at_once = 4
     # 40 tokens of the prompt in 10 chunks, and not in 3 of 16.
     assert num_steps(True) - num_steps(False) == 7
+
+
+def test_it_may_hold_its_requests_back(joined, feature, plain):
+    llm, _ = joined
+    feature.holds = True
+    uses = [True, True, False, True]
+    expected = tokens_of(plain, params_of(uses))
+    for i, params in enumerate(params_of(uses)):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i]}, params)
+    finished = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            finished[output.request_id] = output.outputs[0].token_ids
+    assert list(finished)[0] == "2", "it does not hold this one"
+    assert [finished[str(i)] for i in range(4)] == expected
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason", "num_tokens"), [("complete", "stop", 1), ("failed", "error", 0)]
+)
+def test_it_may_end_its_requests(joined, feature, plain, ends, reason, num_tokens):
+    llm, _ = joined
+    feature.ends = ends
+    params = params_of([False, True, False, True])
+    expected = tokens_of(plain, params)
+    answers = [one.outputs[0] for one in llm.generate(PROMPTS, params, use_tqdm=False)]
+    for i in (1, 3):
+        assert answers[i].finish_reason == reason
+        assert answers[i].token_ids == expected[i][:num_tokens]
+    for i in (0, 2):
+        assert answers[i].finish_reason == "length" and answers[i].token_ids == expected[i]
 
 
 def test_a_row_that_it_calls_corrupted_ends_alone(joined, feature, plain):

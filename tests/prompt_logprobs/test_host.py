@@ -179,3 +179,22 @@ def test_nobody_looks_at_rows_that_have_ended_or_started_over(feature, new):
     ended.status = RequestStatus.FINISHED
     brought = read(feature, [ended, None], [[0, 0, 1], [1, 1, 3]])
     assert (list(brought.rows), list(brought.corrupted)) == ([], [])
+
+
+def test_who_starts_over_is_asked_again_for_what_no_output_has(feature, new):
+    asking = new("a", [10, 11, 12, 13], 1, computed=2)
+    first = drafted(feature, (asking, 2)).slice["spans"]
+    asking.num_computed_tokens = 4
+    assert drafted(feature, (asking, 2)).slice["targets"].tolist() == [13, -1]
+    assert asking.num_cache_bars == 0
+    output = EngineOutput(request_id="a")
+    read(feature, [asking], first).add_to(output, 0)
+    assert len(output.new_prompt_logprobs) == 2
+    feature.start_over(asking)  # the result of the second step is dropped
+    assert asking.num_cache_bars == 1
+    again = drafted(feature, (asking, 4)).slice
+    assert again["targets"].tolist() == [-1, -1, 13, -1]
+    assert asking.num_cache_bars == 0
+    read(feature, [asking], again["spans"]).add_to(output, 0)
+    feature.start_over(asking)  # outputs have all of them
+    assert (asking.num_cache_bars, drafted(feature, (asking, 4))) == (0, None)

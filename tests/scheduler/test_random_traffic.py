@@ -59,21 +59,38 @@ class Traffic:
 WINDOWS = {"everything": ((None,), 20), "windows": ((None, 11, 5), 20), "one window": ((9,), 12)}
 
 
+# How far the host runs ahead, and stages.
+RUNS = {
+    "plain": (0, 1),
+    "overlapped": (1, 1),
+    "plain pipeline": (1, 2),
+    "overlapped pipeline": (4, 4),
+}
+GROUPS = [
+    ("fcfs", "everything"),
+    ("priority", "everything"),
+    ("fcfs", "windows"),
+    ("priority", "one window"),
+]
+
+
+def kinds_of_traffic():
+    """All mixes of options. A quarter of them has each pair of options; the others are a sweep."""
+    options = itertools.product(enumerate(RUNS), (0, 1), (0, 1), enumerate(GROUPS))
+    for (run, name), chunked, caching, (group, (policy, windows)) in options:
+        is_spared = (run + chunked + 2 * caching + group) % 4
+        yield pytest.param(
+            *RUNS[name], bool(chunked), bool(caching), policy, windows,
+            marks=[pytest.mark.sweep] if is_spared else [],
+            id="-".join([
+                name, "chunked" if chunked else "whole", "cached" if caching else "uncached",
+                policy, windows,
+            ]),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("policy", "windows"),
-    [
-        ("fcfs", "everything"),
-        ("priority", "everything"),
-        ("fcfs", "windows"),
-        ("priority", "one window"),
-    ],
-)
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
-@pytest.mark.parametrize(
-    ("depth", "num_stages"),
-    [(0, 1), (1, 1), (1, 2), (4, 4)],
-    ids=["plain", "overlapped", "plain pipeline", "overlapped pipeline"],
+    ("depth", "num_stages", "chunked", "caching", "policy", "windows"), list(kinds_of_traffic())
 )
 def test_thousands_of_requests_come_and_go(
     make_engine, make_request, depth, num_stages, chunked, caching, policy, windows

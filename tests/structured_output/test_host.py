@@ -146,6 +146,23 @@ def test_tokens_end_requests_alone(drive, ids):
     assert driver.read(ids["b"], ids["b"], 7).complete == [0]
 
 
+def test_what_is_read_and_then_dropped_is_forgotten(drive, ids):
+    """Another feature may find that the logits of a row are not finite."""
+    driver = drive("start: /a[bc]d/")
+    driver.begin()
+    driver.draft()
+    driver.read(ids["a"], ids["a"], 7)
+    driver.draft()
+    driver.read(ids["b"], ids["c"], 7)
+    row = driver.rows[0]
+    row.output_token_ids.pop()
+    driver.feature.start_over(row)
+    row.num_tokens = row.num_known_tokens
+    driver.draft()
+    first, second = (legal(mask) for mask in driver.feature.masks())
+    assert first == sorted([ids["b"], ids["c"]]) and second != first
+
+
 def test_a_row_without_a_token_stays_where_it_is(drive, ids):
     driver = drive("start: /ab?/")
     driver.begin()
