@@ -45,7 +45,10 @@ def adjust_logits(
     logits = _in_rows(has(row_params.LOGIT_BIAS), _add_bias, logits, state, slots)
     biased = _in_rows(has(row_params.ALLOWED_IDS), _mask_others, logits, state, slots)
     if masks is not None:
-        biased = _in_rows(has(row_params.GRAMMAR), _keep_form, biased, logits, masks)
+        in_form = has(row_params.GRAMMAR)
+        biased = _in_rows(in_form, _keep_form, biased, masks)
+        both = in_form & has(row_params.ALLOWED_IDS)
+        biased = _in_rows(both, _or_form_alone, biased, logits, masks)
     logits = _in_rows(has(row_params.BAD_WORDS), _ban_words, biased, state, slots)
     logits = _in_rows(too_early, _hold_back_stop_ids, logits, state, slots)
     for index, processor in enumerate(processors):
@@ -91,13 +94,16 @@ def _mask_others(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.A
     return jnp.where(allowed, logits, -jnp.inf)
 
 
-def _keep_form(logits: jax.Array, before: jax.Array, masks: jax.Array) -> jax.Array:
-    """Set all tokens but those of a row's mask to -inf. If no allowed token is among them, the mask
-    wins: the row gets all tokens of its mask."""
-    legal = _bits(masks, logits.shape[1])
-    both = legal & (logits != -jnp.inf)
-    contradicts = ~jnp.any(both, axis=1, keepdims=True)
-    return jnp.where(legal, jnp.where(contradicts, before, logits), -jnp.inf)
+def _keep_form(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Set all tokens but those of a row's mask to -inf."""
+    return jnp.where(_bits(masks, logits.shape[1]), logits, -jnp.inf)
+
+
+def _or_form_alone(logits: jax.Array, before: jax.Array, masks: jax.Array) -> jax.Array:
+    """Give a row that has no token left, since no allowed one is in its mask, all tokens of its
+    mask."""
+    some_left = jnp.any(logits != -jnp.inf, axis=1, keepdims=True)
+    return jnp.where(some_left, logits, _keep_form(before, masks))
 
 
 def _bits(words: jax.Array, num_bits: int) -> jax.Array:

@@ -145,8 +145,9 @@ class StructuredOutput:
         """Let the matchers consume the tokens that have arrived."""
         ends = Ends()
         assert schedule.late_rows is not None, f"step {schedule.step} has no late rows"
-        for row in schedule.late_rows.tolist():
-            request, token = rows[row], int(result.token_ids[row])
+        late = schedule.late_rows
+        for row, token in zip(late.tolist(), result.token_ids[late].tolist(), strict=True):
+            request = rows[row]
             if request is None or request.is_finished or token == NO_TOKEN:
                 continue
             form = self._forms[request.request_id]
