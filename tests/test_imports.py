@@ -55,6 +55,7 @@ ROWS = [
     Row("a logits processor", "from jaxllm import LogitsProcessor", HEAVY),
     Row("registering a model", REGISTER, HEAVY | {"not_there"}),
     Row("the output processor", "import jaxllm.frontend.output_processor", HEAVY),
+    Row("requests with forms", "import jaxllm.frontend.answer_form", HEAVY | {"llguidance"}),
     *map(unit, HOST_SIDE),
     Row("making a checkpoint", CHECKPOINT, {"torch", "transformers"}),
     # One that is all in its file.

@@ -115,9 +115,9 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         }
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
-        given["structured_outputs"] = self.form(served)
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         try:
+            given["structured_outputs"] = self.form(served)
             params = served.default_params.clone(**given, **more, output_kind=kind)
         except ValidationError as error:
             raise self.in_its_words(error) from error

@@ -5,9 +5,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jaxllm.errors import refused
 from jaxllm.openai.tools import Tool
 from jaxllm.parsers.tools.base import CallForm, ToolFormat
 from jaxllm.sampling_params import StructuredOutputsParams
+from jaxllm.structured_output.params import MAX_FORM_CHARS
 
 _Format = dict[str, Any]
 
@@ -119,4 +121,6 @@ def _tag(begin: str, content: _Format, end: str) -> _Format:
 
 def _whole(form: _Format) -> StructuredOutputsParams:
     tag = json.dumps({"type": "structural_tag", "format": form})
+    if len(tag) > MAX_FORM_CHARS:
+        raise refused("tools", f"{len(tag)} characters", f"at most {MAX_FORM_CHARS} in a form")
     return StructuredOutputsParams(structural_tag=tag)

@@ -5,6 +5,7 @@ trigger; then one of the structures follows, `begin`, JSON of a `schema`, `end`.
 xgrammar's, has a `format`: a tree of the kinds below.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -200,8 +201,6 @@ def write_grammar(writer: GrammarWriter, field: str, text: str) -> str:
 
 def checked_lark(text: str) -> str:
     """Refuse what no mask can follow: llguidance would ignore it, or go back over tokens."""
-    import re
-
     bare = re.sub(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*', " ", text)
     for name in re.findall(r"\[[^\]\n]*?\b(temperature|stop)\s*=", bare):
         raise ValueError(f"the attribute {name!r} of a rule cannot be followed")

@@ -86,6 +86,27 @@ def test_every_way_to_ask_for_a_form(read):
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"a": json.loads("[" * 64 + "]" * 64)}},
+                }
+            },
+            "response_format.json_schema.schema",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "a", "parameters": {"title": "é" * 400_000}},
+                    }
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": ""}}},
             "response_format.json_schema.name",
         ),
