@@ -36,8 +36,8 @@ def test_a_bound_counts_the_experts_that_tokens_choose(model):
     plan = make_plan(EngineArgs(model, **OPTIONS))
     chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
     line = roofline(dataclasses.replace(plan, chip=chip), *plan.stages)
-    # Two of three layers have 8 experts of 32, of which a token chooses 3.
-    weights = 2 * 8 * 3 * 32 * 64
+    # One of two layers has 8 experts of 32, of which a token chooses 3.
+    weights = 8 * 3 * 32 * 64
     itemsize = plan.dtype.itemsize
     assert line.experts == (ExpertLayers(weights * itemsize, 3 / 8),)
     embedding = plan.num_logits * 64 * itemsize

@@ -88,7 +88,7 @@ FAMILY = Family(
     tiny={
         "architectures": ["Ernie4_5_MoeForCausalLM"],
         "model_type": "ernie4_5_moe",
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "head_dim": 24,
         "tie_word_embeddings": True,
         "moe_intermediate_size": 32,
@@ -96,7 +96,7 @@ FAMILY = Family(
         "moe_k": 3,
         "moe_num_shared_experts": 2,
         "moe_layer_start_index": 1,
-        "moe_layer_end_index": 2,
+        "moe_layer_end_index": 1,
         "moe_layer_interval": 1,
     },
     tiny_gains={"gate": 2.0},

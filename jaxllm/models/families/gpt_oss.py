@@ -100,7 +100,6 @@ FAMILY = Family(
     tiny={
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        "num_hidden_layers": 3,
         "head_dim": 24,
         "intermediate_size": 48,
         "num_local_experts": 8,

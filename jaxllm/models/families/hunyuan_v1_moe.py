@@ -72,6 +72,6 @@ FAMILY = Family(
         "num_experts": 8,
         "moe_topk": 3,
     },
-    tiny_gains={"wg": 2.0},
+    tiny_gains={"wg": 2.0, "down_proj": 1.0},
     harmless=HARMLESS | TRAINING,
 )

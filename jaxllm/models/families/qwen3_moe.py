@@ -80,13 +80,12 @@ FAMILY = Family(
     tiny={
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "num_hidden_layers": 3,
         "head_dim": 24,
         "moe_intermediate_size": 32,
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
-        "mlp_only_layers": [1],
+        "mlp_only_layers": [0],
     },
     tiny_gains={"gate": 2.0},
     harmless=TRAINING
