@@ -1,15 +1,17 @@
 """Groups of layers that keep the keys and values of the same tokens, and their shares of the cache.
 
 A layer without a window keeps all tokens. A layer with a window keeps the tokens that the next one
-still sees. Layers that keep the same tokens are a group: they share block tables and a pool of
-blocks, whatever their heads are. All groups have one block size in tokens, which is also the unit
-of prefix hashes.
+still sees, and so does one with chunks. Layers that keep the same tokens are a group: they share
+block tables and a pool of blocks, whatever their heads are. All groups have one block size in
+tokens, which is also the unit of prefix hashes.
 
 The plan makes the groups. They are all that the scheduler knows of the model's layers.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxllm.plural import counted
 
@@ -20,20 +22,64 @@ _SHOWN_LENGTHS = (512, 4096)
 DEFAULT_REQUEST_LEN = 8192
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """In place of a window: a token sees those of its own chunk, up to itself. Contexts are cut
+    into chunks of so many tokens, from their beginning on."""
+
+    size: int
+
+    def __str__(self) -> str:
+        return f"chunks of {self.size}"
+
+
+# How many tokens a token sees, itself included; None: all before it.
+Window = int | Chunk | None
+
+
+class Attention(Protocol):
+    """What layers with the same cache have in common."""
+
+    @property
+    def sliding_window(self) -> int | None: ...
+
+    @property
+    def chunk(self) -> int | None: ...
+
+
+def window_of(attention: Attention) -> Window:
+    """The window or the chunks of an attention."""
+    return attention.sliding_window if attention.chunk is None else Chunk(attention.chunk)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheGroup:
     """Layers that share block tables, and the size of their pool of blocks."""
 
-    # How many tokens a token sees, itself included; None: all before it.
-    window: int | None
+    window: Window
     num_blocks: int
     max_blocks_per_request: int  # a request never holds more
 
     def first_block(self, num_tokens: int, block_size: int) -> int:
         """The first block that is still read once `num_tokens` tokens have been computed."""
-        if self.window is None:
-            return 0
-        return max(num_tokens - self.window + 1, 0) // block_size
+        match self.window:
+            case None:
+                return 0
+            case Chunk(size):
+                return num_tokens // size * size // block_size
+            case window:
+                return max(num_tokens - window + 1, 0) // block_size
+
+    def last_read(self, block: int, block_size: int) -> int | None:
+        """How many tokens have been computed when a block is read no more; None: it always is."""
+        end = (block + 1) * block_size
+        match self.window:
+            case None:
+                return None
+            case Chunk(size):
+                return -(-end // size) * size
+            case window:
+                return end + window - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +92,16 @@ class CacheSizes:
     # The length of requests for which groups are divided; None: DEFAULT_REQUEST_LEN.
     request_len: int | None = None
 
-    def max_blocks(self, window: int | None) -> int:
+    def max_blocks(self, window: Window) -> int:
         """The most blocks that one request can hold at once: those that the first token of a step
         sees, and those for the step's own tokens."""
         whole = -(-self.max_model_len // self.block_size)
         if window is None:
             return whole
-        return min(whole, -(-(window - 1 + self.max_num_batched_tokens) // self.block_size) + 1)
+        most = _most_seen(window) - 1 + self.max_num_batched_tokens
+        return min(whole, -(-most // self.block_size) + 1)
 
-    def divide(self, windows: Sequence[int | None], num_blocks: int) -> tuple[CacheGroup, ...]:
+    def divide(self, windows: Sequence[Window], num_blocks: int) -> tuple[CacheGroup, ...]:
         """Make the groups, the first with `num_blocks` blocks.
 
         How many blocks another group should have depends on the requests: those shorter than its
@@ -74,11 +121,19 @@ class CacheSizes:
         return tuple(groups)
 
 
-def group_windows(windows: Iterable[int | None]) -> tuple[int | None, ...]:
+def group_windows(windows: Iterable[Window]) -> tuple[Window, ...]:
     """The distinct windows of these layers, one for each group, the longest first."""
     distinct = set(windows)
     without: tuple[None, ...] = (None,) if None in distinct else ()
-    return without + tuple(sorted((w for w in distinct if w is not None), reverse=True))
+    others = (window for window in distinct if window is not None)
+    return without + tuple(
+        sorted(others, key=lambda its: (_most_seen(its), isinstance(its, Chunk)), reverse=True)
+    )
+
+
+def _most_seen(window: int | Chunk) -> int:
+    """How many tokens a token sees at most."""
+    return window.size if isinstance(window, Chunk) else window
 
 
 def room_for(groups: Iterable[CacheGroup], context: int, block_size: int) -> int:
@@ -100,11 +155,16 @@ def describe_room(room_for: Callable[[int], int], lengths: Iterable[int]) -> str
     return f"{counted(room_for(first), 'request')} of {first} tokens{''.join(rest)}"
 
 
-def blocks_held(window: int | None, context: int, block_size: int) -> int:
+def blocks_held(window: Window, context: int, block_size: int) -> int:
     """The most blocks that a decoding request with a context of so many tokens holds."""
     whole = -(-context // block_size)
-    # Its tokens that are seen may begin and end within a block.
-    return whole if window is None else min(whole, -(-(window - 1) // block_size) + 1)
+    if window is None:
+        return whole
+    # The tokens that are seen may begin and end within a block: with a window at every place in it.
+    last_place = block_size - 1
+    if isinstance(window, Chunk):
+        last_place = block_size - math.gcd(window.size, block_size)
+    return min(whole, -(-(last_place + _most_seen(window)) // block_size))
 
 
 def num_fitting(cache_bytes: Callable[[int], int], room: int) -> int:
@@ -122,8 +182,10 @@ def describe_groups(groups: Iterable[CacheGroup], block_size: int) -> str:
     """The blocks of each group, as text for people."""
 
     def describe(group: CacheGroup) -> str:
-        window = "" if group.window is None else f" for windows of {group.window}"
+        window = f"windows of {group.window}" if isinstance(group.window, int) else group.window
         tokens = group.num_blocks * block_size
-        return f"{group.num_blocks} blocks of {block_size} = {tokens} tokens{window}"
+        return f"{group.num_blocks} blocks of {block_size} = {tokens} tokens" + (
+            f" for {window}" if window else ""
+        )
 
     return ", ".join(map(describe, groups))

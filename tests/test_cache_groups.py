@@ -2,7 +2,17 @@
 
 import pytest
 
-from jaxllm.cache_groups import CacheSizes, blocks_held, describe_room, room_for, shown_lengths
+from jaxllm.cache_groups import (
+    CacheGroup,
+    CacheSizes,
+    Chunk,
+    blocks_held,
+    describe_groups,
+    describe_room,
+    group_windows,
+    room_for,
+    shown_lengths,
+)
 
 
 def divided(windows, num_blocks=10_000, *, max_model_len=32_768, **sizes):
@@ -53,6 +63,38 @@ def test_blocks_held_by_a_decoding_request():
         }
         assert blocks_held(window, 10_000, 16) == max(seen), window
     assert blocks_held(None, 33, 16) == blocks_held(1024, 33, 16) == 3
+
+
+def test_blocks_held_behind_the_border_of_a_chunk():
+    for size in (1, 15, 16, 32, 40):
+        chunks = range(0, 10 * size * 16, size)
+        seen = {len({position // 16 for position in range(at, at + size)}) for at in chunks}
+        assert blocks_held(Chunk(size), 10_000, 16) == max(seen), size
+    assert blocks_held(Chunk(1024), 33, 16) == 3
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 33, Chunk(1), Chunk(16), Chunk(20), Chunk(64)])
+def test_a_block_is_read_until_its_last_token_is_seen_no_more(window):
+    group = CacheGroup(window=window, num_blocks=99, max_blocks_per_request=99)
+    for num_tokens in range(200):
+        first = group.first_block(num_tokens, 16)
+        if isinstance(window, Chunk):
+            seen = num_tokens - num_tokens % window.size
+        else:
+            seen = max(num_tokens - window + 1, 0)
+        assert first == seen // 16
+        until = group.last_read(first, 16)
+        assert group.first_block(until - 1, 16) == first < group.first_block(until, 16)
+
+
+def test_groups_with_windows_and_chunks_are_told_apart():
+    windows = group_windows([Chunk(32), 16, None, 32, Chunk(32)])
+    assert windows == (None, Chunk(32), 32, 16)
+    groups = [CacheGroup(window=w, num_blocks=2, max_blocks_per_request=2) for w in windows[:3]]
+    assert describe_groups(groups, 16) == (
+        "2 blocks of 16 = 32 tokens, 2 blocks of 16 = 32 tokens for chunks of 32, "
+        "2 blocks of 16 = 32 tokens for windows of 32"
+    )
 
 
 def test_room_is_told_for_short_and_long_requests():

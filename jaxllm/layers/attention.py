@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxllm_kernels.ragged_paged_attention.api import AttentionBackend, AttentionConfig
 
+from jaxllm.cache_groups import window_of
 from jaxllm.errors import refused
 from jaxllm.layers.context import Cache, LentCache, StepContext
 from jaxllm.layers.linear import Linear
@@ -55,10 +56,13 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    v_head_size: int | None = None  # of values and outputs; None: head_size
     scale: float
     rope: RopeConfig | None  # None: no position embedding
     # The number of tokens that a token sees, itself included; None: all before it.
     window: int | None = None
+    # Or it sees those of its own chunk, up to itself: contexts are cut into chunks of so many.
+    chunk: int | None = None
     # Scores become soft_cap * tanh(scores / soft_cap).
     soft_cap: float | None = None
     qkv_bias: bool = False
@@ -111,14 +115,18 @@ class Attention(nnx.Module):
             num_kv_heads=spec.num_kv_heads * copies // num_shards,
             head_size=spec.head_size,
             scale=spec.scale,
+            v_head_size=spec.v_head_size,
             sliding_window=spec.window,
+            chunk=spec.chunk,
             soft_cap=spec.soft_cap,
         )
         self.spec = spec
         self.num_shards = num_shards
-        q_size, kv_size = (heads * spec.head_size for heads in (spec.num_heads, spec.num_kv_heads))
-        q, kv = Part(q_size), Part(kv_size, copies)
-        parts = (q,) if spec.kv == "borrowed" else (q, kv) if spec.values_are_keys else (q, kv, kv)
+        value_size = self.config.value_size
+        q = Part(spec.num_heads * spec.head_size)
+        k, v = (Part(spec.num_kv_heads * size, copies) for size in (spec.head_size, value_size))
+        parts = (q,) if spec.kv == "borrowed" else (q, k) if spec.values_are_keys else (q, k, v)
+        assert not spec.values_are_keys or value_size == spec.head_size, spec
         self.num_parts = len(parts)
         self.qkv_proj = Linear(
             hidden_size,
@@ -129,7 +137,11 @@ class Attention(nnx.Module):
             dtype=dtype,
         )
         self.o_proj = Linear(
-            q_size, hidden_size, bias=spec.o_bias, axes=("hidden", "heads"), dtype=dtype
+            spec.num_heads * value_size,
+            hidden_size,
+            bias=spec.o_bias,
+            axes=("hidden", "heads"),
+            dtype=dtype,
         )
         self.q_norm = self._make_norm(spec.num_heads, 1, dtype)
         self.k_norm = (
@@ -138,7 +150,7 @@ class Attention(nnx.Module):
         self.v_norm = (
             None
             if spec.v_norm is None or spec.kv == "borrowed"
-            else spec.v_norm.make(spec.head_size, dtype=dtype)
+            else spec.v_norm.make(value_size, dtype=dtype)
         )
 
     def _make_norm(self, heads: int, copies: int, dtype: DTypeLike) -> Norm | None:
@@ -158,14 +170,15 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
         """Attend from x [T, D]; return [T, D] and the cache with this step's keys and values."""
         with jax.named_scope("attention"):
-            num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-            heads = self.qkv_proj(x).reshape(len(x), self.num_shards, -1, self.config.head_size)
+            config = self.config
+            heads = self.qkv_proj(x).reshape(len(x), self.num_shards, -1)
             if (clip := self.spec.qkv_clip) is not None:
                 heads = jnp.clip(heads, -clip, clip)
-            ends = (num_heads, num_heads + num_kv_heads)[: self.num_parts - 1]
+            q_size, k_size = (n * config.head_size for n in (config.num_heads, config.num_kv_heads))
+            parts = jnp.split(heads, (q_size, q_size + k_size)[: self.num_parts - 1], axis=2)
+            sizes = (config.head_size, config.head_size, config.value_size)
             q, *kv = (
-                part.reshape(len(x), -1, self.config.head_size)
-                for part in jnp.split(heads, ends, axis=2)
+                part.reshape(len(x), -1, size) for part, size in zip(parts, sizes, strict=False)
             )
             q = self._heat(self._place(q, self.q_norm, context), context)
             if isinstance(cache, LentCache):
@@ -214,7 +227,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Run the attention op. Each shard computes its own heads, without communication."""
         attend = functools.partial(context.backend.attend, config=self.config)
-        operands = (q, k, v, cache, *context.of_window(self.config.sliding_window))
+        operands = (q, k, v, cache, *context.of_window(window_of(self.config)))
         if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:
             return attend(*operands)
         heads, whole = partition_spec((None, "heads")), partition_spec(())

@@ -12,6 +12,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     RaggedBatch,
 )
 
+from jaxllm.cache_groups import Window, window_of
 from jaxllm.layers.rope import Rotary
 
 
@@ -44,7 +45,7 @@ class StepContext:
     """The argument that every mixer and every ffn of a step takes beside its input."""
 
     # Layers with the same window keep the same tokens: they are a group with one batch.
-    windows: tuple[int | None, ...] = field(metadata={"static": True})
+    windows: tuple[Window, ...] = field(metadata={"static": True})
     paged: tuple[PagedBatch, ...]  # by window
     backend: AttentionBackend = field(metadata={"static": True})
     # The devices over which heads are sharded; None: there is one device.
@@ -58,7 +59,7 @@ class StepContext:
     @classmethod
     def prepare(
         cls,
-        batches: Mapping[int | None, RaggedBatch],
+        batches: Mapping[Window, RaggedBatch],
         configs: Sequence[AttentionConfig],
         *,
         num_tokens: int,
@@ -68,10 +69,10 @@ class StepContext:
         """Prepare the batch of each window for the layers with this window; traced."""
         paged = []
         for window, batch in batches.items():
-            its = tuple(config for config in configs if config.sliding_window == window)
+            its = tuple(config for config in configs if window_of(config) == window)
             paged.append(PagedBatch(batch, backend.prepare(batch, its, num_tokens=num_tokens)))
         return cls(windows=tuple(batches), paged=tuple(paged), backend=backend, mesh=mesh)
 
-    def of_window(self, window: int | None) -> PagedBatch:
+    def of_window(self, window: Window) -> PagedBatch:
         """The batch of the layers with this window."""
         return self.paged[self.windows.index(window)]

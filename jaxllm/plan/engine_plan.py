@@ -22,7 +22,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     BatchLimits,
 )
 
-from jaxllm.cache_groups import CacheGroup, CacheSizes, group_windows, room_for
+from jaxllm.cache_groups import CacheGroup, CacheSizes, group_windows, room_for, window_of
 from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
 from jaxllm.files import read_json
@@ -243,7 +243,7 @@ def make_plan(
         config.compilation.attention_backend, chip, library, attention_configs, limits, dtype
     )
 
-    windows = group_windows(config.sliding_window for config in attention_configs)
+    windows = group_windows(map(window_of, attention_configs))
     sizes = CacheSizes(
         block_size=block_size,
         max_model_len=max_model_len,
@@ -263,7 +263,7 @@ def make_plan(
                 part=part,
                 mesh=mesh,
                 cache_shapes=tuple(
-                    cache(c, num_blocks[c.sliding_window], mesh) for c in abstract.attention_configs
+                    cache(c, num_blocks[window_of(c)], mesh) for c in abstract.attention_configs
                 ),
                 attention_configs=abstract.attention_configs,
                 block_bytes=tuple(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxllm_kernels.platform import Device
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
-from jaxllm.cache_groups import CacheGroup
+from jaxllm.cache_groups import CacheGroup, window_of
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.models.part import ModelPart
@@ -45,7 +45,7 @@ class StagePlan:
         """The bytes on one device if the groups had these sizes."""
         num_blocks = {group.window: group.num_blocks for group in groups}
         return sum(
-            num_blocks[config.sliding_window] * size
+            num_blocks[window_of(config)] * size
             for config, size in zip(self.attention_configs, self.block_bytes, strict=True)
         )
 

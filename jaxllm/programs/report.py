@@ -297,12 +297,14 @@ def _windows(plan: EnginePlan, stage: StagePlan) -> tuple[Window, ...]:
     ]
     windows: dict[int, Window] = {}
     for config, block_bytes in read:
-        size = config.sliding_window or 0
+        # Of chunks a token sees half of one, on average.
+        size = config.sliding_window or -(-(config.chunk or 0) // 2)
         _, num_bytes, num_flops = windows.get(size, Window(size, 0, 0))
         windows[size] = Window(
             size=size,
             bytes_per_token=num_bytes + block_bytes / plan.block_size,
-            flops_per_attended=num_flops + 4 * config.num_heads * config.head_size,
+            flops_per_attended=num_flops
+            + 2 * config.num_heads * (config.head_size + config.value_size),
         )
     return tuple(sorted(windows.values()))
 

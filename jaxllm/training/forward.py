@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch
 
+from jaxllm.cache_groups import window_of
 from jaxllm.layers.context import PagedBatch, StepContext
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
@@ -46,15 +47,15 @@ class CausalRows:
         config: AttentionConfig,
     ) -> tuple[jax.Array, Any]:
         """Map q [T, N, H], k and v [T, K, H] to [T, N, H]; return the cache unchanged."""
-        length, head_size = self.row_length, config.head_size
+        length = self.row_length
         group = config.num_heads // config.num_kv_heads
         # Put heads before tokens, so that the products are plain matrix products.
-        q = q.reshape(-1, length, config.num_kv_heads, group, head_size).transpose(0, 2, 3, 1, 4)
+        q = q.reshape(-1, length, config.num_kv_heads, group, q.shape[-1]).transpose(0, 2, 3, 1, 4)
         k, v = (
-            x.reshape(-1, length, config.num_kv_heads, head_size).transpose(0, 2, 1, 3)
+            x.reshape(-1, length, config.num_kv_heads, x.shape[-1]).transpose(0, 2, 1, 3)
             for x in (k, v)
         )
-        visible = _visible(length, config.sliding_window)
+        visible = _visible(length, config)
         blocks = []
         # Work in blocks, because products with later tokens would be masked anyway.
         for first in range(0, length, _QUERY_BLOCK):
@@ -79,14 +80,19 @@ class CausalRows:
             )
         out = jnp.concatenate(blocks, axis=3)
         out = out.transpose(0, 3, 1, 2, 4).astype(v.dtype)
-        return out.reshape(-1, config.num_heads, head_size), cache
+        return out.reshape(-1, config.num_heads, config.value_size), cache
 
 
-def _visible(length: int, window: int | None) -> jax.Array:
+def _visible(length: int, config: AttentionConfig) -> jax.Array:
     """Whether the row's token sees the column's token: [length, length]."""
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    positions = jnp.arange(length)
+    distance = positions[:, None] - positions
     visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+    if config.sliding_window is not None:
+        visible &= distance < config.sliding_window
+    if config.chunk is not None:
+        visible &= (positions // config.chunk)[:, None] == positions // config.chunk
+    return visible
 
 
 class RowModel:
@@ -138,7 +144,7 @@ class RowModel:
             decode_only=False,
         )
         backend: Any = CausalRows(row_length=length)
-        windows = tuple({config.sliding_window for config in model.attention_configs})
+        windows = tuple(set(map(window_of, model.attention_configs)))
         paged = (PagedBatch(batch, prepared=None),) * len(windows)
         context = StepContext(windows=windows, paged=paged, backend=backend)
         positions = jnp.tile(jnp.arange(length), num_rows)

@@ -215,6 +215,8 @@ def test_hopper_is_served(chip):
         ({}, {}, "float32", "set --dtype bfloat16 or float16, or --attention-backend xla"),
         ({"head_size": 72}, {}, "bfloat16", "head sizes .* not 72; set --attention-backend xla"),
         ({"num_heads": 64, "num_kv_heads": 1}, {}, "bfloat16", "32 query heads per kv head"),
+        ({"v_head_size": 64}, {}, "bfloat16", "values have the size of keys, 128, not 64"),
+        ({"chunk": 8}, {}, "bfloat16", "does not cut contexts into chunks .*backend xla"),
         ({}, {"block_size": 8}, "bfloat16", "set --block-size"),
     ],
 )

@@ -90,7 +90,10 @@ LONG_BESIDE_SHORT = Case(
     num_heads=2,
     num_kv_heads=1,
 )
-EMULATED_CASES = [*(case for case in CASES if case.max_blocks < 100), LONG_BESIDE_SHORT]
+EMULATED_CASES = [
+    *(case for case in CASES if case.max_blocks < 100 and case.is_usual),
+    LONG_BESIDE_SHORT,
+]
 
 
 def sweep_marked(case: Case):
@@ -400,6 +403,19 @@ def test_what_cannot_be_run_is_refused(limits, dtype, chip, message):
         get_backend("tpu").check(
             CONFIG, dataclasses.replace(LIMITS, **limits), dtype=dtype, chip=CHIPS[chip]
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 8}, "does not cut contexts into chunks .*; set --attention-backend xla"),
+        ({"v_head_size": 128}, "values have the size of keys, 64, not 128"),
+    ],
+)
+def test_what_only_other_backends_support_is_refused(change, message):
+    config = dataclasses.replace(CONFIG, **change)
+    with pytest.raises(ValueError, match=message):
+        get_backend("tpu").check(config, LIMITS, dtype=jnp.bfloat16, chip=CHIPS["v5e"])
 
 
 def test_an_unknown_tpu_is_refused():

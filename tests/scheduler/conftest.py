@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from jaxllm.cache_groups import CacheGroup, CacheSizes
+from jaxllm.cache_groups import CacheGroup, CacheSizes, Chunk, Window
 from jaxllm.messages import (
     EngineOutput,
     EngineRequest,
@@ -135,7 +135,7 @@ class FakeDevice:
         read: list[set[int]] = [set() for _ in self.groups]
         for slot, start, end, _ in rows:
             for index, group in enumerate(self.groups):
-                first = 0 if group.window is None else max(0, start - group.window + 1)
+                first = first_seen(group.window, start)
                 blocks, places = self.address(index, slot, first, start)
                 if not self.is_corrupted[slot]:
                     due = self.histories[slot][first:start]
@@ -271,6 +271,13 @@ class Received:
             assert [entry.logprobs[0] for entry in self.prompt_logprobs] == wanted
 
 
+def first_seen(window: Window, position: int) -> int:
+    """The first position that the token at a position sees."""
+    if isinstance(window, Chunk):
+        return position - position % window.size
+    return 0 if window is None else max(0, position - window + 1)
+
+
 class FakeEngine:
     """Schedules, runs and updates, with `depth` steps dispatched ahead of the one taken in."""
 
@@ -281,7 +288,7 @@ class FakeEngine:
         num_stages: int = 1,
         lanes: Lanes | None = None,
         num_blocks: int = 16,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[Window, ...] = (None,),
         block_size: int = 4,
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 16,

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxllm.cache_groups import Chunk
 from jaxllm.messages import FinishReason
 from jaxllm.scheduler.policy import priority
 from jaxllm.scheduler.request import RequestStatus
@@ -56,7 +57,12 @@ class Traffic:
 
 
 # Windows of the cache groups, and blocks of the first.
-WINDOWS = {"everything": ((None,), 20), "windows": ((None, 11, 5), 20), "one window": ((9,), 12)}
+WINDOWS = {
+    "everything": ((None,), 20),
+    "windows": ((None, 11, 5), 20),
+    "one window": ((9,), 12),
+    "chunks": ((None, Chunk(10), 5), 20),
+}
 
 
 # How far the host runs ahead, and stages.
@@ -71,6 +77,7 @@ GROUPS = [
     ("priority", "everything"),
     ("fcfs", "windows"),
     ("priority", "one window"),
+    ("fcfs", "chunks"),
 ]
 
 
@@ -171,7 +178,7 @@ def test_any_sequence_of_calls_keeps_the_invariants(make_engine, make_request):
             caching=st.booleans(),
             by_priority=st.booleans(),
             num_stages=st.integers(1, 4),
-            windows=st.sampled_from([(None,), (None, 7), (5,), (None, 20, 3)]),
+            windows=st.sampled_from([(None,), (None, 7), (5,), (None, 20, 3), (None, Chunk(6))]),
         )
         def start(
             self, num_blocks, budget, max_num_seqs, caching, by_priority, num_stages, windows

@@ -230,7 +230,6 @@ class KVCacheManager:
         if request.hash_root is not None:
             at = (request.num_registered_blocks + 1) * self.block_size
         for index in self._windowed:
-            window = self.groups[index].window
-            assert window is not None
-            at = min(at, (request.tables[index].start + 1) * self.block_size + window - 1)
+            last = self.groups[index].last_read(request.tables[index].start, self.block_size)
+            at = min(at, last or at)
         request.next_block_at = at

@@ -6,7 +6,7 @@ attends causally to its row's keys and values in the cache. An implementation (a
 the layout of the cache; callers only pass the array from call to call.
 
 Axis letters: T tokens, R rows (requests of the step), N query heads, K kv heads, H head size,
-P blocks per row.
+V size of values (mostly H), P blocks per row.
 """
 
 import importlib
@@ -30,12 +30,21 @@ class AttentionConfig:
     head_size: int
     # Scores are scale * (q . k).
     scale: float
+    # The size of a head's values and outputs; None: head_size.
+    v_head_size: int | None = None
     # A token sees itself and the window - 1 tokens before it; None: all before it.
     sliding_window: int | None = None
+    # A token sees those of its own chunk up to itself: chunks are of so many positions, from zero
+    # on. None: there are no chunks.
+    chunk: int | None = None
     # Scores become soft_cap * tanh(scores / soft_cap).
     soft_cap: float | None = None
     # The cache stores keys and values in this dtype, with a scale per kv head; None: in their own.
     kv_dtype: Literal["int8", "float8_e4m3fn"] | None = None
+
+    @property
+    def value_size(self) -> int:
+        return self.v_head_size or self.head_size
 
 
 class KVScales(NamedTuple):
@@ -82,7 +91,7 @@ class RaggedBatch:
     context_lens: jax.Array  # int32 [R]
     # Block i of a row holds its tokens [i * block_size, (i + 1) * block_size). Entries at or past
     # ceil(context_len / block_size) are arbitrary, possibly out of range, and never followed. The
-    # same holds for blocks entirely before a layer's sliding window: they may be freed.
+    # same holds for blocks entirely before a layer's sliding window or chunk: they may be freed.
     block_tables: jax.Array  # int32 [R, P]
     num_decodes: jax.Array  # int32 []
     # int32 []; zero is always right, and costs time only
@@ -181,13 +190,13 @@ class AttentionBackend(Protocol):
         Args:
           q: [T, N, H]; query head n belongs to kv head n // (N // K). q and k are already rotated
             by their positions.
-          k, v: [T, K, H], of the dtype that was given to `cache_shape`.
+          k, v: [T, K, H] and [T, K, V], of the dtype that was given to `cache_shape`.
           cache: an array of `cache_shape`. Donate it: it is updated in place.
           sinks: [N], logits of a key that every token sees, with a value of zero.
           kv_scales: given if and only if the config has a kv_dtype.
 
         Returns:
-          The output [T, N, H], of q's dtype, and the updated cache.
+          The output [T, N, V], of q's dtype, and the updated cache.
         """
         ...
 
@@ -286,10 +295,29 @@ def check_common(config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLi
             f"sliding_window={config.sliding_window} must be at least 1; "
             "correct it in the model's config.json, or set it to null for full attention"
         )
+    if config.chunk is not None and (config.chunk < 1 or config.sliding_window is not None):
+        raise ValueError(
+            f"chunks of {config.chunk} tokens must be at least 1 long, and exclude "
+            f"sliding_window={config.sliding_window}; correct the model's config.json"
+        )
     if limits.block_size < 1:
         raise ValueError(f"block_size={limits.block_size} must be at least 1; set --block-size")
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"attention in {jnp.dtype(dtype).name} is not supported; "
             "set --dtype to float32, bfloat16 or float16"
+        )
+
+
+def check_is_usual(config: AttentionConfig) -> None:
+    """Refuse what only the backends without kernels for accelerators can run."""
+    if config.chunk is not None:
+        raise ValueError(
+            f"it does not cut contexts into chunks (of {config.chunk} tokens); "
+            "set --attention-backend xla"
+        )
+    if config.value_size != config.head_size:
+        raise ValueError(
+            f"its values have the size of keys, {config.head_size}, not {config.value_size}; "
+            "set --attention-backend xla"
         )

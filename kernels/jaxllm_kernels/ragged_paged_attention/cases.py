@@ -47,7 +47,9 @@ class Case:
     num_kv_heads: int = 2
     head_size: int = 64
     block_size: int = 16
+    v_head_size: int | None = None
     sliding_window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
     kv_dtype: Literal["int8", "float8_e4m3fn"] | None = None
@@ -61,6 +63,11 @@ class Case:
     is_slow: bool = False
 
     @property
+    def is_usual(self) -> bool:
+        """Whether kernels for accelerators have to support it."""
+        return self.chunk is None and self.v_head_size is None
+
+    @property
     def config(self) -> AttentionConfig:
         return AttentionConfig(
             num_heads=self.num_heads,
@@ -68,7 +75,9 @@ class Case:
             head_size=self.head_size,
             # Large enough that weights differ clearly.
             scale=2 * self.head_size**-0.5,
+            v_head_size=self.v_head_size,
             sliding_window=self.sliding_window,
+            chunk=self.chunk,
             soft_cap=self.soft_cap,
             kv_dtype=self.kv_dtype,
         )
@@ -153,6 +162,20 @@ CASES = (
     Case(name="window_of_pages", rows=_MIXED, sliding_window=48),
     Case(name="window_decodes", rows=_DECODES, num_tokens=8, decode_only=True, sliding_window=20),
     Case(name="everything", rows=_MIXED, sliding_window=21, soft_cap=3.0, has_sinks=True),
+    Case(name="chunks_below_a_page", rows=_MIXED, chunk=5),
+    Case(name="chunks_of_pages", rows=_MIXED, chunk=48),
+    Case(name="chunks_over_borders_of_pages", rows=_SHORT, chunk=40, unused_entries=_OUT_OF_RANGE),
+    Case(name="chunks_of_decodes", rows=_DECODES, num_tokens=8, decode_only=True, chunk=20),
+    Case(name="smaller_values", rows=_MIXED, head_size=96, v_head_size=64),
+    Case(name="larger_values", rows=_DECODES, num_tokens=8, decode_only=True, v_head_size=128),
+    Case(
+        name="everything_with_smaller_values",
+        rows=_SHORT,
+        v_head_size=32,
+        chunk=21,
+        soft_cap=3.0,
+        has_sinks=True,
+    ),
     Case(name="int8_kv", rows=_MIXED, block_size=32, kv_dtype="int8"),
     Case(name="fp8_kv", rows=_MIXED, block_size=32, kv_dtype="float8_e4m3fn"),
     Case(
@@ -213,7 +236,7 @@ class _Row(NamedTuple):
 
     q: np.ndarray  # [context, N, H]
     k: np.ndarray  # [context, K, H]
-    v: np.ndarray  # [context, K, H]
+    v: np.ndarray  # [context, K, V]
     blocks: np.ndarray  # int32 [blocks of the context]
 
 
@@ -237,8 +260,7 @@ def run_case(
     for length, context in case.rows:
         owned, free = np.split(free, [cdiv(context, case.block_size)])
         q, k, v = (
-            rng.normal(size=(context, heads, case.head_size)).astype(dtype)
-            for heads in (case.num_heads, case.num_kv_heads, case.num_kv_heads)
+            rng.normal(size=(context, *shape)).astype(dtype) for shape in _shapes(case).values()
         )
         row = _Row(q, k, v, owned)
         history.append(_Span(row, 0, context - length))
@@ -279,6 +301,16 @@ def _run(q, k, v, batch, cache, *, sinks, kv_scales, backend, config):
     return backend.attend(
         q, k, v, cache, batch, prepared, config=config, sinks=sinks, kv_scales=kv_scales
     )
+
+
+def _shapes(case: Case) -> dict[str, tuple[int, int]]:
+    """Of a token's queries, keys and values."""
+    config = case.config
+    return {
+        "q": (case.num_heads, config.head_size),
+        "k": (case.num_kv_heads, config.head_size),
+        "v": (case.num_kv_heads, config.value_size),
+    }
 
 
 def _draw_scales(case: Case, rng: np.random.Generator) -> KVScales | None:
@@ -324,6 +356,7 @@ def _pack(spans: list[_Span], case: Case, dtype: DTypeLike, rng: np.random.Gener
     for i, (row, start, end) in enumerate(spans):
         lengths[i], contexts[i] = end - start, end
         first = max(start - case.sliding_window + 1, 0) if case.sliding_window else 0
+        first = start // case.chunk * case.chunk if case.chunk else first
         used = slice(first // case.block_size, cdiv(end, case.block_size))
         tables[i, used] = row.blocks[used]
 
@@ -342,9 +375,9 @@ def _pack(spans: list[_Span], case: Case, dtype: DTypeLike, rng: np.random.Gener
         decode_only=case.decode_only,
     )
     operands = []
-    for name, heads in (("q", case.num_heads), ("k", case.num_kv_heads), ("v", case.num_kv_heads)):
+    for name, shape in _shapes(case).items():
         tokens = [getattr(row, name)[start:end] for row, start, end in spans]
-        shape = (case.num_tokens - lengths.sum(), heads, case.head_size)
+        shape = (case.num_tokens - lengths.sum(), *shape)
         # Of padding only the queries may be read: their outputs must be finite.
         padding = rng.normal(size=shape) if name == "q" else np.full(shape, np.nan)
         operands.append(jnp.asarray(np.concatenate([*tokens, padding.astype(dtype)]), dtype))
@@ -369,6 +402,9 @@ def _attend_float64(
     seen = distance >= 0
     if config.sliding_window is not None:
         seen &= distance < config.sliding_window
+    if config.chunk is not None:
+        chunks = np.arange(len(k)) // config.chunk
+        seen &= chunks[span.start : span.end, None] == chunks
     weights = np.exp(np.where(seen, scores, -np.inf))
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:

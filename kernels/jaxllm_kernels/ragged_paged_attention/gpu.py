@@ -32,6 +32,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     KVScales,
     RaggedBatch,
     check_common,
+    check_is_usual,
     locate_tokens,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import HeadScalars, head_scalars
@@ -101,6 +102,7 @@ class MosaicGpuBackend:
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
         check_common(config, limits, dtype=dtype)
+        check_is_usual(config)
 
         def refuse(why: str, change: str = "set --attention-backend xla"):
             raise ValueError(f"attention backend {self.name} {why}; {change}")

@@ -9,7 +9,7 @@
 //
 // A page of a kv head is a panel of keys and a panel of values, in 32-bit words (`vectors.h`). Keys
 // are [head_size / per word][tokens]: a vector has the same elements of many keys, and scores need
-// no sums over lanes. Values are [tokens / per word][head_size]. Pages have room for whole vectors
+// no sums over lanes. Values are [tokens / per word][value_size]. Pages have room for whole vectors
 // of tokens, even if blocks have fewer tokens.
 
 #include <algorithm>
@@ -72,20 +72,22 @@ struct Layer {
   const float* sinks;  // null: none
   const int32_t *query_starts, *context_lens, *block_tables;
   int64_t num_tokens, num_rows, max_blocks, num_blocks;
-  int64_t num_heads, num_kv_heads, head_size;
+  int64_t num_heads, num_kv_heads, head_size, value_size;
   int64_t block_size;
   int64_t page_tokens;  // block_size, rounded up to vectors
   int64_t window;       // 0: none
+  int64_t chunk;        // 0: none
   float scale, soft_cap;  // 0: none
 
   int64_t group_size() const { return num_heads / num_kv_heads; }
-  int64_t panel_size() const { return page_tokens * head_size; }
+  int64_t key_panel_size() const { return page_tokens * head_size; }
   // The position of a row's first token of this step.
   int64_t first_position(int64_t row) const {
     return context_lens[row] - (query_starts[row + 1] - query_starts[row]);
   }
   // The first position that a token at a position sees.
   int64_t first_seen(int64_t position) const {
+    if (chunk > 0) return position / chunk * chunk;
     return window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0;
   }
   // The group of keys that contains a position.
@@ -95,7 +97,7 @@ struct Layer {
   // The keys of a block; the values follow them.
   Element* Panel(int64_t row, int64_t index, int64_t kv_head) const {
     const int64_t block = block_tables[row * max_blocks + index];
-    return cache + (block * num_kv_heads + kv_head) * 2 * panel_size();
+    return cache + (block * num_kv_heads + kv_head) * page_tokens * (head_size + value_size);
   }
 };
 
@@ -127,20 +129,20 @@ std::vector<Tile> CutTiles(const Layer<Kind>& layer) {
 template <typename Kind>
 void WriteTile(const Layer<Kind>& layer, const Tile& tile) {
   constexpr int kPerWord = Kind::kPerWord;
-  const int64_t head_size = layer.head_size;
+  const int64_t head_size = layer.head_size, value_size = layer.value_size;
   for (int64_t kv_head = 0; kv_head < layer.num_kv_heads; ++kv_head) {
     for (int64_t i = 0; i < tile.num_tokens; ++i) {
       const int64_t position = tile.position + i;
       const int64_t place = position % layer.block_size;
       auto* keys = layer.Panel(tile.row, position / layer.block_size, kv_head);
-      auto* values = keys + layer.panel_size();
-      const int64_t from = ((tile.token + i) * layer.num_kv_heads + kv_head) * head_size;
+      auto* values = keys + layer.key_panel_size();
+      const int64_t from = (tile.token + i) * layer.num_kv_heads + kv_head;
       for (int64_t h = 0; h < head_size; ++h)
         keys[(h / kPerWord * layer.page_tokens + place) * kPerWord + h % kPerWord] =
-            layer.k[from + h];
-      for (int64_t h = 0; h < head_size; ++h)
-        values[(place / kPerWord * head_size + h) * kPerWord + place % kPerWord] =
-            layer.v[from + h];
+            layer.k[from * head_size + h];
+      for (int64_t h = 0; h < value_size; ++h)
+        values[(place / kPerWord * value_size + h) * kPerWord + place % kPerWord] =
+            layer.v[from * value_size + h];
     }
   }
 }
@@ -173,7 +175,7 @@ struct Chunk {
 template <typename Kind>
 struct Scratch {
   std::vector<Line<Kind>> lines;
-  std::vector<float> weighted;  // weighted sums of values, [lines][head_size]
+  std::vector<float> weighted;  // weighted sums of values, [lines][value_size]
   std::vector<typename Kind::Element> values;  // of incomplete groups, for two chunks
 };
 
@@ -190,7 +192,7 @@ template <typename Kind>
 Chunk<Kind> FindKeys(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head, int64_t begin,
                      int64_t end, int64_t first, Scratch<Kind>& scratch) {
   const int64_t groups_per_block = layer.page_tokens / kLanes;
-  const int64_t values_size = kLanes * layer.head_size;
+  const int64_t values_size = kLanes * layer.value_size;
   const int64_t end_of_chunk = (first / kChunkGroups + 1) * kChunkGroups;
   Chunk<Kind> chunk{std::min(end_of_chunk, layer.GroupOf(end - 1) + 1)};
   for (int64_t i = first; i < chunk.end; ++i) {
@@ -198,7 +200,7 @@ Chunk<Kind> FindKeys(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head
     const int64_t position = index * layer.block_size + place;
     const auto* panel = layer.Panel(tile.row, index, kv_head);
     const auto* keys = panel + place * Kind::kPerWord;
-    const auto* values = panel + layer.panel_size() + place * layer.head_size;
+    const auto* values = panel + layer.key_panel_size() + place * layer.value_size;
     for (int64_t h = 0; h < layer.head_size; h += Kind::kPerWord)
       Prefetch(keys + h * layer.page_tokens, sizeof(Words));
     Prefetch(values, values_size * sizeof(*values));
@@ -209,8 +211,8 @@ Chunk<Kind> FindKeys(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head
       auto* copy = scratch.values.data() + i % (2 * kChunkGroups) * values_size;
       std::fill_n(copy, values_size, 0);
       for (int j = group.begin; j < group.end; ++j)
-        for (int64_t h = 0; h < layer.head_size; ++h) {
-          const int64_t at = (j / Kind::kPerWord * layer.head_size + h) * Kind::kPerWord;
+        for (int64_t h = 0; h < layer.value_size; ++h) {
+          const int64_t at = (j / Kind::kPerWord * layer.value_size + h) * Kind::kPerWord;
           copy[at + j % Kind::kPerWord] = values[at + j % Kind::kPerWord];
         }
       group.values = copy;
@@ -284,7 +286,7 @@ inline void AddValues(const Layer<Kind>& layer, const Chunk<Kind>& chunk,
   for (int l = 0; l < kLines; ++l)
     for (int i = 0; i < kVectors; ++i)
       sums[l][i] =
-          decays[l] * LoadVector<Floats>(weighted + l * layer.head_size + h + i * kLanes);
+          decays[l] * LoadVector<Floats>(weighted + l * layer.value_size + h + i * kLanes);
   for (int j = 0; j < chunk.num_groups; ++j) {
     const auto* values = chunk.groups[j].values + h * Kind::kPerWord;
     for (int key = 0; key < kLanes; key += Kind::kPerWord) {
@@ -294,12 +296,12 @@ inline void AddValues(const Layer<Kind>& layer, const Chunk<Kind>& chunk,
         const auto weight = Kind::Broadcast(weights[l] + j * kLanes + key);
         for (int i = 0; i < kVectors; ++i) Kind::Add(sums[l][i], weight, loaded[i]);
       }
-      values += layer.head_size * Kind::kPerWord;
+      values += layer.value_size * Kind::kPerWord;
     }
   }
   for (int l = 0; l < kLines; ++l)
     for (int i = 0; i < kVectors; ++i)
-      std::memcpy(weighted + l * layer.head_size + h + i * kLanes, &sums[l][i], sizeof(Floats));
+      std::memcpy(weighted + l * layer.value_size + h + i * kLanes, &sums[l][i], sizeof(Floats));
 }
 
 // Fold a chunk into the softmax of a block of lines.
@@ -314,9 +316,9 @@ inline void AttendLines(const Layer<Kind>& layer, const Chunk<Kind>& chunk, Line
   for (int l = 0; l < kLines; ++l)
     decays[l] = Weigh(layer, lines[l], chunk, scores[l], weights[l]);
   int64_t h = 0;
-  for (; h + kBlockVectors * kLanes <= layer.head_size; h += kBlockVectors * kLanes)
+  for (; h + kBlockVectors * kLanes <= layer.value_size; h += kBlockVectors * kLanes)
     AddValues<kLines, kBlockVectors>(layer, chunk, weights, decays, h, weighted);
-  for (; h < layer.head_size; h += kLanes)
+  for (; h < layer.value_size; h += kLanes)
     AddValues<kLines, 1>(layer, chunk, weights, decays, h, weighted);
 }
 
@@ -324,18 +326,20 @@ inline void AttendLines(const Layer<Kind>& layer, const Chunk<Kind>& chunk, Line
 template <typename Kind>
 void AttendTile(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head) {
   thread_local Scratch<Kind> scratch;
-  const int64_t head_size = layer.head_size, group_size = layer.group_size();
+  const int64_t head_size = layer.head_size, value_size = layer.value_size;
+  const int64_t group_size = layer.group_size();
   const int64_t num_lines = tile.num_tokens * group_size;
-  auto offset = [&](int64_t line) {  // of the line's query and output
+  auto place = [&](int64_t line) {  // of the line's query and output, in heads
     const int64_t head = kv_head * group_size + line % group_size;
-    return ((tile.token + line / group_size) * layer.num_heads + head) * head_size;
+    return (tile.token + line / group_size) * layer.num_heads + head;
   };
   auto& lines = scratch.lines;
   lines.resize(num_lines);
-  scratch.weighted.assign(num_lines * head_size, 0);
-  scratch.values.resize(2 * kChunkKeys * head_size);
+  scratch.weighted.assign(num_lines * value_size, 0);
+  scratch.values.resize(2 * kChunkKeys * value_size);
   for (int64_t l = 0; l < num_lines; ++l) {
-    lines[l] = {layer.q + offset(l), tile.position + l / group_size, kUnseen, Floats{}};
+    const auto* q = layer.q + place(l) * head_size;
+    lines[l] = {q, tile.position + l / group_size, kUnseen, Floats{}};
     if (layer.sinks != nullptr) {
       lines[l].largest = layer.sinks[kv_head * group_size + l % group_size];
       lines[l].total[0] = 1;
@@ -353,7 +357,7 @@ void AttendTile(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head) {
       const int64_t num = std::min<int64_t>(num_lines - l, kBlockLines);
       // The last line of the block sees the most keys.
       if (lines[l + num - 1].position < chunk.groups[0].position) continue;
-      float* weighted = scratch.weighted.data() + l * head_size;
+      float* weighted = scratch.weighted.data() + l * value_size;
       static_assert(kBlockLines <= 4, "a block of lines is one of the cases below");
       switch (num) {
         case 4: AttendLines<4>(layer, chunk, &lines[l], weighted); break;
@@ -367,9 +371,10 @@ void AttendTile(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head) {
 
   for (int64_t l = 0; l < num_lines; ++l) {
     const float share = 1.0f / Sum(lines[l].total);
-    const float* weighted = scratch.weighted.data() + l * head_size;
-    for (int64_t h = 0; h < head_size; h += kLanes)
-      Kind::Store(share * LoadVector<Floats>(weighted + h), layer.out + offset(l) + h);
+    const float* weighted = scratch.weighted.data() + l * value_size;
+    auto* out = layer.out + place(l) * value_size;
+    for (int64_t h = 0; h < value_size; h += kLanes)
+      Kind::Store(share * LoadVector<Floats>(weighted + h), out + h);
   }
 }
 
@@ -400,11 +405,12 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kTy
                   ffi::Buffer<ffi::S32, 1> query_starts, ffi::Buffer<ffi::S32, 1> context_lens,
                   ffi::Buffer<ffi::S32, 2> block_tables, ffi::Buffer<ffi::F32, 1> sinks,
                   ffi::ResultBuffer<kType, 3> out, ffi::ResultBuffer<kType, 5> new_cache,
-                  float scale, int64_t sliding_window, float soft_cap, int64_t block_size) {
+                  float scale, int64_t sliding_window, int64_t chunk, float soft_cap,
+                  int64_t block_size) {
   using Element = typename Kind::Element;
   if (cache.untyped_data() != new_cache->untyped_data())
     return ffi::Error::InvalidArgument("the cache must be updated in place");
-  const auto shape = cache.dimensions();  // [blocks, kv heads, 2, tokens, head size]
+  const auto shape = cache.dimensions();  // [blocks, kv heads, 1 or 2, tokens, width]
   Layer<Kind> layer;
   layer.q = reinterpret_cast<const Element*>(q.untyped_data());
   layer.k = reinterpret_cast<const Element*>(k.untyped_data());
@@ -421,10 +427,12 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kTy
   layer.num_blocks = shape[0];
   layer.num_heads = q.dimensions()[1];
   layer.num_kv_heads = shape[1];
-  layer.head_size = shape[4];
+  layer.head_size = q.dimensions()[2];
+  layer.value_size = v.dimensions()[2];
   layer.block_size = block_size;
   layer.page_tokens = shape[3];
   layer.window = sliding_window;
+  layer.chunk = chunk;
   layer.scale = scale;
   layer.soft_cap = soft_cap;
   if (!IsWithinBounds(layer))
@@ -437,7 +445,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kTy
     unit -= num_tiles;
     AttendTile(layer, tiles[unit / layer.num_kv_heads], unit % layer.num_kv_heads);
   });
-  const int64_t token_size = layer.num_heads * layer.head_size;
+  const int64_t token_size = layer.num_heads * layer.value_size;
   const int64_t num_real = layer.query_starts[layer.num_rows];
   std::fill(layer.out + num_real * token_size, layer.out + layer.num_tokens * token_size, 0);
   return ffi::Error::Success();
@@ -461,6 +469,7 @@ auto Signature() {
       .template Ret<Cache>()
       .template Attr<float>("scale")
       .template Attr<int64_t>("sliding_window")
+      .template Attr<int64_t>("chunk")
       .template Attr<float>("soft_cap")
       .template Attr<int64_t>("block_size");
 }

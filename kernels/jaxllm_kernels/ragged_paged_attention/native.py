@@ -1,7 +1,8 @@
 """The implementation for CPUs in C++: one call of the library of native kernels per layer.
 
 The cache is [blocks, K, 2 (keys, values), tokens of a page, H]; `native.cc` describes it. A block
-of keys is transposed inside. A page has room for whole vectors of tokens.
+of keys is transposed inside. A page has room for whole vectors of tokens. If values have another
+size than keys, the last axis has room for both: [blocks, K, 1, tokens of a page, H + V].
 """
 
 from dataclasses import dataclass
@@ -64,18 +65,20 @@ class NativeBackend:
                 f"dtype={jnp.dtype(dtype).name!r} is not one of {', '.join(self.library.dtypes)}; "
                 "set attention_backend='xla'"
             )
-        if config.head_size % _LANES:
-            raise ValueError(
-                f"head_size={config.head_size} is not a multiple of {_LANES}; "
-                "set attention_backend='xla'"
-            )
+        for size in (config.head_size, config.value_size):
+            if size % _LANES:
+                raise ValueError(
+                    f"head_size={size} is not a multiple of {_LANES}; set attention_backend='xla'"
+                )
 
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
     ) -> jax.ShapeDtypeStruct:
         page_tokens = round_up(block_size, _LANES)
+        keys, values = config.head_size, config.value_size
+        panels, width = (2, keys) if keys == values else (1, keys + values)
         return jax.ShapeDtypeStruct(
-            (num_blocks, config.num_kv_heads, 2, page_tokens, config.head_size), jnp.dtype(dtype)
+            (num_blocks, config.num_kv_heads, panels, page_tokens, width), jnp.dtype(dtype)
         )
 
     def prepare(
@@ -102,7 +105,7 @@ class NativeBackend:
         call = jax.ffi.ffi_call(
             self.library.target("jaxllm_attention", q.dtype),
             (
-                jax.ShapeDtypeStruct(q.shape, q.dtype),
+                jax.ShapeDtypeStruct((*q.shape[:2], config.value_size), q.dtype),
                 jax.ShapeDtypeStruct(cache.shape, cache.dtype),
             ),
             input_output_aliases={3: 1},
@@ -118,6 +121,7 @@ class NativeBackend:
             jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
             scale=np.float32(config.scale),
             sliding_window=np.int64(config.sliding_window or 0),
+            chunk=np.int64(config.chunk or 0),
             soft_cap=np.float32(config.soft_cap or 0),
             block_size=np.int64(batch.block_size),
         )

@@ -22,6 +22,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 )
 from jaxllm_kernels.ragged_paged_attention.pages import (
     HEAD_AXIS,
+    keys_and_values,
     pages_shape,
     to_cached,
     write_blocks,
@@ -79,31 +80,37 @@ class ReferenceBackend:
 
         def attend_one(token):
             q, row, position = token
-            pages = from_storage(cache[batch.block_tables[row]], k.dtype)  # [P, 2, K, block, H]
-            pages = pages.astype(jnp.float32)
+            pages = from_storage(cache[batch.block_tables[row]], k.dtype).astype(jnp.float32)
+            # [P, 1 or 2, K, block_size, width] -> [1 or 2, K, tokens, width]
+            pages = jnp.moveaxis(pages, 0, 2)
+            pages = pages.reshape(*pages.shape[:2], -1, pages.shape[-1])
+            keys, values = keys_and_values(pages, config.head_size)
             if kv_scales is not None:
-                pages *= jnp.stack(kv_scales)[:, :, None, None]
-            return _attend_one(q, pages, position, sinks, config)
+                keys *= kv_scales.k[:, None, None]
+                values *= kv_scales.v[:, None, None]
+            return _attend_one(q, keys, values, position, sinks, config)
 
         return jax.lax.map(attend_one, (q, places.rows, places.positions)), cache
 
 
 def _attend_one(
     q: jax.Array,
-    pages: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
     position: jax.Array,
     sinks: jax.Array | None,
     config: AttentionConfig,
 ) -> jax.Array:
-    """Attention of the token q [N, H] at a position to the pages [P, 2, K, block_size, H]."""
+    """Attention of the token q [N, H] at a position to keys [K, tokens, H] and their values."""
     num_kv_heads, head_size = config.num_kv_heads, config.head_size
-    kv = jnp.moveaxis(pages, 0, 2).reshape(2, num_kv_heads, -1, head_size)
-    kv_positions = jnp.arange(kv.shape[2])
+    kv_positions = jnp.arange(keys.shape[1])
     visible = kv_positions <= position
     if config.sliding_window is not None:
         visible &= kv_positions > position - config.sliding_window
+    if config.chunk is not None:
+        visible &= kv_positions >= position - position % config.chunk
     # Keys and values that are not visible may be NaN, which a weight of zero would not remove.
-    keys, values = jnp.where(visible[:, None], kv, 0)
+    keys, values = (jnp.where(visible[:, None], x, 0) for x in (keys, values))
 
     grouped = q.reshape(num_kv_heads, -1, head_size).astype(jnp.float32)
     scores = config.scale * jnp.einsum("kgh,kth->kgt", grouped, keys, precision="highest")
@@ -120,4 +127,4 @@ def _attend_one(
     out = jnp.einsum("kgt,kth->kgh", weights, values, precision="highest")
     # A token of padding sees nothing: zero divided by tiny is zero.
     out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    return out.reshape(q.shape).astype(q.dtype)
+    return out.reshape(config.num_heads, -1).astype(q.dtype)

@@ -28,6 +28,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     KVScales,
     RaggedBatch,
     check_common,
+    check_is_usual,
 )
 from jaxllm_kernels.ragged_paged_attention.pages import to_cached
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
@@ -89,6 +90,7 @@ class TpuBackend:
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
         check_common(config, limits, dtype=dtype)
+        check_is_usual(config)
         if self.interpret:
             chip = self._chip()
         if chip.platform != "tpu":

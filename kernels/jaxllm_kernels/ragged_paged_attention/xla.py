@@ -37,6 +37,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 from jaxllm_kernels.ragged_paged_attention.pages import (
     HEAD_AXIS,
     OUT_OF_RANGE,
+    keys_and_values,
     pages_shape,
     to_cached,
     write_blocks,
@@ -162,7 +163,7 @@ class XlaBackend:
         # The last tile may extend past the last token. The outputs are float32, because XLA:CPU
         # converts a whole 16-bit array to update a slice of it.
         queries = jnp.pad(q, ((0, tile_size - 1), (0, 0), (0, 0))).astype(dtype)
-        out = jnp.zeros(queries.shape, jnp.float32)
+        out = jnp.zeros((*queries.shape[:2], config.value_size), jnp.float32)
         out = _attend_tiles(
             layer, queries, out, prepared.decodes, prepared.num_decodes, 1, self.decodes_at_once
         )
@@ -235,7 +236,7 @@ def _attend_tiles(
     tile_size: int,
     at_once: int,
 ) -> jax.Array:
-    """Write the attention of the first num_tiles tiles to out [T, N, H]."""
+    """Write the attention of the first num_tiles tiles to out [T, N, V]."""
     if at_once == 1:
 
         def attend_one(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -288,6 +289,8 @@ def _attend_tile(layer: _Layer, q: jax.Array, tile: Tile) -> jax.Array:
     start = jnp.zeros_like(end)
     if config.sliding_window is not None:
         start = jnp.maximum(position - config.sliding_window + 1, 0)
+    if config.chunk is not None:
+        start = position - position % config.chunk
     # Tokens past the row's end get the last position, so that they see nothing past the context.
     positions = position + jnp.arange(lines.shape[1], dtype=jnp.int32)[:, None] // group_size
     positions = jnp.minimum(positions, end - 1)
@@ -296,12 +299,15 @@ def _attend_tile(layer: _Layer, q: jax.Array, tile: Tile) -> jax.Array:
     def attend_blocks(i: jax.Array, softmax: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, weighted = softmax
         block = first_block + i * blocks_at_once
-        key, value = _fetch_blocks(layer, tile.row, block)  # [K, keys, H]
+        pages = _fetch_blocks(layer, tile.row, block)
+        key, value = keys_and_values(pages, head_size)  # [K, keys, H] and [K, keys, V]
 
         keys = block * block_size + jnp.arange(blocks_at_once * block_size, dtype=jnp.int32)
         is_seen = keys <= positions
         if config.sliding_window is not None:
             is_seen &= keys > positions - config.sliding_window
+        if config.chunk is not None:
+            is_seen &= keys >= positions - positions % config.chunk
         scores = scale * product("klh,kbh->klb", lines, key)
         if config.soft_cap is not None:
             scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
@@ -330,17 +336,17 @@ def _attend_tile(layer: _Layer, q: jax.Array, tile: Tile) -> jax.Array:
         0,
         -(-num_blocks // blocks_at_once),
         attend_blocks,
-        (largest, total, jnp.zeros(lines.shape, jnp.float32)),
+        (largest, total, jnp.zeros((*lines.shape[:2], config.value_size), jnp.float32)),
     )
     out = weighted / total[..., None]
     if layer.kv_scales is not None:
         out *= layer.kv_scales.v[:, None, None]
-    out = out.reshape(num_kv_heads, tile_size, group_size, head_size)
-    return out.swapaxes(0, 1).reshape(q.shape)
+    out = out.reshape(num_kv_heads, tile_size, group_size, -1)
+    return out.swapaxes(0, 1).reshape(tile_size, num_heads, -1)
 
 
 def _fetch_blocks(layer: _Layer, row: jax.Array, first: jax.Array) -> jax.Array:
-    """Keys and values of a row's blocks from index `first` on: [2, K, keys, H]."""
+    """Keys and values of a row's blocks from index `first` on: [1 or 2, K, keys, width]."""
     tables, cache = layer.batch.block_tables, layer.cache
     if layer.blocks_at_once == 1:
         page = lax.dynamic_index_in_dim(cache, tables[row, first], keepdims=False)

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxllm.cache_groups import CacheGroup
+from jaxllm.cache_groups import CacheGroup, Chunk
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.request import Request
 
@@ -159,6 +159,25 @@ def test_blocks_behind_the_window_are_given_back(windowed, new):
     assert windowed.num_blocks_used == [10, 8]
     windowed.free(request)
     assert windowed.num_blocks_used == [0, 0]
+
+
+def test_blocks_of_earlier_chunks_are_given_back(new):
+    groups = [
+        CacheGroup(window=window, num_blocks=12, max_blocks_per_request=6)
+        for window in (None, Chunk(10))
+    ]
+    manager = KVCacheManager(groups=groups, block_size=4, enable_prefix_caching=True)
+    request = computed(manager, new(list(range(24))), 19)
+    assert request.tables[1].start == 2  # token 19 sees 10 to 19
+    request.num_computed_tokens = 20
+    manager.advance(request)
+    assert request.tables[1].start == 5
+    manager.check([request])
+    manager.free(request)
+    # Token 20 begins a chunk, so it sees nothing of what is before; token 16 sees 10 to 15.
+    manager._pools[1].forget(request.block_hashes[3])
+    assert manager.find_prefix(new([*range(20), 99])) == 5
+    assert manager.find_prefix(new([*range(18), 99])) == 3
 
 
 def computed_in_two_chunks(windowed, request):
