@@ -20,7 +20,7 @@ from jaxllm.errors import CheckpointError, ValidationError, refused
 from jaxllm.frontend.chat_template import Conversation, render
 from jaxllm.frontend.detokenizer import Detokenizer
 from jaxllm.frontend.long_text import Encode, Shape, encode_at_most, encode_end
-from jaxllm.frontend.tokenizer_files import SmallFiles, defect
+from jaxllm.frontend.tokenizer_files import SmallFiles, defect, refuse_unread
 from jaxllm.prompts import TokensPrompt
 
 if TYPE_CHECKING:
@@ -127,7 +127,10 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
     source = str(bundled.path(source) or source)
     directory = Path(source)
     is_local = directory.is_dir()
-    loader = _loader(SmallFiles(directory)) if is_local else _auto_loader()
+    files = SmallFiles(directory) if is_local else None
+    if files is not None and not config.trust_remote_code:
+        refuse_unread(directory)
+    loader = _auto_loader() if files is None else _loader(files)
     try:
         hf = loader.from_pretrained(
             source,
@@ -147,6 +150,9 @@ def load_tokenizer(config: ModelConfig, model_dir: str) -> Tokenizer:
             parameter="tokenizer",
             value=source,
         ) from error
+    # Models with towers may have the template in a file of their processor.
+    if files is not None and not hf.chat_template:
+        hf.chat_template = files["chat_template.json"].get("chat_template")
     return Tokenizer(hf)
 
 

@@ -26,6 +26,11 @@ _OTHERS = (
     "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "processor_config.json",
     "preprocessor_config.json",
 )  # fmt: skip
+# A tokenizer is read from one of these.
+_READ = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
 _TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
 
 
@@ -56,16 +61,37 @@ class SmallFiles:
 
     def _check_types(self) -> None:
         """Check the fields that the library does not check before a request uses them."""
-        for field, kinds, words in (
-            ("chat_template", str | list | dict | None, "a string, or templates by name"),
-            ("model_max_length", int | float | None, "a number"),
-            ("tokenizer_class", str | None, "a name"),
-            ("auto_map", dict | list | None, "an object"),
+        templates = "a string, or templates by name"
+        for file, field, kinds, words in (
+            ("tokenizer_config.json", "chat_template", str | list | dict | None, templates),
+            ("tokenizer_config.json", "model_max_length", int | float | None, "a number"),
+            ("tokenizer_config.json", "tokenizer_class", str | None, "a name"),
+            ("tokenizer_config.json", "auto_map", dict | list | None, "an object"),
+            ("chat_template.json", "chat_template", str | None, "a string"),
         ):
-            value = self["tokenizer_config.json"].get(field)
+            value = self[file].get(field)
             if not isinstance(value, kinds):
-                path = self._directory / "tokenizer_config.json"
+                path = self._directory / file
                 raise CheckpointError(f"{path}: {field}={shown(value)} must be {words}")
+
+
+def refuse_unread(directory: Path) -> None:
+    """Refuse a directory whose tokenizer is only in files of formats that are not read."""
+    if any(_is_there(directory / name) for name in _READ):
+        return
+    if _is_there(directory / "tekken.json"):
+        found, why = "tekken.json", "the format of mistral-common, which is not read"
+    elif ranks := sorted([*directory.glob("*.tiktoken"), *directory.glob("tiktoken.model")]):
+        found = ranks[0].name
+        why = "which does not say how text is cut into words; code of the model does"
+    else:
+        return
+    raise CheckpointError(
+        f"{directory} has its tokenizer only in {found}, {why}; pass tokenizer=..., a directory or "
+        "repository that has it as tokenizer.json (transformers saves it so), or "
+        "skip_tokenizer_init=True and prompts as prompt_token_ids"
+        + ("" if found == "tekken.json" else ", or trust_remote_code=True if you trust that code")
+    )
 
 
 def defect(directory: Path, reason: str) -> CheckpointError | None:

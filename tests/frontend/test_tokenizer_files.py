@@ -56,6 +56,7 @@ def model_dir(whole, tmp_path):
         ("added_tokens.json", DEEP, "nested deeper than 64 levels"),
         ("chat_template.jinja", b"\xff\xfe", "is not UTF-8"),
         ("chat_template.jinja", " " * (2 << 20), "is longer than 1048576 bytes"),
+        ("chat_template.json", '{"chat_template": 5}', "chat_template=5 must be a string"),
         ("config.json", "", "cannot be read as JSON"),
         ("config.json", DEEP, "nested deeper than 64 levels"),
     ],
@@ -67,6 +68,24 @@ def test_a_damaged_file_is_named_with_its_defect(name, content, defect, model_di
         load_tokenizer(ModelConfig(model="m"), str(model_dir))
     assert str(model_dir / name) in str(caught.value)
     assert len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tekken.json", "only in tekken.json, the format of mistral-common.*pass tokenizer="),
+        ("qwen.tiktoken", "only in qwen.tiktoken, which does not say .*trust_remote_code=True"),
+        ("tiktoken.model", "only in tiktoken.model, which does not say .*trust_remote_code=True"),
+    ],
+)
+def test_a_tokenizer_of_a_format_that_is_not_read_is_refused_by_name(name, message, model_dir):
+    config = ModelConfig(model="m")
+    (model_dir / name).write_text("{}")
+    assert load_tokenizer(config, str(model_dir)).encode("x")  # from the other files
+    for other in ("tokenizer.json", "tokenizer_config.json"):
+        (model_dir / other).unlink()
+    with pytest.raises(CheckpointError, match=message):
+        load_tokenizer(config, str(model_dir))
 
 
 @pytest.mark.parametrize(
