@@ -13,17 +13,21 @@ from jaxllm.parsers.tools.granite import GRANITE, GRANITE_20B_FC
 from jaxllm.parsers.tools.hermes import HERMES
 from jaxllm.parsers.tools.hunyuan_a13b import HUNYUAN_A13B
 from jaxllm.parsers.tools.internlm import INTERNLM
+from jaxllm.parsers.tools.kimi_k2 import KIMI_K2
 from jaxllm.parsers.tools.llama3_json import LLAMA3_JSON
+from jaxllm.parsers.tools.longcat import LONGCAT
 from jaxllm.parsers.tools.mistral import MISTRAL
 from jaxllm.parsers.tools.olmo3 import OLMO3
 from jaxllm.parsers.tools.phi4_mini_json import PHI4_MINI_JSON
 from jaxllm.parsers.tools.pythonic import LFM2, PYTHONIC
-from jaxllm.parsers.tools.xml_call import QWEN3_XML, SEED_OSS
+from jaxllm.parsers.tools.xlam import XLAM
+from jaxllm.parsers.tools.xml_call import DEEPSEEK_V32, MINIMAX_M2, QWEN3_XML, SEED_OSS
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "cohere_command3": COHERE_COMMAND3,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
     "ernie45": HERMES,
     "functiongemma": FUNCTIONGEMMA,
     "gemma4": GEMMA4,
@@ -36,16 +40,21 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hunyuan_a13b": HUNYUAN_A13B,
     "internlm": INTERNLM,
     "jamba": HUNYUAN_A13B,
+    "kimi_k2": KIMI_K2,
     "lfm2": LFM2,
     "llama3_json": LLAMA3_JSON,
     "llama4_pythonic": PYTHONIC,
+    "longcat": LONGCAT,
+    "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
+    "nemotron_v3": QWEN3_XML,
     "olmo3": OLMO3,
     "phi4_mini_json": PHI4_MINI_JSON,
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_XML,
     "qwen3_xml": QWEN3_XML,
     "seed_oss": SEED_OSS,
+    "xlam": XLAM,
 }
 
 

@@ -1,4 +1,5 @@
-"""The formats of Qwen 3 Coder and Seed OSS: each parameter's value is plain text between tags.
+"""The formats of Qwen 3 Coder, Seed OSS, MiniMax M2 and DeepSeek V3.2: each parameter's value is
+plain text between tags.
 
     <tool_call>
     <function=get_weather>
@@ -14,18 +15,33 @@
     </function>
     </seed:tool_call>
 
+    <minimax:tool_call>
+    <invoke name="get_weather">
+    <parameter name="city">Paris</parameter>
+    </invoke>
+    </minimax:tool_call>
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="get_weather">
+    <｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
+The outer tags of the last two are around all calls. DeepSeek says which values are strings.
+
 The parser writes the arguments as JSON, by the types in the tool's schema. Parameters that are not
 in the schema are strings. Qwen writes a value on lines of its own: one line break at each end
-belongs to the tags. Seed does not, and all line breaks belong to the value.
+belongs to the tags. The others do not, and all line breaks belong to the value.
 
-Models omit tags. A call may begin at <function=...> and end where the next call begins. A value
-ends at </parameter> if another tag or the end of the answer follows; otherwise </parameter> is part
-of the value. A value also ends at a line that begins with the next parameter or the end of the
-call. Other text between parameters becomes content.
+Models omit tags. A call may begin at its function's tag, and end where the next call begins. A
+value ends at its closing tag if another tag or the end of the answer follows; otherwise the closing
+tag is part of the value. A value also ends at a line that begins with the next parameter or the end
+of the call. Other text between parameters becomes content.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxllm.parsers.text_stream import SPACE, Markers, Reading, TextStream
 from jaxllm.parsers.tools.base import (
@@ -38,75 +54,130 @@ from jaxllm.parsers.tools.base import (
 from jaxllm.parsers.tools.parameter_types import parameter_types, quote
 from jaxllm.parsers.tools.parameter_value import ParameterValue, ValueTags, read_tagged_value
 
-_FUNCTION, _END_FUNCTION = "<function=", "</function>"
-_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
-_NAME = re.compile(r"[^\s<>]*")
+
+class _Tags(NamedTuple):
+    """The tags of a format. Those of functions and parameters begin so, and a name follows."""
+
+    open: str
+    close: str
+    function: str = "<function="
+    end_function: str = "</function>"
+    parameter: str = "<parameter="
+    end_parameter: str = "</parameter>"
+    name: re.Pattern[str] = re.compile(r"[^\s<>]*")
+    # What ends the tag of a function.
+    end_of_name: str = ">"
+    # What ends that of a parameter, and the types of values that it announces; None: the schema's.
+    end_of_head: Mapping[str, frozenset[str] | None] = {">": None}
+    # How many line breaks at each end of a value belong to its tags.
+    num_line_breaks: int = 0
 
 
 class _XmlCalls:
-    """The format with these tags around a call."""
+    """The format with these tags."""
 
-    def __init__(self, open_tag: str, close_tag: str, num_line_breaks: int):
-        """`num_line_breaks` is the number of line breaks at each end of a value that belong to its
-        tags."""
-        self._open = open_tag
-        self._close = close_tag
-        self._num_line_breaks = num_line_breaks
-        self._begin = Markers(open_tag, _FUNCTION)
-        after_value = (_PARAMETER, _END_FUNCTION, close_tag, open_tag, _FUNCTION)
+    def __init__(self, tags: _Tags):
+        self._tags = tags
+        self._begin = Markers(tags.open, tags.function)
+        after_value = (tags.parameter, tags.end_function, tags.close, tags.open, tags.function)
         self._after_value = Markers(*after_value)
         self._value_tags = ValueTags(
-            _END_PARAMETER, after_value, (_PARAMETER, _END_FUNCTION, close_tag)
+            tags.end_parameter, after_value, (tags.parameter, tags.end_function, tags.close)
         )
 
     def read(self, text: TextStream, out: ToolCallOutput, tools: Sequence[Tool]) -> Reading[None]:
+        tags = self._tags
         while (yield from read_content(text, out, self._begin)):
-            if (yield from text.accept(self._open, out.form)):
+            if (yield from text.accept(tags.open, out.form)):
                 yield from text.take_while(SPACE, out.form)
-            if not (yield from text.accept(_FUNCTION, out.form)):
+            if not (yield from text.accept(tags.function, out.form)):
                 continue
-            name = yield from text.collect(_NAME, out.form)
-            if name and (yield from text.accept(">", out.form)):
+            name = yield from text.collect(tags.name, out.form)
+            if name and (yield from text.accept(tags.end_of_name, out.form)):
                 out.begin_call(name)
                 yield from self._read_parameters(text, out, parameter_types(tools, name))
                 out.end_call()
-                yield from read_end(text, out, self._close)
+                yield from read_end(text, out, tags.close)
 
     def _read_parameters(
         self, text: TextStream, out: ToolCallOutput, types: dict[str, frozenset[str]]
     ) -> Reading[None]:
+        tags = self._tags
         out.arguments("{")
         separator = ""
         while True:
             yield from text.take_while(SPACE, out.form)
-            if (yield from text.accept(_PARAMETER, out.form, may_be_cut_off=True)):
-                name = yield from text.collect(_NAME, out.form)
-                if name and (yield from text.accept(">", out.form)):
+            if (yield from text.accept(tags.parameter, out.form, may_be_cut_off=True)):
+                name = yield from text.collect(tags.name, out.form)
+                head = (yield from self._read_end_of_head(text, out)) if name else None
+                if head is not None:
                     out.arguments(f"{separator}{quote(name)}: ")
                     separator = ", "
                     value = ParameterValue(
-                        types.get(name), out.arguments, num_line_breaks=self._num_line_breaks
+                        tags.end_of_head[head] or types.get(name),
+                        out.arguments,
+                        num_line_breaks=tags.num_line_breaks,
                     )
                     yield from read_tagged_value(text, value, self._value_tags)
                 elif (yield from text.peek()):
-                    out.content(_PARAMETER + name)
+                    out.content(tags.parameter + name)
                 else:
                     return  # cut off: the brace stays open
                 continue
-            if (yield from text.accept(_END_FUNCTION, out.form, may_be_cut_off=True)):
+            if (yield from text.accept(tags.end_function, out.form, may_be_cut_off=True)):
                 break
             marker = yield from text.take_until(self._after_value, out.content)
             if marker is None:
                 return
-            if marker in (self._close, self._open, _FUNCTION):
+            if marker in (tags.close, tags.open, tags.function):
                 break
         out.arguments("}")
 
+    def _read_end_of_head(self, text: TextStream, out: ToolCallOutput) -> Reading[str | None]:
+        """Read what ends the tag of a parameter; None if nothing does."""
+        for end in self._tags.end_of_head:
+            if (yield from text.accept(end, out.form, may_be_cut_off=True)):
+                return end
+        return None
 
-QWEN3_XML = ToolFormat(
-    _XmlCalls("<tool_call>", "</tool_call>", num_line_breaks=1).read, needs_special_tokens=True
+
+def _format(tags: _Tags) -> ToolFormat:
+    return ToolFormat(_XmlCalls(tags).read, needs_special_tokens=True)
+
+
+QWEN3_XML = _format(_Tags("<tool_call>", "</tool_call>", num_line_breaks=1))
+SEED_OSS = _format(_Tags("<seed:tool_call>", "</seed:tool_call>"))
+
+_QUOTED = re.compile(r'[^<>"]*')
+MINIMAX_M2 = _format(
+    _Tags(
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        function='<invoke name="',
+        end_function="</invoke>",
+        parameter='<parameter name="',
+        name=_QUOTED,
+        end_of_name='">',
+        end_of_head={'">': None},
+    )
 )
-SEED_OSS = ToolFormat(
-    _XmlCalls("<seed:tool_call>", "</seed:tool_call>", num_line_breaks=0).read,
-    needs_special_tokens=True,
+_DSML = "｜DSML｜"
+DEEPSEEK_V32 = _format(
+    _Tags(
+        f"<{_DSML}function_calls>",
+        f"</{_DSML}function_calls>",
+        function=f'<{_DSML}invoke name="',
+        end_function=f"</{_DSML}invoke>",
+        parameter=f'<{_DSML}parameter name="',
+        end_parameter=f"</{_DSML}parameter>",
+        name=_QUOTED,
+        end_of_name='">',
+        end_of_head={
+            '" string="true">': frozenset({"string"}),
+            '" string="false">': frozenset(
+                {"number", "integer", "boolean", "object", "array", "null"}
+            ),
+            '">': None,
+        },
+    )
 )
