@@ -171,6 +171,17 @@ def test_nobody_drafts_in_a_crowd(make_engine, make_request):
     assert engine.stats.num_accepted_tokens > 0
 
 
+def test_few_proposals_are_not_worth_a_step(make_engine, make_request):
+    """One request of four has proposals: a step with drafts would take longer for the others."""
+    engine = make_engine(depth=0, max_num_seqs=4, speculation=speculation(up_to=4), num_blocks=64)
+    engine.device.propose = lambda slot: [51] * 3 if slot == 0 else []
+    for number in range(4):
+        engine.add(make_request(f"{number}", 5, 12))
+    while len(engine.received) == 4:
+        assert engine.step().num_drafts is None
+    engine.drain()
+
+
 def test_a_row_with_drafts_goes_on_from_the_newest_token(make_engine, make_request):
     engine = make_engine(depth=1, speculation=speculation(2), is_right=always)
     engine.device.rng = type("Always", (), {"random": lambda self: 0.0})()
