@@ -91,7 +91,8 @@ def _verify_buckets(
             num_rows=rows,
             max_block_updates=num_cache_groups * rows * (1 + cdiv(width, block_size)),
         )
-        for rows in {max(min_rows, rows) for rows in (*numbers, speculation.max_rows)}
+        # Products have at least as many rows as these have tokens.
+        for rows in {max(cdiv(min_rows, width), rows) for rows in (*numbers, speculation.max_rows)}
     ]
 
 

@@ -115,7 +115,7 @@ class Request:
         self.has_new_stats = True  # the next output carries the stats
 
         # Owned by `speculation`: the drafter's proposal in the latest known step, what drafts bring
-        # on average, and rows without drafts until they are tried again.
+        # on average, and steps without drafts until they are tried again.
         self.num_proposed = 0
         self.draft_gain = 1.0
         self.draft_pause = 0

@@ -202,7 +202,7 @@ class Scheduler:
         add_decode = draft.decodes.append
         drafting = self._drafting
         if drafting is not None:
-            drafting.begin(len(running), budget)
+            drafting.begin(running, budget)
         num_drafts = index = 0
         while index < len(running) and budget:
             request = running[index]

@@ -8,8 +8,11 @@ cache, and which are given back behind a window.
 
 A row with drafts costs more than a decode, even if none is accepted. So a request gets drafts only
 if the drafter had a proposal in its latest step that has come back, and pauses when its drafts have
-brought little.
+brought little. The other rows of the step wait for it, too. So nobody gets drafts if few of the
+requests have proposals.
 """
+
+from collections.abc import Sequence
 
 from jaxllm.messages import PositionLogprobs
 from jaxllm.metrics.stats import EngineStats
@@ -20,11 +23,12 @@ from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.schedule import DraftedResult, Schedule, StepResult
 from jaxllm.speculative_config import Speculation
 
-# Rows with drafts are worth their price if they bring this many tokens more, on average.
+# A step with drafts is worth its price if it brings this many tokens more for each of its rows, on
+# average.
 _MIN_GAIN = 0.5
 # The weight of a request's latest row in its average.
 _WEIGHT = 0.25
-# For how many rows a request pauses, the first time and at most.
+# For how many steps a request pauses, the first time and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 128
 
 
@@ -44,23 +48,31 @@ class Drafting:
         self._num_proposed: list[int] = []
         self._drafted: DraftedResult | None = None
 
-    def begin(self, num_running: int, budget: int) -> None:
+    def begin(self, running: Sequence[Request], budget: int) -> None:
         """Begin to plan a step."""
+        num_running = len(running)
         in_table = 0 < num_running <= len(self._by_requests)
         self._most = self._by_requests[num_running - 1] if in_table else 0
         self._spare = budget - num_running
+        if not self._most:
+            return
+        gain = 0.0
+        for request in running:
+            if request.draft_pause:
+                request.draft_pause -= 1
+            elif request.num_proposed:
+                gain += request.draft_gain
+        if gain < _MIN_GAIN * num_running:
+            self._most = 0
 
     def draft(self, request: Request) -> int:
         """Count drafts behind the newest token of a request, and return how many there are."""
-        if not self._most or not request.num_proposed:
+        if not self._most or not request.num_proposed or request.draft_pause:
             return 0
         if request.grammar is not None:
             return 0  # its row samples late, under the mask of one token
         if (request.sampling_params.logprobs or 0) > MAX_STEP_LOGPROBS:
             return 0  # they come from logits, and a step leaves those of one token for each row
-        if request.draft_pause:
-            request.draft_pause -= 1
-            return 0
         count = min(self._most, self._spare, request.max_num_tokens - request.num_tokens - 1)
         end = request.num_computed_tokens + 1 + count
         if end > request.room and not self._kv.fits(request, end):

@@ -98,10 +98,11 @@ def test_rows_with_drafts_are_padded_little(num_drafts, free_padding):
             speculation=speculation(num_drafts, max_rows=8),
         )
     )
-    for rows in range(2, 9):
+    for rows in range(1, 9):
         tokens = rows * (1 + num_drafts)
         bucket = buckets.find(num_tokens=tokens, num_rows=rows, decode_only=False)
-        assert bucket.num_rows <= max(4, 8 * (rows > 4))
+        if free_padding:  # without it, other mixed steps may have fewer tokens
+            assert bucket.num_rows == (1 if rows == 1 else 4 if rows <= 4 else 8)
         assert bucket.num_tokens <= 2 * tokens
 
 

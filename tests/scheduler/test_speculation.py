@@ -2,6 +2,7 @@
 alone, and the prefix cache gets what it would get."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxllm.messages import FinishReason
-from jaxllm.scheduler.schedule import CARRIED_TOKEN, DRAFT_TOKEN
+from jaxllm.scheduler.corruption import corrupted_rows
+from jaxllm.scheduler.schedule import (
+    CARRIED_TOKEN,
+    DRAFT_TOKEN,
+    NO_TOKEN,
+    DraftedResult,
+    StepResult,
+)
 from jaxllm.speculative_config import Speculation
 
 MAX_MODEL_LEN = 48
@@ -171,6 +179,17 @@ def test_nobody_drafts_in_a_crowd(make_engine, make_request):
     assert engine.stats.num_accepted_tokens > 0
 
 
+def test_few_proposals_are_not_worth_a_step(make_engine, make_request):
+    """One request of four has proposals: a step with drafts would take longer for the others."""
+    engine = make_engine(depth=0, max_num_seqs=4, speculation=speculation(up_to=4), num_blocks=64)
+    engine.device.propose = lambda slot: [51] * 3 if slot == 0 else []
+    for number in range(4):
+        engine.add(make_request(f"{number}", 5, 12))
+    while len(engine.received) == 4:
+        assert engine.step().num_drafts is None
+    engine.drain()
+
+
 def test_a_row_with_drafts_goes_on_from_the_newest_token(make_engine, make_request):
     engine = make_engine(depth=1, speculation=speculation(2), is_right=always)
     engine.device.rng = type("Always", (), {"random": lambda self: 0.0})()
@@ -218,3 +237,13 @@ def test_drafts_preempt_nobody(make_engine, make_request):
         engine.drain()
         preemptions.append(engine.stats.num_preemptions)
     assert preemptions == [0, 0]
+
+
+def test_only_tokens_that_count_can_be_corrupted():
+    zeros = np.zeros((3, 2), np.int32)
+    more = zeros.copy()
+    more[:, 1] = NO_TOKEN  # after the second draft
+    drafted = DraftedResult(zeros[:, 0], np.array([1, 2, 2], np.int32), more, None)
+    result = StepResult(zeros[:, 0], None, drafted=drafted)
+    schedule = SimpleNamespace(num_rows=2, num_drafts=zeros[:, 0], samples=np.array([True, True]))
+    assert corrupted_rows(schedule, result) == {1}
