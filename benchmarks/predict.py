@@ -30,7 +30,8 @@ from priced_hlo import CLOCK_MHZ, operations
 
 from jaxllm.config import EngineArgs
 from jaxllm.plan.buckets import Bucket
-from jaxllm.plan.engine_plan import EnginePlan, make_plan
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.launches import (
     Launch,

@@ -1,7 +1,7 @@
 """What the user asks for: frozen dataclasses, each field declared once, with its help text.
 
 Command-line flags are generated from these fields (`jaxllm.cli.arguments`), `LLM(...)` takes them
-as flat keyword arguments, and nothing changes a config after it is made. `jaxllm.plan.engine_plan`
+as flat keyword arguments, and nothing changes a config after it is made. `jaxllm.plan.make_plan`
 decides from it what will run, as another type, `EnginePlan`.
 """
 
@@ -264,7 +264,7 @@ class EngineConfig:
     @classmethod
     def create(cls, model: str | os.PathLike[str] | None = None, **options: Any) -> "EngineConfig":
         """Make a config from flat keyword arguments, as `LLM` takes them."""
-        options = _without_neutral(options)
+        options = vllm_options.without_neutral(options)
         if model is None:
             logger.info("no model was named: this is the bundled one, small, of Python code")
         else:
@@ -375,19 +375,6 @@ _LOWEST = {
     "max_num_batched_tokens": 1,
     "long_prefill_token_threshold": 0,
 }
-
-
-def _without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out vLLM's options at neutral values, and refuse their other values."""
-    for name, neutral in vllm_options.NEUTRAL.items():
-        if name in options and options[name] not in neutral:
-            raise refused(
-                name,
-                options[name],
-                f"{vllm_options.why_not(name)}; leave it out or give "
-                f"{' or '.join(map(repr, neutral))}",
-            )
-    return {name: value for name, value in options.items() if name not in vllm_options.NEUTRAL}
 
 
 def _owners() -> dict[str, str]:

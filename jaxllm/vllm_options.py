@@ -4,7 +4,10 @@ A name is that of a keyword argument, and of a flag with dashes. The options her
 supported, and never taken for a misspelt option of ours.
 """
 
+from collections.abc import Mapping
 from typing import Any
+
+from jaxllm.errors import refused
 
 # The values at which an option has no effect. Statistics are always kept and never logged, whatever
 # disable_log_stats says.
@@ -151,3 +154,15 @@ def option_of_flag(flag: str) -> str:
         flag = "-cc" if flag.startswith("-O") else flag  # a level of it
         return SHORT_NAMES.get(flag.removeprefix("-"), "")
     return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+
+
+def without_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out vLLM's options at neutral values, and refuse their other values."""
+    for name, neutral in NEUTRAL.items():
+        if name in options and options[name] not in neutral:
+            raise refused(
+                name,
+                options[name],
+                f"{why_not(name)}; leave it out or give {' or '.join(map(repr, neutral))}",
+            )
+    return {name: value for name, value in options.items() if name not in NEUTRAL}

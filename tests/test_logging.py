@@ -16,7 +16,7 @@ from jaxllm_kernels.ragged_paged_attention.api import register_backend
 from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
 from jaxllm.config import EngineConfig
 from jaxllm.logging import name_process
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 register_backend(TpuBackend(name="emulated", chip="v5e", interpret=True))
 name_process("engine 3")
 for _ in range(2):

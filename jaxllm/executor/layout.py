@@ -9,7 +9,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.executor.wire import Hello
 from jaxllm.files import MAX_JSON_BYTES, read_bytes
-from jaxllm.plan.engine_plan import EnginePlan, replica_devices
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.make_plan import replica_devices
 from jaxllm.programs.sizing import plan_engine
 from jaxllm.weights.checkpoint import resolve_model_dir
 

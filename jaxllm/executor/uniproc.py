@@ -8,7 +8,7 @@ from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
-from jaxllm.plan.engine_plan import replica_devices
+from jaxllm.plan.make_plan import replica_devices
 from jaxllm.programs.sizing import plan_engine
 from jaxllm.programs.summary import summary
 from jaxllm.runner.model_runner import ModelRunner

@@ -46,7 +46,7 @@ def find_model(config: EngineConfig) -> str:
 
 def check_model(config: EngineConfig) -> None:
     """Raise the error that would keep an engine from starting, without loading weights."""
-    from jaxllm.plan.engine_plan import make_plan
+    from jaxllm.plan.make_plan import make_plan
 
     make_plan(config)
 

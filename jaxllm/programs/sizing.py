@@ -13,7 +13,8 @@ from jaxllm_kernels.platform import Device
 from jaxllm.config import CacheConfig, EngineConfig
 from jaxllm.errors import JaxLLMError
 from jaxllm.logging import init_logger
-from jaxllm.plan.engine_plan import EnginePlan, make_plan
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plan.stages import StagePlan
 from jaxllm.programs.bundle import open_bundle, warn

@@ -12,7 +12,7 @@ import jax
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.logging import init_logger
-from jaxllm.plan.engine_plan import replica_devices
+from jaxllm.plan.make_plan import replica_devices
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
 from jaxllm.programs.compile import CompileReport, Programs

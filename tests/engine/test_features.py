@@ -15,7 +15,7 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import host_features
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, device_features, make_packer, num_programs
 from jaxllm.scheduler.features import Drafted
 from jaxllm.scheduler.request import Request

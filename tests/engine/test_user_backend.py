@@ -18,7 +18,7 @@ from jaxllm_kernels.ragged_paged_attention.cases import CASES, TOLERANCES, run_c
 from jaxllm import LLM, AsyncLLMEngine, SamplingParams, ValidationError
 from jaxllm.cli.main import main
 from jaxllm.config import EngineArgs
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.identity import foreign_code
 from jaxllm.testing import make_tiny_checkpoint
 

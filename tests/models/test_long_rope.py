@@ -72,7 +72,7 @@ def test_logits_match_transformers(max_model_len, length, tmp_path, single_row):
 )
 def test_an_engine_plans_with_its_own_length(max_model_len, expected, tmp_path):
     from jaxllm.config import EngineConfig
-    from jaxllm.plan.engine_plan import make_plan
+    from jaxllm.plan.make_plan import make_plan
 
     config = EngineConfig.create(str(checkpoint(tmp_path)), max_model_len=max_model_len)
     scaling = make_plan(config).architecture.layers[0].rope.scaling

@@ -3,7 +3,7 @@ import pytest
 
 from jaxllm.config import EngineArgs
 from jaxllm.errors import ValidationError
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.testing import make_tiny_checkpoint
 
 

@@ -11,7 +11,7 @@ from jaxllm_kernels.topology import topology_devices
 from jaxllm.config import EngineArgs
 from jaxllm.layers.linear import Product
 from jaxllm.parallel.sharding import make_mesh, sharding
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.testing import make_tiny_checkpoint
 
 

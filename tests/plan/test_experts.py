@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxllm.config import EngineArgs
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.report import roofline
 from jaxllm.programs.roofline import ExpertLayers
 from jaxllm.programs.summary import summary

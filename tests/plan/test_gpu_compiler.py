@@ -8,8 +8,8 @@ from jaxllm_kernels.platform import CHIPS
 
 from jaxllm.config import EngineArgs
 from jaxllm.errors import ValidationError
-from jaxllm.plan.engine_plan import make_plan
 from jaxllm.plan.gpu_compiler import TIMED, UNTIMED, AutotuneResults, graph_options, tiles_of
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.identity import program_identity
 from jaxllm.testing import make_tiny_checkpoint
 

@@ -13,7 +13,7 @@ from jaxllm_kernels.dense.native import NativeMatmul
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.testing import make_tiny_checkpoint
 
 needs_compiler = pytest.mark.skipif(

@@ -7,7 +7,7 @@ from jaxllm_kernels.topology import topology_devices
 
 from jaxllm.cli.main import main
 from jaxllm.config import EngineArgs
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.hlo import collectives, whole_array_copies
 from jaxllm.programs.sizing import plan_engine

@@ -19,8 +19,9 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.config import EngineArgs
-from jaxllm.plan.engine_plan import EnginePlan, make_plan
+from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.gpu_compiler import TIMED, UNTIMED
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs import identity
 from jaxllm.programs.bundle import BundleError, BundleWriter, load_programs
 from jaxllm.programs.compile import compilation_counter

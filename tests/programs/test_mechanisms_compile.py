@@ -16,7 +16,7 @@ from jaxllm.models.architecture import read_architecture
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
 from jaxllm.models.family import Family
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.hlo import collectives, whole_array_copies
 from jaxllm.testing import tiny_config

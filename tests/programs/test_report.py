@@ -11,7 +11,7 @@ from jaxllm import LLM
 from jaxllm.cli.main import main
 from jaxllm.cli.plan import as_text
 from jaxllm.config import EngineArgs
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer, num_programs
 from jaxllm.programs.report import report_plan, step_bound
 from jaxllm.programs.summary import summary

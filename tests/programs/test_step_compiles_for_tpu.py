@@ -6,7 +6,7 @@ import pytest
 from jaxllm_kernels.topology import topology_devices
 
 from jaxllm.config import EngineArgs
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.compile import Programs
 from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.hlo import collectives, whole_array_copies

@@ -42,7 +42,7 @@ LOWER = """
 import hashlib, json, sys
 from jaxllm_kernels.topology import topology_devices
 from jaxllm.config import EngineArgs
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer
 model, options, depth = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 plan = make_plan(EngineArgs(model=model, **options), topology_devices("v6e-1"))

@@ -8,7 +8,7 @@ import pytest
 from jaxllm.cli.main import main
 from jaxllm.cli.plan import as_json
 from jaxllm.config import EngineArgs
-from jaxllm.plan.engine_plan import make_plan
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.report import report_plan
 from jaxllm.simulation.deployment import read_measurement
 from jaxllm.testing import make_tiny_checkpoint

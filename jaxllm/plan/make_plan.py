@@ -1,0 +1,275 @@
+"""Turns the user's EngineConfig into an EnginePlan.
+
+Every choice that depends on the model, the platform or the memory is made and checked here, once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Device, chip_of
+from jaxllm_kernels.ragged_paged_attention.api import (
+    AttentionBackend,
+    AttentionConfig,
+    BatchLimits,
+)
+
+from jaxllm.cache_groups import CacheGroup, CacheSizes, group_windows, window_of
+from jaxllm.config import EngineConfig
+from jaxllm.errors import refused
+from jaxllm.files import read_json
+from jaxllm.layers.attention import cache_axes
+from jaxllm.models.architecture import read_architecture
+from jaxllm.models.part import split_model
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.whole_experts import with_whole_experts
+from jaxllm.parallel.sharding import TENSOR, num_pieces, sharding
+from jaxllm.plan.buckets import make_ladder
+from jaxllm.plan.choose import (
+    DEFAULTS,
+    choose_dtype,
+    choose_max_model_len,
+    choose_max_num_batched_tokens,
+    choose_speculation,
+)
+from jaxllm.plan.choose_kernels import (
+    choose_add_norm,
+    choose_attention,
+    choose_experts,
+    choose_matmul,
+    choose_sampling,
+    free_padding,
+    load_native_kernels,
+)
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.generation_config import (
+    read_default_sampling_params,
+    read_eos_token_ids,
+    read_max_new_tokens,
+)
+from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
+from jaxllm.plan.memory import size_kv_cache
+from jaxllm.plan.stages import (
+    StagePlan,
+    activation_bytes,
+    check_num_stages,
+    check_parts,
+    device_bytes,
+    sampling_bytes,
+    stage_meshes,
+)
+from jaxllm.sampling.logits_processor import load_logits_processors
+from jaxllm.weights.checkpoint import resolve_model_dir
+from jaxllm.weights.loader import weights_bytes
+
+
+def replica_devices(config: EngineConfig, replica: int) -> Sequence[Device]:
+    """The devices that a replica of the engine may use: neighbours in JAX's order."""
+    devices, parallel = jax.devices(), config.parallel
+    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    replicas = parallel.data_parallel_size
+    if replicas > 1 and size * replicas > len(devices):
+        raise refused(
+            "data_parallel_size",
+            replicas,
+            f"{replicas} replicas with tensor_parallel_size={parallel.tensor_parallel_size} and "
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} want {size * replicas} "
+            f"devices, and there are {len(devices)}; lower one of them",
+        )
+    return devices[replica * size : (replica + 1) * size] if replicas > 1 else devices
+
+
+def make_plan(
+    config: EngineConfig,
+    devices: Sequence[Device] | None = None,
+    *,
+    program_bytes: Sequence[int] | None = None,
+) -> EnginePlan:
+    """Decide everything that can be decided before weights are read.
+
+    By default the devices to choose from are those of this process. They may also be of a
+    compile-only topology. `program_bytes`, if known, has the bytes that the programs of each stage
+    need beside their arguments.
+    """
+    devices = jax.devices() if devices is None else devices
+    meshes = stage_meshes(devices, config.parallel)
+    num_shards = meshes[0].shape[TENSOR]
+    # A device of this process if there is one, since only that reports its memory.
+    device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    model = config.model
+    model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
+    hf_config = read_json(model_dir / "config.json")
+    architecture = read_architecture(
+        hf_config, overrides=model.hf_overrides, max_model_len=model.max_model_len
+    )
+    if config.parallel.enable_expert_parallel:
+        architecture = with_whole_experts(architecture)
+    model_class = ModelRegistry.resolve([architecture.name])
+    chip = chip_of(device)
+    platform = chip.platform
+    dtype = choose_dtype(model.dtype, architecture, platform)
+    max_model_len = choose_max_model_len(model.max_model_len, architecture)
+    max_num_seqs = config.scheduler.max_num_seqs or DEFAULTS[platform].max_num_seqs
+    max_num_batched_tokens = choose_max_num_batched_tokens(
+        config, platform, max_num_seqs, max_model_len
+    )
+    block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
+    speculation = choose_speculation(config, platform, max_num_seqs, max_num_batched_tokens)
+
+    architecture.check(num_shards)
+    check_num_stages(len(meshes), architecture.num_layers)
+    parts = split_model(architecture.num_layers, len(meshes))
+    check_parts(parts, architecture)
+    in_parts = [model_class.abstract(architecture, dtype, num_shards, part) for part in parts]
+    num_logits = in_parts[-1].num_logits
+    attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
+    limits = BatchLimits(
+        num_tokens=max_num_batched_tokens,
+        num_rows=max_num_seqs,
+        max_blocks=cdiv(max_model_len, block_size),
+        block_size=block_size,
+    )
+    library = load_native_kernels(config, chip, dtype)
+    attention = choose_attention(
+        config.compilation.attention_backend, chip, library, attention_configs, limits, dtype
+    )
+
+    windows = group_windows(map(window_of, attention_configs))
+    sizes = CacheSizes(
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        request_len=config.cache.kv_cache_request_len,
+    )
+
+    def plan_stages(groups: Sequence[CacheGroup]) -> tuple[StagePlan, ...]:
+        num_blocks = {group.window: group.num_blocks for group in groups}
+
+        def cache(config: AttentionConfig, num_blocks: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+            return _cache_shape(attention, config, num_blocks, block_size, dtype, mesh)
+
+        return tuple(
+            StagePlan(
+                index=index,
+                part=part,
+                mesh=mesh,
+                cache_shapes=tuple(
+                    cache(c, num_blocks[window_of(c)], mesh) for c in abstract.attention_configs
+                ),
+                attention_configs=abstract.attention_configs,
+                block_bytes=tuple(
+                    device_bytes(cache(c, 1, mesh)) for c in abstract.attention_configs
+                ),
+                weights_bytes=weights_bytes(abstract, mesh),
+            )
+            for index, (part, mesh, abstract) in enumerate(
+                zip(parts, meshes, in_parts, strict=True)
+            )
+        )
+
+    vocab_size = architecture.vocab_size
+    max_logprobs = model.max_logprobs
+    max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+    sampler_bytes = sampling_bytes(
+        meshes[-1],
+        len(meshes),
+        num_tokens=max_num_batched_tokens,
+        num_rows=max_num_seqs,
+        num_logits=num_logits,
+        max_logprobs=max_logprobs,
+        samples_late=not model.skip_tokenizer_init,
+        max_model_len=max_model_len,
+        speculation=speculation,
+    )
+    num_blocks = min(
+        size_kv_cache(
+            config.cache,
+            weights_bytes=stage.weights_bytes,
+            other_bytes=(sampler_bytes if stage.part.has_head else 0)
+            + activation_bytes(
+                stage,
+                len(meshes),
+                num_tokens=max_num_batched_tokens,
+                hidden_size=architecture.hidden_size,
+                itemsize=jnp.dtype(dtype).itemsize,
+            ),
+            cache_bytes=lambda n, stage=stage: stage.cache_bytes(sizes.divide(windows, n)),
+            min_blocks=sizes.max_blocks(windows[0]),
+            max_num_seqs=max_num_seqs,
+            device=stage.mesh.devices.flat[0],
+            num_devices=sum(mesh.size for mesh in meshes) * config.parallel.data_parallel_size,
+            program_bytes=program_bytes[stage.index] if program_bytes is not None else None,
+        )
+        for stage in plan_stages(sizes.divide(windows, num_blocks=1))
+    )
+    cache_groups = sizes.divide(windows, num_blocks)
+    matmul = choose_matmul(library, num_shards)
+    results = config.compilation.gpu_autotune_results
+    return EnginePlan(
+        model_name=model.model,
+        model_dir=model_dir,
+        architecture=architecture,
+        model_class=model_class,
+        chip=chip,
+        dtype=dtype,
+        load_format=model.load_format,
+        seed=model.seed,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        cache_groups=cache_groups,
+        num_logits=num_logits,
+        attention=attention,
+        attention_configs=attention_configs,
+        matmul=matmul,
+        experts=choose_experts(chip, library, architecture, num_shards, dtype),
+        sampling=choose_sampling(chip, num_shards),
+        add_norm=choose_add_norm(chip, num_shards),
+        stages=plan_stages(cache_groups),
+        buckets=make_ladder(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            min_rows=MIN_DOT_ROWS[platform],
+            num_cache_groups=len(cache_groups),
+            free_padding=free_padding(attention, matmul, dtype),
+            speculation=speculation,
+        ),
+        max_logprobs=max_logprobs,
+        samples_late=not model.skip_tokenizer_init,
+        logits_processors=load_logits_processors(model.logits_processors, config),
+        eos_token_ids=read_eos_token_ids(
+            model_dir, of_config=architecture.eos_token_ids, vocab_size=vocab_size
+        ),
+        default_sampling_params=read_default_sampling_params(model, model_dir),
+        max_new_tokens=read_max_new_tokens(model, model_dir),
+        compile_at_start=not config.compilation.enforce_eager,
+        speculation=speculation,
+        graph_options=graph_options(config.compilation.gpu_graphs, chip),
+        autotune_results=AutotuneResults.read(results, chip) if results else None,
+    )
+
+
+def _cache_shape(
+    attention: AttentionBackend,
+    config: AttentionConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: Any,
+    mesh: Mesh,
+) -> jax.ShapeDtypeStruct:
+    """The shape of a layer's cache over all devices of a mesh. `config` is that of one device."""
+    shard = attention.cache_shape(
+        config, num_blocks=num_blocks, block_size=block_size, dtype=jnp.dtype(dtype)
+    )
+    axis, axes = attention.cache_head_axis, cache_axes(attention)
+    heads = shard.shape[axis] * num_pieces(mesh, axes)
+    return jax.ShapeDtypeStruct(
+        (*shard.shape[:axis], heads, *shard.shape[axis + 1 :]),
+        shard.dtype,
+        sharding=sharding(mesh, axes),
+    )
