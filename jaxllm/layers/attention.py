@@ -231,7 +231,7 @@ class Attention(nnx.Module):
         heads = heads.reshape(len(heads), -1, self.config.head_size)
         rotary = None if self.spec.rope is None else context.rotary
         operands = (heads, rotary, cache, *context.of_window(window_of(self.config)))
-        axes = (_HEADS, (), cache_axes(backend), (), ())
+        axes = (_HEADS, (), None, (), ())
         return self._on_shards(attend, operands, axes, context)
 
     def _place(self, x: jax.Array, norm: Norm | None, context: StepContext) -> jax.Array:
@@ -278,24 +278,25 @@ class Attention(nnx.Module):
             return context.backend.attend(*others, config=self.config, sinks=sinks)
 
         operands = (q, k, v, cache, *paged, sinks)
-        axes = (_HEADS, _HEADS, _HEADS, cache_axes(context.backend), (), (), ("heads",))
+        axes = (_HEADS, _HEADS, _HEADS, None, (), (), ("heads",))
         return self._on_shards(attend, operands, axes, context)
 
     def _on_shards(
         self,
         attend: Callable[..., tuple[jax.Array, jax.Array]],
         operands: tuple[Any, ...],
-        axes: tuple[Axes, ...],
+        axes: tuple[Axes | None, ...],
         context: StepContext,
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend on each shard. `axes` are those of the operands."""
+        """Attend on each shard. `axes` are those of the operands; None is for the cache's."""
         if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:
             return attend(*operands)
+        pages = cache_axes(context.backend)
         return jax.shard_map(
             attend,
             mesh=context.mesh,
-            in_specs=tuple(map(partition_spec, axes)),
-            out_specs=(partition_spec(_HEADS), partition_spec(cache_axes(context.backend))),
+            in_specs=tuple(partition_spec(pages if its is None else its) for its in axes),
+            out_specs=(partition_spec(_HEADS), partition_spec(pages)),
             check_vma=False,
         )(*operands)
 

@@ -95,7 +95,7 @@ def answers(llm):
 
 @pytest.mark.slow
 def test_an_engine_from_a_bundle_compiles_nothing_and_answers_the_same(model_dir, made_bundle):
-    options = OPTIONS | {"skip_tokenizer_init": True}
+    options = OPTIONS
     before = compilation_counter.compiles
     llm = LLM(model_dir, program_bundle=str(made_bundle), **options)
     from_bundle = answers(llm)
@@ -115,7 +115,7 @@ model, bundle, flags, options = *sys.argv[1:3], *map(json.loads, sys.argv[3:])
 assert main(["plan", model, "--cpu", "--out", bundle, *flags]) == 0
 before, tokens = compilation_counter.compiles, []
 for how in ({"program_bundle": bundle}, {}):
-    llm = LLM(model, tensor_parallel_size=2, skip_tokenizer_init=True, **options, **how)
+    llm = LLM(model, tensor_parallel_size=2, **options, **how)
     prompt = {"prompt_token_ids": list(range(1, 30))}
     output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     tokens.append(list(output[0].outputs[0].token_ids))
@@ -176,7 +176,7 @@ def test_other_versions_take_no_bundle(model_dir, bundle, warnings):
         (shutil.rmtree, "No such file or directory"),
         (lambda bundle: (bundle / "manifest.json").write_text("{"), "cannot be read"),
         (lambda bundle: (bundle / "manifest.json").write_text("[]"), "cannot be read"),
-        (lambda bundle: edit_manifest(bundle, format=2), "its format is 2"),
+        (lambda bundle: edit_manifest(bundle, format=9), "its format is 9"),
     ],
 )
 def test_what_is_no_bundle_is_not_taken(damage, reason, model_dir, bundle, warnings):

@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_to_the_very_same_end(small_run):
 @pytest.fixture(scope="module")
 def first(small_run) -> Trainer:
     """A run that is done."""
-    trainer = Trainer(small_run("first", steps=240, learning_rate=1e-2, eval_steps=240))
+    trainer = Trainer(small_run("first", steps=320, learning_rate=1e-2, eval_steps=320))
     trainer.run()
     return trainer
 
