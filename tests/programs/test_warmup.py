@@ -31,7 +31,7 @@ import json, sys
 from jaxllm.programs.compile import compilation_counter
 from jaxllm import LLM, SamplingParams
 model, options = sys.argv[1], json.loads(sys.argv[2])
-llm = LLM(model, skip_tokenizer_init=True, **options)
+llm = LLM(model, **options)
 params = SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=4, prompt_logprobs=1)
 llm.generate([{"prompt_token_ids": list(range(1, 30))}], params, use_tqdm=False)
 print(json.dumps([compilation_counter.compiles, compilation_counter.cache_hits]))
