@@ -623,6 +623,7 @@ def test_metrics_move(llm):
 
 
 EVERY_PARAMETER = [
+    greedy(5, structured_outputs={"regex": "[a-z]{4,9}"}),
     SamplingParams(n=3, temperature=0.9, seed=1, logprobs=2, max_tokens=9),
     SamplingParams(top_k=7, top_p=0.9, min_p=0.01, ignore_eos=True),
     greedy(5, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2),
@@ -640,11 +641,12 @@ def test_nothing_is_compiled_after_the_start_whatever_requests_ask_for(make_llm)
         for field in SamplingParams.__struct_fields__
         if getattr(params, field) != getattr(SamplingParams(), field)
     }
-    assert used == set(SamplingParams.__struct_fields__) - {"output_kind"}
+    # The last is refused.
+    assert used == set(SamplingParams.__struct_fields__) - {"output_kind", "guided_decoding"}
 
     llm = make_llm()
     # One of which the prefix, when it is found again, has more blocks than travel with a step.
-    prompts = [ids(i, n) for i, n in enumerate([1, 2, 15, 16, 17, 33, 100])]
+    prompts = [ids(i, n) for i, n in enumerate([8, 1, 2, 15, 16, 17, 33, 100])]
     for _ in range(2):
         outputs = generate(llm, prompts, EVERY_PARAMETER)
         assert all(output.finished for output in outputs)
