@@ -90,5 +90,5 @@ def test_mixed_step_of_two_layers(slice_name, llama_3_70b):
 def test_four_small_chips_are_refused_with_what_is_missing(llama_3_70b, capsys):
     assert main(["plan", llama_3_70b, "--tpu", "v5e-4", "--max-num-seqs", "64"]) == 2
     message = capsys.readouterr().err
-    assert "each device has 14.49 GiB free and needs 33.49 GiB: weights 32.86 GiB" in message
-    assert "19.00 GiB are missing. Use more devices (tensor_parallel_size)" in message
+    assert "each device has 14.49 GiB free and needs 33.50 GiB: weights 32.86 GiB" in message
+    assert "19.01 GiB are missing. Use more devices (tensor_parallel_size)" in message
