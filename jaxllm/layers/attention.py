@@ -4,6 +4,8 @@ The op defines the layout of the cache; this layer only passes the array on.
 """
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -182,7 +184,6 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
         """Attend from x [T, D]; return [T, D] and the cache with this step's keys and values."""
         with jax.named_scope("attention"):
-            config = self.config
             heads = self.qkv_proj(x).reshape(len(x), self.num_shards, -1)
             if (clip := self.spec.qkv_clip) is not None:
                 heads = jnp.clip(heads, -clip, clip)
@@ -190,12 +191,7 @@ class Attention(nnx.Module):
                 assert not isinstance(cache, LentCache)
                 out, cache = self._attend_heads(heads, cache, context)
                 return self.o_proj(out.reshape(len(x), -1)), cache
-            q_size, k_size = (n * config.head_size for n in (config.num_heads, config.num_kv_heads))
-            parts = jnp.split(heads, (q_size, q_size + k_size)[: self.num_parts - 1], axis=2)
-            sizes = (config.head_size, config.head_size, config.value_size)
-            q, *kv = (
-                part.reshape(len(x), -1, size) for part, size in zip(parts, sizes, strict=False)
-            )
+            q, *kv = self._cut(heads)
             q = self._heat(self._place(q, self.q_norm, context), context)
             if isinstance(cache, LentCache):
                 pages, k, v = cache
@@ -205,6 +201,22 @@ class Attention(nnx.Module):
             out, pages = self._attend(q, k, v, pages, context)
             cache = pages if self.spec.kv == "own" else LentCache(pages, k, v)
             return self.o_proj(out.reshape(len(x), -1)), cache
+
+    def _cut(self, projected: jax.Array) -> list[jax.Array]:
+        """Cut [T, shards, ...] into queries, keys and values, or as many of them as there are, each
+        [T, heads, size]."""
+        config, num_tokens = self.config, len(projected)
+        sizes = (config.head_size, config.head_size, config.value_size)[: self.num_parts]
+        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        if config.value_size == config.head_size:
+            # Seen as heads before they are cut. Cut before, XLA for TPUs gives the heads their
+            # layout after the rotation, in float32: four copies more a layer, of twice the bytes.
+            projected = projected.reshape(*projected.shape[:2], -1, config.head_size)
+            ends = itertools.accumulate(counts)
+        else:
+            ends = itertools.accumulate(map(operator.mul, counts, sizes))
+        parts = jnp.split(projected, tuple(ends)[: self.num_parts - 1], axis=2)
+        return [part.reshape(num_tokens, -1, size) for part, size in zip(parts, sizes, strict=True)]
 
     def _only_rotates(self, context: StepContext) -> bool:
         """Whether heads are at most rotated before they attend, and the backend does that, too."""
