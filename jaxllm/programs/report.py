@@ -4,7 +4,7 @@
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +15,7 @@ from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan, activation_bytes, device_bytes, expert_weights
+from jaxllm.programs.compile import Program
 from jaxllm.programs.declare import (
     declare_stage_programs,
     make_packer,
@@ -22,6 +23,7 @@ from jaxllm.programs.declare import (
     program_key,
 )
 from jaxllm.programs.hlo import collectives, whole_array_copies
+from jaxllm.programs.needs import needed_bytes
 from jaxllm.programs.progress import CompileProgress
 from jaxllm.programs.roofline import Bound, ExpertLayers, Roofline, Window
 from jaxllm.runner.state import DeviceState
@@ -52,7 +54,7 @@ class StageReport:
     weights_bytes: int
     kv_cache_bytes: int
     state_bytes: int  # of the sampler, the block tables, and hidden states in and out
-    # The largest program's temporaries, and the code of all programs if each were the largest.
+    # Of all programs, as seen from the largest (`programs.needs`).
     program_bytes: int
     roofline: Roofline | None  # None where the chip's rates are not known
 
@@ -151,7 +153,7 @@ def report_plan(
                     _report_program(plan, stage, key, executable, seconds, arrays, context)
                 )
             programs += compiled
-            stages.append(_report_stage(plan, stage, compiled, len(declared)))
+            stages.append(_report_stage(plan, stage, compiled, declared))
     fullest = max(stages, key=lambda stage: stage.used_bytes)
     num_rows = min(plan.max_num_seqs, plan.room_for(context))
     rows_of_step = num_rows / min(len(plan.stages), max(num_rows, 1))
@@ -228,7 +230,10 @@ def _report_program(
 
 
 def _report_stage(
-    plan: EnginePlan, stage: StagePlan, programs: list[ProgramReport], num_programs: int
+    plan: EnginePlan,
+    stage: StagePlan,
+    programs: list[ProgramReport],
+    declared: Mapping[Hashable, Program],
 ) -> StageReport:
     state = DeviceState.abstract(plan, stage)
     beside_caches = jax.tree.leaves(dataclasses.replace(state, caches=()))
@@ -245,8 +250,11 @@ def _report_stage(
             hidden_size=plan.architecture.hidden_size,
             itemsize=plan.dtype.itemsize,
         ),
-        program_bytes=max(p.temp_bytes for p in programs)
-        + max(p.code_bytes for p in programs) * num_programs,
+        program_bytes=needed_bytes(
+            declared,
+            temp_bytes=max(p.temp_bytes for p in programs),
+            code_bytes=max(p.code_bytes for p in programs),
+        ),
         roofline=roofline(plan, stage),
     )
 

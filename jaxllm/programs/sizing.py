@@ -19,6 +19,7 @@ from jaxllm.plan.memory import format_bytes
 from jaxllm.plan.stages import StagePlan
 from jaxllm.programs.bundle import open_bundle, warn
 from jaxllm.programs.declare import declare_stage_programs, make_packer
+from jaxllm.programs.needs import needed_bytes
 from jaxllm.programs.progress import CompileProgress
 
 logger = init_logger(__name__)
@@ -69,13 +70,17 @@ def _says_how_large(cache: CacheConfig) -> bool:
 
 
 def _program_bytes(plan: EnginePlan, stage: StagePlan) -> int:
-    """Temporaries of the largest step, plus the code of all programs, plus a 512th of the memory:
-    the programs of the final plan have another number of blocks, and one was seen to need a
-    thousandth of the memory more."""
+    """What the programs need, seen from the largest step, plus a 512th of the memory: the programs
+    of the final plan have another number of blocks, and one was seen to need a thousandth of the
+    memory more."""
     programs = declare_stage_programs(plan, stage, make_packer(plan).layouts)
     largest = programs[max(plan.buckets, key=lambda bucket: bucket.num_tokens)]
     memory = largest.compile(largest.lower()).memory_analysis()
     if memory is None:
         return 0
-    code_bytes = memory.generated_code_size_in_bytes * len(programs)
-    return memory.temp_size_in_bytes + code_bytes + plan.chip.hbm_bytes // 512
+    needed = needed_bytes(
+        programs,
+        temp_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+    )
+    return needed + plan.chip.hbm_bytes // 512
