@@ -11,6 +11,7 @@ from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.hlo import collectives, whole_array_copies
 from jaxllm.programs.sizing import plan_engine
+from tests.programs.late import late_rows_bytes, num_steps
 
 pytestmark = [
     pytest.mark.tpu_compile,
@@ -59,8 +60,8 @@ def compile_step(model_dir, slice_name, *, num_layers, decode_only):
     # The cache is updated in place, and beside it only the sampler's state.
     assert memory.alias_size_in_bytes >= plan.kv_cache_bytes
     assert memory.alias_size_in_bytes == pytest.approx(plan.kv_cache_bytes, rel=0.02)
-    code_bytes = memory.generated_code_size_in_bytes * len(declared)
-    needed = memory.peak_memory_in_bytes + code_bytes
+    code_bytes = memory.generated_code_size_in_bytes * num_steps(declared)
+    needed = memory.peak_memory_in_bytes + code_bytes + late_rows_bytes(plan, declared)
     promised = plan.chip.hbm_bytes * args.cache.gpu_memory_utilization
     assert needed <= promised
     if is_sized:

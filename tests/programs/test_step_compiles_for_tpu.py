@@ -8,10 +8,11 @@ from jaxllm_kernels.topology import topology_devices
 from jaxllm.config import EngineArgs
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.compile import Programs
-from jaxllm.programs.declare import LateKey, declare_programs, make_packer
+from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.hlo import collectives, whole_array_copies
 from jaxllm.programs.report import report_plan
 from jaxllm.programs.sizing import plan_engine
+from tests.programs.late import late_rows_bytes, num_steps
 
 pytestmark = [
     pytest.mark.tpu_compile,
@@ -55,14 +56,9 @@ def test_decode_and_mixed_step(slice_name, llama_3_8b):
     promised = plan.chip.hbm_bytes * args.cache.gpu_memory_utilization
     codes = [memory.generated_code_size_in_bytes for memory in memories]
     peak = max(memory.peak_memory_in_bytes for memory in memories)
-    # Those that sample late are alike. Beside the step that runs, one is dispatched, whose logits
-    # are there.
-    late = [key for key in declared if isinstance(key, LateKey)]
-    largest = declared[max(late)]
-    of_late = largest.compile(largest.lower()).memory_analysis().generated_code_size_in_bytes
-    beside = of_late * len(late) + 4 * plan.max_num_seqs * plan.num_logits
+    beside = late_rows_bytes(plan, declared)
     # Of the programs that are not compiled here, none has to be longer than the longest.
-    for codes_of_steps in (sum(codes), max(codes) * (len(declared) - len(late))):
+    for codes_of_steps in (sum(codes), max(codes) * num_steps(declared)):
         needed = peak + codes_of_steps + beside
         assert needed <= promised
         assert needed == pytest.approx(promised, rel=0.02)
