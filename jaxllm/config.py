@@ -52,6 +52,11 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Type of weights and activations; 'auto' follows the checkpoint."
     )
+    quantization: str | None = option(
+        None,
+        "Store the weights of linear layers in 8 bits: 'int8' or 'fp8', made when a checkpoint of "
+        "16 bits is read; or the method of a quantised checkpoint, which is known without it.",
+    )
     max_model_len: int | None = option(
         None, "Longest prompt plus output, in tokens (default: from the model's config)."
     )

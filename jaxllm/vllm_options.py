@@ -22,7 +22,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "limit_mm_per_prompt": (None, {}),
     "logprobs_mode": ("raw_logprobs",),
     "mm_processor_kwargs": (None,),
-    "quantization": (None,),
     "runner": ("auto", "generate"),
     "tokenizer_mode": ("auto",),
 }
@@ -32,9 +31,6 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "merge the adapter into the checkpoint": (
         "enable_lora", "fully_sharded_loras", "lora_dtype", "lora_modules", "max_cpu_loras",
         "max_lora_rank", "max_loras",
-    ),
-    "weights are served as float32, bfloat16 or float16: give an unquantized checkpoint": (
-        "quantization",
     ),
     "the KV cache has the dtype of the model; --dtype sets both": ("kv_cache_dtype",),
     "no drafts come from a second model: --spec-method ngram": ("spec_model",),
@@ -126,7 +122,6 @@ INSTEAD = {name: instead for instead, names in _ABSENT.items() for name in names
 
 # vLLM's short flags.
 SHORT_NAMES = {
-    "q": "quantization",
     "cc": "compilation_config",
     "dcp": "decode_context_parallel_size",
     "dpa": "data_parallel_address",

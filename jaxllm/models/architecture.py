@@ -3,13 +3,16 @@
 The plan reads it before anything is loaded, so an unsupported model is refused here, by name.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.errors import UnsupportedModelError
 from jaxllm.models.harmless import HARMLESS
 from jaxllm.models.hf_config import HFConfig, merge_overrides
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
+from jaxllm.quantization.read import read_scheme
 
 
 def read_architecture(
@@ -17,6 +20,7 @@ def read_architecture(
     *,
     overrides: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
+    quantization: str | None = None,
 ) -> Architecture:
     """Read the contents of a config.json.
 
@@ -24,12 +28,20 @@ def read_architecture(
       overrides: replace some of its fields.
       max_model_len: the longest sequence that the user asks for, on which some rotary embeddings
         depend. None: the longest that the config allows.
+      quantization: the codes that weights of 16 bits become, or the method of a checkpoint that has
+        codes. None: as the checkpoint.
     """
     config = HFConfig(merge_overrides(hf_config, overrides or {}), max_model_len=max_model_len)
     name = ModelRegistry.select(config.names("architectures") or ())
     config.refuse_unsupported()
+    has_own_class = ModelRegistry.has_own_class(name)
+    scheme = read_scheme(config.quantization, quantization)
+    if scheme is not None and has_own_class:
+        raise UnsupportedModelError(
+            f"{name} runs by a class of its own, which is not supported with quantisation"
+        )
     family = ModelRegistry.family(name)
     architecture = family.read(name, config)
-    if not ModelRegistry.has_own_class(name):
+    if not has_own_class:
         config.refuse_unread(HARMLESS.keys() | family.harmless)
-    return architecture
+    return dataclasses.replace(architecture, scheme=scheme)

@@ -10,9 +10,11 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+
+from jaxllm.errors import UnsupportedModelError
 
 Shape = tuple[int, ...]
 # A box of an array: one slice for each axis, with a start and an end.
@@ -44,10 +46,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the checkpoint, and the shape that it must have."""
+    """A tensor of the checkpoint, and the shape and type that it must have."""
 
     name: str
     shape: Shape
+    kind: Literal["float", "int8", "float8_e4m3fn"] = "float"  # of any size, or codes
 
     def rows(self) -> Iterator["Rows"]:
         yield Rows(self, 0, self.shape[0] if self.shape else 1)
@@ -216,6 +219,19 @@ class ViewedAs:
         target[...] = flat.reshape(-1, *self.shape[1:])[(slice(None), *box[1:])]
 
 
+class Stored(Protocol):
+    """Where the pieces of a parameter are, if they are not tensors of its shape and name."""
+
+    @property
+    def largest(self) -> float:
+        """The bound of made-up values."""
+        ...
+
+    def __call__(self, module: str, shape: Shape) -> Source:
+        """The source of a piece [out, ...], from the full name of its module."""
+        ...
+
+
 class Place(NamedTuple):
     """The parameter `{parent}.{module}.{leaf}`, fused of pieces of these shapes."""
 
@@ -223,10 +239,23 @@ class Place(NamedTuple):
     module: str
     leaf: str
     pieces: tuple[Shape, ...]
+    stored: Stored | None = None
 
-    def tensor(self, module: str, shape: Shape) -> Tensor:
+    def tensor(self, module: str, shape: Shape) -> Source:
         """The leaf of the same name in a sibling module."""
-        return Tensor(".".join(filter(None, (self.parent, module, self.leaf))), shape)
+        if self.stored is None:
+            return self.plain_tensor(module, shape)
+        return self.stored(self._name(module), shape)
+
+    def plain_tensor(self, module: str, shape: Shape) -> Tensor:
+        """Likewise, for rules that need a tensor as it is."""
+        name = self._name(module, self.leaf)
+        if self.stored is not None:
+            raise UnsupportedModelError(f"{name}: this family is not supported with quantisation")
+        return Tensor(name, shape)
+
+    def _name(self, *names: str) -> str:
+        return ".".join(filter(None, (self.parent, *names)))
 
 
 Rule = Callable[[Place], Source]
@@ -282,14 +311,24 @@ class CheckpointMap:
     # The maps of other layouts in which checkpoints of the same models are written.
     others: tuple["CheckpointMap", ...] = ()
 
-    def source(self, parameter: str, pieces: tuple[Shape, ...]) -> Source:
+    def source(
+        self, parameter: str, pieces: tuple[Shape, ...], stored: Stored | None = None
+    ) -> Source:
         """The source of a parameter that consists of one or more pieces of these shapes."""
         *path, module, leaf = parameter.split(".")
         rule = self.rules.get(module)
         if rule is None:
             rule, module = as_named, self.renamed.get(module, module)
         parent = ".".join(filter(None, (self.renamed.get(name, name) for name in path)))
-        return rule(Place(parent, module, leaf, pieces))
+        return rule(Place(parent, module, leaf, pieces, stored))
+
+    def modules(self, parameter: str, pieces: tuple[Shape, ...]) -> list[str]:
+        """The modules that a weight is fused of, by their names in every layout."""
+        return [
+            rows.tensor.name.removesuffix(".weight")
+            for names in (self, *self.others)
+            for rows in names.source(parameter, pieces).rows()
+        ]
 
     @property
     def copied_tensors(self) -> dict[str, str]:
@@ -307,6 +346,11 @@ class CheckpointMap:
 
     def is_ignored(self, tensor: str) -> bool:
         return any(re.fullmatch(pattern, tensor) for pattern in self.ignored)
+
+    def ignoring(self, *patterns: str) -> "CheckpointMap":
+        """A copy of the map that leaves out more tensors, in every layout."""
+        others = tuple(its.ignoring(*patterns) for its in self.others)
+        return dataclasses.replace(self, ignored=(*self.ignored, *patterns), others=others)
 
     def with_rules(self, **rules: Rule) -> "CheckpointMap":
         """A copy of the map with rules added or replaced."""

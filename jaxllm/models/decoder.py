@@ -24,6 +24,7 @@ from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture, Caches, Layer
+from jaxllm.quantization.linear import store_codes, with_codes
 
 
 class DecoderForCausalLM(nnx.Module):
@@ -48,6 +49,9 @@ class DecoderForCausalLM(nnx.Module):
         part: ModelPart | None = None,
     ) -> Self:
         model = nnx.eval_shape(lambda: cls(architecture, num_shards=num_shards, dtype=dtype))
+        if architecture.scheme is not None:
+            names = model.checkpoint_map
+            store_codes(model, architecture.scheme, names, num_shards=num_shards)
         if part is not None:
             model._keep(part)
         return model
@@ -63,7 +67,8 @@ class DecoderForCausalLM(nnx.Module):
 
     @property
     def checkpoint_map(self) -> CheckpointMap:
-        return ModelRegistry.family(self.architecture.name).checkpoint(self.architecture)
+        names = ModelRegistry.family(self.architecture.name).checkpoint(self.architecture)
+        return with_codes(names, self.architecture.scheme)
 
     def __call__(
         self,

@@ -243,19 +243,12 @@ class HFConfig:
             )
         return kinds
 
+    @property
+    def quantization(self) -> Any:
+        return self.get("quantization_config") or self.get("compression_config")
+
     def refuse_unsupported(self) -> None:
         """Refuse settings that no family supports."""
-        quantization = self.get("quantization_config") or self.get("compression_config")
-        if quantization:
-            if not isinstance(quantization, Mapping):
-                raise CheckpointError(
-                    f"config.json: quantization_config={shown(quantization)} must be an object"
-                )
-            method = quantization.get("quant_method", "of unknown kind")
-            raise UnsupportedModelError(
-                f"quantization_config {method!s:.80} is not supported; supported are unquantised "
-                f"checkpoints in {', '.join(_DTYPES)}"
-            )
         if self.flag("is_encoder_decoder") or self.flag("add_cross_attention"):
             raise UnsupportedModelError("models with an encoder are not supported; decoders are")
         is_causal = self.get("is_causal", True)

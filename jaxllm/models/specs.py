@@ -15,6 +15,7 @@ from jaxllm.layers.context import Cache, StepContext
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.rope import RopeConfig
+from jaxllm.quantization.scheme import Scheme
 
 Caches = tuple[Cache, ...]  # of a layer: one for each mixer
 
@@ -122,6 +123,8 @@ class Architecture:
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
+    # Which weights are codes; None: none.
+    scheme: Scheme | None = None
     # The whole config.json, for users' models with fields of their own.
     hf_config: Mapping[str, Any] = field(repr=False, compare=False)
 

@@ -8,8 +8,9 @@ from typing import Any
 from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.add_norm.gpu import GpuAddNorm
 from jaxllm_kernels.compat import why_no_mosaic_gpu
-from jaxllm_kernels.dense.api import XLA, Matmul
-from jaxllm_kernels.dense.native import NativeMatmul
+from jaxllm_kernels.dense.api import XLA, Matmul, ScaledMatmul
+from jaxllm_kernels.dense.native import NativeMatmul, NativeScaledMatmul
+from jaxllm_kernels.dense.xla import XlaScaledMatmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
@@ -56,6 +57,17 @@ def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
     if isinstance(library, NoLibrary) or num_shards > 1:
         return XLA
     return NativeMatmul(library)
+
+
+def choose_coded_matmul(
+    library: Library | NoLibrary, architecture: Architecture, num_shards: int
+) -> ScaledMatmul | None:
+    """The product with codes; None: the model has none. XLA cannot shard the native one."""
+    if architecture.scheme is None:
+        return None
+    if isinstance(library, NoLibrary) or num_shards > 1:
+        return XlaScaledMatmul(num_shards)
+    return NativeScaledMatmul(library)
 
 
 def choose_experts(

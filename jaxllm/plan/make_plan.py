@@ -38,6 +38,7 @@ from jaxllm.plan.choose import (
 from jaxllm.plan.choose_kernels import (
     choose_add_norm,
     choose_attention,
+    choose_coded_matmul,
     choose_experts,
     choose_matmul,
     choose_sampling,
@@ -103,7 +104,10 @@ def make_plan(
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_json(model_dir / "config.json")
     architecture = read_architecture(
-        hf_config, overrides=model.hf_overrides, max_model_len=model.max_model_len
+        hf_config,
+        overrides=model.hf_overrides,
+        max_model_len=model.max_model_len,
+        quantization=model.quantization,
     )
     if config.parallel.enable_expert_parallel:
         architecture = with_whole_experts(architecture)
@@ -226,6 +230,7 @@ def make_plan(
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
+        coded_matmul=choose_coded_matmul(library, architecture, num_shards),
         experts=choose_experts(chip, library, architecture, num_shards, dtype),
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),

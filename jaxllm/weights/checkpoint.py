@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from jaxllm import bundled
-from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.errors import CheckpointError
 from jaxllm.files import open_regular, read_json
 from jaxllm.plural import counted
 
@@ -25,6 +25,16 @@ _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+}
+# The types of tensors of a kind, as `jaxllm.models.checkpoint_map.Tensor` has it. Powers of two are
+# scales.
+TYPES = {
+    "float": ("F32", "F16", "BF16", "F8_E8M0"),
+    "int8": ("I8",),
+    "float8_e4m3fn": ("F8_E4M3",),
 }
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
@@ -135,11 +145,6 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """A tensor as a view of its file. A slice reads only its own elements."""
         info = self.tensors[name]
-        if info.dtype not in _DTYPES:
-            raise UnsupportedModelError(
-                f"tensor {name} in {info.file.name} is stored as {info.dtype}; supported are "
-                f"{', '.join(_DTYPES)}"
-            )
         if not info.num_bytes:
             return np.empty(info.shape, _DTYPES[info.dtype])
         mapping = self._maps.get(info.file)
@@ -159,6 +164,9 @@ class Checkpoint:
         for rows in row_slices(values):
             target[rows] = values[rows]
             self.release(name)
+        if target.dtype == _DTYPES["F8_E4M3"] and (target.view(np.uint8) & 0x7F == 0x7F).any():
+            # Our products would take it for a number.
+            raise CheckpointError(f"tensor {name} has codes of NaN")
 
     def release(self, name: str) -> None:
         """Free the memory that reading from the tensor's file took."""
@@ -303,7 +311,8 @@ def _tensor_info(file: Path, name: str, raw: msgspec.Raw, *, data_start: int) ->
     return TensorInfo(
         file=file,
         dtype=entry.dtype,
-        shape=entry.shape,
+        # One number is a row of one, as others write it.
+        shape=entry.shape or (1,),
         offset=data_start + start,
         num_bytes=end - start,
     )

@@ -18,13 +18,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, UnsupportedModelError
 from jaxllm.logging import init_logger
 from jaxllm.models.base import Model
-from jaxllm.models.checkpoint_map import CheckpointMap, Rows, Source
+from jaxllm.models.checkpoint_map import CheckpointMap, Rows, Source, Stored
 from jaxllm.parallel.sharding import Axes, Part, make_mesh, num_pieces, sharding
 from jaxllm.plural import counted
-from jaxllm.weights.checkpoint import Checkpoint, row_slices, some_of
+from jaxllm.weights.checkpoint import TYPES, Checkpoint, row_slices, some_of
 
 logger = init_logger(__name__)
 
@@ -70,6 +70,7 @@ def load_parts(
             sources = [sources_of(of_part, names) for of_part in parameters]
             _check_names(checkpoint, sources, names)
             _check_shapes(checkpoint, sources)
+            _check_types(checkpoint, sources)
             arrays = [
                 {name: _load(checkpoint, its_sources[name], p, mesh) for name, p in of_part.items()}
                 for of_part, its_sources, (_, mesh) in zip(parameters, sources, parts, strict=True)
@@ -97,6 +98,7 @@ class Parameter:
     axes: Axes
     parts: tuple[Part, ...]
     rows: int  # without padding
+    stored: Stored | None = None
 
     @property
     def size(self) -> int:
@@ -129,6 +131,7 @@ def parameters_of(abstract_model: Model | nnx.Module) -> dict[str, Parameter]:
             axes=leaf.get_metadata().get("axes", ()),
             parts=leaf.get_metadata().get("parts", ()),
             rows=leaf.get_metadata().get("rows", leaf.shape[0]),
+            stored=leaf.get_metadata().get("stored"),
         )
         for path, leaf in leaves
     }
@@ -136,7 +139,7 @@ def parameters_of(abstract_model: Model | nnx.Module) -> dict[str, Parameter]:
 
 def sources_of(parameters: Mapping[str, Parameter], names: CheckpointMap) -> dict[str, Source]:
     """The source of each parameter in a checkpoint."""
-    return {name: names.source(name, p.pieces) for name, p in parameters.items()}
+    return {name: names.source(name, p.pieces, p.stored) for name, p in parameters.items()}
 
 
 def _as_state(abstract_model: Model | nnx.Module, arrays: dict[str, jax.Array]) -> nnx.State:
@@ -225,6 +228,19 @@ def _check_shapes(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]
         )
 
 
+def _check_types(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]]) -> None:
+    """Compare every tensor's type with config.json: codes are not taken for weights."""
+    for of_part in sources:
+        for source in of_part.values():
+            for rows in source.rows():
+                tensor, info = rows.tensor, checkpoint.tensors[rows.tensor.name]
+                if info.dtype not in TYPES[tensor.kind]:
+                    raise UnsupportedModelError(
+                        f"tensor {tensor.name} in {info.file.name} is stored as {info.dtype}; "
+                        f"config.json asks for {' or '.join(TYPES[tensor.kind])}"
+                    )
+
+
 def _load(checkpoint: Checkpoint, source: Source, parameter: Parameter, mesh: Mesh) -> jax.Array:
     array = jax.make_array_from_callback(
         parameter.shape,
@@ -288,7 +304,8 @@ def _dummy(name: str, parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:
     # part of the seed, so that they do not depend on how the model is cut.
     count = min(parameter.size, _DUMMY_PERIOD)
     random = np.random.default_rng((seed % 2**32, zlib.crc32(name.encode())))
-    values = 0.1 * (random.random(count, np.float32) - 0.5)
+    largest = 0.05 if parameter.stored is None else parameter.stored.largest
+    values = 2 * largest * (random.random(count, np.float32) - 0.5)
     values = np.resize(values.astype(parameter.dtype), parameter.shape)
     place = sharding(mesh, parameter.axes)
     return jax.make_array_from_callback(parameter.shape, place, values.__getitem__)

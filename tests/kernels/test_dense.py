@@ -4,8 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxllm_kernels.dense.api import XLA
-from jaxllm_kernels.dense.native import MAX_ROWS, MAX_ROWS_BESIDE_AMX, NativeMatmul
+from jaxllm_kernels.dense.api import XLA, XLA_SCALED
+from jaxllm_kernels.dense.native import (
+    MAX_ROWS,
+    MAX_ROWS_BESIDE_AMX,
+    NativeMatmul,
+    NativeScaledMatmul,
+)
+from jaxllm_kernels.dense.xla import XlaScaledMatmul
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +124,63 @@ def test_leading_axes_are_kept(matmul):
 def test_of_no_rows_there_are_no_products(matmul, shape):
     x, weight = jnp.ones(shape), jnp.ones((8, 64))
     assert jax.jit(matmul)(x, weight).shape == XLA(x, weight).shape == (*shape[:-1], 8)
+
+
+CODES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+
+
+def coded_operands(num_rows, num_outputs, num_inputs, dtype, code_type, groups, seed=0):
+    """All codes but those of NaN, and scales of any size."""
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 256, (num_outputs, num_inputs), np.uint8)
+    bits[bits & 0x7F == 0x7F] = 0
+    codes = jax.lax.bitcast_convert_type(jnp.asarray(bits), code_type)
+    scales = rng.uniform(0.5, 2, (num_outputs, groups)) * 10.0 ** rng.integers(-4, 4)
+    x = jnp.asarray(rng.standard_normal((num_rows, num_inputs)), dtype)
+    return x, codes, jnp.asarray(scales, jnp.float32)
+
+
+def weights(codes, scales):
+    each = codes.shape[1] // scales.shape[1]
+    values = np.asarray(codes.astype(jnp.float32), np.float64)
+    return values * np.repeat(np.asarray(scales, np.float64), each, axis=1)
+
+
+@pytest.mark.parametrize("code_type", CODES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "num_rows, num_outputs, num_inputs, groups",
+    [(1, 1, 96, 1), (3, 70, 96, 3), (7, 131, 4096, 1), (130, 37, 256, 2), (600, 5, 64, 1)],
+)
+def test_products_with_codes_are_exact_to_float32(
+    any_library, num_rows, num_outputs, num_inputs, groups, dtype, code_type
+):
+    operands = coded_operands(num_rows, num_outputs, num_inputs, dtype, CODES[code_type], groups)
+    multiply = jax.jit(NativeScaledMatmul(any_library))
+    assert "jaxllm_dense" in multiply.lower(*operands).as_text()
+    for y in (multiply(*operands), XLA_SCALED(*operands)):
+        assert y.dtype == jnp.float32 and y.shape == (num_rows, num_outputs)
+        assert relative_error(y, operands[0], weights(*operands[1:])) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_times_codes_is_the_same_alone_and_among_others(any_library, dtype):
+    x, codes, scales = coded_operands(23, 70, 256, dtype, jnp.int8, 2)
+    multiply = jax.jit(NativeScaledMatmul(any_library))
+    together = np.asarray(multiply(x, codes, scales))
+    for row in (0, 5, 22):
+        np.testing.assert_array_equal(multiply(x[row : row + 1], codes, scales)[0], together[row])
+
+
+def test_groups_that_are_no_whole_vectors_are_left_to_xla(any_library):
+    operands = coded_operands(3, 5, 48, jnp.float32, jnp.int8, 3)
+    multiply = jax.jit(NativeScaledMatmul(any_library))
+    assert "jaxllm_dense" not in multiply.lower(*operands).as_text()
+    assert relative_error(multiply(*operands), operands[0], weights(*operands[1:])) < 1e-6
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_xla_multiplies_the_groups_of_all_devices_at_a_time(shards):
+    operands = coded_operands(3, 5, 96, jnp.float32, jnp.int8, 6)
+    y = XlaScaledMatmul(shards)(*operands)
+    assert relative_error(y, operands[0], weights(*operands[1:])) < 1e-6

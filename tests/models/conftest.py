@@ -33,10 +33,13 @@ class SingleRow:
         num_shards: int = 1,
         max_model_len: int | None = None,
         num_blocks: int = 16,
+        quantization: str | None = None,
     ):
         self.num_blocks = num_blocks
         config = read_json(model_dir / "config.json")
-        self.architecture = read_architecture(config, max_model_len=max_model_len)
+        self.architecture = read_architecture(
+            config, max_model_len=max_model_len, quantization=quantization
+        )
         model_class = ModelRegistry.resolve([self.architecture.name])
         self.dtype = jnp.dtype(dtype)
         self.architecture.check(num_shards)

@@ -55,7 +55,7 @@ def stored_in_out(module: str) -> Rule:
     def rule(place: Place) -> Source:
         rows = sum(piece[0] for piece in place.pieces)
         columns = place.pieces[0][1:]
-        tensor = place.tensor(module, (*columns, rows))
+        tensor = place.plain_tensor(module, (*columns, rows))
         return Transposed(tensor) if columns else tensor
 
     return rule

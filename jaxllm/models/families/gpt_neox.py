@@ -41,7 +41,7 @@ def checkpoint(architecture: Architecture) -> CheckpointMap:
 
     def from_heads(place: Place) -> Source:
         rows = sum(piece[0] for piece in place.pieces)
-        tensor = place.tensor("query_key_value", (rows, *place.pieces[0][1:]))
+        tensor = place.plain_tensor("query_key_value", (rows, *place.pieces[0][1:]))
         starts = [part * size + head * 3 * size for part in range(3) for head in range(num_heads)]
         return Concat(tuple(Rows(tensor, start, start + size) for start in starts))
 

@@ -1,4 +1,4 @@
-"""The matrix product on CPU in C++. It beats XLA up to some hundred rows and skips padding."""
+"""Matrix products on CPU in C++. They beat XLA up to some hundred rows and skip padding."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllm_kernels.dense.api import XLA
+from jaxllm_kernels.dense.api import XLA, XLA_SCALED
 from jaxllm_kernels.native.library import Library
 from jaxllm_kernels.platform import processor
 
@@ -43,3 +43,27 @@ class NativeMatmul:
             jax.ShapeDtypeStruct((num_rows, weight.shape[0]), jnp.float32),
         )(x.reshape(num_rows, x.shape[-1]), weight)
         return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+_CODES = {"int8": "jaxllm_dense_int8", "float8_e4m3fn": "jaxllm_dense_float8"}
+
+
+@dataclass(frozen=True)
+class NativeScaledMatmul:
+    """`api.ScaledMatmul` by the native library, for any number of rows: XLA would write the weights
+    in x's dtype first. XLA computes what the library does not support."""
+
+    library: Library
+
+    def __call__(self, x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        function, num_inputs = _CODES.get(codes.dtype.name), codes.shape[1]
+        is_for = x.dtype.name in self.library.dtypes and function is not None
+        if not is_for or num_inputs % (scales.shape[1] * _STEP):
+            return XLA_SCALED(x, codes, scales)
+        assert function is not None
+        num_rows = math.prod(x.shape[:-1])
+        y = jax.ffi.ffi_call(
+            self.library.target(function, x.dtype),
+            jax.ShapeDtypeStruct((num_rows, len(codes)), jnp.float32),
+        )(x.reshape(num_rows, num_inputs), codes, scales)
+        return y.reshape(*x.shape[:-1], len(codes))

@@ -37,3 +37,44 @@ class RoundedXlaMatmul:
             return XlaMatmul()(x, weight)
         product = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
         return product.astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class XlaScaledMatmul:
+    """`api.ScaledMatmul` on every platform. Accelerators widen codes while they multiply.
+
+    Groups of inputs are multiplied one after the other, so that no copy of all weights is made.
+    Inputs may be cut over `num_shards` devices, which then have whole groups: all devices take
+    their first groups, then their second ones.
+    """
+
+    num_shards: int = 1
+
+    def __call__(self, x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        num_groups = scales.shape[1]
+        if num_groups == 1:
+            return XlaMatmul()(x, codes.astype(x.dtype)) * scales[:, 0]
+        shards = self.num_shards if num_groups % self.num_shards == 0 else 1
+        each = num_groups // shards
+        size = codes.shape[1] // num_groups
+        assert size * num_groups == codes.shape[1], (codes.shape, scales.shape)
+        rows = x.reshape(-1, shards, each * size)
+        codes, scales = (its.reshape(len(its), shards, -1) for its in (codes, scales))
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+        def add(group: jax.Array, sums: jax.Array) -> jax.Array:
+            inputs = jax.lax.dynamic_slice_in_dim(rows, group * size, size, axis=2)
+            its_codes = jax.lax.dynamic_slice_in_dim(codes, group * size, size, axis=2)
+            product = jnp.einsum(
+                "tsc,osc->sto",
+                inputs,
+                its_codes.astype(x.dtype),
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+            scale = jax.lax.dynamic_index_in_dim(scales, group, axis=2, keepdims=False)
+            return sums + product * scale.T[:, None]
+
+        sums = jnp.zeros((shards, len(rows), len(codes)), jnp.float32)
+        sums = jax.lax.fori_loop(0, each, add, sums).sum(0)
+        return sums.reshape(*x.shape[:-1], len(codes))

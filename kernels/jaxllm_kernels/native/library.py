@@ -8,6 +8,7 @@ function interface.
 import ctypes
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import shutil
 import subprocess
@@ -23,12 +24,12 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.platform import processor
 
 _ROOT = Path(__file__).parents[1]
-# Its sources, and the functions for XLA: one for each dtype.
-_HEADERS = ("native/products.h", "native/threads.h", "native/vectors.h")
+# Its sources, and their functions for XLA: one of each for each dtype.
+_HEADERS = ("native/codes.h", "native/products.h", "native/threads.h", "native/vectors.h")
 _FUNCTIONS = {
-    "dense/native.cc": "jaxllm_dense",
-    "experts/native.cc": "jaxllm_experts",
-    "ragged_paged_attention/native.cc": "jaxllm_attention",
+    "dense/native.cc": ("jaxllm_dense", "jaxllm_dense_int8", "jaxllm_dense_float8"),
+    "experts/native.cc": ("jaxllm_experts",),
+    "ragged_paged_attention/native.cc": ("jaxllm_attention",),
 }
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 DTYPES = tuple(_SUFFIXES)
@@ -142,7 +143,7 @@ def _register(path: Path, library: Library) -> None:
     if library.build in _registered:
         return
     functions = ctypes.cdll.LoadLibrary(str(path))
-    for name in _FUNCTIONS.values():
+    for name in itertools.chain(*_FUNCTIONS.values()):
         for dtype in library.dtypes:
             function = jax.ffi.pycapsule(getattr(functions, _symbol(name, dtype)))
             jax.ffi.register_ffi_target(library.target(name, dtype), function, platform="cpu")

@@ -39,14 +39,21 @@ constexpr int64_t kTilesPerThread = 8;
 template <typename Kind>
 struct Product {
   const typename Kind::Element* x;
-  const typename Kind::Element* weight;
+  const typename Kind::Weight* weight;
   float* y;
   int64_t num_rows, num_inputs, num_outputs;
   int64_t piece;                  // of the inputs
   const int32_t* rows = nullptr;  // the rows of x that are multiplied; null: all, in order
+  // Factors of the weights, if the kind has any: one for each output and `group` of inputs, which
+  // are whole pieces.
+  const float* scales = nullptr;
+  int64_t group = 0;
 
   const typename Kind::Element* row(int64_t r) const {
     return x + (rows ? rows[r] : r) * num_inputs;
+  }
+  float scale(int64_t output, int64_t input) const {
+    return scales[output * (num_inputs / group) + input / group] * Kind::kUnit;
   }
 };
 
@@ -86,7 +93,7 @@ template <int kRows, int kOutputs, typename Kind>
       typename Kind::Loaded xs[kRows];
       for (int r = 0; r < kRows; ++r) xs[r] = Kind::Load(x[r] + k);
       for (int n = 0; n < kOutputs; ++n) {
-        const auto w = Kind::Load(weight + n * p.num_inputs + k);
+        const auto w = Kind::LoadWeight(weight + n * p.num_inputs + k);
         for (int r = 0; r < kRows; ++r) Kind::Add(sums[n][r], xs[r], w);
       }
       for (int n = ahead.first; n < kOutputs; n += ahead.step)
@@ -94,6 +101,11 @@ template <int kRows, int kOutputs, typename Kind>
     }
     float totals[kRows][kOutputs];
     SumAll(sums, totals);
+    if constexpr (Kind::kHasScales)
+      for (int n = 0; n < kOutputs; ++n) {
+        const float scale = p.scale(output + n, begin);
+        for (int r = 0; r < kRows; ++r) totals[r][n] *= scale;
+      }
     for (int r = 0; r < kRows; ++r)
       for (int n = 0; n < kOutputs; ++n)
         y[r * p.num_outputs + n] = totals[r][n] + (begin > 0 ? y[r * p.num_outputs + n] : 0.0f);

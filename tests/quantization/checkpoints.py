@@ -1,0 +1,81 @@
+"""Writes tiny quantised checkpoints, and the same models with their weights as floats."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from jaxllm.testing import make_tiny_checkpoint
+
+INT8, FLOAT8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
+_LARGEST = {INT8: 127.0, FLOAT8: 448.0}
+_NOT_LINEAR = ("embed_tokens", "lm_head", "norm")
+
+
+def compressed(kind: str, strategy: str, **others: Any) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors."""
+    weights = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True} | others
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+def quantise(
+    weight: np.ndarray, dtype: np.dtype, block: tuple[int | None, int | None]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The codes of a weight, the scales of its blocks, and what both say, in float32."""
+    outputs, inputs = weight.shape
+    rows, columns = block[0] or outputs, block[1] or inputs
+    scales = np.empty((-(-outputs // rows), -(-inputs // columns)), np.float32)
+    for i, j in np.ndindex(scales.shape):
+        part = weight[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+        scales[i, j] = np.abs(part).max() / _LARGEST[dtype]
+    spread = np.repeat(np.repeat(scales, rows, 0)[:outputs], columns, 1)[:, :inputs]
+    codes = weight / spread
+    codes = (np.rint(codes) if dtype == INT8 else codes).astype(dtype)
+    return codes, scales, codes.astype(np.float32) * spread
+
+
+def write_both(
+    path: Path,
+    config: dict[str, Any],
+    dtype: np.dtype,
+    block: tuple[int | None, int | None],
+    *,
+    scale_name: str = "weight_scale",
+    scale_shape: tuple[int, ...] | None = None,
+    ignored: tuple[str, ...] = (),
+    extra: dict[str, np.ndarray] | None = None,
+    family: str = "llama",
+    **fields: Any,
+) -> tuple[Path, Path]:
+    """Write a quantised model, and the model that it stands for. `config` is what config.json says
+    of the codes; layers whose names contain one of `ignored` have none."""
+    coded = make_tiny_checkpoint(path / "coded", family, **fields)
+    plain = make_tiny_checkpoint(path / "plain", family, **fields)
+    tensors = load_file(plain / "model.safetensors")
+    stored, floats = dict(extra or {}), {}
+    for name, weight in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        is_linear = leaf == "weight" and weight.ndim == 2
+        if not is_linear or any(part in name for part in (*_NOT_LINEAR, *ignored)):
+            stored[name] = floats[name] = weight
+            continue
+        stored[name], scales, floats[name] = quantise(weight, dtype, block)
+        stored[f"{module}.{scale_name}"] = (
+            scales if scale_shape is None else scales.reshape(scale_shape)
+        )
+    save_file(stored, coded / "model.safetensors")
+    save_file(floats, plain / "model.safetensors")
+    described = json.loads((coded / "config.json").read_text()) | {"quantization_config": config}
+    (coded / "config.json").write_text(json.dumps(described))
+    return coded, plain
