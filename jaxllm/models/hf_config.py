@@ -249,6 +249,11 @@ class HFConfig:
 
     def refuse_unsupported(self) -> None:
         """Refuse settings that no family supports."""
+        if self._outside is not None and self.quantization and not self._outside.quantization:
+            # Names of modules are those of the whole model.
+            raise UnsupportedModelError(
+                "quantization_config of a part of a model is not supported; beside the part it is"
+            )
         if self.flag("is_encoder_decoder") or self.flag("add_cross_attention"):
             raise UnsupportedModelError("models with an encoder are not supported; decoders are")
         is_causal = self.get("is_causal", True)

@@ -17,7 +17,8 @@ def summary(plan: EnginePlan) -> str:
     return (
         f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
         f"{jnp.dtype(plan.dtype).name} on {plan.chip.name}; "
-        f"weights {format_bytes(plan.weights_bytes)}; attention "
+        f"weights {format_bytes(plan.weights_bytes)}"
+        f"{f' by {arch.scheme}' if arch.scheme is not None else ''}; attention "
         f"{plan.attention.name!r}{', native products' if plan.matmul is not XLA else ''}"
         f"{f', experts {plan.experts.name!r}' if plan.experts is not None else ''}\n"
         f"KV cache {format_bytes(plan.kv_cache_bytes)}: "

@@ -160,6 +160,8 @@ class RowModel:
 
 
 def _refuse_unsupported(architecture: Architecture) -> None:
+    if architecture.scheme is not None:
+        raise UnsupportedModelError(f"{architecture.name}: quantised models are not trained")
     for layer in architecture.layers:
         if any(isinstance(ffn, MoESpec) for ffn in layer.ffns):
             raise UnsupportedModelError(f"{architecture.name}: models with experts are not trained")

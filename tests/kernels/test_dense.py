@@ -150,7 +150,7 @@ def weights(codes, scales):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     "num_rows, num_outputs, num_inputs, groups",
-    [(1, 1, 96, 1), (3, 70, 96, 3), (7, 131, 4096, 1), (130, 37, 256, 2), (600, 5, 64, 1)],
+    [(1, 9, 96, 1), (3, 70, 96, 3), (7, 131, 4096, 1), (130, 37, 256, 2), (600, 5, 64, 1)],
 )
 def test_products_with_codes_are_exact_to_float32(
     any_library, num_rows, num_outputs, num_inputs, groups, dtype, code_type

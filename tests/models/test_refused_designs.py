@@ -79,7 +79,7 @@ def test_other_designs(family, fields, message):
             {"model_type": "mistral", "alibi": True},
             r"alibi=True is .*\{'text_config': \{'alibi': None\}\}",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config of a part"),
         (None, "text_config=None must be an object"),
     ],
 )

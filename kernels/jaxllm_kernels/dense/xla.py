@@ -54,27 +54,25 @@ class XlaScaledMatmul:
         num_groups = scales.shape[1]
         if num_groups == 1:
             return XlaMatmul()(x, codes.astype(x.dtype)) * scales[:, 0]
-        shards = self.num_shards if num_groups % self.num_shards == 0 else 1
-        each = num_groups // shards
         size = codes.shape[1] // num_groups
         assert size * num_groups == codes.shape[1], (codes.shape, scales.shape)
-        rows = x.reshape(-1, shards, each * size)
+        if num_groups % self.num_shards or self.num_shards == 1:
+            return self._sum(x, codes, scales, size)
+        # An axis of shards, so that the inputs of all devices are cut alike.
+        shards = self.num_shards
+        x = x.reshape(*x.shape[:-1], shards, -1)
         codes, scales = (its.reshape(len(its), shards, -1) for its in (codes, scales))
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        by_shard = jax.vmap(lambda x, codes, scales: self._sum(x, codes, scales, size), (-2, 1, 1))
+        return by_shard(x, codes, scales).sum(0)
+
+    def _sum(self, x: jax.Array, codes: jax.Array, scales: jax.Array, size: int) -> jax.Array:
+        """Sum the products of groups of `size` inputs."""
 
         def add(group: jax.Array, sums: jax.Array) -> jax.Array:
-            inputs = jax.lax.dynamic_slice_in_dim(rows, group * size, size, axis=2)
-            its_codes = jax.lax.dynamic_slice_in_dim(codes, group * size, size, axis=2)
-            product = jnp.einsum(
-                "tsc,osc->sto",
-                inputs,
-                its_codes.astype(x.dtype),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            scale = jax.lax.dynamic_index_in_dim(scales, group, axis=2, keepdims=False)
-            return sums + product * scale.T[:, None]
+            inputs = jax.lax.dynamic_slice_in_dim(x, group * size, size, axis=-1)
+            its_codes = jax.lax.dynamic_slice_in_dim(codes, group * size, size, axis=-1)
+            scale = jax.lax.dynamic_index_in_dim(scales, group, axis=-1, keepdims=False)
+            return sums + XlaMatmul()(inputs, its_codes.astype(x.dtype)) * scale
 
-        sums = jnp.zeros((shards, len(rows), len(codes)), jnp.float32)
-        sums = jax.lax.fori_loop(0, each, add, sums).sum(0)
-        return sums.reshape(*x.shape[:-1], len(codes))
+        sums = jnp.zeros((*x.shape[:-1], len(codes)), jnp.float32)
+        return jax.lax.fori_loop(0, scales.shape[1], add, sums)
