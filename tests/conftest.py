@@ -3,13 +3,14 @@ hardware that is not there."""
 
 import contextlib
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.plainly import compile_plainly
 
 # Tests have a home of their own, so that none of them writes to the user's. What engines keep there
 # by default, their programs and the native kernels, is compiled once for all the workers of a run,
@@ -97,11 +98,7 @@ def _is_plainly_compiled(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which make engines
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Say how the test's programs are compiled, here and in processes that it starts."""
-    plainly = _is_plainly_compiled(item)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(plainly)
-    if jax := sys.modules.get("jax"):
-        jax.config.update("jax_disable_most_optimizations", plainly)
+    compile_plainly(_is_plainly_compiled(item))
 
 
 @pytest.fixture(scope="session")
