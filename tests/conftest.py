@@ -51,15 +51,18 @@ SLOWEST = (
     "engine/test_user_backend.py",
 )
 
-# Where tests are of what engines do with their steps, not of the numbers in them: XLA compiles a
-# step there in half the time, with the least optimisation. tests/README.md says why that is sound,
-# and what stays optimised.
+# Where tests are of what engines do with their steps, or compare formulas and kernels with a
+# reference, XLA compiles in a fifth of the time, with the least optimisation. tests/README.md says
+# why that is sound, and what stays optimised.
 PLAINLY_COMPILED = (
-    "batch", "bench", "cli", "engine", "executor", "frontend", "openai", "parallel", "server",
-    "benchmarks/test_scripts.py", "models/test_sharded.py", "programs/test_bundle.py",
-    "programs/test_store.py", "programs/test_warmup.py", "test_llm.py",
+    "batch", "bench", "cli", "engine", "executor", "frontend", "kernels", "models", "openai",
+    "parallel", "server", "simulation", "benchmarks/test_kernels.py", "benchmarks/test_scripts.py",
+    "programs/test_bundle.py", "programs/test_report.py", "programs/test_store.py",
+    "programs/test_warmup.py", "test_llm.py",
 )  # fmt: skip
-OPTIMISED_NEVERTHELESS = ("engine/test_equalities.py", "engine/test_oracle.py")
+OPTIMISED_NEVERTHELESS = (
+    "engine/test_equalities.py", "engine/test_oracle.py", "models/test_parity.py",
+)  # fmt: skip
 
 COMPILE_MARKERS = ("tpu_compile", "gpu_compile")
 HARDWARE_MARKERS = ("tpu", "gpu", *COMPILE_MARKERS)

@@ -2,21 +2,25 @@
 with their programs and not of the numbers in them. tests/README.md says why that is sound."""
 
 import functools
+import importlib.metadata
 import os
 import sys
 
 _OWN_FLAGS = os.environ.get("XLA_FLAGS", "")
 # XLA's younger code generator for fusions on CPUs takes two thirds of the time of a compilation;
-# the older one makes the same of them.
+# the older one makes the same of them. From JAX 0.11 on there is no older one.
 _OPTION = "xla_cpu_use_fusion_emitters"
+_HAS_OLDER = importlib.metadata.version("jaxlib").startswith("0.10.")
 
 
 def compile_plainly(plainly: bool) -> None:
     """Say how programs are compiled from now on, here and in processes that are started."""
-    if plainly:
-        _add_the_option()
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(plainly)
-    os.environ["XLA_FLAGS"] = f"{_OWN_FLAGS} --{_OPTION}=false".lstrip() if plainly else _OWN_FLAGS
+    if _HAS_OLDER:
+        if plainly:
+            _add_the_option()
+        flags = [_OWN_FLAGS] * bool(_OWN_FLAGS) + [f"--{_OPTION}=false"] * plainly
+        os.environ["XLA_FLAGS"] = " ".join(flags)
     if jax := sys.modules.get("jax"):
         jax.config.update("jax_disable_most_optimizations", plainly)
 
