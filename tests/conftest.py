@@ -3,13 +3,14 @@ hardware that is not there."""
 
 import contextlib
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.plainly import compile_plainly
 
 # Tests have a home of their own, so that none of them writes to the user's. What engines keep there
 # by default, their programs and the native kernels, is compiled once for all the workers of a run,
@@ -50,15 +51,18 @@ SLOWEST = (
     "engine/test_user_backend.py",
 )
 
-# Where tests are of what engines do with their steps, not of the numbers in them: XLA compiles a
-# step there in half the time, with the least optimisation. tests/README.md says why that is sound,
-# and what stays optimised.
+# Where tests are of what engines do with their steps, or compare formulas and kernels with a
+# reference, XLA compiles in a fifth of the time, with the least optimisation. tests/README.md says
+# why that is sound, and what stays optimised.
 PLAINLY_COMPILED = (
-    "batch", "bench", "cli", "engine", "executor", "frontend", "openai", "parallel", "server",
-    "benchmarks/test_scripts.py", "models/test_sharded.py", "programs/test_bundle.py",
-    "programs/test_store.py", "programs/test_warmup.py", "test_llm.py",
+    "batch", "bench", "cli", "engine", "executor", "frontend", "kernels", "models", "openai",
+    "parallel", "server", "simulation", "benchmarks/test_kernels.py", "benchmarks/test_scripts.py",
+    "programs/test_bundle.py", "programs/test_report.py", "programs/test_store.py",
+    "programs/test_warmup.py", "test_llm.py",
 )  # fmt: skip
-OPTIMISED_NEVERTHELESS = ("engine/test_equalities.py", "engine/test_oracle.py")
+OPTIMISED_NEVERTHELESS = (
+    "engine/test_equalities.py", "engine/test_oracle.py", "models/test_parity.py",
+)  # fmt: skip
 
 COMPILE_MARKERS = ("tpu_compile", "gpu_compile")
 HARDWARE_MARKERS = ("tpu", "gpu", *COMPILE_MARKERS)
@@ -97,11 +101,7 @@ def _is_plainly_compiled(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which make engines
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Say how the test's programs are compiled, here and in processes that it starts."""
-    plainly = _is_plainly_compiled(item)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(plainly)
-    if jax := sys.modules.get("jax"):
-        jax.config.update("jax_disable_most_optimizations", plainly)
+    compile_plainly(_is_plainly_compiled(item))
 
 
 @pytest.fixture(scope="session")

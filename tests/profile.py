@@ -18,9 +18,10 @@ TINY: dict[str, Any] = {
     "enforce_eager": True,
 }
 
-# What is cut over devices or hosts: prompts are ids, any number of logprobs is compared, and blocks
-# are small, so that a prompt has several.
+# What is cut over devices or hosts: prompts are ids, any number of logprobs is compared, blocks
+# are small, so that a prompt has several, and mixed steps have one shape to compile.
 SHARDED: dict[str, Any] = TINY | {
+    "max_num_batched_tokens": 16,
     "block_size": 8,
     "num_gpu_blocks_override": 128,
     "skip_tokenizer_init": True,

@@ -143,7 +143,7 @@ def test_what_cannot_wake_up(llm, tags):
 
 SCRIPT = """
 import json, os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 from jaxllm import LLM, SamplingParams
 

@@ -84,7 +84,7 @@ class Ranks:
             port = probe.getsockname()[1]
         env = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_NUM_CPU_DEVICES": str(devices),
             "PJRT_NPROC": "16",  # gloo starves with two devices and as many threads
         }
         self.processes = []

@@ -42,8 +42,7 @@ PROMPTS = [[5, 6, 7], list(range(40)), [9] * 17]
 def test_ray_starts_the_ranks_of_an_engine(tmp_path):
     pytest.importorskip("ray")
     model = str(make_tiny_checkpoint(tmp_path, **SHARDED_MODEL))
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "16"}
-    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PJRT_NPROC": "16"}
     command = [sys.executable, "-c", SCRIPT, model, json.dumps(SHARDED), json.dumps(PROMPTS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -90,6 +90,9 @@ def compile_step(monkeypatch, capfd):
         decode_only=False,
         of_heads=False,
     ):
+        key = (config, block_size, dtype, decode_only, of_heads)
+        if key in _COMPILED:
+            return _COMPILED[key]
         limits = BatchLimits(num_tokens=512, num_rows=64, max_blocks=128, block_size=block_size)
         BACKEND.check(config, limits, dtype=dtype, chip=CHIPS["h200"])
         jax.clear_caches()  # what is cached is not printed again
@@ -100,7 +103,7 @@ def compile_step(monkeypatch, capfd):
         messages, code = _printed(hlo, log)
         memory = compiled.memory_analysis()
         assert memory is not None
-        return Compiled(
+        _COMPILED[key] = Compiled(
             hlo=hlo,
             code=code,
             is_serialized="wgmma.mma_async instructions are serialized" in log,
@@ -111,8 +114,13 @@ def compile_step(monkeypatch, capfd):
             temp_bytes=memory.temp_size_in_bytes,
             cache=cache,
         )
+        return _COMPILED[key]
 
     return run
+
+
+# By the arguments of compile_step: some tests look at the same program.
+_COMPILED: dict[tuple, Compiled] = {}
 
 
 # By the kernel's hash: what the assembler said, and the machine code. From JAX 0.12 on a process
@@ -270,7 +278,7 @@ def assert_caches_in_place(compiled: Compiled) -> None:
 MIXED = {"paged_decode", "merge_decode", "paged_prefill"}
 DECODE = {"paged_decode", "merge_decode"}
 
-# Every head size with every block size; the default suite takes what differs most.
+# Every head size with every block size; what differs most runs always.
 _FAST_SHAPES = {
     (64, 16),
     (80, 16),
@@ -282,7 +290,7 @@ _FAST_SHAPES = {
     (256, 128),
 }
 SHAPES = [
-    pytest.param(*shape, marks=[] if shape in _FAST_SHAPES else pytest.mark.slow)
+    pytest.param(*shape, marks=[] if shape in _FAST_SHAPES else pytest.mark.sweep)
     for shape in itertools.product((64, 80, 96, 128, 256), (16, 32, 64, 128))
 ]
 
@@ -303,7 +311,7 @@ _FAST_SHAPES_OF_8_BITS = {
     ("float8_e4m3fn", 256, 128),
 }
 SHAPES_OF_8_BITS = [
-    pytest.param(*shape, marks=[] if shape in _FAST_SHAPES_OF_8_BITS else pytest.mark.slow)
+    pytest.param(*shape, marks=[] if shape in _FAST_SHAPES_OF_8_BITS else pytest.mark.sweep)
     for shape in [
         *itertools.product(("int8", "float8_e4m3fn"), (64, 80, 96, 128), (64,)),
         # Where registers are scarce, all block sizes.

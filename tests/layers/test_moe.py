@@ -83,7 +83,7 @@ def test_the_shared_mlp_is_added(is_gated):
 
 SCRIPT = """
 import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 import dataclasses, functools
 import jax, jax.numpy as jnp, numpy as np

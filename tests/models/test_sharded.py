@@ -45,7 +45,7 @@ CUT = (
 )
 SCRIPT = """
 import os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=6"
+os.environ["JAX_NUM_CPU_DEVICES"] = "6"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import json

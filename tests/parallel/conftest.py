@@ -12,7 +12,7 @@ from tests.profile import SHARDED, SHARDED_MODEL
 
 SCRIPT = """
 import json, os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax.numpy as jnp

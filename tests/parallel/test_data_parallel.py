@@ -10,7 +10,7 @@ from tests.profile import SHARDED
 
 SCRIPT = """
 import json, os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 from jaxllm import LLM, SamplingParams

@@ -59,7 +59,7 @@ def test_more_stages_find_less_to_run(answered):
 
 FAILURE = """
 import json, os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 from jaxllm import SamplingParams
 from jaxllm.config import EngineConfig

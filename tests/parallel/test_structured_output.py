@@ -45,9 +45,9 @@ def model_dir(tmp_path_factory):
 
 
 def start(variants, num_devices):
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
     # Gloo starves with two devices and as many threads.
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PJRT_NPROC": "16"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "16"}
+    env["JAX_NUM_CPU_DEVICES"] = str(num_devices)
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, json.dumps(variants)],
         cwd=ROOT,

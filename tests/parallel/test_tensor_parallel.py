@@ -51,7 +51,7 @@ def test_its_engines_took_other_ways(answered):
 # The emulator of GPUs does not tell devices apart, so this is for the kernels of TPUs only.
 ON_EMULATED_KERNELS = """
 import json, os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from jaxllm_kernels.ragged_paged_attention.api import register_backend

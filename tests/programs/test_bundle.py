@@ -128,7 +128,7 @@ assert tokens[0] == tokens[1], tokens
 @pytest.mark.slow
 def test_a_bundle_for_two_devices(model_dir, tmp_path):
     arguments = [model_dir, str(tmp_path), json.dumps(FLAGS), json.dumps(OPTIONS)]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
     done = subprocess.run(
         [sys.executable, "-c", TWO_DEVICES, *arguments],
         capture_output=True, text=True, env=environment, timeout=600,

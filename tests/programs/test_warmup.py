@@ -77,7 +77,7 @@ def run(code, tree, *arguments, num_devices=1):
     environment = os.environ | {
         "PYTHONPATH": f"{tree}:{tree / 'kernels'}",
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
     }
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],

@@ -178,7 +178,7 @@ def test_requests_without_a_key_are_counted(host):
 
 
 def test_each_replica_has_its_own_figures(engine_options, make_host, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     host = make_host(engine_options | {"data_parallel_size": 2})
     with host.serve(metrics_prefix="vllm", access_log=False) as client:
         page = Page(client)

@@ -23,7 +23,7 @@ model, address = sys.argv[1], sys.argv[5]
 num_shards, process, num_processes = map(int, sys.argv[2:5])
 os.environ["JAX_PLATFORMS"] = "cpu"
 num_devices = num_shards // num_processes
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
+os.environ["JAX_NUM_CPU_DEVICES"] = str(num_devices)
 import jax, jax.numpy as jnp
 if num_processes > 1:
     jax.distributed.initialize(address, num_processes, process)
