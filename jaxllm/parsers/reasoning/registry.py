@@ -12,6 +12,7 @@ from jaxllm.parsers.reasoning.hunyuan_a13b import HUNYUAN_A13B
 from jaxllm.parsers.reasoning.kimi_k2 import KIMI_K2
 from jaxllm.parsers.reasoning.mistral import MISTRAL
 from jaxllm.parsers.reasoning.olmo3 import OLMO3
+from jaxllm.parsers.reasoning.openai_gptoss import OPENAI_GPTOSS
 from jaxllm.parsers.reasoning.qwen3 import QWEN3
 from jaxllm.parsers.reasoning.seed_oss import SEED_OSS
 from jaxllm.parsers.stream_parser import StreamParser
@@ -30,6 +31,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "mistral": MISTRAL,
     "nemotron_v3": DEEPSEEK_R1,
     "olmo3": OLMO3,
+    "openai_gptoss": OPENAI_GPTOSS,
     "qwen3": QWEN3,
     "seed_oss": SEED_OSS,
 }

@@ -18,6 +18,7 @@ from jaxllm.parsers.tools.llama3_json import LLAMA3_JSON
 from jaxllm.parsers.tools.longcat import LONGCAT
 from jaxllm.parsers.tools.mistral import MISTRAL
 from jaxllm.parsers.tools.olmo3 import OLMO3
+from jaxllm.parsers.tools.openai import OPENAI
 from jaxllm.parsers.tools.phi4_mini_json import PHI4_MINI_JSON
 from jaxllm.parsers.tools.pythonic import LFM2, PYTHONIC
 from jaxllm.parsers.tools.xlam import XLAM
@@ -49,6 +50,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "mistral": MISTRAL,
     "nemotron_v3": QWEN3_XML,
     "olmo3": OLMO3,
+    "openai": OPENAI,
     "phi4_mini_json": PHI4_MINI_JSON,
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_XML,

@@ -63,6 +63,10 @@ PARTS = {
     "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>", *INVOKE],
     "mistral": ["[TOOL_CALLS]", "[CALL_ID]", "abcdefghi", "[ARGS]", "[", "]"],
     "olmo3": ["<function_calls>", "</function_calls>", "\n", *PYTHON],
+    "openai": [
+        "<|start|>assistant", "<|channel|>commentary", " to=functions.", "get_weather",
+        "<|message|>", " <|constrain|>json", "<|call|>", "<|end|>", "<|channel|>final", "to=python",
+    ],
     "phi4_mini_json": ["functools", "functools[", "<|tool_call|>", "<|/tool_call|>", "[", "]"],
     "pythonic": ["<|python_start|>", "<|python_end|>", *PYTHON],
     "qwen3_xml": ["<tool_call>", "</tool_call>", *XML],
@@ -126,6 +130,10 @@ WHOLE = {
     ),
     "mistral": f"[TOOL_CALLS] [{OBJECT}]",
     "olmo3": "<function_calls>\nget_weather(city='Paris')\n</function_calls>",
+    "openai": (
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"city": "Paris"}<|call|>'
+    ),
     "phi4_mini_json": f"functools[{OBJECT}]",
     "pythonic": "[get_weather(city='Paris')]",
     "qwen3_xml": (
