@@ -46,13 +46,14 @@ class QKNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """Multiplies the query at position p by 1 + strength * log(1 + p // interval)."""
+    """Multiplies the query at position p by 1 + strength * log(1 + (p + first) // interval)."""
 
     strength: float
     interval: int
+    first: int = 0  # the number of the first position
 
     def factors(self, positions: jax.Array) -> jax.Array:
-        steps = (positions // self.interval).astype(jnp.float32)
+        steps = ((positions + self.first) // self.interval).astype(jnp.float32)
         return 1.0 + self.strength * jnp.log1p(steps)
 
 
