@@ -45,6 +45,7 @@ SIZES = {
     "MiniMax M2, in 16 bits": 228.69,
     "Llama 4 Scout": 107.77,
     "Llama 4 Maverick": 400.71,
+    "MiMo V2 Flash, in 16 bits": 308.78,
 }
 
 
