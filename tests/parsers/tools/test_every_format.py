@@ -78,7 +78,8 @@ PARTS = {
     "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", *XML],
     "step3": [
         "<｜tool_calls_begin｜>", "<｜tool_call_begin｜>function<｜tool_sep｜>",
-        "<｜tool_call_end｜>", "<｜tool_calls_end｜>", '<steptml:invoke name="get_weather">', "</steptml:invoke>",
+        "<｜tool_call_end｜>", "<｜tool_calls_end｜>",
+        '<steptml:invoke name="get_weather">', "</steptml:invoke>",
         '<steptml:parameter name="city">', '<steptml:parameter name="days">', '">', "null",
         "</steptml:parameter>", "\n", "[1]",
     ],
