@@ -7,7 +7,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo
-from jaxllm.parsers.reasoning.base import Reasoning, start_of
+from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.parsers.reasoning.registry import find_reasoning_format
 from jaxllm.structured_output.options import StructuredOutputsConfig
 from jaxllm.structured_output.params import StructuredOutputsParams
@@ -48,11 +48,12 @@ class AnswerForms:
             reasoning = Reasoning(find_reasoning_format(self._config.reasoning_parser))
         if reasoning is None:
             return door.grammar(params)
-        tags, enable_thinking = reasoning
+        reasoning_format, enable_thinking = reasoning
         if prompt is None:
             last = prompt_token_ids[-_NUM_LAST_TOKENS:]
             prompt = self._tokenizer.decode(last, skip_special_tokens=False)
-        return door.grammar(params, (tags, start_of(tags, prompt, enable_thinking)))
+        start = reasoning_format.start(prompt, enable_thinking)
+        return door.grammar(params, (reasoning_format, start))
 
     @functools.cached_property
     def _door(self):  # noqa: ANN202

@@ -265,7 +265,7 @@ def _conversation(
     if not conversation:
         raise ValidationError("messages is empty; give at least one", parameter="messages")
     return Conversation(
-        template=_template(tokenizer, chat_template, tools),
+        template=find_chat_template(tokenizer, chat_template, tools),
         # Leave out fields that are None: templates would write "None".
         messages=[{k: v for k, v in one.items() if v is not None} for one in conversation],
         tools=None if tools is None else list(tools),
@@ -275,7 +275,7 @@ def _conversation(
     )
 
 
-def _template(tokenizer: Tokenizer, given: str | None, tools: object) -> str:
+def find_chat_template(tokenizer: Tokenizer, given: str | None, tools: object) -> str:
     """The text of the template: a tokenizer may have several, by name."""
     try:
         return tokenizer.hf.get_chat_template(given, tools)  # pyright: ignore[reportArgumentType]

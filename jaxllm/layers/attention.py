@@ -46,13 +46,14 @@ class QKNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """Multiplies the query at position p by 1 + strength * log(1 + p // interval)."""
+    """Multiplies the query at position p by 1 + strength * log(1 + (p + first) // interval)."""
 
     strength: float
     interval: int
+    first: int = 0  # the number of the first position
 
     def factors(self, positions: jax.Array) -> jax.Array:
-        steps = (positions // self.interval).astype(jnp.float32)
+        steps = ((positions + self.first) // self.interval).astype(jnp.float32)
         return 1.0 + self.strength * jnp.log1p(steps)
 
 
@@ -82,6 +83,7 @@ class AttentionSpec:
     qkv_clip: float | None = None
     qk_norm: QKNorm | None = None
     v_norm: NormSpec | None = None  # of each head's values
+    value_scale: float = 1.0  # of values, before they are cached
     temperature: Temperature | None = None
     # Whether values are the projected keys, as they are before their norm and rotation.
     values_are_keys: bool = False
@@ -198,6 +200,7 @@ class Attention(nnx.Module):
             else:
                 pages, k, v = cache, self._place(kv[0], self.k_norm, context), kv[-1]
                 v = v if self.v_norm is None else self.v_norm(v)
+                v = v if self.spec.value_scale == 1.0 else v * self.spec.value_scale
             out, pages = self._attend(q, k, v, pages, context)
             cache = pages if self.spec.kv == "own" else LentCache(pages, k, v)
             return self.o_proj(out.reshape(len(x), -1)), cache
@@ -226,6 +229,7 @@ class Attention(nnx.Module):
             isinstance(backend, TakesHeads)
             and spec.qk_norm is None
             and spec.v_norm is None
+            and spec.value_scale == 1.0
             and spec.temperature is None
             and not spec.has_sinks
             and not spec.values_are_keys

@@ -76,6 +76,8 @@ class Router(Linear):
         ranked = scores
         if self.e_score_correction_bias is not None:
             ranked = ranked + self.e_score_correction_bias[...]
+        elif spec.scores == "sigmoid" and spec.num_groups == 1:
+            ranked = logits  # in the same order; the sigmoids of large logits are all one
         _, chosen = jax.lax.top_k(self._of_best_groups(ranked), self.num_choices)
         factors = jnp.take_along_axis(scores, chosen, axis=-1)
         if spec.scores == "softmax of chosen":

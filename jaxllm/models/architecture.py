@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import UnsupportedModelError
+from jaxllm.layers.attention import AttentionSpec
 from jaxllm.models.harmless import HARMLESS
 from jaxllm.models.hf_config import HFConfig, merge_overrides
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.models.specs import Architecture
+from jaxllm.models.specs import Architecture, MixerSpec
 from jaxllm.quantization.read import read_scheme
 
 
@@ -44,4 +45,25 @@ def read_architecture(
     architecture = family.read(name, config)
     if not has_own_class:
         config.refuse_unread(HARMLESS.keys() | family.harmless)
-    return dataclasses.replace(architecture, scheme=scheme)
+    architecture = dataclasses.replace(architecture, scheme=scheme)
+    return _without_wide_windows(architecture, max_model_len or architecture.max_model_len)
+
+
+def _without_wide_windows(architecture: Architecture, max_model_len: int) -> Architecture:
+    """The same computation without the windows and chunks that hold the longest sequence: their
+    layers need no cache of their own kind."""
+
+    def narrowed(mixer: MixerSpec) -> MixerSpec:
+        if not isinstance(mixer, AttentionSpec):
+            return mixer
+        window, chunk = (
+            size if size is not None and size < max_model_len else None
+            for size in (mixer.window, mixer.chunk)
+        )
+        return dataclasses.replace(mixer, window=window, chunk=chunk)
+
+    layers = tuple(
+        dataclasses.replace(layer, mixers=tuple(map(narrowed, layer.mixers)))
+        for layer in architecture.layers
+    )
+    return dataclasses.replace(architecture, layers=layers)

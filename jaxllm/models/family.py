@@ -160,7 +160,10 @@ def read_decoder(
 
 def with_rotated_pairs(names: CheckpointMap, architecture: Architecture) -> CheckpointMap:
     """The map for checkpoints whose heads rotate neighbours, not one half with the other."""
-    (attention,) = architecture.layers[0].mixers
+    mixers = (mixer for layer in architecture.layers for mixer in layer.mixers)
+    attention = next((mixer for mixer in mixers if mixer.rope is not None), None)
+    if attention is None:
+        return names
     assert isinstance(attention, AttentionSpec) and attention.rope is not None
     return names.with_rules(qkv_proj=rotated_in_pairs(attention.head_size, attention.rope.size))
 

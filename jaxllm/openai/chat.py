@@ -1,10 +1,10 @@
 """Requests to /v1/chat/completions: the next message of a conversation."""
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from jaxllm.errors import ValidationError, refused
-from jaxllm.frontend.tokenizer import TextLength, render_chat
+from jaxllm.frontend.tokenizer import TextLength, Tokenizer, find_chat_template, render_chat
 from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import ChatLogprobs, chat_logprobs
 from jaxllm.openai.message import MessageParser
@@ -27,6 +27,9 @@ from jaxllm.sampling_params import SamplingParams, StructuredOutputsParams
 MAX_MESSAGES = 8192
 MAX_TEMPLATE_CHARS = 1 << 18
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_EFFORT = "reasoning_effort"  # the field, and the variable of templates
+
 
 class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a chat request."""
@@ -40,6 +43,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     chat_template: str | None = None  # only in requests to the server
     tools: list[Tool] | None = None
     tool_choice: Any = None
@@ -87,7 +91,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             tools=self._tools(served),
-            chat_template_kwargs=self.chat_template_kwargs,
+            chat_template_kwargs=self._template_kwargs(served.tokenizer, served),
             render=partial(
                 served.renderer.render,
                 is_foreign=is_foreign(self.chat_template, self.chat_template_kwargs),
@@ -177,6 +181,18 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
 
     def id_of(self, answer_id: str) -> str:
         return f"chatcmpl-{self.request_id or answer_id}"
+
+    def _template_kwargs(self, tokenizer: Tokenizer, served: ServedModel) -> dict[str, Any] | None:
+        """The variables of the template, with the effort for those that know it."""
+        given, effort = self.chat_template_kwargs, self.reasoning_effort
+        if effort is None:
+            return given
+        own = self.chat_template or served.chat_template
+        if _EFFORT not in find_chat_template(tokenizer, own, self._tools(served)):
+            raise refused(_EFFORT, effort, "the model's chat template does not know it; omit it")
+        if (given or {}).get(_EFFORT, effort) != effort:
+            raise refused(_EFFORT, effort, "chat_template_kwargs says otherwise; give one of them")
+        return {**(given or {}), _EFFORT: effort}
 
     @property
     def _enable_thinking(self) -> bool:

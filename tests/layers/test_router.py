@@ -125,3 +125,12 @@ def test_types_of_logits_and_factors():
     _, factors = jax.jit(rounded.route)(x)
     assert factors.dtype == jnp.float32
     np.testing.assert_array_equal(factors, factors.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_sigmoids_that_are_equal_do_not_hide_the_larger_logit():
+    module = router(RouterSpec(scores="sigmoid"), num_choices=1)
+    x = 100 * tokens()  # sigmoids of one, of several experts
+    logits = logits_of(module, x)
+    scores = np.asarray(jax.nn.sigmoid(jnp.asarray(logits, jnp.float32)))
+    assert ((scores == 1).sum(-1) > 1).any()
+    np.testing.assert_array_equal(module.route(x)[0], best(logits, 1))

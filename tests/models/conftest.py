@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch, get_backend
 
+from jaxllm.cache_groups import window_of
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import StepContext
@@ -85,7 +86,7 @@ class SingleRow:
         )
         configs = model.attention_configs
         context = StepContext.prepare(
-            dict.fromkeys({config.sliding_window for config in configs}, batch),
+            dict.fromkeys(map(window_of, configs), batch),
             configs,
             num_tokens=num_tokens,
             backend=self._backend,

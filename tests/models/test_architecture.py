@@ -14,6 +14,7 @@ from jaxllm.layers.rope import (
 )
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.hf_config import merge_overrides
+from jaxllm.testing import tiny_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,7 +98,26 @@ def test_eos_token_ids_may_be_one_or_many():
     ],
 )
 def test_windows_of_the_families(name, fields, windows):
-    assert tuple(attention.window for attention in attentions(read(name, **fields))) == windows
+    architecture = read(name, max_position_embeddings=8192, **fields)
+    assert tuple(attention.window for attention in attentions(architecture)) == windows
+
+
+def test_a_window_of_the_longest_sequence_is_none():
+    config = LLAMA | {
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 512,
+        "num_key_value_heads": 4,
+    }
+
+    def window(max_model_len=None):
+        return attentions(read_architecture(config, max_model_len=max_model_len))[0].window
+
+    assert window() is None and window(100) is None
+    assert attentions(read_architecture(config | {"sliding_window": 511}))[0].window == 511
+    chunked = read_architecture(tiny_config("llama4"), max_model_len=16)
+    assert {attention.chunk for attention in attentions(chunked)} == {None}
+    chunked = read_architecture(tiny_config("llama4"), max_model_len=17)
+    assert {attention.chunk for attention in attentions(chunked)} == {16, None}
 
 
 def test_qwen3_has_qk_norm_and_its_own_head_size():

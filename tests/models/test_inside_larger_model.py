@@ -17,6 +17,7 @@ WRAPPED = {
     "mistral": "Mistral3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
 }
 
 

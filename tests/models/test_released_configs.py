@@ -43,6 +43,9 @@ SIZES = {
     "ERNIE 4.5 21B-A3B": 21.83,
     "Hunyuan A13B": 80.39,
     "MiniMax M2, in 16 bits": 228.69,
+    "Llama 4 Scout": 107.77,
+    "Llama 4 Maverick": 400.71,
+    "MiMo V2 Flash, in 16 bits": 308.78,
 }
 
 

@@ -6,11 +6,14 @@ import typing
 import pytest
 
 from jaxllm import SamplingParams, ValidationError
+from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
+from jaxllm.frontend.tokenizer import load_tokenizer
 from jaxllm.openai.endpoints import ENDPOINTS, find_endpoint
 from jaxllm.openai.errors import AnswerError, NotFoundError, error_body
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.sampling_params import RequestOutputKind
+from jaxllm.testing import make_tiny_checkpoint
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NEEDED = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"prompt": "Hi"}}
@@ -189,6 +192,24 @@ def test_fields_of_the_other_endpoint_are_refused(path, fields, message):
     with pytest.raises(ValidationError) as caught:
         read(path, **fields)
     assert message in str(caught.value)
+
+
+def test_the_effort_of_reasoning_is_a_variable_of_the_template(tmp_path):
+    path = str(make_tiny_checkpoint(tmp_path))
+    tokenizer = load_tokenizer(EngineConfig.create(path).model, path)
+    plain = dataclasses.replace(SERVED, tokenizer=tokenizer)
+    template = "{{ reasoning_effort }} {{ messages[0].content }}"
+    served = dataclasses.replace(plain, chat_template=template)
+
+    (prompt,) = read(CHAT, reasoning_effort="low").prompts(served)
+    assert prompt["prompt"] == "low Hi"
+    same = read(CHAT, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"})
+    assert same.prompts(served) == [prompt]
+    other = read(CHAT, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+    with pytest.raises(ValidationError, match="reasoning_effort='low': chat_template_kwargs says"):
+        other.prompts(served)
+    with pytest.raises(ValidationError, match="reasoning_effort='low': .* does not know it"):
+        read(CHAT, reasoning_effort="low").prompts(plain)
 
 
 def test_what_is_missing_is_named():

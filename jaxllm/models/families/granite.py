@@ -5,7 +5,9 @@ residual stream, and, as a divisor, the logits. The 8B and 2B models tie their e
 """
 
 import dataclasses
+from collections.abc import Sequence
 
+from jaxllm.layers.attention import AttentionSpec
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
 from jaxllm.models.family import Family, pre_norm_layer, read_attention, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
@@ -16,21 +18,30 @@ def read(name: str, config: HFConfig) -> Architecture:
     return read_granite(name, config, read_mlp(config, bias=config.flag("mlp_bias")))
 
 
-def read_granite(name: str, config: HFConfig, ffn: FFNSpec) -> Architecture:
-    """Read a Granite with this ffn in all layers."""
+def read_attention_of_granite(config: HFConfig) -> AttentionSpec:
     bias = config.flag("attention_bias")
-    attention = dataclasses.replace(
+    return dataclasses.replace(
         read_attention(config, qkv_bias=bias, o_bias=bias),
         scale=config.positive("attention_multiplier", 1.0),
     )
-    layer = dataclasses.replace(
-        pre_norm_layer(config, attention, ffn),
-        residual_scale=config.positive("residual_multiplier", 1.0),
-    )
+
+
+def read_granite(
+    name: str, config: HFConfig, ffn: FFNSpec, attentions: Sequence[AttentionSpec] | None = None
+) -> Architecture:
+    """Read a Granite with this ffn in all layers. Without `attentions` all layers have the same."""
+    if attentions is None:
+        num_layers = config.integer("num_hidden_layers")
+        attentions = [read_attention_of_granite(config)] * num_layers
+    scale = config.positive("residual_multiplier", 1.0)
+    layers = [
+        dataclasses.replace(pre_norm_layer(config, attention, ffn), residual_scale=scale)
+        for attention in attentions
+    ]
     return read_decoder(
         name,
         config,
-        [layer] * config.integer("num_hidden_layers"),
+        layers,
         embedding_scale=config.positive("embedding_multiplier", 1.0),
         logits_scale=1 / config.positive("logits_scaling", 1.0),
     )

@@ -29,7 +29,7 @@ def read(name: str, config: HFConfig) -> Architecture:
     bias = config.flag("attention_bias")
     attention = read_attention(config, qkv_bias=bias, o_bias=bias, default_theta=2e6)
     mlp = read_mlp(config, bias=config.flag("mlp_bias"))
-    are_rotated = _read_rotated_layers(config)
+    are_rotated = read_rotated_layers(config)
     layers = [
         pre_norm_layer(
             config,
@@ -43,12 +43,12 @@ def read(name: str, config: HFConfig) -> Architecture:
     return read_decoder(name, config, layers)
 
 
-def _read_rotated_layers(config: HFConfig) -> list[bool]:
+def read_rotated_layers(config: HFConfig) -> list[bool]:
     """Whether each layer rotates queries and keys. The field's name says the opposite."""
     num_layers = config.integer("num_hidden_layers")
     interval = config.integer("no_rope_layer_interval", 4)
     given = config.get("no_rope_layers")
-    if given is None:
+    if given is None or given == []:
         return [(layer + 1) % interval != 0 for layer in range(num_layers)]
     is_list = isinstance(given, list | tuple) and all(value in (0, 1) for value in given)
     if not is_list or len(given) < num_layers:

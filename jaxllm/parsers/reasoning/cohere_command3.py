@@ -7,9 +7,9 @@ Tool calls follow the reasoning without the tags of the content. Without reasoni
 write the opening tag of the content or an empty reasoning.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-COHERE_COMMAND3 = ReasoningFormat(
+COHERE_COMMAND3 = TaggedReasoning(
     ("<|START_THINKING|>",),
     ("<|END_THINKING|>",),
     starts_inside=False,

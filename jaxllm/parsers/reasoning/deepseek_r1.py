@@ -8,6 +8,6 @@
 The opening tag is usually in the prompt. Otherwise the model may or may not write it.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-DEEPSEEK_R1 = ReasoningFormat(("<think>",), ("</think>",), starts_inside=True)
+DEEPSEEK_R1 = TaggedReasoning(("<think>",), ("</think>",), starts_inside=True)

@@ -10,8 +10,8 @@
 The opening tag of the reasoning is in the prompt.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-ERNIE45 = ReasoningFormat(
+ERNIE45 = TaggedReasoning(
     ("<think>",), ("</think>",), starts_inside=True, content_tags=("<response>", "</response>")
 )

@@ -7,6 +7,6 @@
 If thinking is turned off, the template may write an empty channel into the prompt.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-GEMMA4 = ReasoningFormat(("<|channel>thought",), ("<channel|>",), starts_inside=False)
+GEMMA4 = TaggedReasoning(("<|channel>thought",), ("<channel|>",), starts_inside=False)

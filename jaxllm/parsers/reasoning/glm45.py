@@ -6,6 +6,6 @@
 If thinking is turned off, the template closes the reasoning in the prompt.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-GLM45 = ReasoningFormat(("<think>",), ("</think>",), starts_inside=False)
+GLM45 = TaggedReasoning(("<think>",), ("</think>",), starts_inside=False)

@@ -7,9 +7,9 @@ Here is my response:
 The answer.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-GRANITE = ReasoningFormat(
+GRANITE = TaggedReasoning(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
     starts_inside=False,

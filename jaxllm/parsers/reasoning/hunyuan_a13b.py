@@ -10,8 +10,8 @@
 If thinking is turned off, the reasoning is empty, in the answer or in the prompt.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-HUNYUAN_A13B = ReasoningFormat(
+HUNYUAN_A13B = TaggedReasoning(
     ("<think>",), ("</think>",), starts_inside=False, content_tags=("<answer>", "</answer>")
 )

@@ -3,9 +3,9 @@
 <think>The user wants ...</think>The answer.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-KIMI_K2 = ReasoningFormat(
+KIMI_K2 = TaggedReasoning(
     ("<think>",),
     ("</think>",),
     starts_inside=True,

@@ -3,6 +3,6 @@
 [THINK]The user wants ...[/THINK]The answer.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-MISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",), starts_inside=False)
+MISTRAL = TaggedReasoning(("[THINK]",), ("[/THINK]",), starts_inside=False)

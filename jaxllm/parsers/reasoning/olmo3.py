@@ -8,6 +8,6 @@
 The opening tag is in the prompt.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-OLMO3 = ReasoningFormat(("<think>",), ("</think>",), starts_inside=True, needs_special_tokens=False)
+OLMO3 = TaggedReasoning(("<think>",), ("</think>",), starts_inside=True, needs_special_tokens=False)

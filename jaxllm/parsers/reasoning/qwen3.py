@@ -10,8 +10,8 @@ If thinking is turned off, the template writes both tags into the prompt. Models
 sometimes call a tool without closing the reasoning first.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-QWEN3 = ReasoningFormat(
+QWEN3 = TaggedReasoning(
     ("<think>",), ("</think>",), starts_inside=False, other_ends=("<tool_call>",)
 )

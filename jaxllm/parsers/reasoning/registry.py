@@ -9,9 +9,11 @@ from jaxllm.parsers.reasoning.gemma4 import GEMMA4
 from jaxllm.parsers.reasoning.glm45 import GLM45
 from jaxllm.parsers.reasoning.granite import GRANITE
 from jaxllm.parsers.reasoning.hunyuan_a13b import HUNYUAN_A13B
+from jaxllm.parsers.reasoning.hy_v3 import HY_V3
 from jaxllm.parsers.reasoning.kimi_k2 import KIMI_K2
 from jaxllm.parsers.reasoning.mistral import MISTRAL
 from jaxllm.parsers.reasoning.olmo3 import OLMO3
+from jaxllm.parsers.reasoning.openai_gptoss import OPENAI_GPTOSS
 from jaxllm.parsers.reasoning.qwen3 import QWEN3
 from jaxllm.parsers.reasoning.seed_oss import SEED_OSS
 from jaxllm.parsers.stream_parser import StreamParser
@@ -25,13 +27,18 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "glm47": GLM45,
     "granite": GRANITE,
     "hunyuan_a13b": HUNYUAN_A13B,
+    "hy_v3": HY_V3,
     "kimi_k2": KIMI_K2,
+    "mimo": QWEN3,
     "minimax_m2": DEEPSEEK_R1,
     "mistral": MISTRAL,
     "nemotron_v3": DEEPSEEK_R1,
     "olmo3": OLMO3,
+    "openai_gptoss": OPENAI_GPTOSS,
     "qwen3": QWEN3,
     "seed_oss": SEED_OSS,
+    "step3": DEEPSEEK_R1,
+    "step3p5": DEEPSEEK_R1,
 }
 
 

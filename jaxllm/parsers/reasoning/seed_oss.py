@@ -8,6 +8,6 @@ The model's remarks on its budget are reasoning. With a budget of 0 the template
 reasoning in the prompt.
 """
 
-from jaxllm.parsers.reasoning.base import ReasoningFormat
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
-SEED_OSS = ReasoningFormat(("<seed:think>",), ("</seed:think>",), starts_inside=True)
+SEED_OSS = TaggedReasoning(("<seed:think>",), ("</seed:think>",), starts_inside=True)

@@ -1,5 +1,5 @@
-"""The formats of Qwen 3 Coder, Seed OSS, MiniMax M2 and DeepSeek V3.2: each parameter's value is
-plain text between tags.
+"""The formats of Qwen 3 Coder, Seed OSS, MiniMax M2, DeepSeek V3.2 and Step 3: each parameter's
+value is plain text between tags.
 
     <tool_call>
     <function=get_weather>
@@ -27,7 +27,13 @@ plain text between tags.
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-The outer tags of the last two are around all calls. DeepSeek says which values are strings.
+    <｜tool_calls_begin｜>
+    <｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">
+    <steptml:parameter name="city">Paris</steptml:parameter>
+    </steptml:invoke><｜tool_call_end｜>
+    <｜tool_calls_end｜>
+
+The outer tags of the last three are around all calls. DeepSeek says which values are strings.
 
 The parser writes the arguments as JSON, by the types in the tool's schema. Parameters that are not
 in the schema are strings. Qwen writes a value on lines of its own: one line break at each end
@@ -62,6 +68,9 @@ class _Tags(NamedTuple):
     close: str
     function: str = "<function="
     end_function: str = "</function>"
+    # What stands around a function's tags; "" if nothing does.
+    before_function: str = ""
+    after_function: str = ""
     parameter: str = "<parameter="
     end_parameter: str = "</parameter>"
     name: re.Pattern[str] = re.compile(r"[^\s<>]*")
@@ -78,8 +87,11 @@ class _XmlCalls:
 
     def __init__(self, tags: _Tags):
         self._tags = tags
-        self._begin = Markers(tags.open, tags.function)
-        after_value = (tags.parameter, tags.end_function, tags.close, tags.open, tags.function)
+        begin = tuple(filter(None, (tags.open, tags.before_function, tags.function)))
+        self._begin = Markers(*begin)
+        # What ends a call whose function is not closed.
+        self._ends = tuple(filter(None, (tags.after_function, tags.close, *begin)))
+        after_value = (tags.parameter, tags.end_function, *self._ends)
         self._after_value = Markers(*after_value)
         self._value_tags = ValueTags(
             tags.end_parameter, after_value, (tags.parameter, tags.end_function, tags.close)
@@ -90,6 +102,8 @@ class _XmlCalls:
         while (yield from read_content(text, out, self._begin)):
             if (yield from text.accept(tags.open, out.form)):
                 yield from text.take_while(SPACE, out.form)
+            if tags.before_function and (yield from text.accept(tags.before_function, out.form)):
+                yield from text.take_while(SPACE, out.form)
             if not (yield from text.accept(tags.function, out.form)):
                 continue
             name = yield from text.collect(tags.name, out.form)
@@ -97,6 +111,8 @@ class _XmlCalls:
                 out.begin_call(name)
                 yield from self._read_parameters(text, out, parameter_types(tools, name))
                 out.end_call()
+                if tags.after_function:
+                    yield from read_end(text, out, tags.after_function)
                 yield from read_end(text, out, tags.close)
 
     def _read_parameters(
@@ -129,7 +145,7 @@ class _XmlCalls:
             marker = yield from text.take_until(self._after_value, out.content)
             if marker is None:
                 return
-            if marker in (tags.close, tags.open, tags.function):
+            if marker in self._ends:
                 break
         out.arguments("}")
 
@@ -156,6 +172,21 @@ MINIMAX_M2 = _format(
         function='<invoke name="',
         end_function="</invoke>",
         parameter='<parameter name="',
+        name=_QUOTED,
+        end_of_name='">',
+        end_of_head={'">': None},
+    )
+)
+STEP3 = _format(
+    _Tags(
+        "<｜tool_calls_begin｜>",
+        "<｜tool_calls_end｜>",
+        function='<steptml:invoke name="',
+        end_function="</steptml:invoke>",
+        before_function="<｜tool_call_begin｜>function<｜tool_sep｜>",
+        after_function="<｜tool_call_end｜>",
+        parameter='<steptml:parameter name="',
+        end_parameter="</steptml:parameter>",
         name=_QUOTED,
         end_of_name='">',
         end_of_head={'">': None},

@@ -199,6 +199,10 @@ class KVCacheManager:
         first = length  # the group has all blocks from here up to `length`
         while length:
             start = group.first_block(length * self.block_size, self.block_size)
+            if len(self._windowed) == len(self.groups):
+                # At the beginning of a chunk no block is read. The last one shows that the tokens
+                # before it have been computed; elsewhere the group without a window shows it.
+                start = min(start, length - 1)
             while first > start and pool.find(request.block_hashes[first - 1]) is not None:
                 first -= 1
             if first <= start:

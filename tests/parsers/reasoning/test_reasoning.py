@@ -11,11 +11,15 @@ from jaxllm.parsers.reasoning.registry import (
     find_reasoning_format,
     make_reasoning_parser,
 )
+from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 
 USER = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
 OPENED = USER + "<think>\n"
 
-each_format = pytest.mark.parametrize("name", REASONING_FORMATS)
+TAGGED = {
+    name: tags for name, tags in REASONING_FORMATS.items() if isinstance(tags, TaggedReasoning)
+}
+each_format = pytest.mark.parametrize("name", TAGGED)
 each_prompt = pytest.mark.parametrize("end", ["", "{open}\n", "{open}\n\n{close}\n\n", "{answer}"])
 PARTS = [
     "{open}", "{close}", "{answer}", "{end}", "\n", " ", "a thought", "<tool_call>", "<", "é☀️",
@@ -24,7 +28,7 @@ PARTS = [
 
 
 def tags_of(name):
-    tags = REASONING_FORMATS[name]
+    tags = TAGGED[name]
     answer, end = tags.content_tags or ("", "")
     return {"open": tags.open_tags[0], "close": tags.close_tags[0], "answer": answer, "end": end}
 
@@ -59,7 +63,7 @@ def test_every_split_gives_the_same(name, end, data):
 def test_only_tags_and_space_are_dropped(name, end, data):
     parts = [part.format(**tags_of(name)) for part in PARTS]
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=10)))
-    tags = REASONING_FORMATS[name]
+    tags = TAGGED[name]
     form = [*tags.open_tags, *tags.close_tags, *(tags.content_tags or ())]
     dropped = re.compile("|".join([*map(re.escape, form), r"\s"]))
 
@@ -116,7 +120,7 @@ def test_reasoning_that_is_cut_off(name):
     )
 
 
-WITH_CONTENT_TAGS = [name for name, tags in REASONING_FORMATS.items() if tags.content_tags]
+WITH_CONTENT_TAGS = [name for name, tags in TAGGED.items() if tags.content_tags]
 
 
 @pytest.mark.parametrize("name", WITH_CONTENT_TAGS)

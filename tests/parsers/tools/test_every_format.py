@@ -52,6 +52,11 @@ PARTS = {
     "granite-20b-fc": ["<function_call>"],
     "hermes": ["<tool_call>", "</tool_call>", "\n"],
     "hunyuan_a13b": ["<tool_calls>", "</tool_calls>", "[", "]"],
+    "hy_v3": [
+        "<tool_calls>", "</tool_calls>", "<tool_sep>", "<tool_call:opensource>",
+        "<tool_sep:opensource>",
+        "<arg_key:opensource>", "</arg_key:opensource>", *GLM,
+    ],
     "internlm": ["<|action_start|>", "<|plugin|>", "<|action_end|>"],
     "kimi_k2": [
         "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.", ":0",
@@ -63,15 +68,28 @@ PARTS = {
     "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>", *INVOKE],
     "mistral": ["[TOOL_CALLS]", "[CALL_ID]", "abcdefghi", "[ARGS]", "[", "]"],
     "olmo3": ["<function_calls>", "</function_calls>", "\n", *PYTHON],
+    "openai": [
+        "<|start|>assistant", "<|channel|>commentary", " to=functions.", "get_weather",
+        "<|message|>", " <|constrain|>json", "<|call|>", "<|end|>", "<|channel|>final", "to=python",
+    ],
     "phi4_mini_json": ["functools", "functools[", "<|tool_call|>", "<|/tool_call|>", "[", "]"],
     "pythonic": ["<|python_start|>", "<|python_end|>", *PYTHON],
     "qwen3_xml": ["<tool_call>", "</tool_call>", *XML],
     "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", *XML],
+    "step3": [
+        "<｜tool_calls_begin｜>", "<｜tool_call_begin｜>function<｜tool_sep｜>",
+        "<｜tool_call_end｜>", "<｜tool_calls_end｜>",
+        '<steptml:invoke name="get_weather">', "</steptml:invoke>",
+        '<steptml:parameter name="city">', '<steptml:parameter name="days">', '">', "null",
+        "</steptml:parameter>", "\n", "[1]",
+    ],
     "xlam": ["[TOOL_CALLS]", "<tool_call>", "</tool_call>", "[", "]"],
 }  # fmt: skip
 SAME = {
     "ernie45": "hermes", "granite4": "hermes", "jamba": "hunyuan_a13b",
-    "llama4_pythonic": "pythonic", "nemotron_v3": "qwen3_xml", "qwen3_coder": "qwen3_xml",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic", "mimo": "qwen3_xml", "step3p5": "qwen3_xml",
+    "nemotron_v3": "qwen3_xml", "qwen3_coder": "qwen3_xml",
 }  # fmt: skip
 OBJECT = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 COMMON = [
@@ -112,6 +130,10 @@ WHOLE = {
     "granite-20b-fc": f"<function_call> {OBJECT}",
     "hermes": f"<tool_call>\n{OBJECT}\n</tool_call>",
     "hunyuan_a13b": f"<tool_calls>[\n{OBJECT}\n]</tool_calls>",
+    "hy_v3": (
+        "<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n"
+        "<arg_value>Paris</arg_value>\n</tool_call>\n</tool_calls>"
+    ),
     "internlm": f"<|action_start|><|plugin|>\n{OBJECT}<|action_end|>",
     "kimi_k2": (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
@@ -126,6 +148,10 @@ WHOLE = {
     ),
     "mistral": f"[TOOL_CALLS] [{OBJECT}]",
     "olmo3": "<function_calls>\nget_weather(city='Paris')\n</function_calls>",
+    "openai": (
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"city": "Paris"}<|call|>'
+    ),
     "phi4_mini_json": f"functools[{OBJECT}]",
     "pythonic": "[get_weather(city='Paris')]",
     "qwen3_xml": (
@@ -135,6 +161,11 @@ WHOLE = {
     "seed_oss": (
         "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
         "</function>\n</seed:tool_call>"
+    ),
+    "step3": (
+        "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+        '<steptml:invoke name="get_weather">\n<steptml:parameter name="city">Paris'
+        "</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>"
     ),
     "xlam": f"[{OBJECT}]",
 }

@@ -180,6 +180,18 @@ def test_blocks_of_earlier_chunks_are_given_back(new):
     assert manager.find_prefix(new([*range(18), 99])) == 3
 
 
+@pytest.mark.parametrize("window", [Chunk(8), 1])
+def test_a_prefix_is_found_only_if_it_has_been_computed(window, new):
+    group = CacheGroup(window=window, num_blocks=12, max_blocks_per_request=6)
+    manager = KVCacheManager(groups=[group], block_size=4, enable_prefix_caching=True)
+    prompt = list(range(18))
+    assert manager.find_prefix(new(prompt)) == 0  # token 16 would read no block
+    request = computed(manager, new(prompt), 18)
+    manager.free(request)
+    assert manager.find_prefix(new(prompt)) == 4
+    assert manager.find_prefix(new([99, *prompt])) == 0
+
+
 def computed_in_two_chunks(windowed, request):
     """Compute 24 tokens of a request, the second half in blocks that it gets only then."""
     computed(windowed, request, 12)
