@@ -13,7 +13,7 @@ from jaxllm.models.blocks import PreNormBlock
 from jaxllm.models.checkpoint_map import CheckpointMap, rotated_in_pairs
 from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.rope_parameters import read_rope, stretched_length
-from jaxllm.models.specs import Architecture, FFNSpec, LayerSpec
+from jaxllm.models.specs import Architecture, FFNSpec, LayerSpec, MixerSpec
 
 # Types of layers, as `layer_types` in a config.json names them.
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -121,7 +121,7 @@ def windows_of(kinds: Collection[str], window: int | None) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in kinds]
 
 
-def pre_norm_layer(config: HFConfig, attention: AttentionSpec, ffn: FFNSpec) -> LayerSpec:
+def pre_norm_layer(config: HFConfig, attention: MixerSpec, ffn: FFNSpec) -> LayerSpec:
     """Llama's layer."""
     return LayerSpec(mixers=(attention,), ffns=(ffn,), norm=read_norm(config), block=PreNormBlock)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _FAMILIES = {
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "cohere",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Exaone4ForCausalLM": "exaone4",
