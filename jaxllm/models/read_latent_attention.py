@@ -3,9 +3,10 @@
 import math
 from typing import Any
 
-from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.errors import CheckpointError
 from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.layers.norm import RMSNormSpec
+from jaxllm.layers.rope import RopeConfig
 from jaxllm.models.checkpoint_map import (
     CheckpointMap,
     Concat,
@@ -73,7 +74,7 @@ def read_latent_attention(
         q_latent_size=(
             None if config.get("q_lora_rank") is None else config.integer("q_lora_rank")
         ),
-        scale=head_size**-0.5 * _yarn_magnitude(config) ** 2,
+        scale=head_size**-0.5 * _magnitude(config, rope) ** 2,
         rope=rope,
         rope_interleave=config.flag("rope_interleave", True),
         # The norms of latents have the epsilon of their class, whatever rms_norm_eps is.
@@ -82,23 +83,13 @@ def read_latent_attention(
     )
 
 
-def _yarn_magnitude(config: HFConfig) -> float:
-    """By how much scores grow with the stretch of the context, if the config says so."""
-    of_all, factor = rope_number(config, "mscale_all_dim"), rope_number(config, "factor")
-    if of_all is None or factor is None or factor <= 1:
+def _magnitude(config: HFConfig, rope: RopeConfig) -> float:
+    """By how much queries and keys grow with the stretch of the context, if the config says so."""
+    factor = getattr(rope.scaling, "factor", 1.0)
+    of_all = rope_number(config, "mscale_all_dim")
+    if of_all is None or factor <= 1:
         return 1.0
     return 0.1 * of_all * math.log(factor) + 1.0
-
-
-def read_dense_below(config: HFConfig) -> None:
-    """Refuse sequences in which a token attends to a choice of tokens, not to all before it."""
-    most = config.integer("index_topk")
-    longest = config.max_model_len or config.integer("max_position_embeddings")
-    if longest > most:
-        raise UnsupportedModelError(
-            f"sparse attention is not supported: beyond index_topk={most} tokens the model attends "
-            f"to a choice of them; lower max_model_len to {most}, where it attends to all"
-        )
 
 
 def with_latents(names: CheckpointMap, architecture: Architecture) -> CheckpointMap:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _FAMILIES = {
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "cohere",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
@@ -29,6 +30,7 @@ _FAMILIES = {
     "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GlmForCausalLM": "glm",
     "GPT2LMHeadModel": "gpt2",
     "GPTNeoXForCausalLM": "gpt_neox",
@@ -41,6 +43,7 @@ _FAMILIES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "mistral3",
     "Mistral3ForConditionalGeneration": "mistral3",
+    "Mistral4ForCausalLM": "mistral4",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "NemotronForCausalLM": "nemotron",

@@ -7,6 +7,7 @@ is left out.
 
 import dataclasses
 
+from jaxllm.layers.router import RouterSpec
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap
 from jaxllm.models.expert_tensors import each_expert
 from jaxllm.models.families.glm4_moe import read_sigmoid_router
@@ -14,7 +15,7 @@ from jaxllm.models.family import Family, pre_norm_layer, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.read_latent_attention import FOLLOWING, read_latent_attention, with_latents
 from jaxllm.models.read_moe import TRAINING, read_moe
-from jaxllm.models.specs import Architecture, FFNSpec
+from jaxllm.models.specs import Architecture, MixerSpec
 
 # Of the class in transformers, where they are not those that most families share.
 _DEFAULTS = {
@@ -41,22 +42,32 @@ def read(name: str, config: HFConfig) -> Architecture:
     config.must_be("scoring_func", "sigmoid")
     config.must_be("topk_method", "noaux_tc")
     config.must_be("moe_layer_freq", 1)
-    attention = read_latent_attention(config)
-    mlp, moe = read_mlp(config), read_shared_moe(config)
+    return read_with_experts(
+        name, config, read_latent_attention(config), read_sigmoid_router(config)
+    )
+
+
+def read_with_experts(
+    name: str,
+    config: HFConfig,
+    attention: MixerSpec,
+    router: RouterSpec,
+    *,
+    mlp_bias: bool = False,
+) -> Architecture:
+    """Read a decoder whose first layers are dense, and whose experts have a shared MLP beside
+    them."""
+    mlp = read_mlp(config, bias=mlp_bias)
+    num_shared = config.integer("n_shared_experts", 1)
+    size = num_shared * config.integer("moe_intermediate_size")
+    shared = dataclasses.replace(mlp, intermediate_size=size)
+    moe = read_moe(config, router, count="n_routed_experts", shared=shared)
     num_dense = config.integer("first_k_dense_replace", lowest=0)
     layers = [
         pre_norm_layer(config, attention, mlp if index < num_dense else moe)
         for index in range(config.integer("num_hidden_layers"))
     ]
     return read_decoder(name, config, layers)
-
-
-def read_shared_moe(config: HFConfig) -> FFNSpec:
-    """Read the experts, and the MLP for all tokens beside them."""
-    num_shared = config.integer("n_shared_experts", 1)
-    size = num_shared * config.integer("moe_intermediate_size")
-    shared = dataclasses.replace(read_mlp(config), intermediate_size=size)
-    return read_moe(config, read_sigmoid_router(config), count="n_routed_experts", shared=shared)
 
 
 def checkpoint(architecture: Architecture) -> CheckpointMap:
