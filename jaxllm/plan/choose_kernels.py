@@ -152,8 +152,7 @@ def _backends(
     keep_latents = {isinstance(config, LatentConfig) for config in configs}
     if keep_latents == {True, False}:
         raise UnsupportedModelError(
-            "a model whose layers keep latents, or keys and values, but not all the same of them, "
-            "is not supported"
+            "some layers keep latents, and others keys and values, which is not supported"
         )
     if True not in keep_latents:
         return get_backend, default_backends(chip)

@@ -43,6 +43,12 @@ SIZES = {
     "ERNIE 4.5 21B-A3B": 21.83,
     "Hunyuan A13B": 80.39,
     "MiniMax M2, in 16 bits": 228.69,
+    "DeepSeek V2": 235.74,
+    "DeepSeek V2 Lite": 15.71,
+    "DeepSeek V3, in 16 bits": 671.03,
+    "Kimi K2, in 16 bits": 1026.41,
+    "GLM-4.7-Flash": 29.94,
+    "Mistral Small 4, in 16 bits": 118.97,
 }
 
 

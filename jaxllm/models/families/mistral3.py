@@ -115,5 +115,5 @@ FAMILY = Family(
             "llama_4_scaling_beta": 0.3,
         },
     },
-    harmless=AROUND_DECODER | mistral4.FAMILY.harmless,
+    harmless={**AROUND_DECODER, **mistral4.FAMILY.harmless},
 )
