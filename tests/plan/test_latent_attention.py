@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import pytest
 from jaxllm_kernels.mla.api import LatentConfig
+from jaxllm_kernels.mla.xla import XlaLatentBackend
+from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, BatchLimits
 
@@ -19,6 +21,7 @@ from jaxllm.testing import make_tiny_checkpoint
 OPTIONS = {"max_model_len": 64, "num_gpu_blocks_override": 64, "block_size": 16}
 LATENTS = LatentConfig(num_heads=4, latent_size=32, rope_size=8, scale=0.1)
 HEADS = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=16, scale=0.1)
+NONE = NoLibrary("it is not needed")
 LIMITS = BatchLimits(num_tokens=64, num_rows=4, max_blocks=4, block_size=16)
 
 
@@ -58,11 +61,11 @@ def test_a_bound_counts_rows_and_products_with_latents(model):
 def test_an_accelerator_runs_loops_of_xla_and_says_so(caplog):
     for name in ("h200", "v6e"):
         chip = CHIPS[name]
-        backend = choose_attention("auto", chip, None, [LATENTS], LIMITS, "bfloat16")
-        assert backend.name == "xla" and backend.tokens_at_once > 1
+        backend = choose_attention("auto", chip, NONE, [LATENTS], LIMITS, "bfloat16")
+        assert backend == XlaLatentBackend().tuned_for(chip) != XlaLatentBackend()
         assert f"latent attention: XLA's loops, since there is no kernel for {name}" in caplog.text
 
 
 def test_a_model_of_both_kinds_is_refused():
     with pytest.raises(UnsupportedModelError, match="some layers keep latents, and others"):
-        choose_attention("auto", CHIPS["cpu"], None, [LATENTS, HEADS], LIMITS, "bfloat16")
+        choose_attention("auto", CHIPS["cpu"], NONE, [LATENTS, HEADS], LIMITS, "bfloat16")
