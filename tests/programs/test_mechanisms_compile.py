@@ -67,14 +67,15 @@ GEMMA4_SIZES = SIZES | {
 }
 
 DEEPSEEK_SIZES = SIZES | {
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
     "num_key_value_heads": 16,
     "q_lora_rank": 768,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "moe_intermediate_size": 704,
+    "moe_intermediate_size": 896,
     "n_routed_experts": 16,
 }
 
