@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 
 from jaxllm.cache_groups import window_of
 from jaxllm.errors import refused
-from jaxllm.layers.context import Cache, LentCache, StepContext
+from jaxllm.layers.context import Cache, LentCache, MixerBackend, StepContext
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import Norm, NormSpec
 from jaxllm.layers.rope import RopeConfig, rotate
@@ -291,7 +291,8 @@ class Attention(nnx.Module):
 
         def attend(*operands: Any) -> tuple[jax.Array, jax.Array]:
             *others, sinks = operands
-            return context.backend.attend(*others, config=self.config, sinks=sinks)
+            backend = cast(AttentionBackend, context.backend)  # the plan has chosen it for configs
+            return backend.attend(*others, config=self.config, sinks=sinks)
 
         operands = (q, k, v, cache, *paged, sinks)
         axes = (_HEADS, _HEADS, _HEADS, None, (), (), ("heads",))
@@ -317,6 +318,9 @@ class Attention(nnx.Module):
         )(*operands)
 
 
-def cache_axes(backend: AttentionBackend) -> Axes:
-    """Logical names of the cache's axes, up to the head axis; the later ones have none."""
+def cache_axes(backend: MixerBackend) -> Axes:
+    """Logical names of the cache's axes, up to the head axis; the later ones have none, and neither
+    has a cache without heads."""
+    if backend.cache_head_axis is None:
+        return ()
     return (*(None for _ in range(backend.cache_head_axis)), "heads")

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 from jax.sharding import Mesh
 from jaxllm_kernels.add_norm.api import AddNorm
+from jaxllm_kernels.mla.api import LatentBackend, LatentConfig
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
     AttentionConfig,
@@ -39,6 +40,11 @@ class LentCache(NamedTuple):
 
 Cache = jax.Array | LentCache
 
+# The attention of a mixer and its implementation: heads with keys and values, or latents. Those of
+# a model are all of one kind, so that it has one implementation.
+MixerConfig = AttentionConfig | LatentConfig
+MixerBackend = AttentionBackend | LatentBackend
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +54,7 @@ class StepContext:
     # Layers with the same window keep the same tokens: they are a group with one batch.
     windows: tuple[Window, ...] = field(metadata={"static": True})
     paged: tuple[PagedBatch, ...]  # by window
-    backend: AttentionBackend = field(metadata={"static": True})
+    backend: MixerBackend = field(metadata={"static": True})
     # The devices over which heads are sharded; None: there is one device.
     mesh: Mesh | None = field(default=None, metadata={"static": True})
     # What adds and normalises in one launch; None: XLA does.
@@ -63,18 +69,18 @@ class StepContext:
     def prepare(
         cls,
         batches: Mapping[Window, RaggedBatch],
-        configs: Sequence[AttentionConfig],
+        configs: Sequence[MixerConfig],
         *,
         num_tokens: int,
-        backend: AttentionBackend,
+        backend: MixerBackend,
         mesh: Mesh | None = None,
         add_norm: AddNorm | None = None,
     ) -> Self:
         """Prepare the batch of each window for the layers with this window; traced."""
-        paged = []
+        paged, op = [], cast(Any, backend)  # which is for configs of this kind
         for window, batch in batches.items():
             its = tuple(config for config in configs if window_of(config) == window)
-            paged.append(PagedBatch(batch, backend.prepare(batch, its, num_tokens=num_tokens)))
+            paged.append(PagedBatch(batch, op.prepare(batch, its, num_tokens=num_tokens)))
         return cls(
             windows=tuple(batches),
             paged=tuple(paged),

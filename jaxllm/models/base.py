@@ -7,9 +7,8 @@ from typing import Protocol, Self
 
 import jax
 from jax.typing import DTypeLike
-from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
-from jaxllm.layers.context import StepContext
+from jaxllm.layers.context import MixerConfig, StepContext
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
 from jaxllm.models.specs import Architecture
@@ -36,7 +35,7 @@ class Model(Protocol):
         ...
 
     @property
-    def attention_configs(self) -> tuple[AttentionConfig, ...]:
+    def attention_configs(self) -> tuple[MixerConfig, ...]:
         """The attention of each mixer on one shard, except those that use the cache of another
         layer. A model has one cache for each, in this order."""
         ...

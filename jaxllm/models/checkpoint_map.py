@@ -166,7 +166,8 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class InHalves:
-    """Rows of heads, whose first `rotated` rows are pairs to rotate, one member beside the other.
+    """Rows of heads. `rotated` of them, from `first` on, are pairs to rotate, one member beside the
+    other.
 
     The array has the first members of a head's pairs and then the second ones, as `rotate` wants
     them. With queries and keys in the same order, their products are the same.
@@ -175,6 +176,7 @@ class InHalves:
     source: Source
     head_size: int
     rotated: int
+    first: int = 0
 
     @property
     def shape(self) -> Shape:
@@ -189,9 +191,8 @@ class InHalves:
         first, end = box[0].start // size * size, -(-box[0].stop // size) * size
         held = np.empty((end - first, *target.shape[1:]), target.dtype)
         self.source.copy(tensors, (slice(first, end), *box[1:]), held)
-        pairs = np.arange(self.rotated)
-        rest = np.arange(self.rotated, size)
-        in_head = np.concatenate([pairs[::2], pairs[1::2], rest])
+        in_head, pairs = np.arange(size), slice(self.first, self.first + self.rotated)
+        in_head[pairs] = np.concatenate([in_head[pairs][::2], in_head[pairs][1::2]])
         rows = np.arange(box[0].start, box[0].stop)
         target[...] = held[rows // size * size + in_head[rows % size] - first]
 

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
-from jaxllm.layers.context import LentCache, StepContext
+from jaxllm.layers.context import LentCache, MixerConfig, StepContext
 from jaxllm.layers.embedding import NOWHERE, Embedding, Positions
 from jaxllm.layers.norm import Norm
 from jaxllm.layers.per_layer_input import PerLayerInputs
@@ -57,7 +56,7 @@ class DecoderForCausalLM(nnx.Module):
         return model
 
     @property
-    def attention_configs(self) -> tuple[AttentionConfig, ...]:
+    def attention_configs(self) -> tuple[MixerConfig, ...]:
         return tuple(
             getattr(layer, mixer.name).config
             for layer in self.model.own_layers.values()

@@ -6,14 +6,14 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.activation import ACTIVATIONS
-from jaxllm.layers.attention import AttentionSpec, QKNorm
+from jaxllm.layers.attention import AttentionSpec, QKNorm, Temperature
 from jaxllm.layers.mlp import MLPSpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.models.blocks import PreNormBlock
 from jaxllm.models.checkpoint_map import CheckpointMap, rotated_in_pairs
 from jaxllm.models.hf_config import HFConfig, check_size
-from jaxllm.models.rope_parameters import read_rope, stretched_length
-from jaxllm.models.specs import Architecture, FFNSpec, LayerSpec
+from jaxllm.models.rope_parameters import read_rope, rope_number, stretched_length
+from jaxllm.models.specs import Architecture, FFNSpec, LayerSpec, MixerSpec
 
 # Types of layers, as `layer_types` in a config.json names them.
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -102,6 +102,16 @@ def read_mlp(
     return MLPSpec(intermediate_size=size, bias=bias, is_gated=is_gated, activation=function)
 
 
+def read_temperature(config: HFConfig) -> Temperature | None:
+    """Read by how much queries grow with their position, as in Mistral's newer models."""
+    strength = rope_number(config, "llama_4_scaling_beta")
+    if strength is None:
+        return None
+    trained = rope_number(config, "original_max_position_embeddings")
+    interval = config.integer("max_position_embeddings") if trained is None else int(trained)
+    return Temperature(strength=strength, interval=interval)
+
+
 def read_norm(config: HFConfig) -> RMSNormSpec:
     return RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6))
 
@@ -121,7 +131,7 @@ def windows_of(kinds: Collection[str], window: int | None) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in kinds]
 
 
-def pre_norm_layer(config: HFConfig, attention: AttentionSpec, ffn: FFNSpec) -> LayerSpec:
+def pre_norm_layer(config: HFConfig, attention: MixerSpec, ffn: FFNSpec) -> LayerSpec:
     """Llama's layer."""
     return LayerSpec(mixers=(attention,), ffns=(ffn,), norm=read_norm(config), block=PreNormBlock)
 

@@ -1,6 +1,6 @@
 """Chooses the kernels for a chip, once per engine. A fallback is always logged."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ from jaxllm_kernels.dense.xla import XlaScaledMatmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
+from jaxllm_kernels.mla.api import (
+    DEFAULT_LATENT_BACKENDS,
+    LatentConfig,
+    get_latent_backend,
+)
 from jaxllm_kernels.native import library as native
 from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
-    AttentionBackend,
-    AttentionConfig,
     BatchLimits,
     default_backends,
     get_backend,
@@ -27,7 +30,8 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import UnsupportedModelError, ValidationError
+from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.moe import MoESpec
 from jaxllm.logging import init_logger
 from jaxllm.models.specs import Architecture
@@ -113,7 +117,7 @@ def _has_own_kernels(chip: Chip, num_shards: int) -> bool:
     return is_hopper and num_shards == 1 and not why_no_mosaic_gpu()
 
 
-def free_padding(attention: AttentionBackend, matmul: Matmul, dtype: Any) -> int:
+def free_padding(attention: MixerBackend, matmul: Matmul, dtype: Any) -> int:
     """The number of tokens of a step up to which padding is nearly free."""
     if not (isinstance(attention, NativeBackend) and isinstance(matmul, NativeMatmul)):
         return 0
@@ -124,18 +128,19 @@ def choose_attention(
     asked: str,
     chip: Chip,
     library: Library | NoLibrary,
-    configs: Collection[AttentionConfig],
+    configs: Collection[MixerConfig],
     limits: BatchLimits,
     dtype: Any,
-) -> AttentionBackend:
+) -> MixerBackend:
     """The requested backend, or the first of the chip's that supports all of these attentions. The
     refusals of the others are logged."""
-    names = (asked,) if asked != "auto" else default_backends(chip)
+    get, defaults = _backends(configs, chip)
+    names = (asked,) if asked != "auto" else defaults
     if asked == "auto" and isinstance(library, NoLibrary):
         names = tuple(name for name in names if name != "native")  # the reason is logged already
     for name in names:
         try:
-            backend = get_backend(name)
+            backend: Any = get(name)
             if isinstance(backend, NativeBackend):
                 backend = replace(backend, library=library)  # keeps a user's subclass
             for config in set(configs):
@@ -150,3 +155,19 @@ def choose_attention(
                 ) from error
             logger.warning("attention: not %r, since %s", name, error)
     raise AssertionError("no backend to choose from")
+
+
+def _backends(
+    configs: Collection[MixerConfig], chip: Chip
+) -> tuple[Callable[[str], Any], tuple[str, ...]]:
+    """Backends by name for attentions of this kind, and the names of the chip's defaults."""
+    keep_latents = {isinstance(config, LatentConfig) for config in configs}
+    if keep_latents == {True, False}:
+        raise UnsupportedModelError(
+            "some layers keep latents, and others keys and values, which is not supported"
+        )
+    if True not in keep_latents:
+        return get_backend, default_backends(chip)
+    if chip.platform != "cpu":
+        logger.warning("latent attention: XLA's loops, since there is no kernel for %s", chip.name)
+    return get_latent_backend, DEFAULT_LATENT_BACKENDS

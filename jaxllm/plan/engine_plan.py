@@ -14,12 +14,9 @@ from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul, ScaledMatmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.platform import Chip
-from jaxllm_kernels.ragged_paged_attention.api import (
-    AttentionBackend,
-    AttentionConfig,
-)
 
 from jaxllm.cache_groups import CacheGroup, room_for
+from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
 from jaxllm.messages import EngineInfo
@@ -56,8 +53,8 @@ class EnginePlan:
     block_size: int
     cache_groups: tuple[CacheGroup, ...]
     num_logits: int  # the vocabulary, and padding if it is sharded
-    attention: AttentionBackend
-    attention_configs: tuple[AttentionConfig, ...]
+    attention: MixerBackend
+    attention_configs: tuple[MixerConfig, ...]
     matmul: Matmul
     coded_matmul: ScaledMatmul | None  # None: the model has no codes
     experts: ExpertsOp | None  # None: the model has none

@@ -11,17 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Device, chip_of
-from jaxllm_kernels.ragged_paged_attention.api import (
-    AttentionBackend,
-    AttentionConfig,
-    BatchLimits,
-)
+from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 
 from jaxllm.cache_groups import CacheGroup, CacheSizes, group_windows, window_of
 from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
+from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
@@ -152,7 +149,7 @@ def make_plan(
     def plan_stages(groups: Sequence[CacheGroup]) -> tuple[StagePlan, ...]:
         num_blocks = {group.window: group.num_blocks for group in groups}
 
-        def cache(config: AttentionConfig, num_blocks: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        def cache(config: MixerConfig, num_blocks: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
             return _cache_shape(attention, config, num_blocks, block_size, dtype, mesh)
 
         return tuple(
@@ -260,21 +257,20 @@ def make_plan(
 
 
 def _cache_shape(
-    attention: AttentionBackend,
-    config: AttentionConfig,
+    attention: MixerBackend,
+    config: MixerConfig,
     num_blocks: int,
     block_size: int,
     dtype: Any,
     mesh: Mesh,
 ) -> jax.ShapeDtypeStruct:
     """The shape of a layer's cache over all devices of a mesh. `config` is that of one device."""
-    shard = attention.cache_shape(
+    op: Any = attention  # for configs of this kind
+    shard = op.cache_shape(
         config, num_blocks=num_blocks, block_size=block_size, dtype=jnp.dtype(dtype)
     )
     axis, axes = attention.cache_head_axis, cache_axes(attention)
-    heads = shard.shape[axis] * num_pieces(mesh, axes)
-    return jax.ShapeDtypeStruct(
-        (*shard.shape[:axis], heads, *shard.shape[axis + 1 :]),
-        shard.dtype,
-        sharding=sharding(mesh, axes),
-    )
+    sizes = list(shard.shape)
+    if axis is not None:
+        sizes[axis] *= num_pieces(mesh, axes)
+    return jax.ShapeDtypeStruct(tuple(sizes), shard.dtype, sharding=sharding(mesh, axes))

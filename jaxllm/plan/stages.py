@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jaxllm_kernels.platform import Device
-from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
 from jaxllm.cache_groups import CacheGroup, window_of
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
+from jaxllm.layers.context import MixerConfig
 from jaxllm.layers.moe import MoESpec
 from jaxllm.models.part import ModelPart
 from jaxllm.models.specs import Architecture
@@ -35,7 +35,7 @@ class StagePlan:
     part: ModelPart
     mesh: Mesh
     cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # by attention, over all devices
-    attention_configs: tuple[AttentionConfig, ...]  # of one device
+    attention_configs: tuple[MixerConfig, ...]  # of one device
     block_bytes: tuple[int, ...]  # of a block on one device, by attention
     weights_bytes: int  # on one device
 

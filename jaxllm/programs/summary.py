@@ -2,12 +2,18 @@
 
 import jax.numpy as jnp
 from jaxllm_kernels.dense.api import XLA
+from jaxllm_kernels.mla.api import LatentConfig
 
 from jaxllm.cache_groups import describe_groups, describe_room, shown_lengths
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
 from jaxllm.programs.declare import num_programs
+
+
+def _attention(plan: EnginePlan) -> str:
+    keep_latents = any(isinstance(config, LatentConfig) for config in plan.attention_configs)
+    return "latent attention" if keep_latents else "attention"
 
 
 def summary(plan: EnginePlan) -> str:
@@ -18,7 +24,7 @@ def summary(plan: EnginePlan) -> str:
         f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
         f"{jnp.dtype(plan.dtype).name} on {plan.chip.name}; "
         f"weights {format_bytes(plan.weights_bytes)}"
-        f"{f' by {arch.scheme}' if arch.scheme is not None else ''}; attention "
+        f"{f' by {arch.scheme}' if arch.scheme is not None else ''}; {_attention(plan)} "
         f"{plan.attention.name!r}{', native products' if plan.matmul is not XLA else ''}"
         f"{f', experts {plan.experts.name!r}' if plan.experts is not None else ''}\n"
         f"KV cache {format_bytes(plan.kv_cache_bytes)}: "

@@ -20,6 +20,7 @@ from jaxllm.cache_groups import window_of
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.layers.attention import AttentionSpec
 from jaxllm.layers.context import PagedBatch, StepContext
+from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.layers.moe import MoESpec
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
@@ -165,6 +166,10 @@ def _refuse_unsupported(architecture: Architecture) -> None:
     for layer in architecture.layers:
         if any(isinstance(ffn, MoESpec) for ffn in layer.ffns):
             raise UnsupportedModelError(f"{architecture.name}: models with experts are not trained")
+        if any(isinstance(its, LatentAttentionSpec) for its in layer.mixers):
+            raise UnsupportedModelError(
+                f"{architecture.name}: models with latent attention are not trained"
+            )
         if any(isinstance(its, AttentionSpec) and its.has_sinks for its in layer.mixers):
             raise UnsupportedModelError(
                 f"{architecture.name}: models with attention sinks are not trained"

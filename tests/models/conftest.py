@@ -3,18 +3,20 @@ one device or cut over several."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch, get_backend
+from jaxllm_kernels.mla.api import LatentConfig, get_latent_backend
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, get_backend
 
 from jaxllm.cache_groups import window_of
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
-from jaxllm.layers.context import StepContext
+from jaxllm.layers.context import MixerConfig, StepContext
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
@@ -48,7 +50,10 @@ class SingleRow:
         self.mesh = make_mesh(jax.devices()[:num_shards])
         self.weights = load_weights(model_dir, self.abstract_model, mesh=self.mesh)
         self._graphdef, _ = nnx.split(self.abstract_model)
-        self._backend = get_backend("reference")
+        configs = self.abstract_model.attention_configs
+        keeps_latents = isinstance(configs[0], LatentConfig)
+        get = get_latent_backend if keeps_latents else get_backend
+        self._backend: Any = get("reference")
         self._step = jax.jit(self.step)
 
     def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> np.ndarray:
@@ -63,13 +68,14 @@ class SingleRow:
         assert start == len(token_ids)
         return np.concatenate(parts)
 
-    def _cache(self, config: AttentionConfig) -> jax.Array:
+    def _cache(self, config: MixerConfig) -> jax.Array:
         """The empty cache of a layer, with the heads of all shards."""
         shape = self._backend.cache_shape(
             config, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, dtype=self.dtype
         )
         sizes = list(shape.shape)
-        sizes[self._backend.cache_head_axis] *= num_pieces(self.mesh, ("heads",))
+        if (axis := self._backend.cache_head_axis) is not None:
+            sizes[axis] *= num_pieces(self.mesh, ("heads",))
         place = sharding(self.mesh, cache_axes(self._backend))
         return jnp.zeros(sizes, shape.dtype, device=place)
 

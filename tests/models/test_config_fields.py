@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, UnsupportedModelError
 from jaxllm.models.harmless import HARMLESS
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.registry import family_names, load_family
@@ -22,7 +22,7 @@ def read(family, fields):
     try:
         config.refuse_unsupported()
         return family.read(fields["architectures"][0], config), config.fields_read
-    except CheckpointError as error:
+    except (CheckpointError, UnsupportedModelError) as error:
         return str(error), config.fields_read
 
 

@@ -16,6 +16,7 @@ WRAPPED = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral": "Mistral3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "mistral4": "Mistral3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
 }

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from jaxllm.files import read_json
 from jaxllm.testing import make_tiny_checkpoint
 
 CASES = json.loads(Path(__file__).with_name("golden.json").read_text())
@@ -45,9 +46,10 @@ def log_softmax(logits):
 
 def oracle(model_dir):
     pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    return AutoModelForCausalLM.from_pretrained(
+    (name,) = read_json(model_dir / "config.json")["architectures"]
+    return getattr(transformers, name).from_pretrained(
         model_dir, dtype="float32", attn_implementation="eager"
     )
 

@@ -63,6 +63,24 @@ LAYERS = ["full_attention", "sliding_attention"]
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported"),
         ("hunyuan_v1_moe", {"moe_topk": [3, 2]}, r"moe_topk=\[3, 2\] is not supported"),
         ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert=2 is not supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported"),
+        ("deepseek_v2", {"rope_interleave": False}, "rope_interleave=False is not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 must be num_attention"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8 is not supported"),
+        ("deepseek_v32", {"index_topk": 128}, "beyond index_topk=128 .* set max_model_len to at"),
+        ("deepseek_v32", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "'dense' layers before all"),
+        ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, "rotating a part of the head is not"),
+        (
+            "mistral4",
+            {"partial_rotary_factor": 0.5},
+            "rotates 12 .* contradicts qk_rope_head_dim=8",
+        ),
         ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list=\[1, 0\] is not supported"),
     ],
 )
@@ -74,7 +92,7 @@ def test_other_designs(family, fields, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ({"model_type": "mistral4"}, "model_type='mistral4' in text_config is not supported"),
+        ({"model_type": "mistral5"}, "model_type='mistral5' in text_config is not supported"),
         (
             {"model_type": "mistral", "alibi": True},
             r"alibi=True is .*\{'text_config': \{'alibi': None\}\}",

@@ -46,6 +46,12 @@ SIZES = {
     "Llama 4 Scout": 107.77,
     "Llama 4 Maverick": 400.71,
     "MiMo V2 Flash, in 16 bits": 308.78,
+    "DeepSeek V2": 235.74,
+    "DeepSeek V2 Lite": 15.71,
+    "DeepSeek V3, in 16 bits": 671.03,
+    "Kimi K2, in 16 bits": 1026.41,
+    "GLM-4.7-Flash": 29.94,
+    "Mistral Small 4, in 16 bits": 118.97,
 }
 
 

@@ -26,6 +26,9 @@ FURTHER = (
     "gemma4-dense-values-are-keys",
     "gemma4-sizes-by-layer",
     "gemma4-mqa-biases-odd-sizes-untied",
+    "deepseek-v3-plain-queries-biases-halves-tied",
+    "deepseek-v2-lite-plain-queries-mlp-biases",
+    "mistral4-no-groups-all-sparse-halves",
 )
 # Norms over all of six heads. Three kv heads are in two devices each, and one is in three or six.
 _SIX = {"num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 96}

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
+from jaxllm.files import read_json
 from jaxllm.testing import make_tiny_checkpoint
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -22,7 +23,9 @@ def figures(case: dict) -> dict:
     prompt = np.random.default_rng(case["seed"]).integers(3, 384, PROMPT_LEN).tolist()
     with tempfile.TemporaryDirectory() as path:
         make_tiny_checkpoint(path, case["family"], seed=case["seed"], **case["config"])
-        model = AutoModelForCausalLM.from_pretrained(
+        # Not every decoder has an auto class.
+        (name,) = read_json(Path(path) / "config.json")["architectures"]
+        model = getattr(transformers, name).from_pretrained(
             path, dtype="float32", attn_implementation="eager"
         )
     with torch.no_grad():

@@ -33,6 +33,14 @@ def model(tmp_path_factory):
     )
 
 
+def test_latents_are_on_every_device_and_heads_are_cut(engines, same_answers, tmp_path):
+    spread = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    model = make_tiny_checkpoint(tmp_path, "deepseek_v3")
+    expected, *answers = engines(model, {}, {"tensor_parallel_size": 4}, spread)
+    for answer in answers:
+        same_answers(answer, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", [WAYS, pytest.param(OTHER_WAYS, marks=pytest.mark.sweep)])
 def test_any_number_of_devices_gives_the_same_tokens(engines, model, same_answers, ways):

@@ -66,6 +66,19 @@ GEMMA4_SIZES = SIZES | {
     "vocab_size_per_layer_input": 32_000,
 }
 
+DEEPSEEK_SIZES = SIZES | {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 896,
+    "n_routed_experts": 16,
+}
+
 
 def read_mixture(name, config):
     """The layers of several families, with learned positions, a soft cap of logits and a bias."""
@@ -98,6 +111,7 @@ def make_model(tmp_path, monkeypatch):
     configs = {
         "mixture": {"architectures": ["Mixture"]},
         "gemma4": tiny_config("gemma4") | GEMMA4_SIZES,
+        "deepseek_v3": tiny_config("deepseek_v3") | DEEPSEEK_SIZES,
     }
 
     def make_model(name, **fields):
@@ -107,7 +121,7 @@ def make_model(tmp_path, monkeypatch):
     return make_model
 
 
-def compile_largest(model_dir, device):
+def compile_largest(model_dir, device, windows=(None, 1024)):
     """Compile the largest step of a model, which has decodes and chunks. No array of the shape of a
     weight or cache is copied, and the caches are updated in place. Return the plan."""
     args = EngineArgs(
@@ -120,7 +134,7 @@ def compile_largest(model_dir, device):
         num_gpu_blocks_override=8003,
     )
     plan = make_plan(args, [device])
-    assert [group.window for group in plan.cache_groups] == [None, 1024]
+    assert tuple(group.window for group in plan.cache_groups) == windows
     bucket = max(bucket for bucket in plan.buckets if not bucket.decode_only)
     program = declare_programs(plan, make_packer(plan).layouts)[bucket]
     compiled = program.compile(program.lower())
@@ -149,6 +163,20 @@ GEMMA4 = pytest.param("gemma4", marks=pytest.mark.sweep)
 def test_a_step_for_tpus(slice_name, name, make_model):
     plan = compile_largest(make_model(name), topology_devices(slice_name)[0])
     assert plan.attention.name == "tpu"
+
+
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_a_step_with_latents_for_tpus(make_model):
+    plan = compile_largest(make_model("deepseek_v3"), topology_devices("v6e-1")[0], (None,))
+    assert plan.attention.name == "xla"
+
+
+@pytest.mark.gpu_compile
+@needs_cuda_plugin
+def test_a_step_with_latents_for_an_h200(make_model):
+    plan = compile_largest(make_model("deepseek_v3"), *topology_devices("h200"), (None,))
+    assert plan.attention.name == "xla"
 
 
 @pytest.mark.gpu_compile

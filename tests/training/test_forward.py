@@ -66,7 +66,11 @@ def test_distance_is_zero_for_equals_and_kl_for_others():
 
 @pytest.mark.parametrize(
     ("family", "message"),
-    [("mixtral", "models with experts are not trained"), ("gpt_oss", "are not trained")],
+    [
+        ("mixtral", "models with experts are not trained"),
+        ("gpt_oss", "are not trained"),
+        ("deepseek_v3", "models with latent attention are not trained"),
+    ],
 )
 def test_models_that_cannot_be_trained_are_refused_by_name(family, message):
     with pytest.raises(UnsupportedModelError, match=message):

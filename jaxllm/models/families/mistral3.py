@@ -1,28 +1,28 @@
 """Ministral 3, and the decoder of the Mistral 3 models, which also see images.
 
 Ministral 3 is Mistral without windows, with YaRN, and with queries that grow with their position.
-The decoder inside a Mistral 3 is one of these, or a plain Mistral (Small 3.1 and 3.2, Magistral).
-It is read without its tower.
+The decoder inside a Mistral 3 is one of these, a plain Mistral (Small 3.1 and 3.2, Magistral), or a
+Mistral Small 4. It is read without its tower.
 """
 
 import dataclasses
 from typing import Any
 
 from jaxllm.errors import UnsupportedModelError, shown
-from jaxllm.layers.attention import Temperature
+from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap, inside_larger_model
-from jaxllm.models.families import mistral
+from jaxllm.models.families import mistral, mistral4
 from jaxllm.models.family import (
     Family,
     pre_norm_layer,
     read_attention,
     read_decoder,
     read_mlp,
+    read_temperature,
     read_window,
 )
 from jaxllm.models.harmless import AROUND_DECODER
 from jaxllm.models.hf_config import HFConfig
-from jaxllm.models.rope_parameters import rope_number
 from jaxllm.models.specs import Architecture
 
 _IN_LARGER_MODEL = "Mistral3ForConditionalGeneration"
@@ -60,10 +60,12 @@ def read(name: str, config: HFConfig) -> Architecture:
             return mistral.read(name, text)
         case "ministral3":
             return _read_ministral(name, text)
+        case "mistral4":
+            return mistral4.read(name, text)
         case other:
             raise UnsupportedModelError(
                 f"config.json: model_type={shown(other)} in text_config is not supported; "
-                "supported are 'mistral' and 'ministral3'"
+                "supported are 'mistral', 'ministral3' and 'mistral4'"
             )
 
 
@@ -76,25 +78,18 @@ def _read_ministral(name: str, config: HFConfig) -> Architecture:
             config, other_parameters=("llama_4_scaling_beta", "max_position_embeddings")
         ),
         window=window,
-        temperature=_read_temperature(config),
+        temperature=read_temperature(config),
     )
     layer = pre_norm_layer(config, attention, read_mlp(config))
     return read_decoder(name, config, [layer] * config.integer("num_hidden_layers"))
 
 
-def _read_temperature(config: HFConfig) -> Temperature | None:
-    strength = rope_number(config, "llama_4_scaling_beta")
-    if strength is None:
-        return None
-    trained = rope_number(config, "original_max_position_embeddings")
-    interval = config.integer("max_position_embeddings") if trained is None else int(trained)
-    return Temperature(strength=strength, interval=interval)
-
-
 def _checkpoint(architecture: Architecture) -> CheckpointMap:
-    if architecture.name == _IN_LARGER_MODEL:
-        return inside_larger_model(LLAMA_NAMES)
-    return LLAMA_NAMES
+    if architecture.name != _IN_LARGER_MODEL:
+        return LLAMA_NAMES
+    (mixer,) = architecture.layers[0].mixers
+    keeps_latents = isinstance(mixer, LatentAttentionSpec)
+    return inside_larger_model(mistral4.checkpoint(architecture) if keeps_latents else LLAMA_NAMES)
 
 
 FAMILY = Family(
@@ -120,5 +115,5 @@ FAMILY = Family(
             "llama_4_scaling_beta": 0.3,
         },
     },
-    harmless=AROUND_DECODER,
+    harmless={**AROUND_DECODER, **mistral4.FAMILY.harmless},
 )

@@ -36,26 +36,23 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 )
 from jaxllm_kernels.ragged_paged_attention.pages import (
     HEAD_AXIS,
-    OUT_OF_RANGE,
     keys_and_values,
     pages_shape,
     to_cached,
     write_blocks,
     write_pages,
 )
+from jaxllm_kernels.ragged_paged_attention.tiles import (
+    Tile,
+    attend_tiles,
+    cut_tiles,
+    decode_tiles,
+)
 
 # The score of a key that is not seen. It is finite, because a block may have only such keys for a
 # query: their weights are one. As soon as the query sees a key, exp(_UNSEEN - score) = 0 multiplies
 # them, and every query sees at least its own key.
 _UNSEEN = float(jnp.finfo(jnp.float32).min)
-
-
-class Tile(NamedTuple):
-    """Consecutive query tokens of a row: scalars, or arrays over the tiles of a batch."""
-
-    row: jax.Array  # int32
-    token: jax.Array  # int32: flat position of the first token
-    num_tokens: jax.Array  # int32: at most the tile size
 
 
 class Prepared(NamedTuple):
@@ -122,11 +119,11 @@ class XlaBackend:
         places = locate_tokens(batch, num_tokens)
         chunks, num_chunks = None, jnp.zeros((), jnp.int32)
         if not batch.decode_only:
-            chunks, num_chunks = _cut_tiles(batch, num_tokens, self._tile_size(num_tokens))
+            chunks, num_chunks = cut_tiles(batch, num_tokens, self._tile_size(num_tokens))
         return Prepared(
             places.positions,
             write_blocks(batch, places),
-            _decode_tiles(batch, by_length=self.decodes_at_once > 1),
+            decode_tiles(batch, by_length=self.decodes_at_once > 1),
             batch.num_decodes,
             chunks,
             num_chunks,
@@ -164,12 +161,13 @@ class XlaBackend:
         # converts a whole 16-bit array to update a slice of it.
         queries = jnp.pad(q, ((0, tile_size - 1), (0, 0), (0, 0))).astype(dtype)
         out = jnp.zeros((*queries.shape[:2], config.value_size), jnp.float32)
-        out = _attend_tiles(
-            layer, queries, out, prepared.decodes, prepared.num_decodes, 1, self.decodes_at_once
+        attend = functools.partial(_attend_tile, layer)
+        out = attend_tiles(
+            attend, queries, out, prepared.decodes, prepared.num_decodes, 1, self.decodes_at_once
         )
         if prepared.chunks is not None:
-            out = _attend_tiles(
-                layer,
+            out = attend_tiles(
+                attend,
                 queries,
                 out,
                 prepared.chunks,
@@ -195,73 +193,6 @@ class _Layer:
     blocks_at_once: int
     sinks: jax.Array | None
     kv_scales: KVScales | None
-
-
-def _decode_tiles(batch: RaggedBatch, *, by_length: bool) -> Tile:
-    """The decode rows, which come first, as tiles; `by_length` sorts long contexts first."""
-    rows = jnp.arange(batch.context_lens.shape[0], dtype=jnp.int32)
-    if by_length:
-        lengths = jnp.where(rows < batch.num_decodes, batch.context_lens, -1)
-        rows = jnp.argsort(-lengths).astype(jnp.int32)
-    return Tile(row=rows, token=rows, num_tokens=jnp.ones_like(rows))
-
-
-def _cut_tiles(batch: RaggedBatch, num_tokens: int, tile_size: int) -> tuple[Tile, jax.Array]:
-    """Cut the rows that are not decodes into tiles; return them and their number."""
-    num_rows = batch.context_lens.shape[0]
-    lengths = jnp.diff(batch.query_starts)
-    lengths = jnp.where(jnp.arange(num_rows) < batch.num_decodes, 0, lengths)
-    ends = jnp.cumsum(-(-lengths // tile_size), dtype=jnp.int32)  # of a row's tiles
-    tiles = jnp.arange(num_tokens // tile_size + min(num_rows, num_tokens), dtype=jnp.int32)
-    rows = jnp.searchsorted(ends, tiles, side="right", method="compare_all").astype(jnp.int32)
-    rows = jnp.minimum(rows, num_rows - 1)
-    firsts = jnp.where(rows > 0, ends[rows - 1], 0)
-    offsets = (tiles - firsts) * tile_size
-    return (
-        Tile(
-            row=rows,
-            token=batch.query_starts[rows] + offsets,
-            num_tokens=jnp.minimum(lengths[rows] - offsets, tile_size),
-        ),
-        ends[-1],
-    )
-
-
-def _attend_tiles(
-    layer: _Layer,
-    queries: jax.Array,
-    out: jax.Array,
-    tiles: Tile,
-    num_tiles: jax.Array,
-    tile_size: int,
-    at_once: int,
-) -> jax.Array:
-    """Write the attention of the first num_tiles tiles to out [T, N, V]."""
-    if at_once == 1:
-
-        def attend_one(i: jax.Array, out: jax.Array) -> jax.Array:
-            tile = jax.tree.map(lambda x: x[i], tiles)
-            tile_q = lax.dynamic_slice_in_dim(queries, tile.token, tile_size)
-            # A tile may extend into the next row's tokens; those come later and overwrite it.
-            return lax.dynamic_update_slice_in_dim(
-                out, _attend_tile(layer, tile_q, tile), tile.token, axis=0
-            )
-
-        return lax.fori_loop(0, num_tiles, attend_one, out)
-
-    at_once = min(at_once, len(tiles.row))
-
-    def attend_group(i: jax.Array, out: jax.Array) -> jax.Array:
-        indices = i * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        group = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), tiles)
-        group = group._replace(num_tokens=jnp.where(indices < num_tiles, group.num_tokens, 0))
-        offsets = jnp.arange(tile_size, dtype=jnp.int32)
-        tokens = group.token[:, None] + offsets
-        new = jax.vmap(functools.partial(_attend_tile, layer))(queries[tokens], group)
-        tokens = jnp.where(offsets < group.num_tokens[:, None], tokens, OUT_OF_RANGE)
-        return out.at[tokens].set(new, mode="drop")
-
-    return lax.fori_loop(0, -(-num_tiles // at_once), attend_group, out)
 
 
 def _attend_tile(layer: _Layer, q: jax.Array, tile: Tile) -> jax.Array:

@@ -1,0 +1,187 @@
+"""Latent attention (MLA), as in DeepSeek V2 and V3: the cache keeps one latent for each token.
+
+Keys and values of all heads are products of the latent with matrices of the heads. They are never
+made: the matrices are absorbed into the queries, and into what follows the attention. Heads then
+attend to the latents themselves, and to a rotated key beside each latent, which all heads share.
+
+Query heads are cut over the shards, and with them the matrices of keys and values. The projection
+to latents is whole on every shard, and so is the cache: every head reads every latent, so a shard
+with a part of the latents would need the other parts for each token that it attends to.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxllm_kernels.mla.api import LatentBackend, LatentConfig
+
+from jaxllm.errors import refused
+from jaxllm.layers.attention import Temperature
+from jaxllm.layers.context import Cache, LentCache, StepContext
+from jaxllm.layers.linear import Linear
+from jaxllm.layers.norm import NormSpec
+from jaxllm.layers.rope import RopeConfig, rotate
+from jaxllm.parallel.sharding import Axes, Part, num_pieces, partition_spec
+
+_HEADS: Axes = (None, "heads")  # of queries and outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec:
+    """The static part of a layer's latent attention, for all heads together."""
+
+    name: ClassVar[str] = "self_attn"
+
+    num_heads: int
+    latent_size: int
+    # Of a head's queries and keys: the part that latents make, and the part that is rotated.
+    nope_size: int
+    rope_size: int
+    v_head_size: int
+    # The size of what queries are made of; None: they are made of the hidden state itself.
+    q_latent_size: int | None
+    scale: float
+    rope: RopeConfig
+    # Whether checkpoints have the two members of a rotated pair side by side. They are loaded as
+    # the halves that `rotate` takes.
+    rope_interleave: bool = True
+    norm: NormSpec  # of latents
+    bias: bool = False  # of the projections to latents and of the output
+    temperature: Temperature | None = None
+
+    def check(self, num_shards: int) -> None:
+        """Raise ValidationError unless the heads can be cut into equal shards."""
+        if self.num_heads % num_shards:
+            raise refused(
+                "tensor_parallel_size",
+                num_shards,
+                f"it does not divide the model's num_attention_heads={self.num_heads}",
+            )
+
+    def make(self, hidden_size: int, *, num_shards: int, dtype: DTypeLike) -> "LatentAttention":
+        return LatentAttention(self, hidden_size, num_shards=num_shards, dtype=dtype)
+
+
+class LatentAttention(nnx.Module):
+    """Projections to latents, and attention to latents with absorbed matrices."""
+
+    def __init__(
+        self, spec: LatentAttentionSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike
+    ):
+        # The attention of one shard.
+        self.config = LatentConfig(
+            num_heads=spec.num_heads // num_shards,
+            latent_size=spec.latent_size,
+            rope_size=spec.rope_size,
+            scale=spec.scale,
+        )
+        self.spec = spec
+        num_heads, row_size = spec.num_heads, self.config.head_size
+        q_size = num_heads * (spec.nope_size + spec.rope_size)
+
+        def linear(inputs: int, outputs: int, **options: Any) -> Linear:
+            return Linear(inputs, outputs, dtype=dtype, **options)
+
+        if spec.q_latent_size is None:
+            self.kv_a_proj_with_mqa = linear(
+                hidden_size, row_size, bias=spec.bias, axes=(None, "hidden")
+            )
+            self.q_proj = linear(hidden_size, q_size, bias=False, axes=("heads", "hidden"))
+        else:
+            self.fused_qkv_a_proj = linear(
+                hidden_size,
+                spec.q_latent_size + row_size,
+                bias=spec.bias,
+                axes=(None, "hidden"),
+                parts=(Part(spec.q_latent_size), Part(row_size)),
+            )
+            self.q_a_layernorm = spec.norm.make(spec.q_latent_size, dtype=dtype)
+            self.q_b_proj = linear(spec.q_latent_size, q_size, bias=False, axes=("heads", None))
+        self.kv_a_layernorm = spec.norm.make(spec.latent_size, dtype=dtype)
+        self.kv_b_proj = HeadMatrices(spec, dtype=dtype)
+        self.o_proj = linear(
+            num_heads * spec.v_head_size, hidden_size, bias=spec.bias, axes=("hidden", "heads")
+        )
+
+    def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
+        """Attend from x [T, D]; return [T, D] and the cache with this step's latents."""
+        assert not isinstance(cache, LentCache)
+        spec = self.spec
+        with jax.named_scope("latent_attention"):
+            if spec.q_latent_size is None:
+                q, row = self.q_proj(x), self.kv_a_proj_with_mqa(x)
+            else:
+                q_latent, row = jnp.split(self.fused_qkv_a_proj(x), [spec.q_latent_size], axis=-1)
+                q = self.q_b_proj(self.q_a_layernorm(q_latent))
+            q = self._heat(q.reshape(len(x), spec.num_heads, -1), context)
+            q_nope, q_rope = jnp.split(q, [spec.nope_size], axis=-1)
+            latent, k_rope = jnp.split(row, [spec.latent_size], axis=-1)
+            assert context.rotary is not None
+            q_rope = rotate(q_rope, context.rotary)
+            k_rope = rotate(k_rope[:, None], context.rotary)[:, 0]
+            row = jnp.concatenate([self.kv_a_layernorm(latent), k_rope], axis=-1)
+            q = jnp.concatenate([self.kv_b_proj.absorb(q_nope), q_rope], axis=-1)
+            out, cache = self._attend(q, row, cache, context)
+            out = self.kv_b_proj.values(out)
+            return self.o_proj(out.reshape(len(x), -1)), cache
+
+    def _heat(self, q: jax.Array, context: StepContext) -> jax.Array:
+        """Apply the temperature to queries."""
+        if self.spec.temperature is None:
+            return q
+        assert context.positions is not None
+        factors = self.spec.temperature.factors(context.positions)[:, None, None]
+        return (q.astype(jnp.float32) * factors).astype(q.dtype)
+
+    def _attend(
+        self, q: jax.Array, row: jax.Array, cache: jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run the attention op. Each shard computes its own heads, and writes all latents."""
+        # The plan has chosen it for these configs.
+        backend = cast(LatentBackend, context.backend)
+        attend = functools.partial(backend.attend, config=self.config)
+        operands = (q, row, cache, *context.of_window(None))
+        if context.mesh is None or num_pieces(context.mesh, ("heads",)) == 1:
+            return attend(*operands)
+        heads, whole = partition_spec(_HEADS), partition_spec(())
+        return jax.shard_map(
+            attend,
+            mesh=context.mesh,
+            in_specs=(heads, whole, whole, whole, whole),
+            out_specs=(heads, whole),
+            check_vma=False,
+        )(*operands)
+
+
+class HeadMatrices(nnx.Module):
+    """The matrices of each head that make keys and values of a latent.
+
+    A checkpoint has those of a head in one tensor; here they are apart, since queries absorb the
+    ones, and outputs the others.
+    """
+
+    def __init__(self, spec: LatentAttentionSpec, *, dtype: DTypeLike):
+        def param(size: int) -> nnx.Param:
+            shape = (spec.num_heads, size, spec.latent_size)
+            return nnx.Param(jnp.zeros(shape, dtype), axes=("heads", None, None))
+
+        self.k_weight = param(spec.nope_size)
+        self.v_weight = param(spec.v_head_size)
+
+    def absorb(self, q: jax.Array) -> jax.Array:
+        """Queries against keys [T, N, nope] as queries against latents [T, N, L]."""
+        return _of_heads("tnh,nhl->tnl", q, self.k_weight[...])
+
+    def values(self, latents: jax.Array) -> jax.Array:
+        """Weighted sums of latents [T, N, L] as those of values [T, N, V]."""
+        return _of_heads("tnl,nvl->tnv", latents, self.v_weight[...])
+
+
+def _of_heads(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    precision = "highest" if x.dtype == jnp.float32 else "default"
+    y = jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)

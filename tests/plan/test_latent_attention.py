@@ -1,0 +1,71 @@
+"""Plans of models whose layers keep latents: which op runs, and the bytes of its caches."""
+
+import dataclasses
+
+import jax
+import pytest
+from jaxllm_kernels.mla.api import LatentConfig
+from jaxllm_kernels.mla.xla import XlaLatentBackend
+from jaxllm_kernels.native.library import NoLibrary
+from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, BatchLimits
+
+from jaxllm.config import EngineArgs
+from jaxllm.errors import UnsupportedModelError
+from jaxllm.plan.choose_kernels import choose_attention
+from jaxllm.plan.make_plan import make_plan
+from jaxllm.programs.report import roofline
+from jaxllm.programs.summary import summary
+from jaxllm.testing import make_tiny_checkpoint
+
+OPTIONS = {"max_model_len": 64, "num_gpu_blocks_override": 64, "block_size": 16}
+LATENTS = LatentConfig(num_heads=4, latent_size=32, rope_size=8, scale=0.1)
+HEADS = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=16, scale=0.1)
+NONE = NoLibrary("it is not needed")
+LIMITS = BatchLimits(num_tokens=64, num_rows=4, max_blocks=4, block_size=16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return str(make_tiny_checkpoint(path, "deepseek_v3", dtype="bfloat16"))
+
+
+def test_layers_keep_a_padded_row_for_each_token(model):
+    plan = make_plan(EngineArgs(model, **OPTIONS))
+    (stage,) = plan.stages
+    assert [shape.shape for shape in stage.cache_shapes] == [(64, 16, 128)] * 2
+    assert stage.block_bytes == (16 * 128 * 2,) * 2
+    (group,) = plan.cache_groups
+    assert (group.window, group.num_blocks) == (None, 64)
+    assert "latent attention 'xla'" in summary(plan)
+
+
+def test_every_device_has_all_latents(model):
+    devices = jax.devices()[:1] * 2
+    plan = make_plan(EngineArgs(model, tensor_parallel_size=2, **OPTIONS), devices)
+    (stage,) = plan.stages
+    assert stage.block_bytes == (16 * 128 * 2,) * 2
+    assert {config.num_heads for config in stage.attention_configs} == {2}
+
+
+def test_a_bound_counts_rows_and_products_with_latents(model):
+    plan = make_plan(EngineArgs(model, **OPTIONS))
+    chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
+    line = roofline(dataclasses.replace(plan, chip=chip), *plan.stages)
+    (window,) = line.windows
+    assert window.bytes_per_token == 2 * 128 * 2
+    assert window.flops_per_attended == 2 * 2 * 4 * (40 + 32)
+
+
+def test_an_accelerator_runs_loops_of_xla_and_says_so(caplog):
+    for name in ("h200", "v6e"):
+        chip = CHIPS[name]
+        backend = choose_attention("auto", chip, NONE, [LATENTS], LIMITS, "bfloat16")
+        assert backend == XlaLatentBackend().tuned_for(chip) != XlaLatentBackend()
+        assert f"latent attention: XLA's loops, since there is no kernel for {name}" in caplog.text
+
+
+def test_a_model_of_both_kinds_is_refused():
+    with pytest.raises(UnsupportedModelError, match="some layers keep latents, and others"):
+        choose_attention("auto", CHIPS["cpu"], NONE, [LATENTS, HEADS], LIMITS, "bfloat16")
