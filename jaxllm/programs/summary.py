@@ -6,6 +6,7 @@ from jaxllm_kernels.dense.api import XLA
 from jaxllm.cache_groups import describe_groups, describe_room, shown_lengths
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.memory import format_bytes
+from jaxllm.plan.stages import device_bytes
 from jaxllm.plural import counted
 from jaxllm.programs.declare import num_programs
 
@@ -13,6 +14,15 @@ from jaxllm.programs.declare import num_programs
 def summary(plan: EnginePlan) -> str:
     """Format the decisions of a plan in a few lines."""
     arch = plan.architecture
+    draft = ""
+    if plan.draft is not None:
+        cache = sum(map(device_bytes, plan.draft.cache_shapes))
+        draft = (
+            f"draft {plan.draft.architecture.name}, "
+            f"{counted(plan.draft.architecture.num_layers, 'layer')}; of these bytes "
+            f"{format_bytes(plan.draft.weights_bytes)} of weights and {format_bytes(cache)} of "
+            "KV cache are its own\n"
+        )
     stages = f" in {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     return (
         f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
@@ -24,6 +34,6 @@ def summary(plan: EnginePlan) -> str:
         f"{describe_groups(plan.cache_groups, plan.block_size)}, room for "
         f"{describe_room(plan.room_for, shown_lengths(plan.max_model_len))} "
         f"(max_num_seqs={plan.max_num_seqs})\n"
-        f"{counted(num_programs(plan), 'program')}, "
+        f"{draft}{counted(num_programs(plan), 'program')}, "
         f"with steps of {', '.join(map(str, plan.buckets))}"
     )
