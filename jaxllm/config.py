@@ -321,13 +321,8 @@ class EngineConfig:
         if self.model.structured_outputs_config:
             StructuredOutputsConfig.of(self.model.structured_outputs_config)
         stages = self.parallel.pipeline_parallel_size
-        speculation = self.speculation.read()
-        if speculation is not None and stages > 1:
-            raise refused(
-                "pipeline_parallel_size", stages, "a pipeline does not speculate; leave one out"
-            )
-        if speculation is not None and speculation.draft_model is not None:
-            speculation.draft_model.check(self.parallel.tensor_parallel_size)
+        if (speculation := self.speculation.read()) is not None:
+            speculation.check(self.parallel.tensor_parallel_size, stages)
         for name, low in (("engine_iteration_timeout", 1), ("engine_heartbeat_timeout", 3)):
             seconds = self.get(name)
             if seconds != 0 and not low <= seconds < math.inf:

@@ -86,6 +86,14 @@ class Speculation:
     # fills it in if the user leaves it open.
     drafts_by_requests: tuple[int, ...] = ()
 
+    def check(self, tensor_parallel_size: int, num_stages: int) -> None:
+        """Refuse devices that it does not run on."""
+        if num_stages > 1:
+            why = "a pipeline does not speculate; leave one out"
+            raise refused("pipeline_parallel_size", num_stages, why)
+        if self.draft_model is not None:
+            self.draft_model.check(tensor_parallel_size)
+
     @property
     def max_rows(self) -> int:
         """The most rows with drafts in a step."""

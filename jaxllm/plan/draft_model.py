@@ -46,7 +46,13 @@ class DraftModelPlan:
     # The numbers of tokens of the programs in which it reads texts, ascending.
     read_sizes: tuple[int, ...]
     cache_shapes: tuple[jax.ShapeDtypeStruct, ...] = ()  # by attention, over all devices
+    num_blocks: int = 0
     block_bytes: int = 0  # of a block of all its layers, on one device
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The bytes of the caches on one device."""
+        return self.num_blocks * self.block_bytes
 
     def with_caches(
         self,
@@ -60,6 +66,7 @@ class DraftModelPlan:
             cache_shapes=tuple(
                 cache_shape(config, num_blocks) for config in self.attention_configs
             ),
+            num_blocks=num_blocks,
             block_bytes=sum(bytes_of(cache_shape(config, 1)) for config in self.attention_configs),
         )
 

@@ -49,8 +49,8 @@ class StagePlan:
     @property
     def kv_cache_bytes(self) -> int:
         """The bytes of the caches on one device, with the draft model's."""
-        of_draft = () if self.draft is None else self.draft.cache_shapes
-        return sum(map(device_bytes, (*self.cache_shapes, *of_draft)))
+        of_draft = 0 if self.draft is None else self.draft.kv_cache_bytes
+        return of_draft + sum(map(device_bytes, self.cache_shapes))
 
     def cache_bytes(self, groups: Sequence[CacheGroup]) -> int:
         """The bytes on one device if the groups had these sizes."""

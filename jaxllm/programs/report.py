@@ -56,6 +56,9 @@ class StageReport:
     # Of all programs, as seen from the largest (`programs.needs`).
     program_bytes: int
     roofline: Roofline | None  # None where the chip's rates are not known
+    # What of the weights and of the cache are the draft model's.
+    draft_weights_bytes: int = 0
+    draft_cache_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
@@ -255,6 +258,8 @@ def _report_stage(
             code_bytes=max(p.code_bytes for p in programs),
         ),
         roofline=roofline(plan, stage),
+        draft_weights_bytes=stage.weights_bytes - stage.model_weights_bytes,
+        draft_cache_bytes=0 if stage.draft is None else stage.draft.kv_cache_bytes,
     )
 
 

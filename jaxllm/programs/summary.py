@@ -6,7 +6,6 @@ from jaxllm_kernels.dense.api import XLA
 from jaxllm.cache_groups import describe_groups, describe_room, shown_lengths
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.memory import format_bytes
-from jaxllm.plan.stages import device_bytes
 from jaxllm.plural import counted
 from jaxllm.programs.declare import num_programs
 
@@ -16,12 +15,11 @@ def summary(plan: EnginePlan) -> str:
     arch = plan.architecture
     draft = ""
     if plan.draft is not None:
-        cache = sum(map(device_bytes, plan.draft.cache_shapes))
         draft = (
             f"draft {plan.draft.architecture.name}, "
             f"{counted(plan.draft.architecture.num_layers, 'layer')}; of these bytes "
-            f"{format_bytes(plan.draft.weights_bytes)} of weights and {format_bytes(cache)} of "
-            "KV cache are its own\n"
+            f"{format_bytes(plan.draft.weights_bytes)} of weights and "
+            f"{format_bytes(plan.draft.kv_cache_bytes)} of KV cache are its own\n"
         )
     stages = f" in {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     return (

@@ -8,8 +8,8 @@ cache, and which are given back behind a window.
 
 A row with drafts costs more than a decode, even if none is accepted. So a request gets drafts only
 if the drafter had a proposal in its latest step that has come back, and pauses when its drafts have
-brought little. The other rows of the step wait for it, too. So nobody gets drafts if few of the
-requests have proposals.
+brought little; a draft model always has one. The other rows of the step wait for it, too. So nobody
+gets drafts if few of the requests have proposals.
 """
 
 from collections.abc import Sequence

@@ -12,6 +12,11 @@ from jaxllm.testing import make_tiny_checkpoint
 
 K = 3
 LOGPROBS = 3
+# Two cache groups, of which one has a window, and so have layers of the draft.
+SHAPE = {
+    "family": "qwen2", "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 # A fourth running request leaves all without drafts.
 DRAFTS = {
     "num_speculative_tokens": K,
@@ -54,23 +59,13 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    # Two cache groups, of which one has a window, and so have layers of the draft.
-    return str(
-        make_tiny_checkpoint(
-            tmp_path_factory.mktemp("model"),
-            "qwen2",
-            use_sliding_window=True,
-            sliding_window=24,
-            max_window_layers=1,
-            num_key_value_heads=2,
-        )
-    )
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("model"), **SHAPE))
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """Of another family, shape and size."""
-    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("other"), "llama"))
+    """Of the same shapes, so that programs are found in the cache."""
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=1, **SHAPE))
 
 
 @pytest.fixture(scope="module")
