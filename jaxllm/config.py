@@ -161,15 +161,20 @@ class SpeculationConfig:
 
     speculative_config: Mapping[str, Any] | None = option(
         None,
-        "JSON object that turns it on: method ('ngram'), num_speculative_tokens, "
-        "prompt_lookup_min and _max, num_speculative_tokens_per_batch_size.",
+        "JSON object that turns it on: method ('ngram' or 'draft_model'), num_speculative_tokens, "
+        "num_speculative_tokens_per_batch_size, prompt_lookup_min and _max, model, max_model_len.",
     )
     spec_method: str | None = option(None, "The method alone.")
+    spec_model: str | None = option(
+        None, "Local directory or hub name of a model that drafts; 'bundled-draft' is one."
+    )
     spec_tokens: int | None = option(None, "num_speculative_tokens alone.")
 
     def read(self) -> Speculation | None:
         """What is asked for; None: nothing."""
-        return read_speculation(self.speculative_config, self.spec_method, self.spec_tokens)
+        return read_speculation(
+            self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model
+        )
 
 
 DEFAULT_COMPILATION_CACHE_DIR = "~/.cache/jaxllm/xla"
@@ -274,7 +279,7 @@ class EngineConfig:
             logger.info("no model was named: this is the bundled one, small, of Python code")
         else:
             options["model"] = model
-        for name in ("model", "tokenizer"):
+        for name in ("model", "tokenizer", "spec_model"):
             if isinstance(options.get(name), os.PathLike):
                 options[name] = os.fspath(options[name])
         if isinstance(options.get("logits_processors", ()), list | None):
@@ -321,10 +326,8 @@ class EngineConfig:
         if self.model.structured_outputs_config:
             StructuredOutputsConfig.of(self.model.structured_outputs_config)
         stages = self.parallel.pipeline_parallel_size
-        if self.speculation.read() is not None and stages > 1:
-            raise refused(
-                "pipeline_parallel_size", stages, "a pipeline does not speculate; leave one out"
-            )
+        if (speculation := self.speculation.read()) is not None:
+            speculation.check(self.parallel.tensor_parallel_size, stages)
         for name, low in (("engine_iteration_timeout", 1), ("engine_heartbeat_timeout", 3)):
             seconds = self.get(name)
             if seconds != 0 and not low <= seconds < math.inf:

@@ -1,5 +1,6 @@
 """What a user can ask of speculative decoding, by vLLM's names, and what an engine makes of it."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,24 +18,59 @@ MAX_LOOKUP = 16
 _OTHER_METHODS = {
     "ngram_gpu": "'ngram' already searches on the device",
     "suffix": "'ngram' finds what prompt and answer repeat",
-    "draft_model": "a second model is not run",
     "medusa": "heads beside the model's own are not run",
     "eagle": "heads beside the model's own are not run",
     "eagle3": "heads beside the model's own are not run",
     "mtp": "the layers of checkpoints for it are not run",
-    "dflash": "a second model is not run",
-    "dspark": "a second model is not run",
+    "dflash": "a model that drafts several tokens at once is not run",
+    "dspark": "a model that drafts several tokens at once is not run",
     "extract_hidden_states": "steps leave no hidden states",
     "custom_class": "classes of users do not draft",
 }
-_FIELDS = (
-    "method",
-    "num_speculative_tokens",
-    "prompt_lookup_min",
-    "prompt_lookup_max",
-    "num_speculative_tokens_per_batch_size",
-)
+_OF_ALL = ("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+_FIELDS = {
+    "ngram": (*_OF_ALL, "prompt_lookup_min", "prompt_lookup_max"),
+    "draft_model": (
+        *_OF_ALL, "model", "revision", "max_model_len", "draft_tensor_parallel_size",
+    ),
+}  # fmt: skip
+# vLLM's other fields for a draft model: the values at which they change nothing, and what to say of
+# any other.
+_ABSENT_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "quantization": ((None,), "give a draft in float32, bfloat16 or float16"),
+    "code_revision": ((None,), "no code of a model is run"),
+    "draft_load_config": ((None,), "the draft is loaded as the model is"),
+    "enforce_eager": ((None, False), "enforce_eager of the engine holds for the draft, too"),
+    "parallel_drafting": ((None, False), "the draft makes one token after the other"),
+    "use_heterogeneous_vocab": ((None, False), "the draft must have the model's vocabulary"),
+    "disable_padded_drafter_batch": ((None, False), "shapes of steps are fixed"),
+    "draft_sample_method": ((None,), "a draft is sampled as its request is, with the same noise"),
+    "rejection_sample_method": (
+        (None, "standard"),
+        "a draft is accepted if it equals the model's own token",
+    ),
+}
 _OPTION = "speculative_config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModel:
+    """A second model that drafts, as it is asked for."""
+
+    model: str
+    revision: str | None = None
+    # The longest sequence that gets drafts. The plan fills it in if the user leaves it open.
+    max_model_len: int | None = None
+    tensor_parallel_size: int | None = None
+
+    def check(self, tensor_parallel_size: int) -> None:
+        """Refuse another number of devices than the model's."""
+        if self.tensor_parallel_size not in (None, tensor_parallel_size):
+            raise _refused(
+                "draft_tensor_parallel_size",
+                self.tensor_parallel_size,
+                f"the draft is where the model is: tensor_parallel_size={tensor_parallel_size}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +79,20 @@ class Speculation:
 
     method: str
     num_drafts: int  # the most of a row; programs have room for so many
-    min_lookup: int  # the fewest last tokens that an earlier place must equal
-    max_lookup: int
+    min_lookup: int = 0  # of 'ngram': the fewest last tokens that an earlier place must equal
+    max_lookup: int = 0
+    draft_model: DraftModel | None = None
     # How many drafts rows get if so many requests run, from 1; more requests get none. The plan
     # fills it in if the user leaves it open.
     drafts_by_requests: tuple[int, ...] = ()
+
+    def check(self, tensor_parallel_size: int, num_stages: int) -> None:
+        """Refuse devices that it does not run on."""
+        if num_stages > 1:
+            why = "a pipeline does not speculate; leave one out"
+            raise refused("pipeline_parallel_size", num_stages, why)
+        if self.draft_model is not None:
+            self.draft_model.check(tensor_parallel_size)
 
     @property
     def max_rows(self) -> int:
@@ -56,26 +101,48 @@ class Speculation:
 
 
 def read_speculation(
-    options: Mapping[str, Any] | None, method: str | None, num_tokens: int | None
+    options: Mapping[str, Any] | None,
+    method: str | None,
+    num_tokens: int | None,
+    model: str | None,
 ) -> Speculation | None:
     """Read `speculative_config`, and the flags that are short for its fields."""
-    if options is None and method is None and num_tokens is None:
+    if options is None and method is None and num_tokens is None and model is None:
         return None
     fields = dict(options or {})
     for name, flag, value in (
         ("method", "spec_method", method),
         ("num_speculative_tokens", "spec_tokens", num_tokens),
+        ("model", "spec_model", model),
     ):
         if value is not None and fields.setdefault(name, value) != value:
             raise refused(flag, value, f"{_OPTION} has {name}={fields[name]!r}; leave one out")
-    method = fields.get("method")
-    if method != "ngram":
+    method = fields.setdefault("method", "draft_model" if "model" in fields else None)
+    if not isinstance(method, str) or method not in _FIELDS:
         reason = _OTHER_METHODS.get(method) if isinstance(method, str) else None
-        raise _refused("method", method, (f"{reason}; " if reason else "") + "there is 'ngram'")
-    for name in fields:
-        if name not in _FIELDS:
-            raise _refused(name, fields[name], f"'ngram' has {', '.join(_FIELDS)}")
+        methods = " and ".join(map(repr, _FIELDS))
+        raise _refused("method", method, (f"{reason}; " if reason else "") + f"there are {methods}")
+    for name, value in fields.items():
+        if name in _FIELDS[method]:
+            continue
+        neutral, reason = _ABSENT_FIELDS.get(name, ((), ""))
+        if method != "draft_model" or not reason:
+            raise _refused(name, value, f"{method!r} has {', '.join(_FIELDS[method])}")
+        if value not in neutral:
+            raise _refused(name, value, reason)
     num_drafts = _number(fields, "num_speculative_tokens", _DEFAULT_DRAFTS, MAX_DRAFTS)
+    low, high = _lookup(fields) if method == "ngram" else (0, 0)
+    return Speculation(
+        method=method,
+        num_drafts=num_drafts,
+        min_lookup=low,
+        max_lookup=high,
+        draft_model=_draft_model(fields) if method == "draft_model" else None,
+        drafts_by_requests=_by_requests(fields, num_drafts),
+    )
+
+
+def _lookup(fields: Mapping[str, Any]) -> tuple[int, int]:
     low, high = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
     default_low, default_high = _DEFAULT_LOOKUP
     if low is None and high is not None:
@@ -86,12 +153,25 @@ def read_speculation(
     high = _number(fields, "prompt_lookup_max", default_high, MAX_LOOKUP)
     if low > high:
         raise _refused("prompt_lookup_min", low, f"prompt_lookup_max={high} is less")
-    return Speculation(
-        method=method,
-        num_drafts=num_drafts,
-        min_lookup=low,
-        max_lookup=high,
-        drafts_by_requests=_by_requests(fields, num_drafts),
+    return low, high
+
+
+def _draft_model(fields: Mapping[str, Any]) -> DraftModel:
+    model, revision = fields.get("model"), fields.get("revision")
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if not isinstance(model, str) or not model:
+        raise _refused("model", model, "'draft_model' needs the directory or name of a model")
+    if revision is not None and not isinstance(revision, str):
+        raise _refused("revision", revision, "give a name")
+    longest = fields.get("max_model_len")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise _refused("max_model_len", longest, "give at least 1")
+    return DraftModel(
+        model=model,
+        revision=revision,
+        max_model_len=longest,
+        tensor_parallel_size=fields.get("draft_tensor_parallel_size"),
     )
 
 

@@ -33,7 +33,6 @@ _ABSENT: dict[str, tuple[str, ...]] = {
         "max_lora_rank", "max_loras",
     ),
     "the KV cache has the dtype of the model; --dtype sets both": ("kv_cache_dtype",),
-    "no drafts come from a second model: --spec-method ngram": ("spec_model",),
     "there are no images, sounds or videos in prompts": (
         "allowed_local_media_path", "allowed_media_domains", "disable_chunked_mm_input",
         "enable_mm_embeds", "language_model_only", "limit_mm_per_prompt", "media_io_kwargs",

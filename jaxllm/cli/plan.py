@@ -201,7 +201,9 @@ def _memory_lines(report: "PlanReport") -> list[str]:
     stages = report.stages
     rows = [
         ("weights", [stage.weights_bytes for stage in stages]),
+        *(("  of the draft", [s.draft_weights_bytes]) for s in stages if s.draft_weights_bytes),
         ("KV cache", [stage.kv_cache_bytes for stage in stages]),
+        *(("  of the draft", [s.draft_cache_bytes]) for s in stages if s.draft_weights_bytes),
         ("sampler, block tables", [stage.state_bytes for stage in stages]),
         ("programs", [stage.program_bytes for stage in stages]),
     ]

@@ -63,12 +63,8 @@ def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
     return NativeMatmul(library)
 
 
-def choose_coded_matmul(
-    library: Library | NoLibrary, architecture: Architecture, num_shards: int
-) -> ScaledMatmul | None:
-    """The product with codes; None: the model has none. XLA cannot shard the native one."""
-    if architecture.scheme is None:
-        return None
+def choose_coded_matmul(library: Library | NoLibrary, num_shards: int) -> ScaledMatmul:
+    """The product with codes. XLA cannot shard the native one."""
     if isinstance(library, NoLibrary) or num_shards > 1:
         return XlaScaledMatmul(num_shards)
     return NativeScaledMatmul(library)

@@ -24,6 +24,7 @@ from jaxllm.models.base import Model
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
+from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
 from jaxllm.plan.stages import (
     StagePlan,
@@ -56,7 +57,7 @@ class EnginePlan:
     attention: MixerBackend
     attention_configs: tuple[MixerConfig, ...]
     matmul: Matmul
-    coded_matmul: ScaledMatmul | None  # None: the model has no codes
+    coded_matmul: ScaledMatmul  # of weights that are codes
     experts: ExpertsOp | None  # None: the model has none
     sampling: Layout
     add_norm: AddNorm | None
@@ -134,6 +135,22 @@ class EnginePlan:
         model = self.model_class.abstract(
             self.architecture, self.dtype, stage.mesh.shape[TENSOR], stage.part
         )
+        return self._with_kernels(model, self.experts)
+
+    @property
+    def draft(self) -> DraftModelPlan | None:
+        """The second model, which drafts; None: there is none."""
+        return self.stages[0].draft
+
+    def abstract_draft(self) -> Model:
+        """The draft model, with shapes in place of weights."""
+        assert self.draft is not None
+        num_shards = self.stages[0].mesh.shape[TENSOR]
+        model = self.draft.model_class.abstract(self.draft.architecture, self.dtype, num_shards)
+        return self._with_kernels(model, self.draft.experts)
+
+    def _with_kernels(self, model: Model, experts: ExpertsOp | None) -> Model:
+        """The model, computed by the kernels of the plan."""
         for _, module in nnx.iter_graph(model):
             if isinstance(module, Product):
                 # CPUs are slow at products with 16-bit results.
@@ -141,10 +158,9 @@ class EnginePlan:
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
             elif isinstance(module, CodedLinear):
-                assert self.coded_matmul is not None
                 module.matmul = self.coded_matmul
-            elif isinstance(module, Experts) and self.experts is not None:
-                module.op = self.experts
+            elif isinstance(module, Experts) and experts is not None:
+                module.op = experts
         return model
 
     def info(self) -> EngineInfo:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Device, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 
@@ -22,6 +23,7 @@ from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.specs import Architecture
 from jaxllm.models.whole_experts import with_whole_experts
 from jaxllm.parallel.sharding import TENSOR, num_pieces, sharding
 from jaxllm.plan.buckets import make_ladder
@@ -42,6 +44,7 @@ from jaxllm.plan.choose_kernels import (
     free_padding,
     load_native_kernels,
 )
+from jaxllm.plan.draft_model import DraftModelPlan, plan_draft_model
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.generation_config import (
     read_default_sampling_params,
@@ -134,11 +137,35 @@ def make_plan(
         block_size=block_size,
     )
     library = load_native_kernels(config, chip, dtype)
+    windows = group_windows(map(window_of, attention_configs))
+
+    def experts_of(architecture: Architecture) -> ExpertsOp | None:
+        return choose_experts(chip, library, architecture, num_shards, dtype)
+
+    draft: DraftModelPlan | None = None
+    if speculation is not None:
+        speculation, draft = plan_draft_model(
+            speculation,
+            target=architecture,
+            target_dir=model_dir,
+            windows=windows,
+            download_dir=model.download_dir,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            dtype=dtype,
+            mesh=meshes[0],
+            num_shards=num_shards,
+            choose_experts=experts_of,
+        )
     attention = choose_attention(
-        config.compilation.attention_backend, chip, library, attention_configs, limits, dtype
+        config.compilation.attention_backend,
+        chip,
+        library,
+        attention_configs + (() if draft is None else draft.attention_configs),
+        limits,
+        dtype,
     )
 
-    windows = group_windows(map(window_of, attention_configs))
     sizes = CacheSizes(
         block_size=block_size,
         max_model_len=max_model_len,
@@ -164,7 +191,13 @@ def make_plan(
                 block_bytes=tuple(
                     device_bytes(cache(c, 1, mesh)) for c in abstract.attention_configs
                 ),
-                weights_bytes=weights_bytes(abstract, mesh),
+                weights_bytes=weights_bytes(abstract, mesh)
+                + (0 if draft is None else draft.weights_bytes),
+                draft=None
+                if draft is None
+                else draft.with_caches(
+                    lambda c, n, mesh=mesh: cache(c, n, mesh), num_blocks[None], device_bytes
+                ),
             )
             for index, (part, mesh, abstract) in enumerate(
                 zip(parts, meshes, in_parts, strict=True)
@@ -227,8 +260,8 @@ def make_plan(
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
-        coded_matmul=choose_coded_matmul(library, architecture, num_shards),
-        experts=choose_experts(chip, library, architecture, num_shards, dtype),
+        coded_matmul=choose_coded_matmul(library, num_shards),
+        experts=experts_of(architecture),
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),

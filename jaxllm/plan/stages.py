@@ -21,6 +21,7 @@ from jaxllm.layers.moe import MoESpec
 from jaxllm.models.part import ModelPart
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
+from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plural import counted
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
@@ -37,17 +38,25 @@ class StagePlan:
     cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # by attention, over all devices
     attention_configs: tuple[MixerConfig, ...]  # of one device
     block_bytes: tuple[int, ...]  # of a block on one device, by attention
-    weights_bytes: int  # on one device
+    weights_bytes: int  # on one device, with the draft model's
+    draft: DraftModelPlan | None = None
+
+    @property
+    def model_weights_bytes(self) -> int:
+        """The bytes of weights on one device, without the draft model's."""
+        return self.weights_bytes - (0 if self.draft is None else self.draft.weights_bytes)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """The bytes of the caches on one device."""
-        return sum(map(device_bytes, self.cache_shapes))
+        """The bytes of the caches on one device, with the draft model's."""
+        of_draft = 0 if self.draft is None else self.draft.kv_cache_bytes
+        return of_draft + sum(map(device_bytes, self.cache_shapes))
 
     def cache_bytes(self, groups: Sequence[CacheGroup]) -> int:
         """The bytes on one device if the groups had these sizes."""
         num_blocks = {group.window: group.num_blocks for group in groups}
-        return sum(
+        of_draft = 0 if self.draft is None else num_blocks[None] * self.draft.block_bytes
+        return of_draft + sum(
             num_blocks[window_of(config)] * size
             for config, size in zip(self.attention_configs, self.block_bytes, strict=True)
         )
@@ -160,8 +169,9 @@ def sampling_bytes(
     of_step = (num_tokens + num_rows) * of_position
     if speculation is not None:
         of_step += num_rows * speculation.num_drafts * of_position
-        # The tokens of every request, and its drafts.
-        in_slots += 4 * num_rows * (max_model_len + speculation.num_drafts)
+        # The tokens of every request, or the one before its newest, and its drafts.
+        kept = max_model_len if speculation.draft_model is None else 1
+        in_slots += 4 * num_rows * (kept + speculation.num_drafts)
     host_reads = max_logprobs > MAX_STEP_LOGPROBS
     if host_reads or samples_late:
         logits = logits_sharding(mesh, host_reads=host_reads)

@@ -18,6 +18,7 @@ from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.programs.compile import Program
+from jaxllm.runner.draft_model import make_read
 from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.late import Left, make_sample_late
@@ -47,6 +48,15 @@ class LateKey(NamedTuple):
         return f"sample_late {self.num_rows}"
 
 
+class ReadKey(NamedTuple):
+    """The key of the program in which a draft model reads so many tokens."""
+
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"read_draft {self.num_tokens}"
+
+
 TABLE_WRITES = 1024  # block updates per call of WRITE_TABLES
 
 
@@ -60,6 +70,8 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         features=device_features(plan),
         num_mask_words=cdiv(plan.num_logits, WORD_BITS) if plan.samples_late else 0,
         speculates=plan.speculation is not None,
+        read_sizes=plan.draft.read_sizes if plan.draft is not None else (),
+        num_read_rows=plan.speculation.max_rows if plan.speculation is not None else 0,
     )
 
 
@@ -86,7 +98,8 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
 def num_programs(plan: EnginePlan) -> int:
     """How many programs are declared: for each stage, its steps and its small programs."""
     late = {bucket.num_rows for bucket in plan.buckets} if plan.samples_late else ()
-    drafts = plan.speculation is not None
+    reads = 0 if plan.draft is None else len(plan.draft.read_sizes)
+    drafts = reads or plan.speculation is not None
     return drafts + sum(
         len(plan.buckets) + 2 + (1 + len(late)) * stage.part.has_head for stage in plan.stages
     )
@@ -110,6 +123,11 @@ def declare_stage_programs(
     model = plan.abstract_model(stage)
     spec = ModelSpec.of(model)
     weights, state = abstract_weights(model, stage.mesh), DeviceState.abstract(plan, stage)
+    draft = None
+    if plan.draft is not None:
+        draft_model = plan.abstract_draft()
+        draft = ModelSpec.of(draft_model)
+        weights += abstract_weights(draft_model, stage.mesh)
     everywhere = sharding(stage.mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
     left = _outputs_shardings(plan, stage) if stage.part.has_head else everywhere
@@ -131,7 +149,7 @@ def declare_stage_programs(
     programs: dict[Hashable, Program] = {
         bucket: program(
             f"step_{bucket}".replace(" ", "_"),
-            make_step(plan, stage, spec, layout),
+            make_step(plan, stage, spec, layout, draft),
             weights,
             state,
             place(layout.abstract(), everywhere),
@@ -173,7 +191,18 @@ def declare_stage_programs(
                 donate=(0, 1),
                 out_shardings=(kept.tokens, kept.slots, everywhere),
             )
-    if plan.speculation is not None:
+    if draft is not None:
+        for layout in reversed(make_packer(plan).read_layouts.values()):
+            programs[ReadKey(layout.num_tokens)] = program(
+                f"read_draft_{layout.num_tokens}",
+                make_read(plan, lambda its: draft.merge(its[spec.num_weights :]), layout),
+                weights,
+                state,
+                place(layout.abstract(), everywhere),
+                donate=(1,),
+                out_shardings=kept,
+            )
+    elif plan.speculation is not None:
         programs[ADMIT_DRAFTS] = program(
             ADMIT_DRAFTS,
             functools.partial(_admit_drafts, make_drafter(plan.speculation)),

@@ -18,8 +18,10 @@ from jax.sharding import Mesh
 from jaxllm_kernels.platform import Device, processor
 
 import jaxllm
+from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
+from jaxllm.speculative_config import Speculation
 
 # The fields of a plan that do not affect programs. Every other field does, also a new one.
 _NOT_IN_PROGRAMS = {
@@ -82,7 +84,8 @@ def foreign_code(plan: EnginePlan) -> str | None:
     there is none."""
     if plan.logits_processors:
         return "logits processors"
-    for part in (plan.model_class, type(plan.attention)):
+    models = (plan.model_class, *(() if plan.draft is None else (plan.draft.model_class,)))
+    for part in (*models, type(plan.attention)):
         if part.__module__.partition(".")[0] not in (jaxllm.__name__, jaxllm_kernels.__name__):
             return f"{part.__module__}.{part.__qualname__}"
     return None
@@ -98,9 +101,17 @@ def _text(value: Any) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         spec = getattr(value.sharding, "spec", None)
         return f"{value.dtype}{list(value.shape)} {spec}"
-    if isinstance(value, StagePlan):
-        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
-        return f"stage {', '.join(map(_text, fields))}"
+    if isinstance(value, StagePlan | DraftModelPlan):
+        fields = (
+            getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if field.name not in _NOT_IN_PROGRAMS
+        )
+        kind = "stage" if isinstance(value, StagePlan) else "draft"
+        return f"{kind} {', '.join(map(_text, fields))}"
+    if isinstance(value, Speculation):
+        # Where a draft model is does not matter.
+        return repr(dataclasses.replace(value, draft_model=None))
     return repr(value)
 
 

@@ -1,7 +1,6 @@
 """Reports what a plan costs on a device, by compiling it: memory, programs, and bounds on time
 (see `roofline`)."""
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
@@ -57,6 +56,9 @@ class StageReport:
     # Of all programs, as seen from the largest (`programs.needs`).
     program_bytes: int
     roofline: Roofline | None  # None where the chip's rates are not known
+    # What of the weights and of the cache are the draft model's.
+    draft_weights_bytes: int = 0
+    draft_cache_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
@@ -236,13 +238,13 @@ def _report_stage(
     declared: Mapping[Hashable, Program],
 ) -> StageReport:
     state = DeviceState.abstract(plan, stage)
-    beside_caches = jax.tree.leaves(dataclasses.replace(state, caches=()))
+    beside_caches = sum(map(device_bytes, jax.tree.leaves(state))) - stage.kv_cache_bytes
     return StageReport(
         num_layers=len(stage.part.layers),
         num_devices=stage.mesh.size,
         weights_bytes=stage.weights_bytes,
         kv_cache_bytes=stage.kv_cache_bytes,
-        state_bytes=sum(map(device_bytes, beside_caches))
+        state_bytes=beside_caches
         + activation_bytes(
             stage,
             len(plan.stages),
@@ -256,6 +258,8 @@ def _report_stage(
             code_bytes=max(p.code_bytes for p in programs),
         ),
         roofline=roofline(plan, stage),
+        draft_weights_bytes=stage.weights_bytes - stage.model_weights_bytes,
+        draft_cache_bytes=0 if stage.draft is None else stage.draft.kv_cache_bytes,
     )
 
 
@@ -273,7 +277,7 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
     sent_per_byte = 2 * (num_shards - 1) / num_shards
     is_shared = part.is_whole and arch.tie_word_embeddings
     num_tables = part.embeds + part.has_head - is_shared
-    matrices = stage.weights_bytes / itemsize - embedding * num_tables
+    matrices = stage.model_weights_bytes / itemsize - embedding * num_tables
     if (own := arch.per_layer_input) is not None:
         # It is looked up, too.
         matrices -= own.vocab_size * own.size * arch.num_layers / num_shards

@@ -19,6 +19,14 @@ def _attention(plan: EnginePlan) -> str:
 def summary(plan: EnginePlan) -> str:
     """Format the decisions of a plan in a few lines."""
     arch = plan.architecture
+    draft = ""
+    if plan.draft is not None:
+        draft = (
+            f"draft {plan.draft.architecture.name}, "
+            f"{counted(plan.draft.architecture.num_layers, 'layer')}; of these bytes "
+            f"{format_bytes(plan.draft.weights_bytes)} of weights and "
+            f"{format_bytes(plan.draft.kv_cache_bytes)} of KV cache are its own\n"
+        )
     stages = f" in {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     return (
         f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
@@ -31,6 +39,6 @@ def summary(plan: EnginePlan) -> str:
         f"{describe_groups(plan.cache_groups, plan.block_size)}, room for "
         f"{describe_room(plan.room_for, shown_lengths(plan.max_model_len))} "
         f"(max_num_seqs={plan.max_num_seqs})\n"
-        f"{counted(num_programs(plan), 'program')}, "
+        f"{draft}{counted(num_programs(plan), 'program')}, "
         f"with steps of {', '.join(map(str, plan.buckets))}"
     )

@@ -146,8 +146,10 @@ class ModelRunner:
             row = slot_row(admission, self._plan.num_logits, self._plan.max_model_len)
             if row is not None:
                 self._model.write_slot(admission.slot, row)
-            if self._plan.speculation is not None:
+            if self._plan.speculation is not None and self._plan.draft is None:
                 self._admit_drafts(admission)
+        if schedule.draft_reads is not None:
+            self._stages[0].read_draft(*self._packer.pack_reads(schedule.draft_reads))
         packed = self._packer.pack(schedule)
         self._model.write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start
@@ -230,6 +232,13 @@ class ModelRunner:
             load_format=plan.load_format,
             seed=plan.seed,
         )
+        if plan.draft is not None:
+            states += load_parts(
+                plan.draft.model_dir,
+                [(plan.abstract_draft(), plan.stages[0].mesh)],
+                load_format=plan.load_format,
+                seed=plan.seed,
+            )
         logger.info(
             "weights loaded in %.1f s: %s on this process's devices; peak host memory %s",
             time.perf_counter() - start,
@@ -237,7 +246,10 @@ class ModelRunner:
             format_bytes(peak_host_bytes()),
         )
         trim_heap()  # the buffers between files and devices
-        return self._placed(list(map(jax.tree.leaves, states)))
+        weights = list(map(jax.tree.leaves, states))
+        if plan.draft is not None:
+            weights = [weights[0] + weights[1]]  # the order in which a step takes them
+        return self._placed(weights)
 
     def _placed(self, weights: list[list[jax.Array]]) -> list[list[jax.Array]]:
         if self._plan.chip.platform == "cpu":

@@ -6,12 +6,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.plan.buckets import Bucket, BucketTable
+from jaxllm.runner.draft_model import ReadLayout
 from jaxllm.runner.inputs import InputLayout, SlotTable
 from jaxllm.runner.late import LateLayout
 from jaxllm.runner.slices import DeviceSlice
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logits_processor import LogitsProcessor
-from jaxllm.scheduler.schedule import Admission, Schedule
+from jaxllm.scheduler.schedule import Admission, DraftReads, Schedule
 
 
 class PackedStep(NamedTuple):
@@ -38,8 +39,11 @@ class StepPacker:
         features: Sequence[DeviceSlice] = (),
         num_mask_words: int = 0,
         speculates: bool = False,
+        read_sizes: Sequence[int] = (),
+        num_read_rows: int = 0,
     ):
-        """Without words in a mask, no step has late rows."""
+        """Without words in a mask, no step has late rows. A draft model reads at most
+        `num_read_rows` texts at a time, in programs of `read_sizes` tokens."""
         columns = row_params.num_columns(processors)
         self.layouts = {
             bucket: InputLayout(
@@ -61,6 +65,10 @@ class StepPacker:
                 num_words=num_mask_words,
             )
             for rows in sorted(numbers_of_rows)
+        }
+        self.read_layouts = {
+            size: ReadLayout(size, num_rows=num_read_rows, num_slots=num_slots)
+            for size in read_sizes
         }
         self._buckets = BucketTable(buckets)
         self._processors = processors
@@ -89,6 +97,11 @@ class StepPacker:
             step=schedule.step,
             carried_from=schedule.carried_from,
         )
+
+    def pack_reads(self, reads: DraftReads) -> tuple[int, np.ndarray]:
+        """Choose the program in which a draft model reads, and build its buffer."""
+        size = next(size for size in self.read_layouts if size >= len(reads.token_ids))
+        return size, self.read_layouts[size].pack(reads)
 
     def pack_late(self, schedule: Schedule, num_rows: int, masks: np.ndarray) -> np.ndarray:
         """Build the buffer for the late rows of a step that ran in a program of `num_rows` rows. No

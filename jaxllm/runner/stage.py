@@ -20,6 +20,7 @@ from jaxllm.programs.declare import (
     WRITE_SLOT,
     WRITE_TABLES,
     LateKey,
+    ReadKey,
     program_key,
 )
 from jaxllm.runner.late import Left
@@ -76,6 +77,11 @@ class Stage:
         """Give the drafter the tokens of the request in a slot, i32 [max_model_len]."""
         program = self._programs[program_key(self._stage, ADMIT_DRAFTS)]
         self._state = program(self._take_state(), np.int32(slot), tokens)
+
+    def read_draft(self, num_tokens: int, packed: np.ndarray) -> None:
+        """Let the draft model read, in the program of so many tokens."""
+        program = self._programs[program_key(self._stage, ReadKey(num_tokens))]
+        self._state = program(self.weights, self._take_state(), packed)
 
     def write_block_tables(self, updates: np.ndarray) -> None:
         """Apply the block-table changes that a step has no room for, i32 [n, 3]."""

@@ -34,8 +34,22 @@ def abstract_drafts(plan: EnginePlan, mesh: Mesh) -> tuple[Any, Any]:
     speculation = plan.speculation
     assert speculation is not None
     drafts = jax.ShapeDtypeStruct((plan.max_num_seqs, speculation.num_drafts), jnp.int32)
+    if plan.draft is not None:
+        before: Any = jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32)
+        drafts, before = place((drafts, before), sharding(mesh))
+        caches: Any = plan.draft.cache_shapes
+        return drafts, DraftModelState(caches=caches, before=before)
     tables = make_drafter(speculation).abstract(plan.max_num_seqs, plan.max_model_len)
     return jax.tree.map(lambda leaf: place(leaf, sharding(mesh)), (drafts, tables))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelState:
+    """What a draft model keeps."""
+
+    caches: tuple[jax.Array, ...]  # as those of the model, in the blocks of its first cache group
+    before: jax.Array  # i32 [S]: the token before the newest of each slot's request
 
 
 @jax.tree_util.register_dataclass

@@ -26,6 +26,7 @@ from jaxllm.layers.context import StepContext
 from jaxllm.models.base import Model
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
+from jaxllm.runner.draft_model import draft_ahead
 from jaxllm.runner.inputs import InputLayout, StepInputs, table_row
 from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.state import DeviceState
@@ -50,6 +51,10 @@ class ModelSpec:
         graphdef, state = nnx.split(model)
         return cls(graphdef, jax.tree.structure(state))
 
+    @property
+    def num_weights(self) -> int:
+        return self.treedef.num_leaves
+
     def merge(self, weights: list[jax.Array]) -> Any:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
@@ -58,9 +63,14 @@ StepFunction = Callable[..., tuple[DeviceState, StepOutputs | jax.Array]]
 
 
 def make_step(
-    plan: EnginePlan, stage: StagePlan, spec: ModelSpec, layout: InputLayout
+    plan: EnginePlan,
+    stage: StagePlan,
+    spec: ModelSpec,
+    layout: InputLayout,
+    draft: ModelSpec | None = None,
 ) -> StepFunction:
-    """Make the step of one bucket on one stage. The caller jits it and donates the state."""
+    """Make the step of one bucket on one stage. The caller jits it and donates the state. The
+    weights are those of the model, then those of the draft model, if there is one."""
 
     def step(
         weights: list[jax.Array],
@@ -69,8 +79,9 @@ def make_step(
         arrived: jax.Array | None = None,
     ) -> tuple[DeviceState, StepOutputs | jax.Array]:
         inputs = layout.unpack(packed)
-        model = spec.merge(weights)
+        model = spec.merge(weights[: spec.num_weights])
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
+        state = dataclasses.replace(state, block_tables=block_tables)
         context_lens = _context_lens(inputs, state.lengths)
         batches = {
             group.window: RaggedBatch(
@@ -101,10 +112,15 @@ def make_step(
             assert carried is not None
             entering = _token_ids(inputs, carried)
             if inputs.num_drafts is not None:
+                if draft is not None:
+                    drafter = draft.merge(weights[spec.num_weights :])
+                    newest = inputs.query_starts[1:] - 1 - inputs.num_drafts
+                    newest = entering.at[newest].get(mode="clip")
+                    state = draft_ahead(plan, drafter, inputs, context_lens, state, newest)
                 entering = with_drafts(entering, inputs, state)
         positions = _positions(inputs, context_lens)
         hidden, caches = model(entering, positions, state.caches, context)
-        state = dataclasses.replace(state, caches=caches, block_tables=block_tables)
+        state = dataclasses.replace(state, caches=caches)
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
             if plan.speculation is None:
@@ -112,8 +128,9 @@ def make_step(
             last = functools.partial(
                 _sample, plan, model, inputs, context_lens, hidden, state, slices
             )
+            assert entering is not None
             return verify_and_propose(
-                plan, model, inputs, context_lens, hidden, state, slices, last
+                plan, model, inputs, context_lens, entering, hidden, state, slices, last
             )
         return _set_lengths(state, inputs, context_lens), hidden
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.runner.draft_model import note_before
 from jaxllm.runner.inputs import StepInputs
 from jaxllm.runner.outputs import DraftedOutputs, StepOutputs
 from jaxllm.runner.state import DeviceState
@@ -57,17 +58,21 @@ def verify_and_propose(
     model: Any,
     inputs: StepInputs,
     context_lens: jax.Array,
+    token_ids: jax.Array,
     hidden: jax.Array,
     state: DeviceState,
     slices: dict[str, dict[str, jax.Array]],
     sample_last: Callable[[], tuple[DeviceState, StepOutputs]],
 ) -> tuple[DeviceState, StepOutputs]:
-    """End a step. `slices` are those of its features. `sample_last` samples one token for each row,
-    after the row's last one: the same in a program without rows with drafts."""
+    """End a step of these tokens. `slices` are those of its features. `sample_last` samples one
+    token for each row, after the row's last one: the same in a program without rows with drafts.
+    """
     if inputs.num_drafts is None:
         state, outputs = sample_last()
         none = jnp.zeros_like(context_lens)
-        state, proposed = _propose(plan, inputs, outputs.tokens[:, None], none, context_lens, state)
+        state, proposed = _propose(
+            plan, inputs, token_ids, outputs.tokens[:, None], none, context_lens, state
+        )
         figures = jnp.stack([proposed, none], axis=1)
         drafted = DraftedOutputs(figures=figures, logprobs=None)
         return state, dataclasses.replace(outputs, drafted=drafted)
@@ -80,7 +85,9 @@ def verify_and_propose(
         slots=sampled.slots,
         lengths=state.lengths.at[inputs.slots].set(lengths, mode="drop"),
     )
-    state, proposed = _propose(plan, inputs, sampled.tokens, sampled.num_accepted, lengths, state)
+    state, proposed = _propose(
+        plan, inputs, token_ids, sampled.tokens, sampled.num_accepted, lengths, state
+    )
     figures = jnp.concatenate(
         [proposed[:, None], sampled.num_accepted[:, None], sampled.tokens[:, 1:]], axis=1
     )
@@ -168,18 +175,23 @@ def _verify(
 def _propose(
     plan: EnginePlan,
     inputs: StepInputs,
+    token_ids: jax.Array,
     tokens: jax.Array,
     num_accepted: jax.Array,
     lengths: jax.Array,
     state: DeviceState,
 ) -> tuple[DeviceState, jax.Array]:
-    """Draft the next tokens of each row. Return how many there are, i32 [R].
+    """Draft the next tokens of each row. Return how many there are, i32 [R]: none if a model
+    drafts, which does it at the begin of the next step.
 
     `tokens` i32 [R, n] are those that the rows have sampled, `lengths` i32 [R] the number of those
     in the caches: of all but the newest. With more rows than may have drafts nothing is proposed.
     """
     speculation = plan.speculation
     assert speculation is not None and state.drafts is not None
+    if plan.draft is not None:
+        state = note_before(state, inputs, token_ids, tokens, num_accepted)
+        return state, jnp.zeros_like(lengths)
     drafter, k = make_drafter(speculation), speculation.num_drafts
     num_rows = len(lengths)
     most = min(num_rows, speculation.max_rows)

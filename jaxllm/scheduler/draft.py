@@ -12,7 +12,14 @@ import numpy as np
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 from jaxllm.scheduler.features import Feature
 from jaxllm.scheduler.request import Request
-from jaxllm.scheduler.schedule import CARRIED_TOKEN, DRAFT_TOKEN, GO_ON, Admission, Schedule
+from jaxllm.scheduler.schedule import (
+    CARRIED_TOKEN,
+    DRAFT_TOKEN,
+    GO_ON,
+    Admission,
+    DraftReads,
+    Schedule,
+)
 
 _num_tokens = itemgetter(1)
 
@@ -28,6 +35,7 @@ class StepDraft:
         self._chunks: list[tuple[Request, int, int]] = []
         self._has_drafts = False
         self.carried_from: int | None = None  # as in Schedule
+        self.draft_reads: DraftReads | None = None  # as in Schedule
         self._admissions: list[Admission] = []
         self._starts: dict[int, int] = {}  # of the admitted requests, by slot
         # Block updates, as in Schedule: single ones one after another, longer parts as arrays.
@@ -117,6 +125,7 @@ class StepDraft:
             samples=samples,
             token_ids=self._token_ids(),
             num_drafts=num_drafts,
+            draft_reads=self.draft_reads,
             block_updates=updates,
             admissions=self._admissions,
             wants_logprobs=bool(counts),

@@ -78,7 +78,8 @@ class Places:
         """Take slot and blocks from a running request; the caller takes it out of `running`. When
         it runs again it computes its tokens again, except those whose blocks are still cached."""
         self._give_back(request)
-        request.num_computed_tokens = request.num_proposed = 0
+        request.num_computed_tokens = request.num_proposed = request.num_draft_read = 0
+        request.had_drafts = False
         request.stats.num_preemptions += 1
         request.has_new_stats = True
         self._stats.num_preemptions += 1

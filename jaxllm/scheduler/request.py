@@ -43,6 +43,7 @@ class Request:
         "eos_token_ids",
         "followers",
         "grammar",
+        "had_drafts",
         "has_new_stats",
         "has_taken_over_blocks",
         "hash_root",
@@ -56,6 +57,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_counted_prompt_tokens",
+        "num_draft_read",
         "num_holds",
         "num_prompt_tokens",
         "num_proposed",
@@ -117,6 +119,9 @@ class Request:
         # Owned by `speculation`: the drafter's proposal in the latest known step, what drafts bring
         # on average, and steps without drafts until they are tried again.
         self.num_proposed = 0
+        # What a draft model has read of it for sure, and whether its newest row had drafts.
+        self.num_draft_read = 0
+        self.had_drafts = False
         self.draft_gain = 1.0
         self.draft_pause = 0
         self.next_draft_pause = 0

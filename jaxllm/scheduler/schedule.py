@@ -42,6 +42,17 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftReads:
+    """What a draft model reads before a step, so that it can draft in the step. Rows are in order
+    of their number of tokens."""
+
+    slots: np.ndarray  # int32 [rows]
+    num_tokens: np.ndarray  # int32 [rows], at least 1
+    starts: np.ndarray  # int32 [rows]: the position of each row's first token
+    token_ids: np.ndarray  # int32 [sum(num_tokens)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """One step: which slots, how many tokens each, in which blocks."""
 
@@ -63,6 +74,7 @@ class Schedule:
     block_updates: np.ndarray  # int32 [changes, 4]
     # int32 [rows]: how many of each row's tokens are drafts; None if no row has any.
     num_drafts: np.ndarray | None = None
+    draft_reads: DraftReads | None = None
     admissions: list[Admission] = field(default_factory=list)
     wants_logprobs: bool = False  # whether a row that samples wants logprobs
     # Rows that sample late: under a mask that the host makes while the device runs the step. Their

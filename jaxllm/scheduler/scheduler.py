@@ -89,7 +89,9 @@ class Scheduler:
         self._drafting = None
         if speculation is not None:
             assert lanes is None, "a pipeline does not speculate"
-            self._drafting = Drafting(speculation, kv, self.stats)
+            self._drafting = Drafting(
+                speculation, kv, self.stats, max_num_batched_tokens=max_num_batched_tokens
+            )
         self._results = Results(
             self._places, kv=kv, features=features, stats=self.stats, drafting=self._drafting
         )
@@ -146,13 +148,17 @@ class Scheduler:
         assert not dispatched, f"{len(dispatched)} steps are on their way"
         while running:
             self._places.preempt(running.pop())
-        forgotten = self._kv.reset()
+        forgotten = self.reset_prefix_cache()
         assert forgotten, "blocks are in use, and no request runs"
         self._settle()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Return False and change nothing if a request holds blocks."""
-        return self._kv.reset()
+        if not self._kv.reset():
+            return False
+        if self._drafting is not None:
+            self._drafting.forget()
+        return True
 
     # ---- planning a step
 
@@ -177,6 +183,8 @@ class Scheduler:
             return None
         if self._lanes is not None:
             draft.carried_from = self._lanes.carried_from(rows)
+        if self._drafting is not None:
+            draft.draft_reads = self._drafting.take_reads()
         schedule = draft.build(self._num_steps, rows)
         self._num_steps += 1
         self._results.dispatched.append(Dispatched(schedule, [*rows]))

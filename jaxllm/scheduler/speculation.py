@@ -8,8 +8,8 @@ cache, and which are given back behind a window.
 
 A row with drafts costs more than a decode, even if none is accepted. So a request gets drafts only
 if the drafter had a proposal in its latest step that has come back, and pauses when its drafts have
-brought little. The other rows of the step wait for it, too. So nobody gets drafts if few of the
-requests have proposals.
+brought little; a draft model always has one. The other rows of the step wait for it, too. So nobody
+gets drafts if few of the requests have proposals.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from jaxllm.messages import PositionLogprobs
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
+from jaxllm.scheduler.draft_reads import Reader
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.logprobs import row_logprobs
 from jaxllm.scheduler.request import Request, RequestStatus
-from jaxllm.scheduler.schedule import DraftedResult, Schedule, StepResult
+from jaxllm.scheduler.schedule import DraftedResult, DraftReads, Schedule, StepResult
 from jaxllm.speculative_config import Speculation
 
 # A step with drafts is worth its price if it brings this many tokens more for each of its rows, on
@@ -35,9 +36,26 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 8, 128
 class Drafting:
     """Gives rows their drafts, and takes in what became of them."""
 
-    def __init__(self, speculation: Speculation, kv: KVCacheManager, stats: EngineStats) -> None:
+    def __init__(
+        self,
+        speculation: Speculation,
+        kv: KVCacheManager,
+        stats: EngineStats,
+        *,
+        max_num_batched_tokens: int,
+    ) -> None:
         self._by_requests = speculation.drafts_by_requests
         self._kv = kv
+        self._reader: Reader | None = None
+        if speculation.draft_model is not None:
+            longest = speculation.draft_model.max_model_len
+            assert longest is not None, "the plan says how long texts with drafts may be"
+            self._reader = Reader(
+                kv,
+                max_tokens=max_num_batched_tokens,
+                max_rows=speculation.max_rows,
+                max_model_len=longest,
+            )
         self._stats = stats
         stats.num_accepted_by_place = [0] * speculation.num_drafts
         self._most = 0  # drafts of a row in the step that is planned
@@ -54,34 +72,53 @@ class Drafting:
         in_table = 0 < num_running <= len(self._by_requests)
         self._most = self._by_requests[num_running - 1] if in_table else 0
         self._spare = budget - num_running
+        if self._reader is not None:
+            self._reader.begin()
         if not self._most:
             return
         gain = 0.0
         for request in running:
             if request.draft_pause:
                 request.draft_pause -= 1
-            elif request.num_proposed:
+            elif request.num_proposed or (self._reader is not None and _may_draft(request)):
                 gain += request.draft_gain
         if gain < _MIN_GAIN * num_running:
             self._most = 0
 
     def draft(self, request: Request) -> int:
         """Count drafts behind the newest token of a request, and return how many there are."""
-        if not self._most or not request.num_proposed or request.draft_pause:
-            return 0
-        if request.grammar is not None:
-            return 0  # its row samples late, under the mask of one token
-        if (request.sampling_params.logprobs or 0) > MAX_STEP_LOGPROBS:
-            return 0  # they come from logits, and a step leaves those of one token for each row
-        count = min(self._most, self._spare, request.max_num_tokens - request.num_tokens - 1)
-        end = request.num_computed_tokens + 1 + count
-        if end > request.room and not self._kv.fits(request, end):
-            count = request.room - request.num_computed_tokens - 1
-        if count <= 0:
+        count = self._count(request)
+        request.had_drafts = count > 0
+        if not count:
             return 0
         self._spare -= count
         request.num_tokens += count
         request.num_uncertain += count
+        return count
+
+    def take_reads(self) -> DraftReads | None:
+        """What a draft model reads before the planned step; None: nothing."""
+        return None if self._reader is None else self._reader.take()
+
+    def forget(self) -> None:
+        """Note that the caches are lost."""
+        if self._reader is not None:
+            self._reader.forget()
+
+    def _count(self, request: Request) -> int:
+        """How many drafts a request gets behind its newest token."""
+        if not self._most or request.draft_pause or not _may_draft(request):
+            return 0
+        if self._reader is None and not request.num_proposed:
+            return 0
+        count = min(self._most, self._spare, request.max_num_tokens - request.num_tokens - 1)
+        if self._reader is not None:
+            count = min(count, self._reader.most_drafts(request))
+        end = request.num_computed_tokens + 1 + count
+        if end > request.room and not self._kv.fits(request, end):
+            count = request.room - request.num_computed_tokens - 1
+        if count <= 0 or not (self._reader is None or self._reader.is_ready(request)):
+            return 0
         return count
 
     def read(self, schedule: Schedule, result: StepResult) -> None:
@@ -110,6 +147,9 @@ class Drafting:
         request.num_uncertain -= num_drafts
         if runs:
             request.num_computed_tokens -= refused
+            if self._reader is not None:
+                # At least those up to the row's newest one, which the request has known until now.
+                self._reader.note(request, request.num_known_tokens)
         self._weigh(request, num_accepted)
         stats = self._stats
         stats.num_drafts += 1
@@ -138,3 +178,11 @@ class Drafting:
             request.next_draft_pause = min(2 * pause, _LONGEST_PAUSE)
             # After the pause a single row that brings much is enough.
             request.draft_gain = _MIN_GAIN
+
+
+def _may_draft(request: Request) -> bool:
+    """Whether a row of the request may have drafts."""
+    if request.grammar is not None:
+        return False  # its row samples late, under the mask of one token
+    # More logprobs come from logits, and a step leaves those of one token for each row.
+    return (request.sampling_params.logprobs or 0) <= MAX_STEP_LOGPROBS

@@ -21,11 +21,15 @@ OTHER_WAYS = {
     "drafts": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
 }
 
+ITSELF_DRAFTS = "itself drafts"
+
 
 @pytest.fixture(scope="module")
 def answered(engines, sharded_model):
     """What each of them answers, by the name or the number above."""
     variants = {1: ONE, **SHARDS, **{name: SHARDS[2] | way for name, way in OTHER_WAYS.items()}}
+    drafts = {"method": "draft_model", "model": str(sharded_model), "num_speculative_tokens": 3}
+    variants[ITSELF_DRAFTS] = SHARDS[2] | {"speculative_config": drafts}
     return dict(zip(variants, engines(sharded_model, *variants.values()), strict=True))
 
 
@@ -36,7 +40,7 @@ def test_any_number_of_shards_gives_the_same_tokens(answered, same_answers, size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", OTHER_WAYS)
+@pytest.mark.parametrize("way", [*OTHER_WAYS, ITSELF_DRAFTS])
 def test_equalities_of_the_engine_hold_for_two_shards(answered, same_answers, way):
     same_answers(answered[way], answered[2])
 
@@ -46,6 +50,9 @@ def test_its_engines_took_other_ways(answered):
     assert answered[2]["metrics"]["overlap"] and not answered["plain"]["metrics"]["overlap"]
     assert answered["few blocks"]["metrics"]["num_preemptions"] > 0
     assert answered["drafts"]["metrics"]["spec_decode_num_draft_tokens"] > 0
+    metrics = answered[ITSELF_DRAFTS]["metrics"]
+    right, drafted = (metrics[f"spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft"))
+    assert right == drafted > 0
 
 
 # The emulator of GPUs does not tell devices apart, so this is for the kernels of TPUs only.

@@ -20,6 +20,15 @@ def test_flags_are_short_for_fields():
     assert config.speculation.read() == read(method="ngram", num_speculative_tokens=3)
 
 
+def test_a_model_says_the_method():
+    config = EngineConfig.create("m", spec_model="bundled-draft", spec_tokens=3)
+    fields = {"method": "draft_model", "model": "bundled-draft", "num_speculative_tokens": 3}
+    assert config.speculation.read() == read(**fields)
+    neutral = {"quantization": None, "parallel_drafting": False}
+    assert read(**fields, **neutral) == read(**fields)
+    assert read(**fields).draft_model.model == "bundled-draft"
+
+
 @pytest.mark.parametrize(
     ("fields", "lookup"),
     [
@@ -38,9 +47,17 @@ def test_one_end_of_the_lookup_moves_the_other(fields, lookup):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "method=None is not supported: there is 'ngram'"),
+        ({}, "method=None is not supported: there are 'ngram' and 'draft_model'"),
         ({"method": "eagle3", "model": "x"}, "method='eagle3' is not supported: heads"),
-        ({"method": "draft_model"}, "a second model is not run; there is 'ngram'"),
+        ({"method": "suffix"}, "'ngram' finds what prompt and answer repeat; there are"),
+        ({"method": "draft_model"}, "model=None is not supported: 'draft_model' needs"),
+        ({"model": "x", "prompt_lookup_max": 3}, "prompt_lookup_max=3 is not supported: 'draft_"),
+        ({"model": "x", "quantization": "fp8"}, "quantization='fp8' is not supported: give"),
+        ({"model": "x", "draft_sample_method": "greedy"}, "is sampled as its request is"),
+        ({"model": "x", "rejection_sample_method": "block"}, "a draft is accepted if it equals"),
+        ({"model": "x", "parallel_drafting": True}, "the draft makes one token after the other"),
+        ({"model": "x", "max_model_len": 0}, "max_model_len=0 is not supported: give at least 1"),
+        ({"model": "x", "draft_tensor_parallel_size": 2}, "tensor_parallel_size=1"),
         ({"method": 3}, "method=3 is not supported"),
         ({"method": ["ngram"]}, "is not supported"),
         ({"method": "ngram", "model": "x"}, "model='x' is not supported"),
@@ -85,7 +102,7 @@ def test_drafts_by_the_number_of_requests():
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: a pipeline does not speculate"),
         ({"spec_tokens": 2}, "spec_tokens=2: speculative_config has num_speculative_tokens=3"),
         ({"spec_method": "eagle"}, "spec_method='eagle': speculative_config has method='ngram'"),
-        ({"spec_model": "x"}, "no drafts come from a second model"),
+        ({"spec_model": "x"}, "model='x' is not supported: 'ngram' has"),
     ],
 )
 def test_what_contradicts_it_is_refused(options, message):

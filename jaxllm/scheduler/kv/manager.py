@@ -191,11 +191,11 @@ class KVCacheManager:
             for found in range(length):
                 if found == len(hashes):
                     # Not all at once: after the first miss no more are needed for now.
-                    self._hash_blocks(request, min(found + _HASH_STRIDE, length))
+                    self.hash_blocks(request, min(found + _HASH_STRIDE, length))
                 if pool.find(hashes[found]) is None:
                     return found
             return length
-        self._hash_blocks(request, length)
+        self.hash_blocks(request, length)
         first = length  # the group has all blocks from here up to `length`
         while length:
             start = group.first_block(length * self.block_size, self.block_size)
@@ -216,7 +216,7 @@ class KVCacheManager:
         num_tokens = min(request.num_certain_tokens, request.num_known_tokens)
         first, end = request.num_registered_blocks, num_tokens // self.block_size
         if first < end:
-            self._hash_blocks(request, end)
+            self.hash_blocks(request, end)
             for pool, table in zip(self._pools, request.tables, strict=True):
                 start = max(first, table.start)
                 pool.register(
@@ -225,7 +225,7 @@ class KVCacheManager:
                 )
             request.num_registered_blocks = end
 
-    def _hash_blocks(self, request: Request, num_blocks: int) -> None:
+    def hash_blocks(self, request: Request, num_blocks: int) -> None:
         """Hash the request's first `num_blocks` blocks; each is hashed once per request."""
         hashes, root = request.block_hashes, request.hash_root
         assert root is not None, request
