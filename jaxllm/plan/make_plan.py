@@ -226,7 +226,9 @@ def make_plan(
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
-        experts=choose_experts(chip, library, architecture, num_shards, dtype),
+        experts=choose_experts(
+            chip, library, architecture, num_shards, max_num_batched_tokens, dtype
+        ),
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),

@@ -113,12 +113,21 @@ def test_an_expert_without_tokens_is_not_read(op):
     np.testing.assert_array_equal(run(op, case, x, chosen, factors, spoilt), y)
 
 
-def test_what_the_kernels_do_not_compute_is_refused():
-    sizes = {"num_experts": 8, "num_choices": 2, "num_tokens": 2048, "dtype": "bfloat16"}
-    FEW.check(size=14336, hidden_size=4096, **sizes)
-    with pytest.raises(ValueError, match="take more on-chip memory than a kernel on v6e gets"):
-        FEW.check(size=1 << 20, hidden_size=4096, **sizes)
-    with pytest.raises(ValueError, match="dtype='float16' is not bfloat16 or float32"):
-        FEW.check(size=768, hidden_size=2048, **sizes | {"dtype": "float16"})
-    with pytest.raises(ValueError, match="the chip 'v99' is not known"):
-        TpuExperts(chip="v99").check(size=768, hidden_size=2048, **sizes)
+@pytest.mark.parametrize(
+    ("chip", "size", "dtype", "why"),
+    [
+        ("v6e", 1 << 20, "bfloat16", "take more on-chip memory than a kernel on v6e gets"),
+        ("v6e", 768, "float16", "dtype='float16' is not bfloat16 or float32"),
+        ("v99", 768, "bfloat16", "the chip 'v99' is not known"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_refused(chip, size, dtype, why):
+    with pytest.raises(ValueError, match=why):
+        TpuExperts(chip=chip).check(
+            num_experts=8,
+            num_choices=2,
+            num_tokens=2048,
+            size=size,
+            hidden_size=4096,
+            dtype=dtype,
+        )

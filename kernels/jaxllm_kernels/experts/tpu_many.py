@@ -67,9 +67,8 @@ def run_many(
             scratch_shapes=[
                 _Scratch(
                     words=pltpu.VMEM((num_tokens, words), sizes.word_dtype(dtype)),
-                    # The last rows are of no token.
                     sums=pltpu.VMEM(
-                        (num_tokens + SUBLANES, blocks.padded_hidden_size), jnp.float32
+                        (blocks.num_outer, num_tokens + SUBLANES, blocks.outer), jnp.float32
                     ),
                     gathered=pltpu.VMEM((rows, words), sizes.word_dtype(dtype)),
                     factors=pltpu.VMEM((rows, LANES), jnp.float32),
@@ -100,7 +99,7 @@ class _Scratch(NamedTuple):
     """The kernel's memory on the chip."""
 
     words: Ref  # [tokens, words]: all tokens
-    sums: Ref  # float32 [tokens + 8, D]: all sums; the last rows are of no token
+    sums: Ref  # float32 [blocks of outputs, tokens + 8, outputs]; the last rows are of no token
     gathered: Ref  # [rows, words]: the tokens of an item
     factors: Ref  # float32 [rows, lanes]: of an item, in all lanes
     rows: Ref  # [rows, lanes]: the tokens of an item, in their own dtype
@@ -117,7 +116,7 @@ def _step(
     gate_up_bias, down_bias, y, memory = rest if has_bias else (None, None, *rest)
     item, step = pl.program_id(0), pl.program_id(1)
     tile_rows = sizes.tile_rows
-    num_tiles = (work.counts[item] + (tile_rows - 1)) // tile_rows
+    num_tiles = _cdiv(work.counts[item], tile_rows)
 
     @pl.when((item == 0) & (step == 0))
     def _():
@@ -145,7 +144,7 @@ def _step(
 
     @pl.when(step >= blocks.num_inner)
     def _():
-        here = columns(step - blocks.num_inner, blocks.outer, blocks.num_outer)
+        block = step - blocks.num_inner
 
         def compute(tile: jax.Array, _: None) -> None:
             at = _rows_of(tile, tile_rows)
@@ -153,19 +152,30 @@ def _step(
             if not config.scales_input:
                 output = output * memory.factors[at, :1]
             memory.outputs[...] = output
-            _add(item, tile * tile_rows, here, work, memory, sizes)
+            _add(item, tile * tile_rows, block, work, memory, sizes)
 
         lax.fori_loop(0, num_tiles, compute, None)
 
     @pl.when((item == pl.num_programs(0) - 1) & (step == blocks.num_steps - 1))
     def _():
-        copy = pltpu.make_async_copy(memory.sums.at[: len(y)], y, memory.copied)
-        copy.start()
-        copy.wait()
+        for block in range(blocks.num_outer):
+            to = y.at[:, pl.ds(block * blocks.outer, blocks.outer)]
+            _copy(memory.sums.at[block, : len(y)], to, memory.copied)
 
 
 def _rows_of(tile: jax.Array, tile_rows: int) -> Any:
     return pl.ds(pl.multiple_of(tile * tile_rows, tile_rows), tile_rows)
+
+
+def _cdiv(a: jax.Array, b: int) -> jax.Array:
+    """Divide a number that is not negative, and round up."""
+    return lax.div(a + (b - 1), b)
+
+
+def _copy(source: Ref, destination: Ref, copied: Ref) -> None:
+    copy = pltpu.make_async_copy(source, destination, copied)
+    copy.start()
+    copy.wait()
 
 
 def _load_tokens(x: Ref, memory: _Scratch) -> None:
@@ -185,10 +195,11 @@ def _load_tokens(x: Ref, memory: _Scratch) -> None:
         lax.fori_loop(0, size // ROW_TILE, keep, None)
 
     def clear(tile: jax.Array, _: None) -> None:
-        at = _rows_of(tile, SUBLANES)
-        memory.sums[at] = jnp.zeros((SUBLANES, memory.sums.shape[1]), jnp.float32)
+        for block in range(len(memory.sums)):
+            at = block, _rows_of(tile, SUBLANES)
+            memory.sums[at] = jnp.zeros((SUBLANES, memory.sums.shape[2]), jnp.float32)
 
-    lax.fori_loop(0, len(memory.sums) // SUBLANES, clear, None)
+    lax.fori_loop(0, memory.sums.shape[1] // SUBLANES, clear, None)
 
 
 def _gather(
@@ -212,23 +223,26 @@ def _gather(
             rows = (rows.astype(jnp.float32) * memory.factors[at, :1]).astype(rows.dtype)
         memory.rows[at] = rows
 
-    lax.fori_loop(0, (count + (SUBLANES - 1)) // SUBLANES, gather, None)
-    lax.fori_loop(0, (count + (sizes.tile_rows - 1)) // sizes.tile_rows, put, None)
+    lax.fori_loop(0, _cdiv(count, SUBLANES), gather, None)
+    lax.fori_loop(0, _cdiv(count, sizes.tile_rows), put, None)
 
 
 def _add(
-    item: jax.Array, first: jax.Array, here: Any, work: Work, memory: _Scratch, sizes: ManySizes
+    item: jax.Array,
+    first: jax.Array,
+    block: jax.Array,
+    work: Work,
+    memory: _Scratch,
+    sizes: ManySizes,
 ) -> None:
     """Add the outputs of a tile, whose first row it is of the item, to their tokens' sums."""
     start, count = work.starts[item] + first, work.counts[item] - first
-    nobody = len(memory.sums) - SUBLANES
+    nobody = memory.sums.shape[1] - SUBLANES
 
     def add(group: jax.Array, _: None) -> None:
         rows = [group * SUBLANES + i for i in range(SUBLANES)]
-        at = [
-            (pl.ds(jnp.where(row < count, work.tokens[start + row], nobody), 1), here)
-            for row in rows
-        ]
+        tokens = [jnp.where(row < count, work.tokens[start + row], nobody) for row in rows]
+        at = [(block, pl.ds(token, 1)) for token in tokens]
         # Tokens of an item differ, so all sums of a group are read before any is written.
         sums = [
             memory.sums[place] + memory.outputs[pl.ds(row, 1)]
@@ -238,7 +252,7 @@ def _add(
             memory.sums[place] = row
 
     num_rows = jnp.minimum(count, sizes.tile_rows)
-    lax.fori_loop(0, (num_rows + (SUBLANES - 1)) // SUBLANES, add, None)
+    lax.fori_loop(0, _cdiv(num_rows, SUBLANES), add, None)
 
 
 def _to_words(x: jax.Array, num_words: int) -> jax.Array:

@@ -133,8 +133,9 @@ class ManySizes:
         factors = padded_bytes((self.item_rows, 1), jnp.float32)
         rows = padded_bytes((self.item_rows, self.token_lanes), dtype)
         inner = padded_bytes((self.item_rows, blocks.padded_size), dtype)
-        # The outputs of a tile, and what a step computes.
+        # The outputs of a tile, what a step computes, and of what.
         computed = 5 * padded_bytes((self.tile_rows, max(blocks.inner, blocks.outer)), jnp.float32)
+        computed += padded_bytes((self.tile_rows, max(blocks.size, self.token_lanes)), dtype)
         return blocks.vmem_bytes(dtype) + words + sums + factors + rows + inner + computed
 
 

@@ -30,11 +30,11 @@ def make_work(
     # One number sorts by the expert, then by the token.
     keys = experts * num_choices + jnp.arange(num_choices, dtype=jnp.int32)
     keys, sorted_factors = lax.sort((keys, factors.reshape(-1)), num_keys=1, is_stable=False)
-    tokens = lax.rem(keys, num_choices) // chosen.shape[1]
+    tokens = lax.div(lax.rem(keys, num_choices), chosen.shape[1])
 
     numbers = jnp.arange(num_experts, dtype=jnp.int32)
     counts = jnp.sum(experts == numbers[:, None], axis=1, dtype=jnp.int32)
-    num_items = (counts + (item_rows - 1)) // item_rows
+    num_items = lax.div(counts + (item_rows - 1), item_rows)
     is_before = numbers < numbers[:, None]
     first_choices = jnp.sum(jnp.where(is_before, counts, 0), axis=1)
     first_items = jnp.sum(jnp.where(is_before, num_items, 0), axis=1)
