@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, activate
 from jaxllm_kernels.experts.tpu_sizes import LANES, Blocks
@@ -15,7 +16,7 @@ Ref = Any
 
 
 def weight_operands(
-    weights: ExpertWeights, blocks: Blocks
+    weights: ExpertWeights, blocks: Blocks, *, emulated: bool
 ) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
     """The weights as operands of a kernel, and the blocks of a step of its grid [items, steps].
 
@@ -49,6 +50,9 @@ def weight_operands(
         weights.gate_up.swapaxes(2, 3) if blocks.turns_gate_up else weights.gate_up,
         weights.down.swapaxes(1, 2) if blocks.turns_down else weights.down,
     ]
+    if not emulated:
+        # Otherwise XLA might load all experts into VMEM in advance, where these are small.
+        operands = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in operands]
     specs = [pl.BlockSpec((1, 2, *gate_up_shape), gate_up), pl.BlockSpec((1, *down_shape), down)]
     if weights.gate_up_bias is not None:
         operands.append(weights.gate_up_bias)

@@ -38,7 +38,7 @@ def run_few(
     num_tokens, num_choices = chosen.shape
     num_experts = len(weights.down)
     experts, count = _chosen_experts(chosen, num_experts)
-    operands, specs = weight_operands(weights, blocks)
+    operands, specs = weight_operands(weights, blocks, emulated=bool(interpret))
 
     def whole(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))

@@ -46,7 +46,7 @@ def run_many(
     num_choices = chosen.size
     num_experts = len(weights.down)
     work, num_items = make_work(chosen, factors, num_experts, sizes.item_rows)
-    operands, specs = weight_operands(weights, blocks)
+    operands, specs = weight_operands(weights, blocks, emulated=bool(interpret))
     words, width = sizes.word_lanes, sizes.token_lanes
     x = jnp.pad(x, ((0, num_tokens - len(x)), (0, width - x.shape[1])))
     rows, dtype = sizes.item_rows, x.dtype
