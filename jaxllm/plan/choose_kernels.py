@@ -13,6 +13,7 @@ from jaxllm_kernels.dense.native import NativeMatmul, NativeScaledMatmul
 from jaxllm_kernels.dense.xla import XlaScaledMatmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.experts.native import NativeExperts
+from jaxllm_kernels.experts.tpu import TpuExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
 from jaxllm_kernels.mla.api import (
     DEFAULT_LATENT_BACKENDS,
@@ -75,12 +76,16 @@ def choose_experts(
     library: Library | NoLibrary,
     architecture: Architecture,
     num_shards: int,
+    num_tokens: int,
     dtype: Any,
 ) -> ExpertsOp | None:
-    """The implementation of the experts; None if the model has none."""
+    """The implementation of the experts, for steps of up to so many tokens; None if the model has
+    none."""
     specs = {ffn for layer in architecture.layers for ffn in layer.ffns if isinstance(ffn, MoESpec)}
     if not specs:
         return None
+    if chip.platform == "tpu":
+        return _choose_tpu_experts(chip, specs, architecture, num_shards, num_tokens, dtype)
     if chip.platform != "cpu":
         logger.warning("experts: XLA's loop, since there is no kernel for %s", chip.name)
         return XLA_EXPERTS
@@ -95,6 +100,32 @@ def choose_experts(
         logger.warning("experts: XLA's loop, not 'native', since %s", error)
         return XLA_EXPERTS
     return native
+
+
+def _choose_tpu_experts(
+    chip: Chip,
+    specs: Collection[MoESpec],
+    architecture: Architecture,
+    num_shards: int,
+    num_tokens: int,
+    dtype: Any,
+) -> ExpertsOp:
+    tpu = TpuExperts(chip=chip.name)
+    try:
+        for spec in specs:
+            whole = spec.has_whole_experts
+            tpu.check(
+                num_experts=spec.num_experts // (num_shards if whole else 1),
+                num_choices=spec.num_choices,
+                num_tokens=num_tokens,
+                size=spec.intermediate_size // (1 if whole else num_shards),
+                hidden_size=architecture.hidden_size,
+                dtype=dtype,
+            )
+    except ValueError as error:
+        logger.warning("experts: XLA's loop, not 'tpu', since %s", error)
+        return XLA_EXPERTS
+    return tpu
 
 
 def choose_sampling(chip: Chip, num_shards: int) -> Layout:

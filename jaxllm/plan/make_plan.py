@@ -140,7 +140,9 @@ def make_plan(
     windows = group_windows(map(window_of, attention_configs))
 
     def experts_of(architecture: Architecture) -> ExpertsOp | None:
-        return choose_experts(chip, library, architecture, num_shards, dtype)
+        return choose_experts(
+            chip, library, architecture, num_shards, max_num_batched_tokens, dtype
+        )
 
     draft: DraftModelPlan | None = None
     if speculation is not None:

@@ -1,0 +1,112 @@
+"""What both TPU kernels compute with a block of weights, and which block each step has."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, activate
+from jaxllm_kernels.experts.tpu_sizes import LANES, Blocks
+
+# A reference to memory. (Type checkers know only a part of `jax.Ref`.)
+Ref = Any
+
+
+def weight_operands(
+    weights: ExpertWeights, blocks: Blocks, *, emulated: bool
+) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+    """The weights as operands of a kernel, and the blocks of a step of its grid [items, steps].
+
+    The kernel's first prefetched scalars are the experts of its items. While a step computes, the
+    block of the next step is loaded, and no other. So the memory is as busy as it can be: a block
+    of outputs is not loaded together with one of intermediate values, except for the first item.
+    """
+    last_inner, last_outer = blocks.num_inner - 1, blocks.num_outer - 1
+
+    def inner(item: jax.Array, step: jax.Array, experts: Ref, *_: Ref) -> tuple:
+        return experts[item], jnp.minimum(step, last_inner)
+
+    def outer(item: jax.Array, step: jax.Array, experts: Ref, *_: Ref) -> tuple:
+        # Until its first block of outputs, an item keeps the last one of the item before.
+        is_before = (step <= last_inner) & (item > 0)
+        block = jnp.where(is_before, last_outer, jnp.maximum(step - blocks.num_inner, 0))
+        return experts[jnp.where(is_before, item - 1, item)], block
+
+    def gate_up(*where: Any) -> tuple:
+        expert, block = inner(*where)
+        return expert, 0, *_turned((block, 0), blocks.turns_gate_up)
+
+    def down(*where: Any) -> tuple:
+        expert, block = outer(*where)
+        return expert, *_turned((block, 0), blocks.turns_down)
+
+    gate_up_shape = _turned((blocks.inner, blocks.hidden_size), blocks.turns_gate_up)
+    down_shape = _turned((blocks.outer, blocks.size), blocks.turns_down)
+    # In memory the axes are in this order already.
+    operands = [
+        weights.gate_up.swapaxes(2, 3) if blocks.turns_gate_up else weights.gate_up,
+        weights.down.swapaxes(1, 2) if blocks.turns_down else weights.down,
+    ]
+    if not emulated:
+        # Otherwise XLA might load all experts into VMEM in advance, where these are small.
+        operands = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in operands]
+    specs = [pl.BlockSpec((1, 2, *gate_up_shape), gate_up), pl.BlockSpec((1, *down_shape), down)]
+    if weights.gate_up_bias is not None:
+        operands.append(weights.gate_up_bias)
+
+        def gate_up_bias(*where: Any) -> tuple:
+            expert, block = inner(*where)
+            return expert, 0, block
+
+        specs.append(pl.BlockSpec((1, 2, blocks.inner), gate_up_bias))
+    if weights.down_bias is not None:
+        operands.append(weights.down_bias[:, None])
+
+        def down_bias(*where: Any) -> tuple:
+            expert, block = outer(*where)
+            return expert, 0, block
+
+        specs.append(pl.BlockSpec((1, 1, blocks.outer), down_bias))
+    return operands, specs
+
+
+def _turned(pair: tuple, is_turned: bool) -> tuple:
+    return pair[::-1] if is_turned else pair
+
+
+def intermediate(
+    rows: jax.Array, gate_up: Ref, bias: Ref | None, *, config: ExpertsConfig, blocks: Blocks
+) -> jax.Array:
+    """The intermediate values of a block, for these rows."""
+    gate, up = (_dot(rows, gate_up[0, half], blocks.turns_gate_up) for half in (0, 1))
+    if bias is not None:
+        gate, up = (x + bias[0, pl.ds(half, 1)] for half, x in enumerate((gate, up)))
+    return activate(gate, up, config).astype(rows.dtype)
+
+
+def outputs(inner: jax.Array, down: Ref, bias: Ref | None, *, blocks: Blocks) -> jax.Array:
+    """The outputs of a block, in float32."""
+    output = _dot(inner, down[0], blocks.turns_down)
+    return output if bias is None else output + bias[0].astype(jnp.float32)
+
+
+def columns(block: jax.Array, size: int, num_blocks: int) -> Any:
+    """The columns of a block in an array that has those of all blocks."""
+    if num_blocks == 1:
+        return slice(None)
+    return pl.ds(pl.multiple_of(block * size, LANES), size)
+
+
+def _dot(rows: jax.Array, weights: jax.Array, is_turned: bool) -> jax.Array:
+    """Products of rows with weights, summed in float32."""
+    is_wide = rows.dtype == jnp.float32
+    return lax.dot_general(
+        rows,
+        weights,
+        dimension_numbers=(((1,), (0 if is_turned else 1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,140 @@
+"""The experts on TPUs, emulated on a CPU: results, races, and what does not change a token.
+
+JAX's TPU interpreter starts memory as NaN, and checks every access for bounds and for races.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jaxllm_kernels.experts.cases import CASES, CLAMPED, Case, operands, run_case
+from jaxllm_kernels.experts.tpu import TpuExperts, Tuning
+
+FEW = TpuExperts(chip="v6e", interpret=True)
+# Several items of an expert, tiles of an item, and, for a few cases, calls.
+MANY = dataclasses.replace(
+    FEW,
+    tuning=Tuning(few_tokens=0, block_bytes=1 << 22, call_tokens=64, item_rows=32, tile_rows=16),
+)
+OPS = pytest.mark.parametrize("op", [FEW, MANY], ids=["few", "many"])
+
+# An expert has several blocks of each kind, the last of which are shorter.
+BLOCK_BYTES = 500_000
+CUT_CASES = {
+    # XLA would keep the down projections of the first with their outputs last, and the gate and up
+    # projections of the second.
+    "wide": CASES["wide"],
+    "turned": Case(
+        num_tokens=5,
+        num_choices=2,
+        num_experts=3,
+        size=576,
+        hidden_size=320,
+        config=CLAMPED,
+        has_bias=True,
+    ),
+}
+
+
+def assert_no_races() -> None:
+    # Where the interpreter keeps its findings; there is no public name.
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter():
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def run(op, case, x, chosen, factors, weights):
+    call = jax.jit(lambda *operands: op(*operands, config=case.config))
+    return np.asarray(call(x, chosen, factors, weights))
+
+
+# Emulating each case takes seconds. These are for other implementations, or others cover them.
+SPARED = {"even", "one choice", "all experts", "clamped without offset", *CUT_CASES}
+
+
+@OPS
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.sweep if name in SPARED else []) for name in CASES],
+)
+def test_cases(op, name):
+    run_case(op, CASES[name], "float32")
+    assert_no_races()
+
+
+@OPS
+@pytest.mark.parametrize("name", ["few tokens", "scaled inputs", "clamped, with biases"])
+def test_cases_in_16_bits(op, name):
+    run_case(op, CASES[name], "bfloat16")
+    assert_no_races()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "few"),
+    [
+        ("wide", "bfloat16", True),
+        ("turned", "float32", True),
+        pytest.param("wide", "float32", False, marks=pytest.mark.sweep),
+        ("turned", "bfloat16", False),
+    ],
+)
+def test_blocks_of_an_expert(name, dtype, few):
+    assert MANY.tuning is not None
+    tuning = MANY.tuning._replace(few_tokens=64 if few else 0, block_bytes=BLOCK_BYTES)
+    run_case(dataclasses.replace(MANY, tuning=tuning), CUT_CASES[name], dtype)
+    assert_no_races()
+
+
+@OPS
+def test_a_token_does_not_depend_on_others_nor_on_the_order_of_choices(op):
+    case = dataclasses.replace(CASES["even"], num_tokens=18)
+    x, chosen, factors, weights = operands(case, "bfloat16")
+    y = run(op, case, x, chosen, factors, weights)
+    others = jnp.arange(case.num_tokens)[:, None] != 2
+    without = jnp.where(others, case.num_experts, chosen)[:, ::-1]
+    alone = run(op, case, jnp.where(others, jnp.nan, x), without, factors[:, ::-1], weights)
+    np.testing.assert_array_equal(alone[2], y[2])
+    assert not alone[np.arange(case.num_tokens) != 2].any()
+
+
+@OPS
+def test_an_expert_without_tokens_is_not_read(op):
+    case = dataclasses.replace(CASES["one expert has all tokens, one has none"], num_tokens=20)
+    x, chosen, factors, weights = operands(case, "float32")
+    unused = case.num_experts - 1
+    assert not (chosen == unused).any()
+    y = run(op, case, x, chosen, factors, weights)
+    spoilt = type(weights)(
+        *(None if array is None else array.at[unused].set(jnp.nan) for array in weights)
+    )
+    np.testing.assert_array_equal(run(op, case, x, chosen, factors, spoilt), y)
+
+
+@pytest.mark.parametrize(
+    ("chip", "size", "dtype", "why"),
+    [
+        ("v6e", 1 << 20, "bfloat16", "take more on-chip memory than a kernel on v6e gets"),
+        ("v6e", 768, "float16", "dtype='float16' is not bfloat16 or float32"),
+        ("v99", 768, "bfloat16", "the chip 'v99' is not known"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_refused(chip, size, dtype, why):
+    with pytest.raises(ValueError, match=why):
+        TpuExperts(chip=chip).check(
+            num_experts=8,
+            num_choices=2,
+            num_tokens=2048,
+            size=size,
+            hidden_size=4096,
+            dtype=dtype,
+        )
