@@ -11,6 +11,7 @@ from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.dense.api import XLA, Matmul
 from jaxllm_kernels.dense.native import NativeMatmul
 from jaxllm_kernels.experts.api import ExpertsOp
+from jaxllm_kernels.experts.gpu import MosaicExperts
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
 from jaxllm_kernels.native import library as native
@@ -69,6 +70,8 @@ def choose_experts(
     specs = {ffn for layer in architecture.layers for ffn in layer.ffns if isinstance(ffn, MoESpec)}
     if not specs:
         return None
+    if chip.platform == "gpu":
+        return _experts_on_gpu(chip, specs, architecture.hidden_size, num_shards, dtype)
     if chip.platform != "cpu":
         logger.warning("experts: XLA's loop, since there is no kernel for %s", chip.name)
         return XLA_EXPERTS
@@ -83,6 +86,22 @@ def choose_experts(
         logger.warning("experts: XLA's loop, not 'native', since %s", error)
         return XLA_EXPERTS
     return native
+
+
+def _experts_on_gpu(
+    chip: Chip, specs: Collection[MoESpec], hidden_size: int, num_shards: int, dtype: Any
+) -> ExpertsOp:
+    """The kernels for Hopper, if they compute all of these experts."""
+    are_whole = all(spec.has_whole_experts for spec in specs)
+    kernels = MosaicExperts(num_devices=num_shards if are_whole else 1)
+    try:
+        for spec in specs:
+            shards = 1 if spec.has_whole_experts else num_shards
+            kernels.check(spec.intermediate_size // shards, hidden_size, dtype, chip)
+    except ValueError as error:
+        logger.warning("experts: XLA's loop, not %r, since %s", kernels.name, error)
+        return XLA_EXPERTS
+    return kernels.tuned_for(chip)
 
 
 def choose_sampling(chip: Chip, num_shards: int) -> Layout:

@@ -120,7 +120,7 @@ def routed(num_tokens: int, num_choices: int, num_experts: int) -> np.ndarray:
 def test_tokens_that_share_rows_have_a_tile_for_each_expert(shape):
     chosen, num_experts = routed(*shape), shape[2]
     tiles = jax.tree.map(np.asarray, share_rows(jnp.asarray(chosen), num_experts, 16))
-    listed = tiles.experts[: tiles.num_tiles[0]]
+    listed = tiles.experts[: tiles.ends[-1]]
     here = [expert for expert in listed if 0 <= expert < num_experts]
     assert sorted(here) == sorted({e for e in chosen.flat if 0 <= e < num_experts})
     assert shape[0] == 1 or len(here) == len(listed)
@@ -140,10 +140,8 @@ def test_sorted_rows_are_in_tiles_of_their_experts(shape):
     np.testing.assert_array_equal(tiles.experts[rows // tile_rows], chosen[is_here])
     np.testing.assert_array_equal(tiles.choices[rows], np.flatnonzero(is_here))
     counts = np.bincount(chosen[is_here], minlength=num_experts)
-    assert tiles.num_tiles[0] == np.sum(-(-counts // tile_rows))
-    assert (
-        tiles.num_tiles[0] <= len(tiles.experts) == most_tiles(chosen.size, num_experts, tile_rows)
-    )
+    assert tiles.ends[-1] == np.sum(-(-counts // tile_rows))
+    assert tiles.ends[-1] <= len(tiles.experts) == most_tiles(chosen.size, num_experts, tile_rows)
     assert len(tiles.choices) == len(tiles.experts) * tile_rows
 
 
@@ -151,7 +149,7 @@ def test_every_routing_fits():
     """Choices in as many tiles as possible: one more than whole tiles for each expert."""
     chosen = np.concatenate([np.full(9, expert) for expert in range(5)])[:, None]
     tiles = sort_rows(jnp.asarray(chosen, jnp.int32), 5, 8)
-    assert int(tiles.num_tiles[0]) == most_tiles(45, 5, 8) == 10
+    assert int(tiles.ends[-1]) == most_tiles(45, 5, 8) == 10
 
 
 @interpreted

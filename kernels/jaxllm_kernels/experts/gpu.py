@@ -94,7 +94,8 @@ class MosaicExperts:
     ) -> jax.Array:
         num_tokens, num_choices = chosen.shape
         num_experts = len(weights.down)
-        chosen, factors = _by_expert(chosen, factors)
+        # A token's choices in the order of their experts.
+        chosen, factors = jax.lax.sort((chosen, factors), dimension=1, num_keys=1, is_stable=False)
         shares_rows = num_tokens <= _MOST_SHARED and not config.scales_input
         if shares_rows:
             tile_rows = _tile_rows(num_tokens)
@@ -154,7 +155,7 @@ class MosaicExperts:
             out_dtype=rows.dtype,
             shares_rows=shares_rows,
         )
-        inner = gate_up(rows, weights.gate_up, weights.gate_up_bias, tiles.experts, tiles.num_tiles)
+        inner = gate_up(rows, weights.gate_up, weights.gate_up_bias, tiles.experts, tiles.ends)
         # Two halves of the outputs at a time, where both have whole pieces.
         parts = 2 if hidden_size % (2 * OUTPUTS) == 0 else 1
         part_size = hidden_size // parts
@@ -171,7 +172,7 @@ class MosaicExperts:
             weights.down.reshape(num_experts, parts, part_size, size),
             None if bias is None else bias.reshape(num_experts, parts, part_size),
             tiles.experts,
-            tiles.num_tiles,
+            tiles.ends,
         )
         return outputs.reshape(-1, hidden_size)
 
@@ -180,18 +181,3 @@ def _tile_rows(number: int) -> int:
     """The power of two that is at least a number of rows, within bounds."""
     power = 1 << (number - 1).bit_length() if number > 1 else 1
     return min(max(power, _FEWEST_ROWS), _MOST_ROWS)
-
-
-def _by_expert(chosen: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each token's choices and factors, in the order of their experts: by comparing all pairs."""
-    num_choices = chosen.shape[1]
-    place = jnp.arange(num_choices)
-    ours, other = chosen[:, :, None], chosen[:, None, :]
-    is_before = (other < ours) | ((other == ours) & (place < place[:, None]))
-    rank = jnp.sum(is_before, axis=2)  # [T, k]
-    is_there = rank[:, None, :] == place[:, None]
-
-    def sort(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(is_there, x[:, None, :], 0), axis=2)
-
-    return sort(chosen), sort(factors)

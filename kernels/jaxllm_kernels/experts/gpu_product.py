@@ -79,7 +79,7 @@ class Product:
         weights: jax.Array,
         bias: jax.Array | None,
         experts: jax.Array,
-        num_tiles: jax.Array,
+        ends: jax.Array,
     ) -> jax.Array:
         """Return [tiles * R, finished parts, N].
 
@@ -89,7 +89,7 @@ class Product:
           bias: [E, parts, N].
           experts: int32 [tiles], the expert of each tile; a tile of none, outside of [0, E), is
             skipped.
-          num_tiles: int32 [1], how many of them there are.
+          ends: int32, whose last number is how many of them there are.
         """
         num_experts, num_parts, num_outputs, num_inputs = weights.shape
         tile_rows, num_groups = self.tile_rows, self.num_groups
@@ -105,7 +105,7 @@ class Product:
             weights_ref,
             bias_ref,
             experts_ref,
-            num_tiles_ref,
+            ends_ref,
             out_ref,
             *,
             staged_rows,
@@ -116,7 +116,7 @@ class Product:
         ):
             group = lax.axis_index("warpgroup")
             worker = lax.axis_index("worker")
-            tiles = num_tiles_ref[0]
+            tiles = ends_ref[ends.shape[0] - 1]
             num_items = lax.div(
                 tiles * num_blocks - worker + self.num_workers - 1, self.num_workers
             )
@@ -134,7 +134,10 @@ class Product:
 
                 def send_item(i, sent):
                     tile, first_output, expert, steps = read_item(i)
-                    row = jnp.int32(0) if self.shares_rows else tile * tile_rows
+                    of_tile: Any = slice(None)
+                    if not self.shares_rows:
+                        row = pl.multiple_of(tile * tile_rows, tile_rows)
+                        of_tile = pl.ds(row, tile_rows)
 
                     def send(step, sent):
                         stage = lax.rem(sent, jnp.int32(num_stages))
@@ -153,7 +156,7 @@ class Product:
                                 full.at[stage],
                             )
                         plgpu.copy_gmem_to_smem(
-                            rows_ref.at[pl.ds(pl.multiple_of(row, tile_rows), tile_rows), inputs],
+                            rows_ref.at[of_tile, inputs],
                             staged_rows.at[stage],
                             full.at[stage],
                         )
@@ -267,4 +270,4 @@ class Product:
             compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
             interpret=self.interpret,
             kernel_name=self.name,
-        )(rows, weights, bias, experts, num_tiles)
+        )(rows, weights, bias, experts, ends)

@@ -21,7 +21,7 @@ class Tiles(NamedTuple):
     """Where the rows of all choices are. Tiles have R rows."""
 
     experts: jax.Array  # int32 [tiles]: the expert of each tile
-    num_tiles: jax.Array  # int32 [1]: the rest have no expert
+    ends: jax.Array  # int32: the last number is that of all tiles; the rest have no expert
     rows: jax.Array  # int32 [T, k]: the row of each choice; arbitrary if it has no expert here
     choices: jax.Array | None  # int32 [tiles * R]: the choice of each row; 0 beside them
 
@@ -38,7 +38,7 @@ def share_rows(chosen: jax.Array, num_experts: int, tile_rows: int) -> Tiles:
     ends = _running_sum(is_chosen.astype(jnp.int32))
     tile = ends.at[chosen].get(mode="clip") - 1
     most = min(num_experts, chosen.size)
-    return Tiles(_experts_of_tiles(ends, most), ends[-1:], tile * tile_rows + token, None)
+    return Tiles(_experts_of_tiles(ends, most), ends, tile * tile_rows + token, None)
 
 
 def sort_rows(chosen: jax.Array, num_experts: int, tile_rows: int) -> Tiles:
@@ -69,7 +69,7 @@ def sort_rows(chosen: jax.Array, num_experts: int, tile_rows: int) -> Tiles:
     targets = jnp.where(is_expert.reshape(-1), rows, most * tile_rows)
     choices = _invert(targets, most * tile_rows)
     rows = rows.reshape(chosen.shape)
-    return Tiles(_experts_of_tiles(ends, most), ends[-1:], rows, choices)
+    return Tiles(_experts_of_tiles(ends, most), ends, rows, choices)
 
 
 def most_tiles(num_choices: int, num_experts: int, tile_rows: int) -> int:
