@@ -12,6 +12,7 @@ from jaxllm_kernels.dense.api import XLA, Matmul, ScaledMatmul
 from jaxllm_kernels.dense.native import NativeMatmul, NativeScaledMatmul
 from jaxllm_kernels.dense.xla import XlaScaledMatmul
 from jaxllm_kernels.experts.api import ExpertsOp
+from jaxllm_kernels.experts.gpu import MosaicExperts
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.tpu import TpuExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
@@ -85,10 +86,9 @@ def choose_experts(
     if not specs:
         return None
     if chip.platform == "tpu":
-        return _choose_tpu_experts(chip, specs, architecture, num_shards, num_tokens, dtype)
-    if chip.platform != "cpu":
-        logger.warning("experts: XLA's loop, since there is no kernel for %s", chip.name)
-        return XLA_EXPERTS
+        return _experts_on_tpu(chip, specs, architecture, num_shards, num_tokens, dtype)
+    if chip.platform == "gpu":
+        return _experts_on_gpu(chip, specs, architecture.hidden_size, num_shards, dtype)
     if isinstance(library, NoLibrary):  # the reason is logged already
         return XLA_EXPERTS
     native = NativeExperts(library)
@@ -102,7 +102,7 @@ def choose_experts(
     return native
 
 
-def _choose_tpu_experts(
+def _experts_on_tpu(
     chip: Chip,
     specs: Collection[MoESpec],
     architecture: Architecture,
@@ -126,6 +126,22 @@ def _choose_tpu_experts(
         logger.warning("experts: XLA's loop, not 'tpu', since %s", error)
         return XLA_EXPERTS
     return tpu
+
+
+def _experts_on_gpu(
+    chip: Chip, specs: Collection[MoESpec], hidden_size: int, num_shards: int, dtype: Any
+) -> ExpertsOp:
+    """The kernels for Hopper, if they compute all of these experts."""
+    are_whole = all(spec.has_whole_experts for spec in specs)
+    kernels = MosaicExperts(num_devices=num_shards if are_whole else 1)
+    try:
+        for spec in specs:
+            shards = 1 if spec.has_whole_experts else num_shards
+            kernels.check(spec.intermediate_size // shards, hidden_size, dtype, chip)
+    except ValueError as error:
+        logger.warning("experts: XLA's loop, not %r, since %s", kernels.name, error)
+        return XLA_EXPERTS
+    return kernels.tuned_for(chip)
 
 
 def choose_sampling(chip: Chip, num_shards: int) -> Layout:

@@ -9,8 +9,10 @@ every warpgroup the registers that it starts with.
 import importlib.util
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm_kernels.compat import why_no_mosaic_gpu
+from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights
+from jaxllm_kernels.experts.gpu import MosaicExperts
+from jaxllm_kernels.experts.gpu_tiles import most_tiles
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
@@ -75,13 +80,25 @@ class Compiled:
 
 
 @pytest.fixture
-def compile_step(monkeypatch, capfd):
-    """A function that compiles a step's attention for an H200."""
+def compile_printing(monkeypatch, capfd):
+    """A function that compiles, and returns the program and what the assembler printed."""
     tools = _tools_dir()
     assert tools is not None
     monkeypatch.setenv("PATH", str(tools), prepend=":")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
+
+    def run(compile_it: Callable[[], Any]) -> tuple[Any, str]:
+        jax.clear_caches()  # what is cached is not printed again
+        capfd.readouterr()
+        return compile_it(), "".join(capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def compile_step(compile_printing):
+    """A function that compiles a step's attention for an H200."""
 
     def run(
         config: AttentionConfig,
@@ -95,19 +112,18 @@ def compile_step(monkeypatch, capfd):
             return _COMPILED[key]
         limits = BatchLimits(num_tokens=512, num_rows=64, max_blocks=128, block_size=block_size)
         BACKEND.check(config, limits, dtype=dtype, chip=CHIPS["h200"])
-        jax.clear_caches()  # what is cached is not printed again
-        capfd.readouterr()
-        compiled, cache = _compile(config, limits, dtype, decode_only, of_heads)
+        (compiled, cache), log = compile_printing(
+            lambda: _compile(config, limits, dtype, decode_only, of_heads)
+        )
         hlo = compiled.as_text()
-        log = "".join(capfd.readouterr())
         messages, code = _printed(hlo, log)
         memory = compiled.memory_analysis()
         assert memory is not None
         _COMPILED[key] = Compiled(
             hlo=hlo,
             code=code,
-            is_serialized="wgmma.mma_async instructions are serialized" in log,
-            spills=_numbers(messages, r"(\d+) bytes spill stores, \d+ bytes spill loads"),
+            is_serialized=_SERIALIZED in log,
+            spills=_numbers(messages, _SPILLS),
             registers=_numbers(messages, r"Used (\d+) registers"),
             register_changes=_register_changes(code),
             alias_bytes=memory.alias_size_in_bytes,
@@ -122,6 +138,8 @@ def compile_step(monkeypatch, capfd):
 # By the arguments of compile_step: some tests look at the same program.
 _COMPILED: dict[tuple, Compiled] = {}
 
+_SERIALIZED = "wgmma.mma_async instructions are serialized"
+_SPILLS = r"(\d+) bytes spill stores, \d+ bytes spill loads"
 
 # By the kernel's hash: what the assembler said, and the machine code. From JAX 0.12 on a process
 # compiles, and prints, a kernel once, whatever is cleared: several shapes have the same merge.
@@ -397,3 +415,91 @@ def test_heads_are_placed_in_one_launch(compile_step, head_size, heads, decode_o
     config = config_of(head_size, **heads)
     compiled = compile_step(config, 64, decode_only=decode_only, of_heads=True)
     assert_good(compiled, (DECODE if decode_only else MIXED) | {"place_heads"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The experts of a model's layer."""
+
+    num_experts: int
+    num_choices: int
+    hidden_size: int
+    size: int
+    config: ExpertsConfig = ExpertsConfig()
+    has_bias: bool = False
+
+
+LAYERS = {
+    "Qwen3-30B-A3B": Layer(128, 8, 2048, 768),
+    "Mixtral-8x7B": Layer(8, 2, 4096, 14336),
+    "gpt-oss-20b": Layer(
+        32, 4, 2880, 2880, ExpertsConfig(gate_slope=1.702, up_offset=1.0, limit=7.0), has_bias=True
+    ),
+}
+
+
+def _compile_experts(layer: Layer, num_tokens: int):
+    mesh = Mesh(np.array(topology_devices("h200")), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def abstract(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    experts, hidden_size, size = layer.num_experts, layer.hidden_size, layer.size
+    weights = ExpertWeights(
+        abstract(experts, 2, size, hidden_size),
+        abstract(experts, hidden_size, size),
+        abstract(experts, 2, size) if layer.has_bias else None,
+        abstract(experts, hidden_size) if layer.has_bias else None,
+    )
+    op = MosaicExperts()
+    op.check(size, hidden_size, "bfloat16", CHIPS["h200"])
+    choices = (num_tokens, layer.num_choices)
+    traced = jax.jit(lambda *operands: op(*operands, config=layer.config)).trace(
+        abstract(num_tokens, hidden_size),
+        abstract(*choices, dtype=jnp.int32),
+        abstract(*choices, dtype=jnp.float32),
+        weights,
+    )
+    return traced.lower(lowering_platforms=("cuda",)).compile()
+
+
+# Tokens that share rows, a decode of tokens that are gathered, and a prefill: with the rows of a
+# tile, and the compute warpgroups of both kernels.
+@pytest.mark.parametrize(
+    ("model", "num_tokens", "tile_rows", "num_groups"),
+    [
+        ("Qwen3-30B-A3B", 1, 8, 1),
+        ("Qwen3-30B-A3B", 16, 16, 1),
+        ("Qwen3-30B-A3B", 64, 8, 1),
+        ("Qwen3-30B-A3B", 2048, 128, 2),
+        ("Mixtral-8x7B", 64, 16, 1),
+        ("Mixtral-8x7B", 256, 64, 2),
+        ("gpt-oss-20b", 8, 8, 1),
+        # 2880 has 45 pieces, which two warpgroups cannot share.
+        ("gpt-oss-20b", 1024, 128, 1),
+    ],
+)
+def test_experts_compile(compile_printing, model, num_tokens, tile_rows, num_groups):
+    layer = LAYERS[model]
+    compiled, log = compile_printing(lambda: _compile_experts(layer, num_tokens))
+    hlo = compiled.as_text()
+    messages, code = _printed(hlo, log)
+    spills, registers = (
+        _numbers(messages, pattern) for pattern in (_SPILLS, r"Used (\d+) registers")
+    )
+    assert spills == {"experts_gate_up": 0, "experts_down": 0}
+    assert _SERIALIZED not in log
+    changes = _register_changes(code)
+    for kernel, instructions in code.items():
+        assert matrix_shapes(instructions) == {f"64x{tile_rows}x16"}
+        assert "UTMALDG" in instructions and "UTMASTG" in instructions
+        # A stage's products are waited for while the next one's run.
+        assert "gsb0, 0x0" in instructions and re.search(r"gsb0, 0x[12]", instructions)
+        taken, kept = changes[kernel]
+        assert num_groups * taken + kept <= (num_groups + 1) * registers[kernel]
+    # No weights are copied: only rows and what experts make of them are in memory.
+    num_rows = tile_rows * most_tiles(num_tokens * layer.num_choices, layer.num_experts, tile_rows)
+    row_bytes = (2 + 4) * layer.hidden_size + 2 * layer.size
+    assert compiled.memory_analysis().temp_size_in_bytes <= num_rows * (row_bytes + 64) + (1 << 20)
+    assert not re.search(r"= (bf16|f32)\S* (copy|transpose)\(", hlo)

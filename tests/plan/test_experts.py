@@ -3,13 +3,24 @@
 import dataclasses
 
 import pytest
+from jaxllm_kernels.compat import why_no_mosaic_gpu
+from jaxllm_kernels.experts.gpu import MosaicExperts
+from jaxllm_kernels.experts.xla import XLA_EXPERTS
+from jaxllm_kernels.native.library import NoLibrary
+from jaxllm_kernels.platform import CHIPS
 
 from jaxllm.config import EngineArgs
+from jaxllm.models.whole_experts import with_whole_experts
+from jaxllm.plan.choose_kernels import choose_experts
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.report import roofline
 from jaxllm.programs.roofline import ExpertLayers
 from jaxllm.programs.summary import summary
 from jaxllm.testing import make_tiny_checkpoint
+
+needs_mosaic = pytest.mark.skipif(
+    bool(why_no_mosaic_gpu()), reason=f"the GPU kernels: {why_no_mosaic_gpu()}"
+)
 
 OPTIONS = {"max_model_len": 64, "num_gpu_blocks_override": 64}
 
@@ -56,3 +67,42 @@ def test_expected_distinct_experts():
     assert experts.bytes_read(1) == 8
     assert experts.bytes_read(2) == 16 - 8 * 8 / 128
     assert experts.bytes_read(64) == pytest.approx(125.9, abs=0.1)
+
+
+H200 = CHIPS["h200"]
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
+
+
+def planned_for(chip, model, **options):
+    """The experts of a plan for a chip, by the function that plans ask."""
+    plan = make_plan(EngineArgs(model, **OPTIONS, load_format="dummy", hf_overrides=SIZES))
+    architecture = plan.architecture
+    if options.pop("are_whole", False):
+        architecture = with_whole_experts(architecture)
+    no_library = NoLibrary("this is a GPU")
+    return choose_experts(chip, no_library, architecture, options["num_shards"], "bfloat16")
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"num_shards": 1}, MosaicExperts()),
+        ({"num_shards": 2}, MosaicExperts()),
+        ({"num_shards": 8, "are_whole": True}, MosaicExperts(num_devices=8)),
+    ],
+)
+def test_hopper_has_kernels(model, options, expected):
+    assert planned_for(H200, model, **options) == expected
+
+
+@needs_mosaic
+def test_sizes_without_a_gpu_kernel_are_said(model, caplog):
+    assert planned_for(H200, model, num_shards=4) is XLA_EXPERTS
+    assert "the size of an expert on a device, 32, is not a multiple of 64" in caplog.text
+
+
+def test_other_gpus_take_the_loop(model, caplog):
+    chip = dataclasses.replace(H200, name="a100", compute_capability=(8, 0))
+    assert planned_for(chip, model, num_shards=1) is XLA_EXPERTS
+    assert "it runs on Hopper GPUs (compute capability 9.0), not on a100" in caplog.text
