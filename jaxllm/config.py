@@ -53,9 +53,7 @@ class ModelConfig:
         "auto", "Type of weights and activations; 'auto' follows the checkpoint."
     )
     quantization: str | None = option(
-        None,
-        "Store the weights of linear layers in 8 bits: 'int8' or 'fp8', made when a checkpoint of "
-        "16 bits is read; or the method of a quantised checkpoint, which is known without it.",
+        None, "Keep weights that a checkpoint has in 16 bits as 'int8' or 'fp8'."
     )
     max_model_len: int | None = option(
         None, "Longest prompt plus output, in tokens (default: from the model's config)."

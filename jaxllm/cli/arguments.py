@@ -51,7 +51,6 @@ SAMPLING_HELP = {
 
 SHORT_FLAGS = {
     "enable_expert_parallel": ("-ep",),
-    "quantization": ("-q",),
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
     "data_parallel_size": ("-dp",),

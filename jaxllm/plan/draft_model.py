@@ -77,6 +77,7 @@ def plan_draft_model(
     target: Architecture,
     target_dir: Path,
     windows: tuple[Window, ...],
+    has_latents: bool,
     download_dir: str | None,
     max_model_len: int,
     max_num_batched_tokens: int,
@@ -86,8 +87,9 @@ def plan_draft_model(
     choose_experts: Callable[[Architecture], ExpertsOp | None],
 ) -> tuple[Speculation, DraftModelPlan | None]:
     """Plan the draft model that is asked for, if one is, or refuse it if it does not fit the
-    target, of whose cache groups `windows` are the windows. Its caches are left open. Return what
-    is asked for as well, with the longest sequence that gets drafts."""
+    target, of whose cache groups `windows` are the windows; `has_latents` is whether it keeps
+    latents. The draft's caches are left open. Return what is asked for as well, with the longest
+    sequence that gets drafts."""
     asked = speculation.draft_model
     if asked is None:
         return speculation, None
@@ -107,12 +109,17 @@ def plan_draft_model(
         raise _does_not_fit(asked.model, f"of the draft: {error}") from error
     model_class = ModelRegistry.resolve([architecture.name])
     model = model_class.abstract(architecture, dtype, num_shards)
+    configs = [c for c in model.attention_configs if isinstance(c, AttentionConfig)]
+    if len(configs) < len(model.attention_configs):
+        raise _does_not_fit(asked.model, "it keeps latents, and drafts keep keys and values")
+    if has_latents:
+        raise _does_not_fit(asked.model, "the model keeps latents, and drafts keys and values")
     plan = DraftModelPlan(
         model_dir=model_dir,
         architecture=architecture,
         model_class=model_class,
         experts=choose_experts(architecture),
-        attention_configs=model.attention_configs,
+        attention_configs=tuple(configs),
         weights_bytes=weights_bytes(model, mesh),
         read_sizes=_read_sizes(max_num_batched_tokens),
     )

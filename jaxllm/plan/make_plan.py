@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.experts.api import ExpertsOp
+from jaxllm_kernels.mla.api import LatentConfig
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Device, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 
@@ -151,6 +152,7 @@ def make_plan(
             target=architecture,
             target_dir=model_dir,
             windows=windows,
+            has_latents=any(isinstance(c, LatentConfig) for c in attention_configs),
             download_dir=model.download_dir,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -11,7 +11,9 @@ from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import ReadKey, declare_programs, make_packer, num_programs
 from jaxllm.programs.hlo import whole_array_copies
 from jaxllm.programs.summary import summary
+from jaxllm.quantization.linear import CodedLinear
 from jaxllm.testing import make_tiny_checkpoint
+from tests.quantization.checkpoints import INT8, compressed, write_both
 
 BASE = {
     "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32,
@@ -99,3 +101,23 @@ def test_a_model_of_windows_only_is_refused(tmp_path, draft):
     model = make_tiny_checkpoint(tmp_path / "model", "mistral", sliding_window=16)
     with pytest.raises(ValidationError, match="every layer of the model has a window"):
         plan(model, draft)
+
+
+@pytest.mark.parametrize(
+    ("families", "message"),
+    [
+        (("deepseek_v3", "llama"), "the model keeps latents"),
+        (("llama", "deepseek_v3"), "it keeps latents"),
+    ],
+)
+def test_latents_are_refused(families, message, tmp_path):
+    model, draft = (make_tiny_checkpoint(tmp_path / family, family) for family in families)
+    with pytest.raises(ValidationError, match=message):
+        plan(model, draft)
+
+
+def test_a_quantised_draft_is_planned(model, tmp_path):
+    config = compressed("int", "channel")
+    draft, _ = write_both(tmp_path, config, INT8, (1, None), num_hidden_layers=1)
+    planned = plan(model, draft).abstract_draft()
+    assert isinstance(planned.model.layers[0].mlp.down_proj, CodedLinear)

@@ -80,7 +80,7 @@ def planned_for(chip, model, **options):
     if options.pop("are_whole", False):
         architecture = with_whole_experts(architecture)
     no_library = NoLibrary("this is a GPU")
-    return choose_experts(chip, no_library, architecture, options["num_shards"], "bfloat16")
+    return choose_experts(chip, no_library, architecture, options["num_shards"], 64, "bfloat16")
 
 
 @needs_mosaic

@@ -88,16 +88,20 @@ class TpuExperts:
             blocks = self._few_blocks(chosen, weights, x.dtype)
             return run_few(x, chosen, factors, weights, blocks=blocks, **shared)
         call_tokens, sizes, blocks = self._many_sizes(chosen, weights, x.dtype)
-        sums = [
-            run_many(
-                *(array[start : start + call_tokens] for array in (x, chosen, factors)),
-                weights,
-                blocks=blocks,
-                sizes=sizes,
-                **shared,
+        sums = []
+        for start in range(0, num_tokens, call_tokens):
+            here = slice(start, start + call_tokens)
+            sums.append(
+                run_many(
+                    x[here],
+                    chosen[here],
+                    factors[here],
+                    weights,
+                    blocks=blocks,
+                    sizes=sizes,
+                    **shared,
+                )
             )
-            for start in range(0, num_tokens, call_tokens)
-        ]
         return sums[0] if len(sums) == 1 else jnp.concatenate(sums)
 
     @property
@@ -112,7 +116,8 @@ class TpuExperts:
         _, hidden_size, size = weights.down.shape
         if self.tuning is not None:
             return choose_blocks(size, hidden_size, dtype, self.tuning.block_bytes)
-        return choose_few(*chosen.shape, size, hidden_size, dtype, self._chip)
+        num_tokens, num_choices = chosen.shape
+        return choose_few(num_tokens, num_choices, size, hidden_size, dtype, self._chip)
 
     def _many_sizes(
         self, chosen: jax.Array, weights: ExpertWeights, dtype: DTypeLike
@@ -122,7 +127,10 @@ class TpuExperts:
             _, block_bytes, call_tokens, item_rows, tile_rows = self.tuning
             sizes = many_sizes(hidden_size, dtype, item_rows=item_rows, tile_rows=tile_rows)
             return call_tokens, sizes, choose_blocks(size, hidden_size, dtype, block_bytes)
-        return choose_many(*chosen.shape, num_experts, size, hidden_size, dtype, self._chip)
+        num_tokens, num_choices = chosen.shape
+        return choose_many(
+            num_tokens, num_choices, num_experts, size, hidden_size, dtype, self._chip
+        )
 
     def _interpreter(self) -> Any:
         if not self.interpret:
