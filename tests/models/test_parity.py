@@ -64,7 +64,11 @@ def test_logits_match_golden_figures(case):
 
 def test_decoding_token_by_token_equals_the_whole_sequence(case):
     decoded = case.model.logits(case.prompt, chunks=[1] * len(case.prompt))
-    np.testing.assert_allclose(decoded, case.model.logits(case.prompt), atol=1e-5, rtol=0)
+    whole = case.model.logits(case.prompt)
+    # Products of one row and of many round differently, by processor: of 15,000 logits of unit
+    # variance a few were seen to be 1.1e-5 apart, where the mean is 1.3e-6.
+    np.testing.assert_allclose(decoded, whole, atol=2e-5, rtol=0)
+    assert np.sqrt(np.square(decoded - whole).mean()) < 3e-6
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-short-window"])
