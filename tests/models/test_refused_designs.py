@@ -70,7 +70,6 @@ LAYERS = ["full_attention", "sliding_attention"]
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 must be num_attention"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8 is not supported"),
         ("deepseek_v32", {"index_topk": 128}, "beyond index_topk=128 .* set max_model_len to at"),
         ("deepseek_v32", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for"),

@@ -11,7 +11,7 @@ from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.decoder import DecoderForCausalLM
 from jaxllm.quantization.linear import CodedLinear
-from jaxllm.testing import make_tiny_checkpoint
+from jaxllm.testing import make_tiny_checkpoint, tiny_config
 from jaxllm.weights.checkpoint import Checkpoint
 from tests.models.conftest import SingleRow
 from tests.quantization.checkpoints import FLOAT8, INT8, compressed, write_both
@@ -131,6 +131,18 @@ def test_what_is_asked_fits_the_checkpoint(config, asked, error, tmp_path):
     fields = read_json(make_tiny_checkpoint(tmp_path) / "config.json")
     with pytest.raises(ValidationError, match=error):
         read_architecture(fields | {"quantization_config": config}, quantization=asked)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_experts_with_codes_are_refused_unless_they_are_left_out(family):
+    def abstract(config):
+        fields = tiny_config(family) | {"dtype": "float32", "quantization_config": config}
+        return DecoderForCausalLM.abstract(read_architecture(fields), "float32")
+
+    with pytest.raises(UnsupportedModelError, match="'fp8' is not supported for a model with ex"):
+        abstract(FP8)
+    model = abstract(compressed("int", "channel") | {"ignore": [r"re:.*experts.*"]})
+    assert isinstance(model.model.layers[1].self_attn.o_proj, CodedLinear)
 
 
 def test_pieces_of_one_matrix_have_one_form(tmp_path):
