@@ -5,6 +5,7 @@ random, scaled so that logits spread about as far as those of a trained model, a
 does not repeat one token.
 """
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -92,7 +93,8 @@ def tiny_config(family: str) -> dict[str, Any]:
     from jaxllm.models.registry import load_family
 
     tiny = load_family(family).tiny
-    fields = _COMMON | dict(tiny)
+    # Others, like the config classes of transformers, write to what is inside.
+    fields = copy.deepcopy(_COMMON | dict(tiny))
     return {name: value for name, value in fields.items() if value is not None or name not in tiny}
 
 
