@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 
+from jaxllm.files import read_json
 from jaxllm.models.registry import family_names
 from jaxllm.testing import VOCAB_SIZE, make_tiny_checkpoint
 
@@ -42,13 +43,21 @@ def test_chat_template_marks_roles_and_opens_the_answer(tmp_path):
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
+# Choosing keys adds nothing to sequences as short as those that are served.
+LEFT_OUT = {"deepseek_v32": ".self_attn.indexer."}
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_finds_every_tensor(family, tmp_path):
     pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    _, info = AutoModelForCausalLM.from_pretrained(
-        make_tiny_checkpoint(tmp_path, family), output_loading_info=True
-    )
+    path = make_tiny_checkpoint(tmp_path, family)
+    (name,) = read_json(path / "config.json")["architectures"]  # not each has an auto class
+    _, info = getattr(transformers, name).from_pretrained(path, output_loading_info=True)
+    left_out = LEFT_OUT.get(family)
+    info["missing_keys"] = {
+        key for key in info["missing_keys"] if left_out is None or left_out not in key
+    }
     assert not any(info.values()), info

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from jaxllm import bundled
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, UnsupportedModelError
 from jaxllm.files import open_regular, read_json
 from jaxllm.plural import counted
 
@@ -145,6 +145,11 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """A tensor as a view of its file. A slice reads only its own elements."""
         info = self.tensors[name]
+        if info.dtype not in _DTYPES:
+            raise UnsupportedModelError(
+                f"tensor {name} in {info.file.name} is stored as {info.dtype}; supported are "
+                f"{', '.join(_DTYPES)}"
+            )
         if not info.num_bytes:
             return np.empty(info.shape, _DTYPES[info.dtype])
         mapping = self._maps.get(info.file)

@@ -153,10 +153,10 @@ def test_file_that_is_not_safetensors_is_refused(tmp_path):
 
 
 def test_unsupported_type_is_refused_by_name(tmp_path):
-    header = {"a": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}
+    header = {"a": {"dtype": "F8_E5M2", "shape": [4], "data_offsets": [0, 4]}}
     write_raw(tmp_path / "model.safetensors", header, b"\0" * 4)
     with Checkpoint(tmp_path) as checkpoint:
-        with pytest.raises(UnsupportedModelError, match="F8_E4M3; supported are F32, F16, BF16"):
+        with pytest.raises(UnsupportedModelError, match="F8_E5M2; supported are F32, F16, BF16"):
             checkpoint.read("a")
 
 
