@@ -72,7 +72,10 @@ def load_parts(
             _check_shapes(checkpoint, sources)
             _check_types(checkpoint, sources)
             arrays = [
-                {name: _load(checkpoint, its_sources[name], p, mesh) for name, p in of_part.items()}
+                {
+                    name: _load(checkpoint, its_sources.get(name), p, mesh)
+                    for name, p in of_part.items()
+                }
                 for of_part, its_sources, (_, mesh) in zip(parameters, sources, parts, strict=True)
             ]
     return [
@@ -99,6 +102,7 @@ class Parameter:
     parts: tuple[Part, ...]
     rows: int  # without padding
     stored: Stored | None = None
+    constant: float | None = None  # of all elements, in place of a checkpoint's; None: see `stored`
 
     @property
     def size(self) -> int:
@@ -132,14 +136,19 @@ def parameters_of(abstract_model: Model | nnx.Module) -> dict[str, Parameter]:
             parts=leaf.get_metadata().get("parts", ()),
             rows=leaf.get_metadata().get("rows", leaf.shape[0]),
             stored=leaf.get_metadata().get("stored"),
+            constant=leaf.get_metadata().get("constant"),
         )
         for path, leaf in leaves
     }
 
 
 def sources_of(parameters: Mapping[str, Parameter], names: CheckpointMap) -> dict[str, Source]:
-    """The source of each parameter in a checkpoint."""
-    return {name: names.source(name, p.pieces, p.stored) for name, p in parameters.items()}
+    """The source of each parameter in a checkpoint, except those that have constant values."""
+    return {
+        name: names.source(name, p.pieces, p.stored)
+        for name, p in parameters.items()
+        if p.constant is None
+    }
 
 
 def _as_state(abstract_model: Model | nnx.Module, arrays: dict[str, jax.Array]) -> nnx.State:
@@ -177,7 +186,7 @@ def _check_names(
         )
     for rows in used.values():
         _check_rows(rows)
-    _log_ignored(checkpoint, names)
+    _log_ignored(checkpoint, checkpoint.tensors.keys() - used.keys(), names)
     for name in extra:
         if not _equal(checkpoint, name, copies[name]):
             raise CheckpointError(
@@ -187,8 +196,8 @@ def _check_names(
             )
 
 
-def _log_ignored(checkpoint: Checkpoint, names: CheckpointMap) -> None:
-    ignored = sorted(name for name in checkpoint.tensors if names.is_ignored(name))
+def _log_ignored(checkpoint: Checkpoint, unused: set[str], names: CheckpointMap) -> None:
+    ignored = sorted(name for name in unused if names.is_ignored(name))
     if ignored:
         size = sum(checkpoint.tensors[name].num_bytes for name in ignored)
         logger.info(
@@ -241,7 +250,17 @@ def _check_types(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]]
                     )
 
 
-def _load(checkpoint: Checkpoint, source: Source, parameter: Parameter, mesh: Mesh) -> jax.Array:
+def _constant(parameter: Parameter, mesh: Mesh) -> jax.Array:
+    values = np.full(parameter.shape, parameter.constant, parameter.dtype)
+    place = sharding(mesh, parameter.axes)
+    return jax.make_array_from_callback(parameter.shape, place, values.__getitem__)
+
+
+def _load(
+    checkpoint: Checkpoint, source: Source | None, parameter: Parameter, mesh: Mesh
+) -> jax.Array:
+    if source is None:
+        return _constant(parameter, mesh)
     array = jax.make_array_from_callback(
         parameter.shape,
         sharding(mesh, parameter.axes),
@@ -302,6 +321,8 @@ def _dummy(name: str, parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:
     # The values repeat, because random bits for a whole model would take longer than reading it.
     # They are small, so that activations of a deep model stay finite in every dtype. The name is
     # part of the seed, so that they do not depend on how the model is cut.
+    if parameter.constant is not None:
+        return _constant(parameter, mesh)
     count = min(parameter.size, _DUMMY_PERIOD)
     random = np.random.default_rng((seed % 2**32, zlib.crc32(name.encode())))
     largest = 0.05 if parameter.stored is None else parameter.stored.largest
