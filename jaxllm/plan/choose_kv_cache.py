@@ -22,7 +22,7 @@ from jaxllm.quantization.kv_cache import (
     find_scales,
     read_declared,
 )
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.checkpoint import open_checkpoint
 
 logger = init_logger(__name__)
 
@@ -144,7 +144,7 @@ def _why_not(architecture: Architecture) -> str | None:
 
 
 def _find_scales(model_dir: Path) -> StoredScales | None:
-    with Checkpoint(model_dir) as checkpoint:
+    with open_checkpoint(model_dir) as checkpoint:
         return find_scales({name: its.shape for name, its in checkpoint.tensors.items()})
 
 

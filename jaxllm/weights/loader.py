@@ -24,7 +24,13 @@ from jaxllm.models.base import Model
 from jaxllm.models.checkpoint_map import CheckpointMap, Rows, Source, Stored
 from jaxllm.parallel.sharding import Axes, Part, make_mesh, num_pieces, sharding
 from jaxllm.plural import counted
-from jaxllm.weights.checkpoint import TYPES, Checkpoint, row_slices, some_of
+from jaxllm.weights.checkpoint import (
+    TYPES,
+    OpenCheckpoint,
+    open_checkpoint,
+    row_slices,
+    some_of,
+)
 
 logger = init_logger(__name__)
 
@@ -65,7 +71,7 @@ def load_parts(
             for of_part, (_, mesh) in zip(parameters, parts, strict=True)
         ]
     else:
-        with Checkpoint(model_dir) as checkpoint:
+        with open_checkpoint(model_dir) as checkpoint:
             names = parts[0][0].checkpoint_map.for_tensors(checkpoint.tensors.keys())
             sources = [sources_of(of_part, names) for of_part in parameters]
             _check_names(checkpoint, sources, names)
@@ -158,7 +164,7 @@ def _as_state(abstract_model: Model | nnx.Module, arrays: dict[str, jax.Array]) 
 
 
 def _check_names(
-    checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]], names: CheckpointMap
+    checkpoint: OpenCheckpoint, sources: Sequence[Mapping[str, Source]], names: CheckpointMap
 ) -> None:
     """Raise unless every tensor and every parameter is used exactly once. Two parts may share a
     tied embedding."""
@@ -196,7 +202,7 @@ def _check_names(
             )
 
 
-def _log_ignored(checkpoint: Checkpoint, unused: set[str], names: CheckpointMap) -> None:
+def _log_ignored(checkpoint: OpenCheckpoint, unused: set[str], names: CheckpointMap) -> None:
     ignored = sorted(name for name in unused if names.is_ignored(name))
     if ignored:
         size = sum(checkpoint.tensors[name].num_bytes for name in ignored)
@@ -217,7 +223,7 @@ def _check_rows(used: list[Rows]) -> None:
     assert end == (tensor.shape[0] if tensor.shape else 1), f"{tensor.name}: {used}"
 
 
-def _check_shapes(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]]) -> None:
+def _check_shapes(checkpoint: OpenCheckpoint, sources: Sequence[Mapping[str, Source]]) -> None:
     """Compare every tensor's shape with config.json, before any data is read."""
     asked = {
         rows.tensor: checkpoint.tensors[rows.tensor.name].shape
@@ -237,7 +243,7 @@ def _check_shapes(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]
         )
 
 
-def _check_types(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]]) -> None:
+def _check_types(checkpoint: OpenCheckpoint, sources: Sequence[Mapping[str, Source]]) -> None:
     """Compare every tensor's type with config.json: codes are not taken for weights."""
     for of_part in sources:
         for source in of_part.values():
@@ -257,7 +263,7 @@ def _constant(parameter: Parameter, mesh: Mesh) -> jax.Array:
 
 
 def _load(
-    checkpoint: Checkpoint, source: Source | None, parameter: Parameter, mesh: Mesh
+    checkpoint: OpenCheckpoint, source: Source | None, parameter: Parameter, mesh: Mesh
 ) -> jax.Array:
     if source is None:
         return _constant(parameter, mesh)
@@ -273,7 +279,7 @@ def _load(
 
 
 def _read(
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     source: Source,
     parameter: Parameter,
     num_shards: int,
@@ -310,7 +316,7 @@ def _places(parameter: Parameter, num_shards: int, box: slice) -> Iterator[tuple
     assert filled == box.stop - box.start, (filled, box, parameter)
 
 
-def _equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
+def _equal(checkpoint: OpenCheckpoint, first: str, second: str) -> bool:
     if checkpoint.tensors[first].shape != checkpoint.tensors[second].shape:
         return False
     a, b = checkpoint.read(first), checkpoint.read(second)
