@@ -59,28 +59,29 @@ def floats_of(data: np.ndarray, place: TensorPlace) -> np.ndarray:
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """All files of the model that a file belongs to, in order."""
+    """All files of the model that a file belongs to, in order. All are there."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return (path,)
     stem, _, count = match.groups()
     if not 1 <= int(count) <= _MAX_PARTS:
         raise CheckpointError(f"{path} is one of {int(count)} files; 1 to {_MAX_PARTS} can be read")
-    return tuple(
+    files = tuple(
         path.with_name(f"{stem}-{index:05}-of-{count}{SUFFIX}")
         for index in range(1, int(count) + 1)
     )
-
-
-def open_model(path: Path) -> GGUFModel:
-    """Read the headers of all files of a model."""
-    files = parts_of(path)
     missing = [file.name for file in files if not file.exists()]
     if missing:
         raise CheckpointError(
             f"{path} is one of {len(files)} files of a model, and {len(missing)} of them are "
             f"missing: {', '.join(missing[:3])}"
         )
+    return files
+
+
+def open_model(path: Path) -> GGUFModel:
+    """Read the headers of all files of a model."""
+    files = parts_of(path)
     headers = [read_header(file) for file in files]
     tensors: dict[str, TensorPlace] = {}
     for index, header in enumerate(headers):

@@ -13,7 +13,7 @@ PROMPTS = [
     for i, length in enumerate((4, 60, 33, 1, 47))
 ]
 PARAMS = [
-    SamplingParams(temperature=i % 2, seed=i, max_tokens=16, ignore_eos=True, logprobs=0)
+    SamplingParams(temperature=i % 2, seed=i, max_tokens=40, ignore_eos=True, logprobs=0)
     for i in range(len(PROMPTS))
 ]
 
@@ -52,7 +52,7 @@ def test_an_engine_with_codes_keeps_its_equalities(codes, model):
         assert_same(answers(llm), base)
     llm.shutdown()
 
-    others = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 8}
+    others = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}
     llm = LLM(model, **(options | others | {"native_kernels": False}))
     assert_same(answers(llm), base)
     assert stats(llm).num_preemptions > 0

@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3moe": ("qwen3_moe", {"mlp_only_layers": []}),
     "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 24}),
     "gemma3": (
         "gemma3",
         {"sliding_window_pattern": 6, "num_hidden_layers": 7, "query_pre_attn_scalar": 24},

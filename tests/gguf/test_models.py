@@ -106,7 +106,7 @@ def test_config_and_tensors_that_disagree_are_refused(tmp_path):
 
 def test_boxes_of_tensors_are_those_of_the_whole(tmp_path):
     """Of any rows and columns: within blocks, of pairs that are put in halves, of one expert."""
-    file, plain = write_pair(tmp_path, "mixtral", lambda name: "Q8_0", hidden_size=64)
+    file, plain = write_pair(tmp_path, "mixtral", lambda name: "Q8_0", intermediate_size=64)
     rng = np.random.default_rng(0)
     with (
         open_checkpoint(resolve_model_dir(str(file))) as ours,
