@@ -42,7 +42,7 @@ class PartDone(Event, kw_only=True, tag="response.content_part.done"):
     part: OutputText | ReasoningText
 
 
-class TextDelta(Event, kw_only=True, tag="response.output_text.delta"):
+class OutputTextDelta(Event, kw_only=True, tag="response.output_text.delta"):
     item_id: str
     output_index: int
     content_index: int = 0
@@ -50,7 +50,7 @@ class TextDelta(Event, kw_only=True, tag="response.output_text.delta"):
     logprobs: list[ChatTokenLogprob]
 
 
-class TextDone(Event, kw_only=True, tag="response.output_text.done"):
+class OutputTextDone(Event, kw_only=True, tag="response.output_text.done"):
     item_id: str
     output_index: int
     content_index: int = 0
@@ -104,8 +104,8 @@ ResponseEvent = (
     | ItemDone
     | PartAdded
     | PartDone
-    | TextDelta
-    | TextDone
+    | OutputTextDelta
+    | OutputTextDone
     | ReasoningDelta
     | ReasoningDone
     | ArgumentsDelta

@@ -20,7 +20,7 @@ from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
 
 
-class ResponsesTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A function of the client."""
 
     type: str
@@ -30,7 +30,7 @@ class ResponsesTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The form of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -40,14 +40,14 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the text is written. No chat template has a word for its length but the usual one."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ReasoningConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How hard the model thinks, for templates that know it. Its reasoning is in the answer as it
     is, so nobody makes a summary."""
 

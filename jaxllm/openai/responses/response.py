@@ -10,7 +10,6 @@ from jaxllm.openai.logprobs import ChatTokenLogprob
 from jaxllm.openai.responses.request import (
     ReasoningConfig,
     ResponsesRequest,
-    ResponsesTool,
     TextConfig,
     TextFormat,
 )
@@ -100,12 +99,13 @@ class Response(msgspec.Struct, kw_only=True):
     output: list[Item]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: ReasoningConfig
+    # These three as the request has them.
+    reasoning: Any
+    text: Any
+    tools: list[Any]
     store: bool
     temperature: float
-    text: TextConfig
     tool_choice: Any
-    tools: list[ResponsesTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"

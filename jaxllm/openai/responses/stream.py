@@ -20,13 +20,13 @@ from jaxllm.openai.responses.events import (
     InProgress,
     ItemAdded,
     ItemDone,
+    OutputTextDelta,
+    OutputTextDone,
     PartAdded,
     PartDone,
     ReasoningDelta,
     ReasoningDone,
     ResponseEvent,
-    TextDelta,
-    TextDone,
 )
 from jaxllm.openai.responses.request import ResponsesRequest
 from jaxllm.openai.responses.response import (
@@ -169,7 +169,7 @@ class ResponseStream:
             case FunctionCallItem():
                 return self._of_part(ArgumentsDelta, delta=text)
             case MessageItem():
-                return self._of_part(TextDelta, delta=text, logprobs=logprobs)
+                return self._of_part(OutputTextDelta, delta=text, logprobs=logprobs)
             case _:
                 return self._of_part(ReasoningDelta, delta=text)
 
@@ -181,7 +181,7 @@ class ResponseStream:
             case FunctionCallItem():
                 events.append(self._of_part(ArgumentsDone, name=item.name, arguments=text))
             case MessageItem():
-                events.append(self._of_part(TextDone, text=text, logprobs=self._logprobs))
+                events.append(self._of_part(OutputTextDone, text=text, logprobs=self._logprobs))
             case _:
                 events.append(self._of_part(ReasoningDone, text=text))
         if not isinstance(item, FunctionCallItem):
