@@ -19,6 +19,7 @@ import numpy as np
 from jaxllm import bundled
 from jaxllm.errors import CheckpointError, UnsupportedModelError
 from jaxllm.files import open_regular, read_json
+from jaxllm.models.checkpoint_map import Kind
 from jaxllm.plural import counted
 
 _DTYPES = {
@@ -28,13 +29,18 @@ _DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
 }
-# The types of tensors of a kind, as `jaxllm.models.checkpoint_map.Tensor` has it. Powers of two are
-# scales.
-TYPES = {
-    "float": ("F32", "F16", "BF16", "F8_E8M0"),
+# The types of tensors of a kind, as `jaxllm.models.checkpoint_map` has it.
+TYPES: dict[Kind, tuple[str, ...]] = {
+    "float": ("F32", "F16", "BF16"),
     "int8": ("I8",),
     "float8_e4m3fn": ("F8_E4M3",),
+    "scale": ("F32", "F16", "BF16", "F8_E8M0", "F8_E4M3"),
+    "power": ("U8", "F8_E8M0"),
+    "int32": ("I32",),
+    "uint8": ("U8",),
 }
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
@@ -160,9 +166,14 @@ class Checkpoint:
         flat = np.frombuffer(mapping, _DTYPES[info.dtype], math.prod(info.shape), info.offset)
         return flat.reshape(info.shape)
 
-    def copy(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
+    def copy(
+        self, name: str, box: tuple[slice, ...], target: np.ndarray, kind: Kind = "float"
+    ) -> None:
         """Fill the target with a box of a tensor, piece by piece; release each piece."""
         values = self.read(name)[box]
+        if kind == "power":
+            # Bytes may have the type of what they mean.
+            values = values.view(_DTYPES["F8_E8M0"])
         if not values.ndim:
             target[...] = values
             return
@@ -172,6 +183,8 @@ class Checkpoint:
         if target.dtype == _DTYPES["F8_E4M3"] and (target.view(np.uint8) & 0x7F == 0x7F).any():
             # Our products would take it for a number.
             raise CheckpointError(f"tensor {name} has codes of NaN")
+        if kind in ("scale", "power") and np.isnan(target.astype(np.float32)).any():
+            raise CheckpointError(f"tensor {name} has scales of NaN")
 
     def release(self, name: str) -> None:
         """Free the memory that reading from the tensor's file took."""
