@@ -31,6 +31,7 @@ from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
 )
+from jaxllm.quantization.linear import CodedExperts
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 from jaxllm.speculative_config import Speculation
@@ -157,7 +158,8 @@ class EnginePlan:
                 rounds = isinstance(module, Linear) and module.bias is None
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
-            elif isinstance(module, Experts) and experts is not None:
+            elif isinstance(module, Experts) and not isinstance(module, CodedExperts):
+                assert experts is not None
                 module.op = experts
         return model
 

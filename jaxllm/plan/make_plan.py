@@ -127,8 +127,18 @@ def make_plan(
         reads_weights=model.load_format != "dummy",
     )
     library = load_native_kernels(config, chip, dtype, kv_cache and kv_cache.codes)
-    products = choose_products(chip, library, num_shards)
-    architecture = architecture.with_products(products)
+
+    def products_of(architecture: Architecture) -> Architecture:
+        scheme = architecture.scheme
+        return (
+            architecture
+            if scheme is None
+            else architecture.with_products(
+                choose_products(chip, library, num_shards, keeps_groups=scheme.keeps_groups)
+            )
+        )
+
+    architecture = products_of(architecture)
     max_model_len = choose_max_model_len(model.max_model_len, architecture)
     max_num_seqs = config.scheduler.max_num_seqs or DEFAULTS[platform].max_num_seqs
     max_num_batched_tokens = choose_max_num_batched_tokens(
@@ -173,7 +183,7 @@ def make_plan(
             dtype=dtype,
             mesh=meshes[0],
             num_shards=num_shards,
-            products=products,
+            choose_products=products_of,
             choose_experts=experts_of,
         )
     attention = choose_attention(
