@@ -1,8 +1,8 @@
 """Weights in the blocks of GGUF files: a scheme of one form for each matrix, and its storage.
 
-A file has a type for each tensor, and q, k and v of one layer often have different ones. Fused, they
-have one form that holds all of their values: codes of 8 bits where those of 4 do not suffice, in
-the smaller groups, with offsets of zero where a type has none. Nothing is rounded.
+A file has a type for each tensor, and q, k and v of one layer often have different ones. Fused,
+they have one form that holds all of their values: codes of 8 bits where those of 4 do not suffice,
+in the smaller groups, with offsets of zero where a type has none. Nothing is rounded.
 """
 
 import math

@@ -38,8 +38,8 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
 }
 _BLOCKS = tuple(NAMES[kind] for kind, its in BLOCK_TYPES.items() if its.codes is not None)
-# The types of tensors of a kind, as `jaxllm.models.checkpoint_map` has it. Blocks of GGUF are read as
-# what they stand for, unless they are asked for their codes.
+# The types of tensors of a kind, as `jaxllm.models.checkpoint_map` has it. Blocks of GGUF are read
+# as what they stand for, unless they are asked for their codes.
 TYPES: dict[Kind, tuple[str, ...]] = {
     "float": ("F32", "F16", "BF16", *_BLOCKS),
     "blocks": _BLOCKS,
