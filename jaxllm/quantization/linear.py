@@ -84,7 +84,7 @@ class CodedExperts(Experts):
         return _coded(self, "w13_weight", gate_up, of), _coded(self, "w2_weight", down, of)
 
 
-def describe_products(model: nnx.Module) -> tuple[str, ...]:
+def describe_products(model: Any) -> tuple[str, ...]:
     """How products with the codes of a model are computed, for each form that it has."""
     found: dict[str, None] = {}
     for _, module in nnx.iter_graph(model):
@@ -95,7 +95,8 @@ def describe_products(model: nnx.Module) -> tuple[str, ...]:
         elif isinstance(module, (CodedLinear, CodedHead)):
             op: Any = module.matmul if isinstance(module, CodedLinear) else module.by_codes
             what, by_xla = "", op if isinstance(op, XlaCodedMatmul) else None
-            stored, held = module.weight.get_metadata()["stored"], module.form
+            about = nnx.state(module)["weight"].get_metadata()
+            stored, held = about["stored"], module.form
         else:
             continue
         form = stored.storage.form
