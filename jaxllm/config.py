@@ -51,7 +51,9 @@ class ModelConfig:
         "auto", "Type of weights and activations; 'auto' follows the checkpoint."
     )
     quantization: str | None = option(
-        None, "Keep weights that a checkpoint has in 16 bits as 'int8' or 'fp8'."
+        None,
+        "Keep weights that a checkpoint has in 16 bits as 'int8', 'fp8' or 'int4'; "
+        "'mxfp4-groups' holds those of gpt-oss as they are stored.",
     )
     max_model_len: int | None = option(
         None, "Longest prompt plus output, in tokens (default: from the model's config)."

@@ -60,6 +60,7 @@ class EnginePlan:
     attention_configs: tuple[MixerConfig, ...]
     matmul: Matmul
     experts: ExpertsOp | None  # None: the model has none
+    coded_products: tuple[str, ...]  # how products with codes are computed, in words
     sampling: Layout
     add_norm: AddNorm | None
     stages: tuple[StagePlan, ...]

@@ -65,6 +65,7 @@ from jaxllm.plan.stages import (
     sampling_bytes,
     stage_meshes,
 )
+from jaxllm.quantization.linear import describe_products
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
@@ -291,6 +292,9 @@ def make_plan(
         attention_configs=attention_configs,
         matmul=matmul,
         experts=experts_of(architecture),
+        coded_products=tuple(
+            dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
+        ),
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxllm_kernels.coded import CodedWeight, CodeForm
+from jaxllm_kernels.dense.xla import XlaCodedMatmul
+from jaxllm_kernels.experts.xla import XlaExperts
 
 from jaxllm.errors import UnsupportedModelError, refused
 from jaxllm.layers.embedding import Embedding
@@ -80,6 +82,31 @@ class CodedExperts(Experts):
     def matrices(self, of: Any) -> tuple[Any, Any]:
         gate_up, down = self.forms
         return _coded(self, "w13_weight", gate_up, of), _coded(self, "w2_weight", down, of)
+
+
+def describe_products(model: Any) -> tuple[str, ...]:
+    """How products with the codes of a model are computed, for each form that it has."""
+    found: dict[str, None] = {}
+    for _, module in nnx.iter_graph(model):
+        if isinstance(module, CodedExperts):
+            op, what = module.op, " of experts"
+            by_xla = op.coded if isinstance(op, XlaExperts) else None
+            stored, held = module.w13_weight.get_metadata()["stored"], module.forms[0]
+        elif isinstance(module, (CodedLinear, CodedHead)):
+            op: Any = module.matmul if isinstance(module, CodedLinear) else module.by_codes
+            what, by_xla = "", op if isinstance(op, XlaCodedMatmul) else None
+            about = nnx.state(module)["weight"].get_metadata()
+            stored, held = about["stored"], module.form
+        else:
+            continue
+        form = stored.storage.form
+        held_as = "" if form.codes == held.codes else f", held exactly as {held}"
+        pieces = by_xla is not None and by_xla.widens_pieces(held)
+        how = (
+            f"{op.name!r}, which widens a piece of a matrix at a time" if pieces else repr(op.name)
+        )
+        found[f"{form}{held_as}{what}: {how}"] = None
+    return tuple(found)
 
 
 def _coded(module: Any, leaf: str, form: CodeForm, of: Any) -> Any:

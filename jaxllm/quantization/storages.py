@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxllm_kernels.coded import CodeForm
 
 from jaxllm.errors import UnsupportedModelError
-from jaxllm.models.checkpoint_map import Shape, Source, Tensor, Transposed, ViewedAs
+from jaxllm.models.checkpoint_map import Kind, Shape, Source, Tensor, Transposed, ViewedAs
 from jaxllm.quantization.held import Times
 from jaxllm.quantization.sources import Spread
 from jaxllm.quantization.unpacked import (
@@ -49,7 +49,8 @@ class Bytes(_NoOffsets):
     factor: float = 1.0
 
     def codes(self, module: str, shape: Shape) -> Source:
-        return Tensor(f"{module}.weight", matrix(module, shape), self.form.codes)
+        kind: Kind = "int8" if self.form.codes == "int8" else "float8_e4m3fn"
+        return Tensor(f"{module}.weight", matrix(module, shape), kind)
 
     def scales(self, module: str, shape: Shape) -> Source:
         scales = self._scales(module, shape)

@@ -67,6 +67,10 @@ class XlaCodedMatmul:
     mx_by_output: bool = False
     name: str = "xla"
 
+    def widens_pieces(self, form: CodeForm) -> bool:
+        """Whether a product writes parts of a weight in more bits, one after the other."""
+        return form.bits == 4 or form.group is not None or not self.widens_in_place
+
     def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
         del num_outputs
         if num_inputs % (form.group or num_inputs):
@@ -77,7 +81,7 @@ class XlaCodedMatmul:
 
     def __call__(self, x: jax.Array, weight: CodedWeight) -> jax.Array:
         form, num_groups = weight.form, weight.num_groups
-        if form.bits == 8 and num_groups == 1 and self.widens_in_place:
+        if not self.widens_pieces(form):
             return _add_offsets(
                 XlaMatmul()(x, weight.codes.astype(x.dtype))
                 * weight.scales[:, 0].astype(jnp.float32),
