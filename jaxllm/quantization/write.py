@@ -134,9 +134,10 @@ def _tensors(source: Source) -> Iterator[Tensor]:
 
 def _group(weights: np.ndarray, kind: Format, group_size: int) -> int | None:
     """The inputs that share a scale; None: they cannot be divided."""
-    if kind != "int4":
-        return weights.shape[1]
-    return group_size if weights.shape[1] % group_size == 0 else None
+    num_inputs = weights.shape[1]
+    if kind == "int4":
+        return group_size if num_inputs % group_size == 0 else None
+    return num_inputs if kind == "fp8" or num_inputs % 4 == 0 else None
 
 
 def _as_codes(weights: np.ndarray, kind: Format, group: int) -> tuple[dict[str, np.ndarray], float]:
@@ -151,11 +152,11 @@ def _as_codes(weights: np.ndarray, kind: Format, group: int) -> tuple[dict[str, 
         pieces.append((codes.reshape(rows.shape), scales))
     codes, scales = (np.concatenate(its) for its in zip(*pieces, strict=True))
     leaves = {"weight_scale": scales}
-    if kind == "int4":
-        leaves["weight_packed"] = pack(codes)
-        leaves["weight_shape"] = np.array(codes.shape, np.int64)
-    else:
+    if kind == "fp8":
         leaves["weight"] = codes
+    else:
+        leaves["weight_packed"] = pack(codes, 4 if kind == "int4" else 8)
+        leaves["weight_shape"] = np.array(codes.shape, np.int64)
     return leaves, (wrong / whole) ** 0.5 if whole else 0.0
 
 
@@ -184,12 +185,13 @@ def _round(weights: np.ndarray, kind: Format) -> tuple[np.ndarray, np.ndarray]:
     return best_codes.astype(np.int8), best_scales
 
 
-def pack(codes: np.ndarray) -> np.ndarray:
-    """Codes [out, in] of four bits in int32 [out, in / 8], the first in the lowest bits, with 8
-    added."""
-    nibbles = (codes.astype(np.int32) + 8).reshape(len(codes), -1, 8).astype(np.uint32)
-    shifts = np.arange(0, 32, 4, dtype=np.uint32)
-    return np.bitwise_or.reduce(nibbles << shifts, axis=-1).view(np.int32)
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes [out, in] of so many bits in int32 [out, in / codes per word], the first in the lowest
+    bits, with half of their range added."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    numbers = codes.astype(np.int32) + (1 << bits - 1)
+    words = numbers.reshape(len(codes), -1, len(shifts)).astype(np.uint32) << shifts
+    return np.bitwise_or.reduce(words, axis=-1).view(np.int32)
 
 
 def _describe(kind: Format, group_size: int, ignored: list[str]) -> dict[str, Any]:
@@ -203,7 +205,8 @@ def _describe(kind: Format, group_size: int, ignored: list[str]) -> dict[str, An
     }
     if kind == "int4":
         weights["group_size"] = group_size
-    layout = {"int8": "int-quantized", "fp8": "float-quantized", "int4": "pack-quantized"}[kind]
+    # Integers are packed where products have 16 bits; `int-quantized` is for products of 8.
+    layout = "float-quantized" if kind == "fp8" else "pack-quantized"
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
