@@ -24,6 +24,7 @@ from jaxllm.models.base import Model
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
+from jaxllm.plan.choose_kv_cache import KVCachePlan
 from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
 from jaxllm.plan.stages import (
@@ -53,6 +54,7 @@ class EnginePlan:
     max_num_batched_tokens: int
     block_size: int
     cache_groups: tuple[CacheGroup, ...]
+    kv_cache: KVCachePlan | None  # None: keys and values are cached in the model's type
     num_logits: int  # the vocabulary, and padding if it is sharded
     attention: MixerBackend
     attention_configs: tuple[MixerConfig, ...]
