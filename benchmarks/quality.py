@@ -69,7 +69,7 @@ def heldout(folder: Path, num_bytes: int) -> tuple[str, int]:
     entries = [its for its in map(json.loads, lines) if its["split"] != "train"]
     found: list[str] = []
     for entry in entries:
-        file = folder / entry["name"]
+        file = folder.resolve().parent / entry["name"]
         if not file.is_file() or sum(map(len, found)) >= num_bytes:
             continue
         data = file.read_bytes()

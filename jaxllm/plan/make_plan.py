@@ -131,12 +131,11 @@ def make_plan(
 
     def products_of(architecture: Architecture) -> Architecture:
         scheme = architecture.scheme
-        return (
-            architecture
-            if scheme is None
-            else architecture.with_products(
-                choose_products(chip, library, num_shards, keeps_groups=scheme.keeps_groups)
-            )
+        if scheme is None:
+            return architecture
+        keeps_groups = scheme.keeps_groups
+        return architecture.with_products(
+            choose_products(chip, library, num_shards, keeps_groups=keeps_groups)
         )
 
     architecture = products_of(architecture)

@@ -95,7 +95,7 @@ def describe_products(model: Any) -> tuple[str, ...]:
         elif isinstance(module, (CodedLinear, CodedHead)):
             op: Any = module.matmul if isinstance(module, CodedLinear) else module.by_codes
             what, by_xla = "", op if isinstance(op, XlaCodedMatmul) else None
-            about = nnx.state(module)["weight"].get_metadata()
+            about = vars(module)["weight"].get_metadata()
             stored, held = about["stored"], module.form
         else:
             continue

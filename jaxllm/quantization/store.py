@@ -17,11 +17,10 @@ from jaxllm.quantization.linear import CodedExperts, CodedHead, CodedLinear
 from jaxllm.quantization.made import AtLoad
 from jaxllm.quantization.scheme import Scheme
 
-# Tensors beside codes and scales that nothing here needs: rows and the KV cache keep 16 bits, and
-# the shapes of weights are known.
+# Tensors beside codes and scales that nothing here needs: rows keep 16 bits, and the shapes of
+# weights are known.
 _UNUSED = (
     r".*\.(input|output|activation|input_global)_(global_)?scale",
-    r".*\.[qkv]_scale",
     r".*\.weight_(shape|format)",
 )
 _HEAD = "lm_head"
