@@ -46,7 +46,8 @@ def main() -> None:
         finally:
             llm.shutdown()
     plain = losses["bfloat16"].bits_per_byte
-    print(f"{len(text.encode())} bytes of {num_files} files, {losses['bfloat16'].num_tokens} tokens")
+    num_tokens = losses["bfloat16"].num_tokens
+    print(f"{len(text.encode())} bytes of {num_files} files, {num_tokens} tokens")
     print("| | bits per byte | more |\n|---|---|---|")
     for name, loss in losses.items():
         more = loss.bits_per_byte / plain - 1
