@@ -19,6 +19,7 @@ from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.moe import Experts
+from jaxllm.layers.router import Router
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.checkpoint_map import Concat, Rows, Source, Stack, Tensor
 from jaxllm.models.registry import ModelRegistry
@@ -30,6 +31,7 @@ FORMATS: tuple[Format, ...] = ("int8", "fp8", "int4")
 _FILE_BYTES = 2 << 30  # about; a file holds whole tensors
 _ROWS_AT_ONCE = 1024
 _WEIGHT = ".weight"
+_NEVER = ".shared_expert_gate.weight"  # of one output
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 # Shares of the largest weight of a group that the largest code may stand for. What is above it is
 # cut, which may cost less than coarser steps for all others.
@@ -108,7 +110,7 @@ def _linear_weights(config: dict[str, Any]) -> set[str]:
     modules = {
         ".".join(map(str, path))
         for path, module in nnx.iter_graph(model)
-        if isinstance(module, Linear | Experts)
+        if isinstance(module, Linear | Experts) and not isinstance(module, Router)
     }
     sources = sources_of(parameters_of(model), model.checkpoint_map)
     return {
@@ -116,7 +118,7 @@ def _linear_weights(config: dict[str, Any]) -> set[str]:
         for name, source in sources.items()
         if name.rpartition(".")[0] in modules
         for tensor in _tensors(source)
-        if tensor.name.endswith(_WEIGHT)
+        if tensor.name.endswith(_WEIGHT) and not tensor.name.endswith(_NEVER)
     }
 
 
