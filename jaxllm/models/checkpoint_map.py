@@ -50,7 +50,8 @@ class Tensor:
 
     name: str
     shape: Shape
-    kind: Literal["float", "int8", "float8_e4m3fn"] = "float"  # of any size, or codes
+    # Floats of any size, codes, or numbers of tokens.
+    kind: Literal["float", "int8", "float8_e4m3fn", "int64"] = "float"
 
     def rows(self) -> Iterator["Rows"]:
         yield Rows(self, 0, self.shape[0] if self.shape else 1)
@@ -311,6 +312,8 @@ class CheckpointMap:
     copies: Mapping[str, str] = field(default_factory=dict)
     # The maps of other layouts in which checkpoints of the same models are written.
     others: tuple["CheckpointMap", ...] = ()
+    # The parameter whose tensor every checkpoint of this layout has, and none of another.
+    landmark: str = "model.embed_tokens.weight"
 
     def source(
         self, parameter: str, pieces: tuple[Shape, ...], stored: Stored | None = None
@@ -338,7 +341,7 @@ class CheckpointMap:
 
     def for_tensors(self, names: Collection[str]) -> "CheckpointMap":
         """The map of the layout that a checkpoint with tensors of these names has."""
-        fitting = (its for its in (self, *self.others) if its._tensor(_EMBEDDING) in names)
+        fitting = (its for its in (self, *self.others) if its._tensor(its.landmark) in names)
         return next(fitting, self)
 
     def _tensor(self, parameter: str) -> str:
@@ -362,7 +365,6 @@ class CheckpointMap:
         return dataclasses.replace(self, renamed={**self.renamed, **renamed})
 
 
-# Every decoder has it, and no checkpoint has two.
 _EMBEDDING = "model.embed_tokens.weight"
 
 # Llama's names, which most decoders use.

@@ -28,6 +28,7 @@ _DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I8": np.dtype(np.int8),
+    "I64": np.dtype(np.int64),
 }
 # The types of tensors of a kind, as `jaxllm.models.checkpoint_map.Tensor` has it. Powers of two are
 # scales.
@@ -35,6 +36,7 @@ TYPES = {
     "float": ("F32", "F16", "BF16", "F8_E8M0"),
     "int8": ("I8",),
     "float8_e4m3fn": ("F8_E4M3",),
+    "int64": ("I64",),
 }
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
