@@ -28,6 +28,7 @@ from jaxllm.cache_groups import window_of
 from jaxllm.layers.context import StepContext
 from jaxllm.layers.rope import rotary
 from jaxllm.models.draft_head import DraftHead
+from jaxllm.models.specs import Caches
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.drafting import Ends, Forward, Round, draft_in_rounds
 from jaxllm.runner.inputs import PADDING_TOKEN, StepInputs, table_row
@@ -35,7 +36,7 @@ from jaxllm.runner.state import DeviceState, DraftHeadState
 
 
 class _Carried(NamedTuple):
-    caches: tuple[jax.Array, ...]
+    caches: Caches
     hidden: jax.Array  # [R, D]: of the model before the newest token, then of the head
 
 
@@ -112,9 +113,9 @@ class HeadDrafting:
         tokens: jax.Array,
         hidden: jax.Array,
         positions: jax.Array,
-        caches: tuple[jax.Array, ...],
+        caches: Caches,
         context: StepContext,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, Caches]:
         """Read entries: hidden states, and the tokens after them."""
         rope = self.head.spec.layer.rope
         context = dataclasses.replace(

@@ -115,7 +115,6 @@ class Proposing:
 class Round(NamedTuple):
     """The rows of a round of drafting; those that are in it are the first."""
 
-    index: jax.Array  # i32 []: the draft that it makes
     slots: jax.Array  # i32 [R]
     is_in: jax.Array  # bool [R]
     ends: jax.Array  # i32 [R]: how many tokens each row has, drafts included; 0 if it is not in
@@ -154,7 +153,7 @@ def draft_in_rounds(
         its, drafts, newest = carry
         is_in = counts > index
         ends = jnp.where(is_in, lengths + index, 0)
-        logits, its = guess(Round(index, slots, is_in, ends, newest), its)
+        logits, its = guess(Round(slots, is_in, ends, newest), its)
         sampled = sample(
             _fitted(logits, plan.num_logits),
             params,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxllm.models.specs import Caches
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
@@ -62,7 +63,7 @@ class DraftModelState:
 class DraftHeadState:
     """What a head that drafts keeps."""
 
-    caches: tuple[jax.Array, ...]  # in the blocks of the cache groups with its layer's windows
+    caches: Caches  # in the blocks of the cache groups with its layer's windows
     # [S, D]: what the head has entered of the model's hidden state at the token before the newest.
     hidden: jax.Array
 
