@@ -15,6 +15,12 @@ from jaxllm.weights.loader import parameters_of, sources_of
 
 Tensors = dict[str, np.ndarray]
 
+# Fields of a model's config that are its head's as well.
+_COMMON = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta", "eos_token_id", "dtype",
+)  # fmt: skip
+
 
 def add_mtp(model: Path, **exactly: np.ndarray) -> Tensors:
     """Add the head that a model's family has to its checkpoint; return its tensors. Those whose
@@ -36,8 +42,8 @@ def make_eagle(path: Path, model: Path, method: str, **config: Any) -> Path:
     """Write the directory of a head for a model of Llama's shape."""
     path.mkdir()
     of_model = _config(model)
-    fields = of_model | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
-    fields |= config
+    fields = {name: of_model[name] for name in _COMMON} | {"model_type": "llama"} | config
+    fields |= {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
     (path / "config.json").write_text(json.dumps(fields))
     spec = read_eagle(method, fields, read_architecture(of_model), max_model_len=128)
     save_file(_random(spec), path / "model.safetensors", metadata={"format": "pt"})
