@@ -10,6 +10,8 @@ from jaxllm.errors import ValidationError, refused
 # A row to verify has one token more, and the attention kernels take rows of up to eight as short.
 MAX_DRAFTS = 7
 _DEFAULT_DRAFTS = 4
+# Of a layer that was trained for one token more.
+_DEFAULT_DRAFTS_OF_MTP = 1
 # Shorter matches are mostly accidents. Longer ones are found as well: they end in a shorter one.
 _DEFAULT_LOOKUP = (2, 4)
 MAX_LOOKUP = 16
@@ -146,7 +148,8 @@ def read_speculation(
             raise _refused(name, value, f"{method!r} has {', '.join(_FIELDS[method])}")
         if value not in neutral:
             raise _refused(name, value, reason)
-    num_drafts = _number(fields, "num_speculative_tokens", _DEFAULT_DRAFTS, MAX_DRAFTS)
+    default = _DEFAULT_DRAFTS_OF_MTP if method == "mtp" else _DEFAULT_DRAFTS
+    num_drafts = _number(fields, "num_speculative_tokens", default, MAX_DRAFTS)
     low, high = _lookup(fields) if method == "ngram" else (0, 0)
     return Speculation(
         method=method,

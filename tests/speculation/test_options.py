@@ -88,7 +88,7 @@ def test_other_fields_and_values_are_refused_by_name(fields, message):
 
 
 def test_heads_are_asked_for():
-    assert read(method="mtp").head.model is None
+    assert read(method="mtp").head.model is None and read(method="mtp").num_drafts == 1
     head = read(method="eagle3", model="x", revision="main").head
     assert (head.model, head.revision) == ("x", "main")
     assert not read(method="eagle", model="x").proposes and read(method="ngram").proposes
