@@ -47,6 +47,7 @@ def plan_draft_head(
     target_dir: Path,
     target_class: type[Any],
     target_configs: tuple[MixerConfig, ...],
+    caches_codes: bool,
     download_dir: str | None,
     max_model_len: int,
     dtype: Any,
@@ -55,7 +56,8 @@ def plan_draft_head(
     choose_experts: Callable[[Architecture], ExpertsOp | None],
 ) -> DraftHeadPlan | None:
     """Plan the head that is asked for, if one is, or refuse it if it does not fit the target, which
-    `target_class` runs with attentions of `target_configs`."""
+    `target_class` runs with attentions of `target_configs`. `caches_codes` is whether its keys and
+    values are codes."""
     asked, method = speculation.head, speculation.method
     if asked is None:
         return None
@@ -63,6 +65,8 @@ def plan_draft_head(
         raise _does_not_fit(method, f"{target.name} runs by a class of its own")
     if target.scheme is not None:
         raise _does_not_fit(method, "heads are not run beside weights that are codes")
+    if caches_codes:
+        raise _does_not_fit(method, "a head caches no codes; give kv_cache_dtype='bfloat16'")
     if target.num_positions is not None or target.per_layer_input is not None:
         raise _does_not_fit(method, f"no head is known for the embeddings of {target.name}")
     try:
