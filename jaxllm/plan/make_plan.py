@@ -126,7 +126,7 @@ def make_plan(
         model_dir,
         hf_config=merge_overrides(hf_config, model.hf_overrides or {}),
         dtype=dtype,
-        reads_weights=model.load_format != "dummy",
+        reads_weights=model.load_format not in ("dummy", "orbax"),
     )
     library = load_native_kernels(config, chip, dtype, kv_cache and kv_cache.codes)
 
@@ -195,7 +195,7 @@ def make_plan(
                 windows=windows,
                 has_latents=any(isinstance(c, LatentConfig) for c in attention_configs),
                 cache=None if kv_cache is None else of_draft(config.cache, kv_cache),
-                reads_weights=model.load_format != "dummy",
+                reads_weights=model.load_format not in ("dummy", "orbax"),
                 max_num_batched_tokens=max_num_batched_tokens,
                 choose_products=products_of,
                 **common,
