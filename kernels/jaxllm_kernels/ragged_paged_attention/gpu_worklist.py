@@ -117,7 +117,7 @@ def split_decodes(
     cuts = jnp.sort(jnp.concatenate([pair_cuts, worker_cuts[1:-1]]))
     next_cuts = jnp.append(cuts[1:], total)
     # Pairs without blocks have the same start as the next pair. This finds the last, with blocks.
-    pair = _count_at_most(pair_start, cuts) - 1
+    pair = count_at_most(pair_start, cuts) - 1
     row = pair // num_kv_heads
     if num_parts > 1:
         row = row % num_rows
@@ -127,7 +127,7 @@ def split_decodes(
     if not batch.decode_only:
         decode_blocks = jnp.where(is_short, 0, row_blocks).sum() * num_kv_heads
         short = ShortRows(
-            first_item=_count_below(cuts, decode_blocks[None]),
+            first_item=count_below(cuts, decode_blocks[None]),
             part=pair // (num_rows * num_kv_heads),
             token=batch.query_starts[row],
             position=(batch.context_lens - num_tokens)[row],
@@ -142,9 +142,9 @@ def split_decodes(
             first_seen=first_seen[row],
         ),
         # The items at the end are empty, and no worker has them.
-        worker_items=_count_below(cuts, jnp.minimum(worker_start, total)),
-        pair_first=_count_below(cuts, pair_start),
-        pair_last=_count_below(cuts, pair_end),
+        worker_items=count_below(cuts, jnp.minimum(worker_start, total)),
+        pair_first=count_below(cuts, pair_start),
+        pair_last=count_below(cuts, pair_end),
         short=short,
     )
 
@@ -168,7 +168,7 @@ def _lay_out(
     def of_pairs(blocks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Blocks and starts of the pairs of rows with so many blocks, and the number of all."""
         heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
-        end = _running_sum(blocks)
+        end = running_sum(blocks)
         start = num_kv_heads * (end - blocks)[:, None] + heads * blocks[:, None]
         return jnp.repeat(blocks, num_kv_heads), start.reshape(-1), num_kv_heads * end[-1]
 
@@ -205,7 +205,7 @@ def cut_prefills(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int) -> Pr
     row_tiles = cdiv_array(lengths, tile_tokens)
     row_end = jnp.cumsum(row_tiles, dtype=jnp.int32)
     tiles = jnp.arange(cdiv(num_tokens, tile_tokens) + min(num_rows, num_tokens), dtype=jnp.int32)
-    row = jnp.minimum(_count_at_most(row_end, tiles), num_rows - 1)
+    row = jnp.minimum(count_at_most(row_end, tiles), num_rows - 1)
     offset = (tiles - (row_end - row_tiles)[row]) * tile_tokens
     position = batch.context_lens[row] - lengths[row] + offset
     num_tiles = row_end[-1]
@@ -238,15 +238,15 @@ def cdiv_array(a: jax.Array, b: int | jax.Array) -> jax.Array:
 # sum or a search. Sums go along the last axis; along the first XLA launches the comparisons apart.
 
 
-def _running_sum(x: jax.Array) -> jax.Array:
+def running_sum(x: jax.Array) -> jax.Array:
     """The sum of all numbers up to each."""
     place = jnp.arange(x.size)
     return jnp.sum(jnp.where(place <= place[:, None], x, 0), axis=1, dtype=jnp.int32)
 
 
-def _count_below(numbers: jax.Array, x: jax.Array) -> jax.Array:
+def count_below(numbers: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(numbers < x[:, None], axis=1, dtype=jnp.int32)
 
 
-def _count_at_most(numbers: jax.Array, x: jax.Array) -> jax.Array:
+def count_at_most(numbers: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(numbers <= x[:, None], axis=1, dtype=jnp.int32)
