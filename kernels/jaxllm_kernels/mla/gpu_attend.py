@@ -10,9 +10,10 @@ fit into the registers of one compute warpgroup, so two have half of the columns
     warpgroup 0   q.k  softmax |  p.v of the first half   q.k  softmax |  p.v ...
     warpgroup 1                |  p.v of the second half               |  p.v ...
 
-Warpgroup 0 hands over a block's weights, and the factors that earlier sums are multiplied with,
-through shared memory: a *message*. At a tile's end there is one message more, the factors that
-normalise the sums.
+Warpgroup 0 hands over two things through shared memory: factors for the sums of earlier blocks, as
+soon as it knows them, and a block's weights. So warpgroup 1 has multiplied its sums when the
+weights arrive, and its products run while warpgroup 0 multiplies its own. At a tile's end there are
+factors once more, which normalise the sums.
 
 A line's result has its lines apart from others, so lines beyond a tile's end may hold anything:
 they are computed and not stored. Outputs are stored in pieces of 64, 32, 16 and 8 lines, in the
@@ -125,8 +126,9 @@ def attend(
         factors,
         query_full,
         query_free,
-        message_full,
-        message_free,
+        factors_full,
+        weights_full,
+        read,
     ):
         queries, staged_out, staged_partial = lines
         worker = lax.axis_index("worker")
@@ -157,9 +159,8 @@ def attend(
             plgpu.set_max_registers(_REGISTERS[0], action="decrease")
             ring.send_all(last - first, lambda i: read_item(i).rows, cache_ref, tables_ref, blocks)
 
-        def add_values(weighted, factors, rows, columns: range):
+        def add_values(weighted, rows, columns: range):
             """The sums of some columns, with those of a block."""
-            weighted = weighted * _over_columns(factors, half)
             return _accumulate(
                 weighted, weights, rows.at[:, pl.ds(columns.start, half)], bool(interpret)
             )
@@ -194,10 +195,11 @@ def attend(
         def compute_first_half():
             plgpu.set_max_registers(_REGISTERS[1], action="increase")
 
-            def send(of_lines):
+            def send_factors(of_lines):
+                plgpu.barrier_wait(read)  # the other warpgroup has read everything so far
                 factors[...] = of_lines
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(message_full)
+                plgpu.barrier_arrive(factors_full)
 
             def attend_item(i, used):
                 item = read_item(i)
@@ -225,14 +227,16 @@ def attend(
                         scores = jnp.where(seen, scores, UNSEEN)
                     new_largest = jnp.maximum(largest, scores.max(axis=1) * factor)
                     decay = jnp.exp2(largest - new_largest)
+                    send_factors(decay)
                     p = jnp.exp2(scores * factor - _over_columns(new_largest, BLOCK))
                     total = total * decay + p.sum(axis=1)
-                    plgpu.barrier_wait(message_free)
                     weights[...] = p.astype(ring.dtype)
-                    send(decay)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(weights_full)
                     if is_masked:
                         ring.zero_end(blocks, used + j, item.end - first_row, range(half))
-                    weighted = add_values(weighted, decay, rows, range(half))
+                    weighted = weighted * _over_columns(decay, half)
+                    weighted = add_values(weighted, rows, range(half))
                     ring.release(blocks, 0, used + j)
                     return weighted, new_largest, total
 
@@ -251,8 +255,7 @@ def attend(
                     body = functools.partial(attend_block, is_masked=is_masked)
                     softmax = lax.fori_loop(begin, end, body, softmax)
                 weighted, largest, total = softmax
-                plgpu.barrier_wait(message_free)
-                send(1.0 / total)
+                send_factors(1.0 / total)
                 item = read_item(i)  # read again, and not kept in registers meanwhile
 
                 @pl.when(~(item.begins & item.ends))
@@ -264,18 +267,18 @@ def attend(
 
             lax.fori_loop(jnp.int32(0), last - first, attend_item, jnp.int32(0))
             # Whatever has been signalled is waited for.
-            plgpu.barrier_wait(message_free)
+            plgpu.barrier_wait(read)
             plgpu.barrier_wait(query_free)
             plgpu.wait_smem_to_gmem(0)
 
         def compute_second_half():
             plgpu.set_max_registers(_REGISTERS[1], action="increase")
-            # Nothing is in the memory of queries and of messages.
+            # Nothing is in the memory of queries, factors and weights.
             plgpu.barrier_arrive(query_free)
-            plgpu.barrier_arrive(message_free)
+            plgpu.barrier_arrive(read)
 
-            def receive():
-                plgpu.barrier_wait(message_full)
+            def receive_factors():
+                plgpu.barrier_wait(factors_full)
                 return plgpu.load(factors, layout=_PER_LINE, optimized=False)  # pyright: ignore[reportCallIssue]
 
             def attend_item(i, used):
@@ -283,21 +286,22 @@ def attend(
                 span = item.rows
 
                 def attend_block(j, weighted):
-                    decay = receive()
+                    weighted = weighted * _over_columns(receive_factors(), half)
+                    plgpu.barrier_wait(weights_full)
                     rows = ring.wait(blocks, 0, used + j)
                     left = item.end - (span.start + j * BLOCK)
                     ring.zero_end(blocks, used + j, left, range(half, 2 * half))
-                    weighted = add_values(weighted, decay, rows, range(half, 2 * half))
-                    plgpu.barrier_arrive(message_free)
+                    weighted = add_values(weighted, rows, range(half, 2 * half))
+                    plgpu.barrier_arrive(read)
                     ring.release(blocks, 0, used + j)
                     return weighted
 
                 zeros = plgpu.layout_cast(jnp.zeros((LINES, half), jnp.float32), _MATRIX)
                 num_blocks = ring.count_blocks(span)
                 weighted = lax.fori_loop(jnp.int32(0), num_blocks, attend_block, zeros)
-                factor = receive()
+                factor = receive_factors()
                 item = read_item(i)
-                plgpu.barrier_arrive(message_free)
+                plgpu.barrier_arrive(read)
                 store(item, 1, weighted * _over_columns(factor, half))
                 plgpu.barrier_arrive(query_free)
                 return used + num_blocks
@@ -326,8 +330,9 @@ def attend(
         factors=plgpu.SMEM((LINES,), jnp.float32),
         query_full=plgpu.Barrier(),
         query_free=plgpu.Barrier(),
-        message_full=plgpu.Barrier(),
-        message_free=plgpu.Barrier(),
+        factors_full=plgpu.Barrier(),
+        weights_full=plgpu.Barrier(),
+        read=plgpu.Barrier(),
     )
     num_parts = 2 * teams.number * teams.size
     of_parts = Partials(
