@@ -42,14 +42,18 @@ class ModelConfig:
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of a hub tokenizer.")
     download_dir: str | None = option(None, "Where hub downloads are kept (default: hub cache).")
-    load_format: Literal["auto", "safetensors", "dummy"] = option(
-        "auto", "How weights are read; 'dummy' makes random ones and reads only config.json."
+    load_format: Literal["auto", "safetensors", "dummy", "orbax"] = option(
+        "auto",
+        "How weights are read: 'orbax' as `jaxllm convert` has written them; 'dummy' makes random "
+        "ones and reads only config.json.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Type of weights and activations; 'auto' follows the checkpoint."
     )
     quantization: str | None = option(
-        None, "Keep weights that a checkpoint has in 16 bits as 'int8' or 'fp8'."
+        None,
+        "Keep weights that a checkpoint has in 16 bits as 'int8', 'fp8' or 'int4'; "
+        "'mxfp4-groups' holds those of gpt-oss as they are stored.",
     )
     max_model_len: int | None = option(
         None, "Longest prompt plus output, in tokens (default: from the model's config)."

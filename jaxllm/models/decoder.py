@@ -24,7 +24,7 @@ from jaxllm.models.part import ModelPart
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture, Caches, Layer
 from jaxllm.quantization.kv_cache import UNUSED_SCALES
-from jaxllm.quantization.linear import store_codes, with_codes
+from jaxllm.quantization.store import store_codes, with_codes
 
 
 class DecoderForCausalLM(nnx.Module):

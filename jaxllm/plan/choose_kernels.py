@@ -69,11 +69,15 @@ def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
     return NativeMatmul(library)
 
 
-def choose_products(chip: Chip, library: Library | NoLibrary, num_shards: int) -> Products:
+def choose_products(
+    chip: Chip, library: Library | NoLibrary, num_shards: int, *, keeps_groups: bool
+) -> Products:
     """What may multiply by codes. Experts are computed by one device each."""
     widens_in_place = chip.platform != "cpu"
-    by_xla = XlaCodedMatmul(num_shards, widens_in_place)
-    experts_by_xla = XlaExperts(coded=XlaCodedMatmul(widens_in_place=widens_in_place))
+    by_xla = XlaCodedMatmul(
+        num_shards, widens_in_place, mx_by_output=widens_in_place and not keeps_groups
+    )
+    experts_by_xla = XlaExperts(coded=replace(by_xla, num_shards=1))
     if isinstance(library, NoLibrary):
         return Products(linear=(by_xla,), experts=(experts_by_xla,))
     # XLA cannot shard the native product.

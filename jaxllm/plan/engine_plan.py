@@ -31,6 +31,7 @@ from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
 )
+from jaxllm.quantization.linear import CodedExperts
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 from jaxllm.speculative_config import Speculation
@@ -46,7 +47,7 @@ class EnginePlan:
     model_class: type[Model]
     chip: Chip
     dtype: Any
-    load_format: Literal["auto", "safetensors", "dummy"]
+    load_format: Literal["auto", "safetensors", "dummy", "orbax"]
     seed: int
     max_model_len: int
     max_num_seqs: int
@@ -59,6 +60,7 @@ class EnginePlan:
     attention_configs: tuple[MixerConfig, ...]
     matmul: Matmul
     experts: ExpertsOp | None  # None: the model has none
+    coded_products: tuple[str, ...]  # how products with codes are computed, in words
     sampling: Layout
     add_norm: AddNorm | None
     stages: tuple[StagePlan, ...]
@@ -157,7 +159,8 @@ class EnginePlan:
                 rounds = isinstance(module, Linear) and module.bias is None
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
-            elif isinstance(module, Experts) and experts is not None:
+            elif isinstance(module, Experts) and not isinstance(module, CodedExperts):
+                assert experts is not None
                 module.op = experts
         return model
 

@@ -65,6 +65,7 @@ from jaxllm.plan.stages import (
     sampling_bytes,
     stage_meshes,
 )
+from jaxllm.quantization.linear import describe_products
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
@@ -124,11 +125,20 @@ def make_plan(
         model_dir,
         hf_config=merge_overrides(hf_config, model.hf_overrides or {}),
         dtype=dtype,
-        reads_weights=model.load_format != "dummy",
+        reads_weights=model.load_format not in ("dummy", "orbax"),
     )
     library = load_native_kernels(config, chip, dtype, kv_cache and kv_cache.codes)
-    products = choose_products(chip, library, num_shards)
-    architecture = architecture.with_products(products)
+
+    def products_of(architecture: Architecture) -> Architecture:
+        scheme = architecture.scheme
+        if scheme is None:
+            return architecture
+        keeps_groups = scheme.keeps_groups
+        return architecture.with_products(
+            choose_products(chip, library, num_shards, keeps_groups=keeps_groups)
+        )
+
+    architecture = products_of(architecture)
     max_model_len = choose_max_model_len(model.max_model_len, architecture)
     max_num_seqs = config.scheduler.max_num_seqs or DEFAULTS[platform].max_num_seqs
     max_num_batched_tokens = choose_max_num_batched_tokens(
@@ -167,13 +177,13 @@ def make_plan(
             has_latents=any(isinstance(c, LatentConfig) for c in attention_configs),
             download_dir=model.download_dir,
             cache=None if kv_cache is None else of_draft(config.cache, kv_cache),
-            reads_weights=model.load_format != "dummy",
+            reads_weights=model.load_format not in ("dummy", "orbax"),
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             dtype=dtype,
             mesh=meshes[0],
             num_shards=num_shards,
-            products=products,
+            choose_products=products_of,
             choose_experts=experts_of,
         )
     attention = choose_attention(
@@ -281,6 +291,9 @@ def make_plan(
         attention_configs=attention_configs,
         matmul=matmul,
         experts=experts_of(architecture),
+        coded_products=tuple(
+            dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
+        ),
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),

@@ -27,6 +27,7 @@ def summary(plan: EnginePlan) -> str:
             f"{format_bytes(plan.draft.weights_bytes)} of weights and "
             f"{format_bytes(plan.draft.kv_cache_bytes)} of KV cache are its own\n"
         )
+    products = "".join(f"products with {how}\n" for how in plan.coded_products)
     stages = f" in {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     return (
         f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
@@ -40,6 +41,7 @@ def summary(plan: EnginePlan) -> str:
         f"{describe_groups(plan.cache_groups, plan.block_size)}, room for "
         f"{describe_room(plan.room_for, shown_lengths(plan.max_model_len))} "
         f"(max_num_seqs={plan.max_num_seqs})\n"
+        f"{products}"
         f"{draft}{counted(num_programs(plan), 'program')}, "
         f"with steps of {', '.join(map(str, plan.buckets))}"
     )

@@ -49,6 +49,7 @@ class StoredScales:
 
     # Made-up weights have no names.
     largest = 1.0
+    floats = None
 
     def __call__(self, module: str, shape: Shape) -> Source:
         """The scales [K, 2] of an attention."""

@@ -24,6 +24,7 @@ from jaxllm.gguf.blocks import TYPES as BLOCK_TYPES
 from jaxllm.gguf.checkpoint import GGUFCheckpoint, TensorFacts
 from jaxllm.gguf.directory import linked_files, model_directory, only_file
 from jaxllm.gguf.model import SUFFIX
+from jaxllm.models.checkpoint_map import Kind
 from jaxllm.plural import counted
 
 _DTYPES = {
@@ -33,15 +34,21 @@ _DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
 }
-# Blocks of GGUF are values, too, unless they are asked for their codes.
-_GGUF_VALUES = tuple(NAMES[kind] for kind, its in BLOCK_TYPES.items() if its.codes is not None)
-# The types of tensors of a kind, as `jaxllm.models.checkpoint_map.Tensor` has it. Powers of two are
-# scales.
-TYPES = {
-    "float": ("F32", "F16", "BF16", "F8_E8M0", *_GGUF_VALUES),
+_BLOCKS = tuple(NAMES[kind] for kind, its in BLOCK_TYPES.items() if its.codes is not None)
+# The types of tensors of a kind, as `jaxllm.models.checkpoint_map` has it. Blocks of GGUF are read
+# as what they stand for, unless they are asked for their codes.
+TYPES: dict[Kind, tuple[str, ...]] = {
+    "float": ("F32", "F16", "BF16", *_BLOCKS),
+    "blocks": _BLOCKS,
     "int8": ("I8",),
     "float8_e4m3fn": ("F8_E4M3",),
+    "scale": ("F32", "F16", "BF16", "F8_E8M0", "F8_E4M3"),
+    "power": ("U8", "F8_E8M0"),
+    "int32": ("I32",),
+    "uint8": ("U8",),
 }
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
@@ -128,8 +135,10 @@ class OpenCheckpoint(Protocol):
         """A whole tensor."""
         ...
 
-    def copy(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
-        """Fill the target with a box of a tensor, piece by piece; release each piece."""
+    def copy(
+        self, name: str, box: tuple[slice, ...], target: np.ndarray, kind: Kind = "float"
+    ) -> None:
+        """Fill the target with a box of a tensor of a kind, piece by piece; release each piece."""
         ...
 
     def release(self, name: str) -> None:
@@ -183,9 +192,14 @@ class Checkpoint:
         flat = np.frombuffer(mapping, _DTYPES[info.dtype], math.prod(info.shape), info.offset)
         return flat.reshape(info.shape)
 
-    def copy(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
+    def copy(
+        self, name: str, box: tuple[slice, ...], target: np.ndarray, kind: Kind = "float"
+    ) -> None:
         """Fill the target with a box of a tensor, piece by piece; release each piece."""
         values = self.read(name)[box]
+        if kind == "power":
+            # Bytes may have the type of what they mean.
+            values = values.view(_DTYPES["F8_E8M0"])
         if not values.ndim:
             target[...] = values
             return
@@ -195,6 +209,8 @@ class Checkpoint:
         if target.dtype == _DTYPES["F8_E4M3"] and (target.view(np.uint8) & 0x7F == 0x7F).any():
             # Our products would take it for a number.
             raise CheckpointError(f"tensor {name} has codes of NaN")
+        if kind in ("scale", "power") and np.isnan(target.astype(np.float32)).any():
+            raise CheckpointError(f"tensor {name} has scales of NaN")
 
     def release(self, name: str) -> None:
         """Free the memory that reading from the tensor's file took."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -332,7 +333,12 @@ def _dummy(name: str, parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:
     count = min(parameter.size, _DUMMY_PERIOD)
     random = np.random.default_rng((seed % 2**32, zlib.crc32(name.encode())))
     largest = 0.05 if parameter.stored is None else parameter.stored.largest
-    values = 2 * largest * (random.random(count, np.float32) - 0.5)
+    if parameter.dtype == np.uint8:  # two codes in each
+        values = random.integers(0, 256, count, np.uint8)
+    else:
+        values = 2 * largest * (random.random(count, np.float32) - 0.5)
+    if parameter.dtype == ml_dtypes.float8_e8m0fnu:
+        values = np.maximum(abs(values), largest / 64)  # powers of two have no sign
     values = np.resize(values.astype(parameter.dtype), parameter.shape)
     place = sharding(mesh, parameter.axes)
     return jax.make_array_from_callback(parameter.shape, place, values.__getitem__)

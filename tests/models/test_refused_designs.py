@@ -63,7 +63,7 @@ LAYERS = ["full_attention", "sliding_attention"]
         ("qwen3_moe", {"mlp_only_layers": [True]}, r"mlp_only_layers=\[True\] must be a list of"),
         ("qwen3_moe", {"num_experts": 1 << 15}, "num_experts is 32768; at most 16384"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8\.0 is not supported for OLMoE"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 is not supported"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "hqq"}}, "hqq is not supported"),
         ("gpt_oss", {"experts_per_token": 4}, "experts_per_token=4 is not supported"),
         ("glm4_moe", {"n_group": 3}, "n_group=3 does not divide the 8 experts"),
         ("glm4_moe", {"topk_group": 5}, "topk_group=5 of n_group=4 groups do not have"),
