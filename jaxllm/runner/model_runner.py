@@ -25,6 +25,7 @@ from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.store import ProgramStore
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
+from jaxllm.runner.kv_scales import with_calculated_scales
 from jaxllm.runner.late import Left
 from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.pipeline import Pipeline
@@ -37,6 +38,7 @@ from jaxllm.scheduler.schedule import (
     Schedule,
     StepResult,
 )
+from jaxllm.weights import converted
 from jaxllm.weights.loader import load_parts
 
 logger = init_logger(__name__)
@@ -226,17 +228,17 @@ class ModelRunner:
     def _load_weights(self) -> list[list[jax.Array]]:
         """Load the weights of each stage."""
         plan, start = self._plan, time.perf_counter()
-        states = load_parts(
-            plan.model_dir,
-            [(plan.abstract_model(stage), stage.mesh) for stage in plan.stages],
-            load_format=plan.load_format,
-            seed=plan.seed,
-        )
+        parts = [(plan.abstract_model(stage), stage.mesh) for stage in plan.stages]
+        if plan.load_format == "orbax":
+            states, of_draft = converted.load(plan.model_dir, parts), "auto"
+        else:
+            of_draft = plan.load_format
+            states = load_parts(plan.model_dir, parts, load_format=of_draft, seed=plan.seed)
         if plan.draft is not None:
             states += load_parts(
                 plan.draft.model_dir,
                 [(plan.abstract_draft(), plan.stages[0].mesh)],
-                load_format=plan.load_format,
+                load_format=of_draft,
                 seed=plan.seed,
             )
         logger.info(
@@ -245,6 +247,7 @@ class ModelRunner:
             format_bytes(_local_bytes(states)),
             format_bytes(peak_host_bytes()),
         )
+        states = with_calculated_scales(plan, states)
         trim_heap()  # the buffers between files and devices
         weights = list(map(jax.tree.leaves, states))
         if plan.draft is not None:
