@@ -21,7 +21,7 @@ from jaxllm.programs.sizing import plan_engine
 NUM_LAYERS = 32
 # Of a layer, of the step around the layers if its rows are greedy, and of that with all branches.
 LAUNCHES = {
-    "decode": (10, 29, 131),
+    "decode": (10, 22, 124),
     "mixed": (11, 42, 193),
 }
 MAX_TEMP_BYTES = 256 << 20

@@ -352,15 +352,14 @@ def _attend_items(
                     store_unoptimized(short_queries.at[pl.ds(i * SHORT_ROW, SHORT_ROW)], x)
                 plgpu.commit_smem()
 
-            first, _, last = read_pairs()
+            first, *_others, last = read_pairs()
 
             @pl.when(first < last)
             def _():
                 carry = read_item(first), jnp.int32(0)
                 _, used = lax.fori_loop(first, read_pairs()[1], attend_decode, carry)
                 if has_short:
-                    _, first_short, last = read_pairs()
-                    lax.fori_loop(first_short, last, attend_short, used)
+                    lax.fori_loop(*read_pairs()[1:], attend_short, used)
 
         pl.when(lax.axis_index("warpgroup") == 0)(compute)
         pl.when(lax.axis_index("warpgroup") == 1)(produce)
