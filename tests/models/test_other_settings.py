@@ -124,7 +124,7 @@ def test_logits_match_transformers_or_the_setting_is_refused(family, seed, tmp_p
     fields = draw(family, seed)
     try:
         prompt, expected = write(fields, tmp_path, seed)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, RuntimeError) as error:  # sizes that do not fit each other, too
         pytest.skip(f"transformers refuses {fields}: {error}")
     try:
         model = single_row(tmp_path, num_blocks=40)
