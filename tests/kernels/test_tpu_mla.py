@@ -49,17 +49,13 @@ def assert_correct(backend: TpuLatentBackend, case: Case, dtype: str) -> None:
     assert races is not None and not races.races_found
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, marks=[] if case.name in RUN_ALWAYS else [pytest.mark.sweep], id=case.name
-        )
-        for case in CASES
-        # Hundreds of heads take the emulator minutes; `test_heads_in_parts_are_right` has fewer.
-        if case.num_heads < 100
-    ],
-)
+def marked(case: Case):
+    marks = [] if case.name in RUN_ALWAYS else [pytest.mark.sweep]
+    return pytest.param(case, marks=marks, id=case.name)
+
+
+# Hundreds of heads take the emulator minutes; `test_heads_in_parts_are_right` has fewer.
+@pytest.mark.parametrize("case", [marked(case) for case in CASES if case.num_heads < 100])
 def test_every_case_is_right(case):
     assert_correct(EMULATED, case, "float32")
 
