@@ -83,7 +83,7 @@ def test_a_step_copies_no_latents_and_exchanges_none(
         model=str(tmp_path),
         max_num_seqs=32,
         # Not the size of anything else, so that no activation has the shape of a weight.
-        max_num_batched_tokens=192,
+        max_num_batched_tokens=160,
         max_model_len=8192,
         # Caches must not fit into a TPU's VMEM: XLA would move them there and back.
         num_gpu_blocks_override=8003,

@@ -83,8 +83,7 @@ class TpuBackend:
     def prepare(
         self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
     ) -> Prepared:
-        chip = self._chip()
-        layers = [self._kernels(config, batch.block_size, chip) for config in set(configs)]
+        layers = [self.kernels(config, batch.block_size) for config in set(configs)]
         return prepare_layers(layers, batch, num_tokens=num_tokens)
 
     def attend(
@@ -107,7 +106,7 @@ class TpuBackend:
         # Values of the small dtypes are exact in q's dtype.
         new = _side_by_side(k.astype(q.dtype), v.astype(q.dtype), layout)
         queries = jnp.pad(q, ((0, 0), (0, 0), (0, layout.lanes - head_size)))
-        out, cache = self._kernels(config, batch.block_size, self._chip()).attend(
+        out, cache = self.kernels(config, batch.block_size).attend(
             queries.reshape(num_tokens, num_kv_heads, -1, layout.lanes),
             new,
             cache,
@@ -118,6 +117,10 @@ class TpuBackend:
         )
         out = out[..., layout.out_start : layout.out_start + head_size]
         return out.reshape(q.shape), cache
+
+    def kernels(self, config: AttentionConfig, block_size: int) -> LayerKernels:
+        """The kernels of layers with a config."""
+        return self._kernels(config, block_size, self._chip())
 
     def _chip(self) -> Chip:
         assert self.chip is not None, "tuned_for(chip) says what to compile for"
