@@ -70,7 +70,7 @@ class TpuLatentBackend:
     def prepare(
         self, batch: RaggedBatch, configs: tuple[LatentConfig, ...], *, num_tokens: int
     ) -> Prepared:
-        layers = [self.kernels(config, batch.block_size) for config in set(configs)]
+        layers = [self._kernels(config, self._chip()) for config in set(configs)]
         return prepare_layers(layers, batch, num_tokens=num_tokens)
 
     def attend(
@@ -83,18 +83,13 @@ class TpuLatentBackend:
         *,
         config: LatentConfig,
     ) -> tuple[jax.Array, jax.Array]:
-        kernels = self.kernels(config, batch.block_size)
+        kernels = self._kernels(config, self._chip())
         # Zeros, where a row of the cache has more lanes.
         beside = kernels.layout.width - config.head_size
         queries = jnp.pad(q, ((0, 0), (0, 0), (0, beside)))
         new = jnp.pad(rows.astype(q.dtype), ((0, 0), (0, beside)))
         out, paged = kernels.attend(queries[:, None], new[:, None], cache[:, None], batch, prepared)
         return out[:, 0, :, : config.latent_size], paged[:, 0]
-
-    def kernels(self, config: LatentConfig, block_size: int) -> LayerKernels:
-        """The kernels of layers with a config."""
-        del block_size
-        return self._kernels(config, self._chip())
 
     def _chip(self) -> Chip:
         assert self.chip is not None, "tuned_for(chip) says what to compile for"

@@ -83,7 +83,7 @@ class TpuBackend:
     def prepare(
         self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
     ) -> Prepared:
-        layers = [self.kernels(config, batch.block_size) for config in set(configs)]
+        layers = [self._kernels(config, batch.block_size, self._chip()) for config in set(configs)]
         return prepare_layers(layers, batch, num_tokens=num_tokens)
 
     def attend(
@@ -106,7 +106,7 @@ class TpuBackend:
         # Values of the small dtypes are exact in q's dtype.
         new = _side_by_side(k.astype(q.dtype), v.astype(q.dtype), layout)
         queries = jnp.pad(q, ((0, 0), (0, 0), (0, layout.lanes - head_size)))
-        out, cache = self.kernels(config, batch.block_size).attend(
+        out, cache = self._kernels(config, batch.block_size, self._chip()).attend(
             queries.reshape(num_tokens, num_kv_heads, -1, layout.lanes),
             new,
             cache,
@@ -117,10 +117,6 @@ class TpuBackend:
         )
         out = out[..., layout.out_start : layout.out_start + head_size]
         return out.reshape(q.shape), cache
-
-    def kernels(self, config: AttentionConfig, block_size: int) -> LayerKernels:
-        """The kernels of layers with a config."""
-        return self._kernels(config, block_size, self._chip())
 
     def _chip(self) -> Chip:
         assert self.chip is not None, "tuned_for(chip) says what to compile for"

@@ -141,7 +141,7 @@ class LayerKernels:
             interpret=interpreter(self.chip) if self.interpret else False,
         )
         if batch.decode_only:
-            sizes = self.sizes("decode", batch, num_tokens, q.dtype)
+            sizes = self._sizes("decode", batch, num_tokens, q.dtype)
             multiple = sizes.step_tokens * sizes.row_groups
             out, cache = call(
                 _pad_to(q, multiple, axis=0),
@@ -154,7 +154,7 @@ class LayerKernels:
         # Most tokens are of prefills. Without the barrier XLA would compute all tokens' queries in
         # both orders, although few can be of short rows, and rotate them twice.
         q, new = lax.optimization_barrier((q.transpose(1, 2, 0, 3), new.swapaxes(0, 1)))
-        sizes = self.sizes("prefill", batch, num_tokens, q.dtype)
+        sizes = self._sizes("prefill", batch, num_tokens, q.dtype)
         out, cache = call(
             _pad_to(q, sizes.step_tokens, axis=2),
             _pad_to(new, sizes.step_tokens, axis=1),
@@ -162,7 +162,7 @@ class LayerKernels:
             prepared.prefill[sizes.step_tokens],
             sizes=sizes,
         )
-        sizes = self.sizes("short", batch, num_tokens, q.dtype)
+        sizes = self._sizes("short", batch, num_tokens, q.dtype)
         short = prepared.short[sizes.step_tokens]
         move = functools.partial(_move_tokens, size=sizes.num_tokens, num_tokens=short.num_tokens)
         short_out, cache = call(
@@ -184,10 +184,9 @@ class LayerKernels:
         """Tokens of a step of a kernel's grid."""
         return step_tokens(self.tunings[kind], _most_tokens(kind, batch, num_tokens), kind=kind)
 
-    def sizes(
+    def _sizes(
         self, kind: Kind, batch: RaggedBatch, num_tokens: int, dtype: DTypeLike
     ) -> KernelSizes:
-        """The sizes of a kernel in a step."""
         return choose_sizes(
             self.config,
             self.layout,
