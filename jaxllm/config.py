@@ -42,8 +42,10 @@ class ModelConfig:
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of a hub tokenizer.")
     download_dir: str | None = option(None, "Where hub downloads are kept (default: hub cache).")
-    load_format: Literal["auto", "safetensors", "dummy"] = option(
-        "auto", "How weights are read; 'dummy' makes random ones and reads only config.json."
+    load_format: Literal["auto", "safetensors", "dummy", "orbax"] = option(
+        "auto",
+        "How weights are read: 'orbax' as `jaxllm convert` has written them; 'dummy' makes random "
+        "ones and reads only config.json.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Type of weights and activations; 'auto' follows the checkpoint."

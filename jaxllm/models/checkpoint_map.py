@@ -22,8 +22,9 @@ Box = tuple[slice, ...]
 
 
 # What a tensor has: floats of 16 or 32 bits; codes of 8; scales, which may be small floats, too;
-# scales that are powers of two, as their exponents; or words and bytes of several codes.
-Kind = Literal["float", "int8", "float8_e4m3fn", "scale", "power", "int32", "uint8"]
+# scales that are powers of two, as their exponents; words and bytes of several codes; or
+# blocks of codes and scales, of which a file knows what they are.
+Kind = Literal["float", "int8", "float8_e4m3fn", "scale", "power", "int32", "uint8", "blocks"]
 
 
 class Tensors(Protocol):
@@ -82,45 +83,6 @@ class Rows:
     def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
         rows = slice(box[0].start + self.first, box[0].stop + self.first)
         self.tensor.copy(tensors, (rows, *box[1:]), target)
-
-
-@dataclass(frozen=True)
-class Span:
-    """Rows `first` up to `end` of a source, which `Beside` names."""
-
-    source: Source
-    first: int
-    end: int
-
-    @property
-    def shape(self) -> Shape:
-        return (self.end - self.first, *self.source.shape[1:])
-
-    def rows(self) -> Iterator[Rows]:
-        return iter(())
-
-    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
-        rows = slice(box[0].start + self.first, box[0].stop + self.first)
-        self.source.copy(tensors, (rows, *box[1:]), target)
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A source that names the tensors of another one: all of its spans."""
-
-    source: Source
-    whole: Source
-
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
-
-    def rows(self) -> Iterator[Rows]:
-        yield from self.source.rows()
-        yield from self.whole.rows()
-
-    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
-        self.source.copy(tensors, box, target)
 
 
 @dataclass(frozen=True)
@@ -183,29 +145,6 @@ class Transposed:
     def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
         *others, rows, columns = box
         self.source.copy(tensors, (*others, columns, rows), target.swapaxes(-1, -2))
-
-
-@dataclass(frozen=True)
-class Interleaved:
-    """Sources of one shape with alternating rows: gate and up of some experts."""
-
-    sources: tuple[Source, ...]
-
-    @property
-    def shape(self) -> Shape:
-        return Concat(self.sources).shape
-
-    def rows(self) -> Iterator[Rows]:
-        return Concat(self.sources).rows()
-
-    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
-        count = len(self.sources)
-        for turn, source in enumerate(self.sources):
-            # The rows of this source in the box: turn, turn + count, turn + 2 * count, ...
-            first, end = (-(-(edge - turn) // count) for edge in (box[0].start, box[0].stop))
-            if first < end:
-                place = first * count + turn - box[0].start
-                source.copy(tensors, (slice(first, end), *box[1:]), target[place::count])
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class EnginePlan:
     model_class: type[Model]
     chip: Chip
     dtype: Any
-    load_format: Literal["auto", "safetensors", "dummy"]
+    load_format: Literal["auto", "safetensors", "dummy", "orbax"]
     seed: int
     max_model_len: int
     max_num_seqs: int

@@ -125,7 +125,7 @@ def make_plan(
         model_dir,
         hf_config=merge_overrides(hf_config, model.hf_overrides or {}),
         dtype=dtype,
-        reads_weights=model.load_format != "dummy",
+        reads_weights=model.load_format not in ("dummy", "orbax"),
     )
     library = load_native_kernels(config, chip, dtype, kv_cache and kv_cache.codes)
 
@@ -177,7 +177,7 @@ def make_plan(
             has_latents=any(isinstance(c, LatentConfig) for c in attention_configs),
             download_dir=model.download_dir,
             cache=None if kv_cache is None else of_draft(config.cache, kv_cache),
-            reads_weights=model.load_format != "dummy",
+            reads_weights=model.load_format not in ("dummy", "orbax"),
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             dtype=dtype,

@@ -23,7 +23,7 @@ from jaxllm.layers.context import StepContext
 from jaxllm.logging import init_logger
 from jaxllm.models.base import Model
 from jaxllm.models.specs import Architecture
-from jaxllm.parallel.sharding import sharding
+from jaxllm.parallel.sharding import num_pieces, sharding
 from jaxllm.plan.choose_kv_cache import KVCachePlan
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.quantization.kv_cache import LARGEST_CODE, KVCodes
@@ -120,7 +120,8 @@ def _read(
     configs = model.attention_configs
     names = [f"{name}.kv_scales" for name in model.cached_mixers]
     backend: Any = _Watcher(XlaBackend().tuned_for(plan.chip))
-    num_heads = [config.num_kv_heads * mesh.size for config in configs]
+    num_shards = num_pieces(mesh, ("heads",))
+    num_heads = [config.num_kv_heads * num_shards for config in configs]
 
     @functools.partial(jax.jit, compiler_options=dict(plan.compiler_options) or None)
     def read(

@@ -98,6 +98,5 @@ def test_a_step_copies_no_latents_and_exchanges_none(
     hlo = compiled.as_text()
     assert not whole_array_copies(hlo, [*weights, *state.caches])
     assert compiled.memory_analysis().alias_size_in_bytes >= plan.kv_cache_bytes
-    # Devices exchange activations in sums, and no latents, which each of them has.
-    large = {c.opcode for c in collectives(hlo) if c.num_bytes >= bucket.num_tokens * 640 * 2}
-    assert large == ({"all-reduce"} if num_shards > 1 else set())
+    # Every device has all latents, and writes those of a step itself.
+    assert all(c.num_bytes < plan.kv_cache_bytes // 2 for c in collectives(hlo))
