@@ -139,12 +139,12 @@ class SpeculationConfig:
 
     speculative_config: Mapping[str, Any] | None = option(
         None,
-        "JSON object that turns it on: method ('ngram' or 'draft_model'), num_speculative_tokens, "
+        "JSON object that turns it on: method (such as 'ngram'), num_speculative_tokens, "
         "num_speculative_tokens_per_batch_size, prompt_lookup_min and _max, model, max_model_len.",
     )
     spec_method: str | None = option(None, "The method alone.")
     spec_model: str | None = option(
-        None, "Local directory or hub name of a model that drafts; 'bundled-draft' is one."
+        None, "Directory or hub name of a model or head that drafts, such as 'bundled-draft'."
     )
     spec_tokens: int | None = option(None, "num_speculative_tokens alone.")
 

@@ -22,9 +22,11 @@ Box = tuple[slice, ...]
 
 
 # What a tensor has: floats of 16 or 32 bits; codes of 8; scales, which may be small floats, too;
-# scales that are powers of two, as their exponents; words and bytes of several codes; or
-# blocks of codes and scales, of which a file knows what they are.
-Kind = Literal["float", "int8", "float8_e4m3fn", "scale", "power", "int32", "uint8", "blocks"]
+# scales that are powers of two, as their exponents; words and bytes of several codes; numbers of
+# tokens; or blocks of codes and scales, of which a file knows what they are.
+Kind = Literal[
+    "float", "int8", "float8_e4m3fn", "scale", "power", "int32", "uint8", "int64", "blocks"
+]  # fmt: skip
 
 
 class Tensors(Protocol):
@@ -304,6 +306,8 @@ class CheckpointMap:
     copies: Mapping[str, str] = field(default_factory=dict)
     # The maps of other layouts in which checkpoints of the same models are written.
     others: tuple["CheckpointMap", ...] = ()
+    # The parameter whose tensor every checkpoint of this layout has, and none of another.
+    landmark: str = "model.embed_tokens.weight"
 
     def source(
         self, parameter: str, pieces: tuple[Shape, ...], stored: Stored | None = None
@@ -339,7 +343,7 @@ class CheckpointMap:
 
     def for_tensors(self, names: Collection[str]) -> "CheckpointMap":
         """The map of the layout that a checkpoint with tensors of these names has."""
-        fitting = (its for its in (self, *self.others) if its._tensor(_EMBEDDING) in names)
+        fitting = (its for its in (self, *self.others) if its._tensor(its.landmark) in names)
         return next(fitting, self)
 
     def _tensor(self, parameter: str) -> str:
@@ -363,7 +367,6 @@ class CheckpointMap:
         return dataclasses.replace(self, renamed={**self.renamed, **renamed})
 
 
-# Every decoder has it, and no checkpoint has two.
 _EMBEDDING = "model.embed_tokens.weight"
 
 # Llama's names, which most decoders use.

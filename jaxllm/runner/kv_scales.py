@@ -91,9 +91,10 @@ def with_calculated_scales(plan: EnginePlan, states: list[nnx.State]) -> list[nn
             model, state = plan.abstract_model(stage), states[stage.index]
             hidden, scales = _read(plan, plan.kv_cache, model, state, hidden, stage.mesh)
             states[stage.index] = _placed(model, state, scales)
-    draft = plan.draft
+    draft = plan.draft_model
     if draft is not None and draft.kv_cache is not None and draft.kv_cache.is_calculated:
-        model, text = plan.abstract_draft(), _made_up_text(plan, draft.architecture)
+        model: Any = plan.abstract_draft()
+        text = _made_up_text(plan, draft.architecture)
         _, scales = _read(plan, draft.kv_cache, model, states[-1], text, plan.stages[0].mesh)
         states[-1] = _placed(model, states[-1], scales)
     return states

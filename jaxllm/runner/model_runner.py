@@ -148,7 +148,7 @@ class ModelRunner:
             row = slot_row(admission, self._plan.num_logits, self._plan.max_model_len)
             if row is not None:
                 self._model.write_slot(admission.slot, row)
-            if self._plan.speculation is not None and self._plan.draft is None:
+            if self._plan.speculation is not None and self._plan.speculation.proposes:
                 self._admit_drafts(admission)
         if schedule.draft_reads is not None:
             self._stages[0].read_draft(*self._packer.pack_reads(schedule.draft_reads))

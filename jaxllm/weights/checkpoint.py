@@ -34,6 +34,7 @@ _DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I8": np.dtype(np.int8),
+    "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "U8": np.dtype(np.uint8),
 }
@@ -45,6 +46,7 @@ TYPES: dict[Kind, tuple[str, ...]] = {
     "blocks": _BLOCKS,
     "int8": ("I8",),
     "float8_e4m3fn": ("F8_E4M3",),
+    "int64": ("I64",),
     "scale": ("F32", "F16", "BF16", "F8_E8M0", "F8_E4M3"),
     "power": ("U8", "F8_E8M0"),
     "int32": ("I32",),

@@ -36,8 +36,13 @@ def answered(engines, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in VARIANTS if " " in name])
-def test_devices_have_their_share_of_codes_and_scales(answered, same_answers, name):
-    same_answers(answered[name], answered[name.split()[0]])
+def test_devices_have_their_share_of_codes_and_scales(answered, name):
+    """Sums over devices differ in the last bit, so a key at the border of two codes may get the
+    other one."""
+    pairs = zip(answered[name]["answers"], answered[name.split()[0]]["answers"], strict=True)
+    for ours, expected in pairs:
+        assert ours["tokens"] == expected["tokens"]
+        np.testing.assert_allclose(ours["logprobs"], expected["logprobs"], atol=5e-3)
 
 
 @pytest.mark.slow
