@@ -7,6 +7,7 @@ with another the test is skipped. To write them anew: python tests/kernels/test_
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -20,7 +21,8 @@ from jaxllm_kernels.platform import CHIPS as CHIP_FACTS
 
 RECORD = Path(__file__).with_name("tpu_bundles.json")
 KERNELS = tuple(f"ragged_paged_attention_{kind}" for kind in ("decode", "short", "prefill"))
-KERNELS += ("experts_few", "experts_many")
+LATENTS = tuple(f"latent_attention_{kind}" for kind in ("decode", "short", "prefill"))
+KERNELS += (*LATENTS, "experts_few", "experts_many")
 CHIPS = ("v5e", "v6e", "v7x")
 
 # The flags are read once per process, so every chip has one.
@@ -37,6 +39,9 @@ programs = load("test_tpu_compile")
 devices = programs.topology_devices(programs.SLICES[sys.argv[2]])
 programs.Program().compile(devices[:1])
 programs.Program(decode_only=True).compile(devices[:1])
+latents = load("test_tpu_mla_compile")
+for decode_only in (False, True):
+    latents.compile_latents(devices[0], num_heads=16, decode_only=decode_only)
 experts = load("test_tpu_experts_compile")
 model = experts.MODELS["Qwen3-30B-A3B, whole experts on 8 devices"]
 for num_tokens in (64, 2048):
@@ -70,7 +75,15 @@ def measure(chip: str) -> dict[str, dict[str, int]]:
             bundles = [line for line in path.read_text().splitlines() if re.match(r" *0x", line)]
             spills = sum(bool(re.search(r"vst.*_spill", line)) for line in bundles)
             found[kernel] = {"bundles": len(bundles), "spills": spills}
+            if kernel in LATENTS:
+                found[kernel]["longest"] = longest_stretch(bundles)
         return found
+
+
+def longest_stretch(bundles: list[str]) -> int:
+    """Bundles of the longest code between two labels: the longest without a branch to elsewhere."""
+    labels = [i for i, line in enumerate(bundles) if re.match(r" *0x[0-9a-f]+ +[A-Z]{2}:", line)]
+    return max(end - start for start, end in itertools.pairwise([0, *labels, len(bundles)]))
 
 
 def libtpu_version() -> str | None:
@@ -87,6 +100,7 @@ def test_kernels_do_not_grow(chip):
         before = record["chips"][chip][kernel]
         # A few spills come and go with the compiler's mood; a twentieth of the code does not.
         assert now["bundles"] <= 1.05 * before["bundles"], kernel
+        assert now.get("longest", 0) <= 1.05 * before.get("longest", 0), kernel
         assert now["spills"] <= 1.05 * before["spills"] + 20, kernel
 
 
@@ -101,6 +115,14 @@ def test_experts_of_few_tokens_are_computed_faster_than_they_are_read(chip):
     read = (2 * 384 * 2048 + 2048 * 768) * 2 / CHIP_FACTS[chip].hbm_bytes_per_second
     bundles = json.loads(RECORD.read_text())["chips"][chip]["experts_few"]["bundles"]
     assert bundles / CLOCKS[chip] <= 0.7 * read
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_decodes_of_latents_are_computed_faster_than_they_are_read(chip):
+    # The longest code of a decode is that of 1024 keys, without masks: rows of 640 for 16 heads.
+    read = 1024 * 640 * 2 / CHIP_FACTS[chip].hbm_bytes_per_second
+    bundles = json.loads(RECORD.read_text())["chips"][chip]["latent_attention_decode"]["longest"]
+    assert bundles / CLOCKS[chip] <= (0.8 if chip == "v7x" else 0.5) * read
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 from jaxllm_kernels.mla.api import LatentConfig
+from jaxllm_kernels.mla.tpu import TpuLatentBackend
 from jaxllm_kernels.mla.xla import XlaLatentBackend
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
@@ -58,11 +59,15 @@ def test_a_bound_counts_rows_and_products_with_latents(model):
     assert window.flops_per_attended == 2 * 2 * 4 * (40 + 32)
 
 
-def test_an_accelerator_without_kernels_runs_loops_of_xla_and_says_so(caplog):
+def test_a_tpu_runs_its_kernels_or_says_why_not(caplog):
     chip = CHIPS["v6e"]
     backend = choose_attention("auto", chip, NONE, [LATENTS], LIMITS, "bfloat16")
-    assert backend == XlaLatentBackend().tuned_for(chip) != XlaLatentBackend()
-    assert "latent attention: XLA's loops, since there is no kernel for v6e" in caplog.text
+    assert backend == TpuLatentBackend().tuned_for(chip)
+    assert not caplog.text
+    small = dataclasses.replace(LIMITS, block_size=8)
+    backend = choose_attention("auto", chip, NONE, [LATENTS], small, "bfloat16")
+    assert backend == XlaLatentBackend().tuned_for(chip)
+    assert "not 'tpu', since block_size=8 is not a multiple" in caplog.text
 
 
 def test_a_gpu_runs_loops_of_xla_where_its_kernels_refuse(caplog):

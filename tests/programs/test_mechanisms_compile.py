@@ -170,7 +170,7 @@ def test_a_step_for_tpus(slice_name, name, make_model):
 @needs_libtpu
 def test_a_step_with_latents_for_tpus(make_model):
     plan = compile_largest(make_model("deepseek_v3"), topology_devices("v6e-1")[0], (None,))
-    assert plan.attention.name == "xla"
+    assert plan.attention.name == "tpu"
 
 
 @pytest.mark.gpu_compile

@@ -133,7 +133,7 @@ def get_latent_backend(name: str) -> LatentBackend:
 
 
 # The default backends of platforms that have kernels, best first. The others have XLA alone.
-_DEFAULTS = {"gpu": ("mosaic_sm90", "xla")}
+_DEFAULTS = {"gpu": ("mosaic_sm90", "xla"), "tpu": ("tpu", "xla")}
 
 
 def default_latent_backends(chip: Chip) -> tuple[str, ...]:

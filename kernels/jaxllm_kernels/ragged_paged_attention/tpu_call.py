@@ -22,6 +22,7 @@ def attend_segments(
     cache: jax.Array,
     work: Work,
     *,
+    name: str,
     config: AttentionConfig,
     sizes: KernelSizes,
     max_blocks: int,
@@ -33,6 +34,7 @@ def attend_segments(
     """Write the segments' keys and values into the cache and attend; see `KernelSizes`.
 
     Args:
+      name: of the op.
       q: [tokens, K, G, D], or [K, G, tokens, D] for tiles of prefill chunks.
       new: keys and values as cached, but of q's dtype: [tokens, K, W] or [K, tokens, W].
       cache: [blocks, K, block_size, W].
@@ -41,12 +43,13 @@ def attend_segments(
       num_steps: with short rows, the number of steps that have segments.
 
     Returns:
-      The output, shaped like q; and the updated cache. For tokens without a segment the output is
-      zero, or with short rows arbitrary.
+      The output, shaped like q but with lanes of values; and the updated cache. For tokens without
+      a segment the output is zero, or with short rows arbitrary.
     """
     num_kv_heads, block_size, width = cache.shape[1:]
     group_size = config.num_heads // num_kv_heads
-    lanes = q.shape[-1]
+    lanes, value_lanes, parts = q.shape[-1], sizes.layout.value_lanes, sizes.group_parts
+    out_shape = (*q.shape[:-1], value_lanes)
     heads = num_kv_heads // sizes.head_groups
     if num_steps is None:
         num_tokens = q.shape[2] if sizes.kind == "prefill" else q.shape[0]
@@ -87,20 +90,33 @@ def attend_segments(
     if sizes.kind == "short":
         q_block = window(heads, group_size, lanes)
         new_block = window(None, heads, width)
+        out_block = in_place
     elif sizes.kind == "decode":
-        q_block = block((sizes.step_tokens, heads, group_size, lanes), "step", "heads", "", "")
+
+        def of_step(lanes: int) -> pl.BlockSpec:
+            return block((sizes.step_tokens, heads, group_size, lanes), "step", "heads", "", "")
+
+        q_block, out_block = of_step(lanes), of_step(value_lanes)
         new_block = block((sizes.step_tokens, None, heads, width), "step", "heads", "", "")
     else:
-        q_block = block((heads, group_size, sizes.step_tokens, lanes), "heads", "", "step", "")
+        q = q.reshape(num_kv_heads * parts, group_size // parts, *q.shape[2:])
+
+        def of_tile(lanes: int) -> pl.BlockSpec:
+            shape = heads * parts, group_size // parts, sizes.step_tokens, lanes
+            return block(shape, "heads", "", "step", "")
+
+        q_block, out_block = of_tile(lanes), of_tile(value_lanes)
         new_block = block((heads, sizes.step_tokens, width), "heads", "step", "")
         if sinks is not None:
             # Along the query lines of a segment.
+            sinks = sinks.reshape(num_kv_heads * parts, -1, 1)
             sinks = jnp.repeat(sinks, sizes.step_tokens, axis=1).swapaxes(1, 2)
     optional = []
     if kv_scales is not None:
         optional.append((kv_scales, block((heads, 1, 2), "heads", "", "")))
     if sinks is not None:
-        optional.append((sinks, block((heads, *sinks.shape[1:]), "heads", "", "")))
+        per_group = heads * len(sinks) // num_kv_heads
+        optional.append((sinks, block((per_group, *sinks.shape[1:]), "heads", "", "")))
     scalars = [x for x in work if x is not None]
     operands = (*scalars, q, new, *[x for x, _ in optional], cache)
     slots = jax.ShapeDtypeStruct(
@@ -124,13 +140,11 @@ def attend_segments(
                 *[x_block for _, x_block in optional],
                 in_place,
             ],
-            out_specs=[in_place if sizes.kind == "short" else q_block, in_place],
-            scratch_shapes=scratch_shapes(
-                sizes, slots, group_size=group_size, lanes=lanes, dtype=q.dtype
-            ),
+            out_specs=[out_block, in_place],
+            scratch_shapes=scratch_shapes(sizes, slots, group_size=group_size, dtype=q.dtype),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((*q.shape[:-1], value_lanes), q.dtype),
             jax.ShapeDtypeStruct(cache.shape, cache.dtype),
         ],
         input_output_aliases={len(operands) - 1: 1},
@@ -145,9 +159,10 @@ def attend_segments(
         ),
         cost_estimate=_estimate_cost(config, q, new, cache, work, max_blocks),
         interpret=interpret,
-        name=f"ragged_paged_attention_{sizes.kind}",
+        name=f"{name}_{sizes.kind}",
     )
-    return call(*operands)
+    out, cache = call(*operands)
+    return out.reshape(out_shape), cache
 
 
 def interpreter(chip: Chip) -> pltpu.InterpretParams:
@@ -180,7 +195,7 @@ def _estimate_cost(
     read_blocks = min(work.block_tables.size // 2 + 1, num_blocks)
     page_bytes = cache.size // num_blocks * cache.dtype.itemsize
     return pl.CostEstimate(
-        flops=4 * scores * config.head_size,
+        flops=2 * scores * (config.head_size + config.value_size),
         transcendentals=scores,
         bytes_accessed=read_blocks * page_bytes + (2 * q.size + new.size) * q.dtype.itemsize,
     )

@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_items import Items, Pages
+from jaxllm_kernels.ragged_paged_attention.tpu_layout import sublane_tile
 from jaxllm_kernels.ragged_paged_attention.tpu_outputs import Outputs, OutputScratch
 from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     Ref,
@@ -31,7 +32,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     multiple_of,
 )
 from jaxllm_kernels.ragged_paged_attention.tpu_row import Row, RowScratch
-from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes, sublane_tile
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
 
 
 class DecodeScratch(NamedTuple):
@@ -49,16 +50,15 @@ class DecodeScratch(NamedTuple):
         sizes: KernelSizes,
         slots: jax.ShapeDtypeStruct,
         group_size: int,
-        lanes: int,
         dtype: jnp.dtype,
     ) -> "DecodeScratch":
         _, heads, _, width = slots.shape
-        has_short, outputs = sizes.kind == "short", (heads, group_size, lanes)
+        has_short, outputs = sizes.kind == "short", (heads, group_size, sizes.layout.value_lanes)
         return cls(
             written=pltpu.VMEM((2, heads, sublane_tile(slots.dtype), width), slots.dtype),
             num_sent=pltpu.SMEM((1,), jnp.int32),
             sent=pltpu.SemaphoreType.DMA((2,)),
-            softmax=RowScratch.shapes(heads, sizes.lines(group_size), lanes, has_short=has_short),
+            softmax=RowScratch.shapes(heads, sizes.lines(group_size), sizes),
             outputs=OutputScratch.shapes(sizes, outputs, dtype) if has_short else None,
         )
 
@@ -73,7 +73,7 @@ class DecodeStep:
     new: Ref  # [tokens, K, W]
     kv_scales: Ref | None  # [K, 1, 2]
     sinks: Ref | None  # [K, G, 1]
-    # The step's part, or with short rows the whole: [T, all heads, G, D].
+    # The step's part, or with short rows the whole: [T, all heads, G, V].
     out: Ref
     scratch: DecodeScratch
     config: AttentionConfig

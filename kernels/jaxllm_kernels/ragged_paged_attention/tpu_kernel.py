@@ -5,7 +5,8 @@ short row, or the tokens of a prefill chunk in the step's tile. `tpu_items.py` f
 segments ahead of `tpu_decode.py` and `tpu_prefill.py`, which compute them.
 
 Axis letters besides those of api.py: G query heads per kv head, M query lines of a segment
-(G x tokens), D lanes of a query, W lanes of a token's key and value in the cache.
+(G x tokens), D lanes of a query, V lanes of an output, W lanes of a token's key and value in the
+cache.
 """
 
 import itertools
@@ -31,7 +32,6 @@ def scratch_shapes(
     slots: jax.ShapeDtypeStruct,
     *,
     group_size: int,
-    lanes: int,
     dtype: jnp.dtype,
 ) -> list[Any]:
     """The on-chip memory of a kernel: of its items, then of its steps."""
@@ -40,7 +40,7 @@ def scratch_shapes(
         pltpu.VMEM(slots.shape, slots.dtype),
         pltpu.SMEM((NUM_STATES,), jnp.int32),
         pltpu.SemaphoreType.DMA((sizes.num_slots,)),
-        scratch.shapes(sizes, slots, group_size, lanes, dtype),
+        scratch.shapes(sizes, slots, group_size, dtype),
     ]
 
 

@@ -21,7 +21,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
 class OutputScratch(NamedTuple):
     """On-chip memory with the lifetime of the call."""
 
-    collected: Ref  # [2, tokens, K, G, D]: of this step, and of the one before
+    collected: Ref  # [2, tokens, K, G, V]: of this step, and of the one before
     num_tokens: Ref  # int32 [2]: that are sent
     sent: Ref  # semaphores [2]
 
@@ -42,7 +42,7 @@ class Outputs:
     """The copies of steps' outputs, during tracing."""
 
     scratch: OutputScratch
-    out: Ref  # [T, all heads, G, D]
+    out: Ref  # [T, all heads, G, V]
     first_head: jax.Array  # of this group
 
     def start(self) -> None:
@@ -55,7 +55,7 @@ class Outputs:
         self._for_each_copy(0, self._buffer(), lambda copy: copy.wait())
 
     def of_step(self) -> Ref:
-        """The memory of this step's outputs: [tokens, K, G, D]."""
+        """The memory of this step's outputs: [tokens, K, G, V]."""
         return self.scratch.collected.at[self._buffer()]
 
     def send(self, start: jax.Array, num_tokens: jax.Array) -> None:

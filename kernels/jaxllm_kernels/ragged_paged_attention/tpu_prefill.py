@@ -5,8 +5,9 @@ values on chip, where the segment reads them, and copies the pages back to the c
 chunk read what earlier tiles have written, so all writes of a tile are complete before any later
 page is fetched. The kernel computes meanwhile.
 
-Attention is computed in units: a chunk of keys for a batch of heads. Scores are transposed, with
-keys along sublanes and queries along lanes:
+Attention is computed in units: a chunk of keys for a batch of heads. (A kv head with many query
+heads counts as several heads, each with a part of them.) Scores are transposed, with keys along
+sublanes and queries along lanes:
   - Maxima and sums over keys combine registers. They do not combine a register's lanes.
   - The matrix unit can hold the weights and stream the values through them. Weights fill it, if it
     is 256 x 256; values of head size 128 would fill half of it.
@@ -15,6 +16,7 @@ step of the loop computes the scores of a unit beside the weights of the one bef
 same memory: a head's scores are read before they are replaced.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.tpu_items import Items, Pages
+from jaxllm_kernels.ragged_paged_attention.tpu_layout import SUBLANES, sublane_tile
 from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     LOG2_E,
     UNSEEN,
@@ -36,20 +39,23 @@ from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     divide,
     dot,
     for_each,
+    for_each_in_batches,
     keep_first_rows,
     multiple_of,
 )
-from jaxllm_kernels.ragged_paged_attention.tpu_sizes import SUBLANES, KernelSizes, sublane_tile
+from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
 
 
 class PrefillScratch(NamedTuple):
     """On-chip memory with the lifetime of the call."""
 
-    scores: Ref  # [heads, keys of a chunk, M]: of one unit
-    unit_largest: Ref  # [heads, SUBLANES, M]: its largest scores, of which the largest counts
-    largest: Ref  # [K, SUBLANES, M]: running softmax; all sublanes are equal
-    total: Ref  # [K, SUBLANES, M]: the sum of all sublanes counts
-    weighted: Ref  # [K, D, M]
+    scores: Ref  # [heads of a batch, keys of a chunk, M]: of one unit
+    unit_largest: (
+        Ref  # [heads of a batch, SUBLANES, M]: its largest scores, of which the largest counts
+    )
+    largest: Ref  # [heads, SUBLANES, M]: running softmax; all sublanes are equal
+    total: Ref  # [heads, SUBLANES, M]: the sum of all sublanes counts
+    weighted: Ref  # [heads, V, M]
     sent: Ref  # a semaphore
 
     @classmethod
@@ -58,10 +64,10 @@ class PrefillScratch(NamedTuple):
         sizes: KernelSizes,
         slots: jax.ShapeDtypeStruct,
         group_size: int,
-        lanes: int,
         dtype: jnp.dtype,
     ) -> "PrefillScratch":
         _, heads, slot_tokens, _ = slots.shape
+        heads *= sizes.group_parts
         lines = sizes.lines(group_size)
         chunk_tokens = slot_tokens * sizes.chunk_pages // sizes.slot_pages
         return cls(
@@ -69,7 +75,7 @@ class PrefillScratch(NamedTuple):
             unit_largest=pltpu.VMEM((sizes.batch_heads, SUBLANES, lines), jnp.float32),
             largest=pltpu.VMEM((heads, SUBLANES, lines), jnp.float32),
             total=pltpu.VMEM((heads, SUBLANES, lines), jnp.float32),
-            weighted=pltpu.VMEM((heads, lanes, lines), jnp.float32),
+            weighted=pltpu.VMEM((heads, sizes.layout.value_lanes, lines), jnp.float32),
             sent=pltpu.SemaphoreType.DMA(()),
         )
 
@@ -97,11 +103,11 @@ class PrefillStep:
 
     items: Items
     # The step's part of the operand; likewise `new` and `out`.
-    q: Ref  # [K, G, tokens, D]
+    q: Ref  # [heads, query heads of each, tokens, D]
     new: Ref  # [K, tokens, W]
     kv_scales: Ref | None  # [K, 1, 2]
-    sinks: Ref | None  # [K, 1, M]
-    out: Ref
+    sinks: Ref | None  # [heads, 1, M]
+    out: Ref  # [heads, query heads of each, tokens, V]
     scratch: PrefillScratch
     config: AttentionConfig
     sizes: KernelSizes
@@ -126,7 +132,7 @@ class PrefillStep:
 
     def _attend_segment(self, segment: jax.Array) -> None:
         items, heads, chunk_tokens = self.items, self.sizes.batch_heads, self.items.chunk_tokens
-        units_of_chunk = items.num_heads // heads
+        units_of_chunk = self.q.shape[0] // heads
         chunks_of_item = self.sizes.slot_pages // self.sizes.chunk_pages
         units_of_item = chunks_of_item * units_of_chunk
         num_units = cdiv(items.num_pages(segment), self.sizes.chunk_pages) * units_of_chunk
@@ -231,7 +237,8 @@ class PrefillStep:
 
         @pl.when(self._first_written(segment, pages) < pages.end)
         def _():
-            self._for_each_head(insert_head)
+            batch = math.gcd(items.num_heads, self.sizes.batch_heads)
+            for_each_in_batches(items.num_heads, batch, insert_head)
 
         self._for_each_write(segment, pages, slot, lambda copy: copy.start())
 
@@ -256,16 +263,6 @@ class PrefillStep:
             )
 
         for_each(self._first_written(segment, pages), pages.end, act)
-
-    def _for_each_head(self, body: Callable[[jax.Array], None]) -> None:
-        """Call body with every head; those of a batch overlap."""
-        heads = self.sizes.batch_heads
-
-        def for_batch(batch: jax.Array) -> None:
-            for i in range(heads):
-                body(batch * heads + i)
-
-        for_each(0, self.items.num_heads // heads, for_batch)
 
     def _start_softmax(self) -> None:
         scratch = self.scratch
@@ -296,12 +293,13 @@ class PrefillStep:
         head = unit.batch * self.sizes.batch_heads + i
         q = self.q[head].reshape(-1, lanes)  # [M, D]
         tokens = pl.ds(unit.in_slot, self.items.chunk_tokens)
-        keys = self.items.slots[unit.slot, head, tokens, :lanes].astype(q.dtype)
+        kv_head = self._kv_head(head)
+        keys = self.items.slots[unit.slot, kv_head, tokens, :lanes].astype(q.dtype)
         scores = dot(keys, q, contract=(1, 1))  # [keys, M]
         # As much of the factor as possible is one constant.
         scores *= config.scale if config.soft_cap is not None else config.scale * LOG2_E
         if self.kv_scales is not None:
-            scores *= self.kv_scales[head, :, 0:1]
+            scores *= self.kv_scales[kv_head, :, 0:1]
         if config.soft_cap is not None:
             scores = (config.soft_cap * LOG2_E) * jnp.tanh(scores / config.soft_cap)
         if masked:
@@ -339,10 +337,10 @@ class PrefillStep:
         masked: bool,
     ) -> None:
         """Fold a unit's i-th head, given its scores, into the softmax."""
-        items, scratch, lanes = self.items, self.scratch, self.q.shape[-1]
+        items, scratch = self.items, self.scratch
         head = unit.batch * self.sizes.batch_heads + i
         tokens = pl.ds(unit.in_slot, items.chunk_tokens)
-        values = items.slots[unit.slot, head, tokens, -lanes:]
+        values = items.slots[unit.slot, self._kv_head(head), tokens, self.sizes.layout.values]
         if masked:
             # Values past the context are garbage. A weight of zero would not remove NaN.
             end = items.work.positions[segment] + items.work.lengths[segment]
@@ -366,14 +364,18 @@ class PrefillStep:
         def store_head(head: jax.Array) -> None:
             factor = 1 / scratch.total[head].sum(axis=0, keepdims=True)
             if self.kv_scales is not None:
-                factor *= self.kv_scales[head, :, 1:2]
+                factor *= self.kv_scales[self._kv_head(head), :, 1:2]
             new = (scratch.weighted[head] * factor).T.reshape(self.out.shape[1:])
             token = lax.broadcasted_iota(jnp.int32, new.shape, 1)
             is_ours = (offset <= token) & (token < offset + length)
             old = self.out[head].astype(jnp.float32)
             self.out[head] = jnp.where(is_ours, new, old).astype(self.out.dtype)
 
-        self._for_each_head(store_head)
+        for_each_in_batches(self.out.shape[0], self.sizes.batch_heads, store_head)
+
+    def _kv_head(self, head: int | jax.Array) -> int | jax.Array:
+        parts = self.sizes.group_parts
+        return head if parts == 1 else divide(head, parts)
 
 
 def _registers(x: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxllm_kernels.ragged_paged_attention.tpu_sizes import SUBLANES
+from jaxllm_kernels.ragged_paged_attention.tpu_layout import SUBLANES
 
 # A reference to memory. (Type checkers know only a part of `jax.Ref`.)
 Ref = Any
@@ -29,6 +29,16 @@ def for_each(start: int | jax.Array, end: int | jax.Array, body: Callable) -> No
         body(0)
     else:
         lax.fori_loop(start, end, lambda i, _: body(i), None)
+
+
+def for_each_in_batches(num: int, batch: int, body: Callable) -> None:
+    """Call body with every index; those of a batch overlap."""
+
+    def for_batch(index: jax.Array) -> None:
+        for i in range(batch):
+            body(index * batch + i)
+
+    for_each(0, num // batch, for_batch)
 
 
 def multiple_of(x: int | jax.Array, n: int) -> Any:

@@ -11,11 +11,13 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, AttentionConfig, BatchLimits
-
-# Lanes of a vector register. The minor dimension of every array is padded to a multiple.
-LANES = 128
-# Rows of a vector register of 32-bit numbers.
-SUBLANES = 8
+from jaxllm_kernels.ragged_paged_attention.tpu_layout import (
+    LANES,
+    SUBLANES,
+    TokenLayout,
+    sublane_tile,
+    token_layout,
+)
 
 _MIB = 1 << 20
 
@@ -25,46 +27,11 @@ Kind = Literal["decode", "short", "prefill"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-def sublane_tile(dtype: DTypeLike) -> int:
-    """Rows of the smallest piece of an array that can be copied or stored separately."""
-    return 32 // jnp.dtype(dtype).itemsize
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLayout:
-    """The places of a token's key and value in its row of the cache, for one kv head.
-
-    They are side by side. If both fit into one register's lanes, they share it: queries have zeros
-    in the lanes of the value, and outputs are cut from those lanes. Otherwise each is padded to
-    whole registers.
-    """
-
-    # Of a query; also the width in which keys and values are multiplied.
-    lanes: int
-    # Of the row.
-    width: int
-    # First lane of the value in the row, and of the output in the `lanes`.
-    value_start: int
-    out_start: int
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether key and value share the same lanes."""
-        return self.width == self.lanes
-
-
-def token_layout(head_size: int) -> TokenLayout:
-    """The layout for a head size."""
-    if 2 * head_size <= LANES:
-        return TokenLayout(lanes=LANES, width=LANES, value_start=head_size, out_start=head_size)
-    lanes = round_up(head_size, LANES)
-    return TokenLayout(lanes=lanes, width=2 * lanes, value_start=lanes, out_start=0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class KernelSizes:
     """The sizes into which a kernel cuts its work."""
 
+    layout: TokenLayout
     # A step of a prefill is a tile of consecutive tokens, with a segment for each row in it.
     # Decodes and short rows are not cut: a step has those that begin in it.
     kind: Kind
@@ -76,13 +43,20 @@ class KernelSizes:
     slot_pages: int
     chunk_pages: int
     num_slots: int
+    # Of a decode's or short row's chunk; the products of pieces overlap.
+    piece_pages: int
     # Kv heads that are computed together; of short rows, which have more query lines.
     batch_heads: int
     short_batch_heads: int
+    # The query lines of a kv head that are computed together; of short rows.
+    batch_lines: int
+    short_batch_lines: int
     # The kv heads are split into head groups. The steps of decodes are dealt to row groups in turn.
     # Each combination of both is a separate sequence of steps.
     head_groups: int
     row_groups: int = 1
+    # A prefill takes the query heads of a kv head in so many parts.
+    group_parts: int = 1
     # The compiler's limit of on-chip memory for the kernel.
     vmem_limit_bytes: int = 0
 
@@ -102,8 +76,8 @@ class KernelSizes:
         return jnp.minimum(step * self.step_tokens, self.num_tokens - self.window_tokens)
 
     def lines(self, group_size: int) -> int:
-        """Query lines of a segment and kv head."""
-        return group_size * self.segment_tokens
+        """Query lines of a segment for a kv head; of a prefill, for a part of its query heads."""
+        return group_size // self.group_parts * self.segment_tokens
 
     def vmem_bytes(
         self,
@@ -116,30 +90,34 @@ class KernelSizes:
         dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(config.kv_dtype or dtype)
         heads = config.num_kv_heads // self.head_groups
         group_size = config.num_heads // config.num_kv_heads
-        layout = token_layout(config.head_size)
+        layout, parts = self.layout, self.group_parts
         slot_tokens, chunk_tokens = self.slot_pages * block_size, self.chunk_pages * block_size
         lines = self.lines(group_size)
-        one_lines = lines if self.kind == "prefill" else group_size
 
         slots = self.num_slots * _padded_bytes((heads, slot_tokens, layout.width), kv_dtype)
         written = _padded_bytes((2 * heads, sublane_tile(kv_dtype), layout.width), kv_dtype)
         if self.kind != "prefill":
             # Short rows also have their queries there.
-            softmax = _padded_bytes((heads, lines, 2 * LANES + 2 * layout.lanes), jnp.float32)
+            lanes = 2 * LANES + layout.lanes + layout.value_lanes
+            softmax = _padded_bytes((heads, lines, lanes), jnp.float32)
             q = _padded_bytes((self.output_tokens, heads, group_size, layout.lanes), dtype)
             new = _padded_bytes((self.window_tokens, heads, layout.width), dtype)
             sinks = _padded_bytes((heads, group_size, 1), jnp.float32)
         else:
-            softmax = _padded_bytes((heads, 2 * SUBLANES + layout.lanes, lines), jnp.float32)
+            softmax = _padded_bytes(
+                (heads * parts, 2 * SUBLANES + layout.value_lanes, lines), jnp.float32
+            )
             q = _padded_bytes((heads, group_size, self.step_tokens, layout.lanes), dtype)
             new = _padded_bytes((heads, self.step_tokens, layout.width), dtype)
-            sinks = _padded_bytes((heads, 1, lines), jnp.float32)
+            sinks = _padded_bytes((heads * parts, 1, lines), jnp.float32)
         per_head = sinks + _padded_bytes((heads, 1, 2), jnp.float32)
         # Operands that move between steps are double-buffered. The rest is intermediate: scores
         # (which a prefill also keeps), their weights, and keys and values in the product's dtype.
         scores = max(
-            _padded_bytes((self.batch_heads, one_lines, chunk_tokens), jnp.float32),
-            _padded_bytes((self.short_batch_heads, lines, chunk_tokens), jnp.float32),
+            _padded_bytes((self.batch_heads, self.batch_lines, chunk_tokens), jnp.float32),
+            _padded_bytes(
+                (self.short_batch_heads, self.short_batch_lines, chunk_tokens), jnp.float32
+            ),
         )
         chunk = _padded_bytes((self.batch_heads, chunk_tokens, layout.width), jnp.float32)
         intermediate = (3 if self.kind == "prefill" else 5) * scores + 3 * chunk + _VMEM_RESERVE
@@ -179,6 +157,11 @@ class Tuning:
     chunk_tokens: int
     # Two for prefills: a tile may not fetch before the previous tile has written.
     num_slots: int
+    # Keys of a decode's or short row's chunk whose scores are computed at once, at most; None: all.
+    piece_tokens: int | None = None
+    # Kv heads (of a prefill also parts of their groups) that are computed together, at most; None:
+    # as many as hide latencies with heads of up to 256.
+    batch_heads: int | None = None
 
 
 def default_tuning(config: AttentionConfig, chip: Chip, *, kind: Kind) -> Tuning:
@@ -198,12 +181,12 @@ def default_tuning(config: AttentionConfig, chip: Chip, *, kind: Kind) -> Tuning
     # computes longer than that takes. A unit of 2^19 scores, in chunks as short as its heads allow,
     # hides latencies (compiled for v5e, v6e and v7x); longer chunks have more unseen keys.
     group_size = config.num_heads // config.num_kv_heads
-    tile = max(min(_power_of_two(_PREFILL_LINES // group_size), 256), MIN_TILE_TOKENS)
+    tile = max(min(power_of_two(_PREFILL_LINES // group_size), 256), MIN_TILE_TOKENS)
     heads = _batch_heads(config.num_kv_heads, _MAX_PREFILL_HEADS)
     return Tuning(
         step_tokens=tile,
         slot_tokens=512,
-        chunk_tokens=_power_of_two(_UNIT_SCORES // (tile * group_size * heads)),
+        chunk_tokens=power_of_two(_UNIT_SCORES // (tile * group_size * heads)),
         num_slots=2,
     )
 
@@ -212,7 +195,7 @@ _PREFILL_LINES = 512
 _UNIT_SCORES = 1 << 19
 
 
-def _power_of_two(x: int) -> int:
+def power_of_two(x: int) -> int:
     """The largest power of two that is at most x, and at least 1."""
     return 1 << max(x.bit_length() - 1, 0)
 
@@ -221,8 +204,39 @@ def _power_of_two(x: int) -> int:
 # short chunks of a prefill.
 _MAX_DECODE_HEADS = 8
 _MAX_PREFILL_HEADS = 4
-# More query lines of a short row's heads would need more registers and code.
-_SHORT_LINES = 256
+# More query lines that are computed together would need more registers and code.
+_MAX_LINES = 256
+
+
+def _piece_pages(chunk_pages: int, most_tokens: int | None, block_size: int) -> int:
+    """The largest number of pages up to so many tokens that divides a chunk and its half."""
+    if most_tokens is None or chunk_pages * block_size <= most_tokens:
+        return chunk_pages
+    half = chunk_pages // 2 if chunk_pages % 2 == 0 else chunk_pages
+    most = max(min(half, most_tokens // block_size), 1)
+    return next(n for n in range(most, 0, -1) if half % n == 0)
+
+
+def _batch_lines(lines: int) -> int:
+    """The query lines of a kv head that are computed together, if it has so many."""
+    if lines <= _MAX_LINES:
+        return lines
+    # A 16-bit array is cut at multiples of 16.
+    parts = (n for n in range(_MAX_LINES, _MAX_LINES // 4, -16) if lines % n == 0)
+    return next(parts, lines)
+
+
+def _group_parts(group_size: int, tile: int) -> int:
+    """The parts in which a prefill takes the query heads of a kv head."""
+    return next(
+        (
+            n
+            for n in range(1, group_size)
+            if group_size % n == 0
+            and _PREFILL_LINES // 4 < group_size // n * tile <= _PREFILL_LINES
+        ),
+        1,
+    )
 
 
 def _batch_heads(num_kv_heads: int, most: int) -> int:
@@ -232,6 +246,7 @@ def _batch_heads(num_kv_heads: int, most: int) -> int:
 
 def choose_sizes(
     config: AttentionConfig,
+    layout: TokenLayout,
     tuning: Tuning,
     *,
     kind: Kind,
@@ -246,14 +261,18 @@ def choose_sizes(
     budget, taken = vmem_budget(chip), 0
     step = step_tokens(tuning, num_tokens, kind=kind)
     segment_tokens = {"decode": 1, "short": SHORT_ROW, "prefill": step}[kind]
-    most_heads = _MAX_PREFILL_HEADS if kind == "prefill" else _MAX_DECODE_HEADS
-    most_short_heads = max(_SHORT_LINES // (SHORT_ROW * config.num_heads // config.num_kv_heads), 1)
+    group_size = config.num_heads // config.num_kv_heads
+    parts = _group_parts(group_size, step) if kind == "prefill" else 1
+    default_heads = _MAX_PREFILL_HEADS if kind == "prefill" else _MAX_DECODE_HEADS
+    most_heads = tuning.batch_heads or default_heads
+    most_short_heads = max(_MAX_LINES // (SHORT_ROW * group_size), 1)
     for head_groups in _head_groups(config.num_kv_heads, chip.num_cores):
         heads, is_split = config.num_kv_heads // head_groups, head_groups % chip.num_cores == 0
         for shrink in (1, 2, 4, 8):
             chunk_pages = max(min(tuning.chunk_tokens // shrink // block_size, max_blocks), 1)
             slot_pages = max(min(tuning.slot_tokens // shrink // block_size, max_blocks), 1)
             sizes = KernelSizes(
+                layout=layout,
                 kind=kind,
                 num_tokens=num_tokens,
                 step_tokens=step,
@@ -261,10 +280,16 @@ def choose_sizes(
                 slot_pages=cdiv(slot_pages, chunk_pages) * chunk_pages,
                 chunk_pages=chunk_pages,
                 num_slots=tuning.num_slots,
-                batch_heads=_batch_heads(heads, most_heads),
+                piece_pages=_piece_pages(chunk_pages, tuning.piece_tokens, block_size),
+                batch_heads=_batch_heads(heads * parts, most_heads),
                 short_batch_heads=_batch_heads(heads, min(most_heads, most_short_heads)),
+                batch_lines=(
+                    group_size // parts * step if kind == "prefill" else _batch_lines(group_size)
+                ),
+                short_batch_lines=_batch_lines(group_size * segment_tokens),
                 head_groups=head_groups,
                 row_groups=1 if is_split or kind == "prefill" else chip.num_cores,
+                group_parts=parts,
             )
             taken = sizes.vmem_bytes(config, block_size=block_size, dtype=dtype)
             if taken <= budget:
