@@ -314,6 +314,10 @@ _KINDS = {
 }
 
 
+# How protocols call an answer's reasoning: vLLM's name, and that of most templates.
+_REASONING = ("reasoning", "reasoning_content")
+
+
 def _plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Turn a message of the OpenAI API into the form that templates expect. Errors call the message
     `name`."""
@@ -330,6 +334,9 @@ def _plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     elif not isinstance(plain["content"], str):
         content = plain["content"]
         raise refused(f"{name}.content", content, "it must be text, a list of parts or None")
+    for own, other in (_REASONING, _REASONING[::-1]):
+        if plain.get(own) is not None:
+            plain.setdefault(other, plain[own])
     if plain.get("tool_calls") is not None:
         if not isinstance(plain["tool_calls"], list | tuple):
             raise refused(f"{name}.tool_calls", plain["tool_calls"], "it must be a list")

@@ -24,6 +24,7 @@ from jaxllm.models.architecture import read_architecture
 from jaxllm.models.base import Model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
+from jaxllm.quantization.products import Products
 from jaxllm.speculative_config import Speculation
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
@@ -84,6 +85,7 @@ def plan_draft_model(
     dtype: Any,
     mesh: Mesh,
     num_shards: int,
+    products: Products,
     choose_experts: Callable[[Architecture], ExpertsOp | None],
 ) -> tuple[Speculation, DraftModelPlan | None]:
     """Plan the draft model that is asked for, if one is, or refuse it if it does not fit the
@@ -96,6 +98,7 @@ def plan_draft_model(
     model_dir = resolve_model_dir(asked.model, asked.revision, download_dir)
     hf_config = read_json(model_dir / "config.json")
     architecture = read_architecture(hf_config, max_model_len=asked.max_model_len)
+    architecture = architecture.with_products(products)
     longest = _check_length(asked.max_model_len, architecture.max_model_len, max_model_len)
     _check_vocabulary(asked.model, architecture, model_dir, target, target_dir)
     if None not in windows:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.common import cdiv
-from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul, ScaledMatmul
+from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.platform import Chip
 
@@ -30,7 +30,6 @@ from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
 )
-from jaxllm.quantization.linear import CodedLinear
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 from jaxllm.speculative_config import Speculation
@@ -57,7 +56,6 @@ class EnginePlan:
     attention: MixerBackend
     attention_configs: tuple[MixerConfig, ...]
     matmul: Matmul
-    coded_matmul: ScaledMatmul  # of weights that are codes
     experts: ExpertsOp | None  # None: the model has none
     sampling: Layout
     add_norm: AddNorm | None
@@ -157,8 +155,6 @@ class EnginePlan:
                 rounds = isinstance(module, Linear) and module.bias is None
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
-            elif isinstance(module, CodedLinear):
-                module.matmul = self.coded_matmul
             elif isinstance(module, Experts) and experts is not None:
                 module.op = experts
         return model

@@ -38,9 +38,9 @@ from jaxllm.plan.choose import (
 from jaxllm.plan.choose_kernels import (
     choose_add_norm,
     choose_attention,
-    choose_coded_matmul,
     choose_experts,
     choose_matmul,
+    choose_products,
     choose_sampling,
     free_padding,
     load_native_kernels,
@@ -116,6 +116,9 @@ def make_plan(
     chip = chip_of(device)
     platform = chip.platform
     dtype = choose_dtype(model.dtype, architecture, platform)
+    library = load_native_kernels(config, chip, dtype)
+    products = choose_products(chip, library, num_shards)
+    architecture = architecture.with_products(products)
     max_model_len = choose_max_model_len(model.max_model_len, architecture)
     max_num_seqs = config.scheduler.max_num_seqs or DEFAULTS[platform].max_num_seqs
     max_num_batched_tokens = choose_max_num_batched_tokens(
@@ -137,7 +140,6 @@ def make_plan(
         max_blocks=cdiv(max_model_len, block_size),
         block_size=block_size,
     )
-    library = load_native_kernels(config, chip, dtype)
     windows = group_windows(map(window_of, attention_configs))
 
     def experts_of(architecture: Architecture) -> ExpertsOp | None:
@@ -159,6 +161,7 @@ def make_plan(
             dtype=dtype,
             mesh=meshes[0],
             num_shards=num_shards,
+            products=products,
             choose_experts=experts_of,
         )
     attention = choose_attention(
@@ -264,7 +267,6 @@ def make_plan(
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
-        coded_matmul=choose_coded_matmul(library, num_shards),
         experts=experts_of(architecture),
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
