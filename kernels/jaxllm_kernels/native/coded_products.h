@@ -99,7 +99,7 @@ template <int kRows, typename P, int kPart = P::kPart>
       for (int r = 0; r < kRows; ++r) {
         Floats factor = scale;
         if constexpr (Products::kHasRowScales) factor *= row_scales[r][input / kRowPart];
-        totals[r] += Products::ToFloats(sums[r]) * factor;
+        AddProduct(totals[r], Products::ToFloats(sums[r]), factor);
       }
     }
   }
@@ -113,8 +113,10 @@ inline Floats MultiplyOffsets(const P& p, int64_t row, int64_t output) {
   Floats total{};
   int64_t g = 0;
   for (; g + kLanes <= p.num_groups; g += kLanes)
-    total += LoadVector<Floats>(offsets + g) * LoadVector<Floats>(sums + g);
-  for (; g < p.num_groups; ++g) total[g % kLanes] += offsets[g] * sums[g];
+    AddProduct(total, LoadVector<Floats>(offsets + g), LoadVector<Floats>(sums + g));
+  Floats rest[2] = {};
+  for (int i = 0; g + i < p.num_groups; ++i) rest[0][i] = offsets[g + i], rest[1][i] = sums[g + i];
+  AddProduct(total, rest[0], rest[1]);
   return total * (1 / P::Codes::kUnit);
 }
 

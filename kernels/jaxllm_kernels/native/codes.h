@@ -83,7 +83,7 @@ inline __m512i LookUp(const int16_t (&values)[16], const Shorts& words, int shif
 #endif
 
 // Whole numbers from -8 to 7, each with 8 added.
-struct Whole4 {
+struct ValuesOfInt4 {
   static constexpr float kUnit = 1;
 
   template <typename Vector>
@@ -101,7 +101,7 @@ struct Whole4 {
 };
 
 // Floating point with two bits of exponent and one of mantissa, in halves.
-struct Float4 {
+struct ValuesOfFloat4 {
   static constexpr float kUnit = 0.5;
   static constexpr int8_t kMagnitudes[8] = {0, 1, 2, 3, 4, 6, 8, 12};
 
@@ -132,8 +132,8 @@ struct Float4 {
   }
 };
 
-using Int4 = FourBits<Whole4>;
-using E2m1 = FourBits<Float4>;
+using Int4 = FourBits<ValuesOfInt4>;
+using Float4 = FourBits<ValuesOfFloat4>;
 
 // Four bits of exponent, three of mantissa, no infinities. The bits of a code, shifted by 7 and with
 // the sign in front, are a float16 of a 256th of its value, subnormals included.

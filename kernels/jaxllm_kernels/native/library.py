@@ -2,19 +2,20 @@
 
 The machine that runs the library compiles it, for its own processor and the requested dtypes, with
 any C++ compiler. The library is kept in a directory of the user. XLA calls it through its foreign
-function interface.
+function interface. Products with each kind of codes are a part of their own, which is made when it
+is asked for: a model has one kind, and compiling takes seconds.
 """
 
 import ctypes
 import hashlib
 import importlib.metadata
-import itertools
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
@@ -24,13 +25,21 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.platform import processor
 
 _ROOT = Path(__file__).parents[1]
-# Its sources, and their functions for XLA: one of each for each dtype.
-_HEADERS = ("native/codes.h", "native/products.h", "native/threads.h", "native/vectors.h")
+# Its sources, and their function for XLA: one for each dtype.
+_HEADERS = (
+    "native/coded_products.h", "native/codes.h", "native/matrices.h", "native/products.h",
+    "native/rows.h", "native/threads.h", "native/vectors.h", "dense/multiply.h", "experts/layer.h",
+)  # fmt: skip
 _FUNCTIONS = {
-    "dense/native.cc": ("jaxllm_dense", "jaxllm_dense_int8", "jaxllm_dense_float8"),
-    "experts/native.cc": ("jaxllm_experts",),
-    "ragged_paged_attention/native.cc": ("jaxllm_attention",),
+    "dense/native.cc": "jaxllm_dense",
+    "experts/native.cc": "jaxllm_experts",
+    "ragged_paged_attention/native.cc": "jaxllm_attention",
 }
+# The ops that have functions for codes, and C++'s names of these.
+_CODED = {"dense": "dense/coded.cc", "experts": "experts/coded.cc"}
+CODES = {
+    "int8": "Int8", "float8_e4m3fn": "Float8", "int4": "Int4", "float4_e2m1fn": "Float4",
+}  # fmt: skip
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 DTYPES = tuple(_SUFFIXES)
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-w")
@@ -49,10 +58,47 @@ class Library:
 
     build: str  # hash of everything that determines the library
     dtypes: tuple[str, ...]  # for which it has functions
+    _directory: Path = field(compare=False)
+    _compiler: str = field(compare=False)
+    _flags: tuple[str, ...] = field(compare=False)
 
     def target(self, function: str, dtype: DTypeLike) -> str:
         """The name by which XLA knows one of its functions."""
         return f"{_symbol(function, jnp.dtype(dtype).name)}_{self.build}"
+
+    def target_for_codes(self, op: str, codes: str, dtype: DTypeLike) -> str:
+        """As `target`, of the function of an op for codes, which `add_codes` has loaded."""
+        return self.target(f"jaxllm_{op}_{CODES[codes]}", dtype)
+
+    def add_codes(self, op: str, codes: str) -> None:
+        """Load the functions of an op, dense or experts, for these codes. Raises ValueError, which
+        says why, if there are none."""
+        if codes not in CODES:
+            raise ValueError(f"codes of type {codes} are not {', '.join(CODES)}")
+        name = CODES[codes]
+        try:
+            self._load(
+                f"{op}-{codes}", {_CODED[op]: f"jaxllm_{op}_{name}"}, f"-DJAXLLM_CODES={name}"
+            )
+        except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
+            raise ValueError(_reason(error)) from error
+
+    def _load(self, part: str, functions: Mapping[str, str], *defines: str) -> None:
+        """Load a part that has these sources and functions. Build it first unless the directory has
+        it."""
+        path = self._directory / f"{part}-{self.build}.so"
+        if path.name in _registered:
+            return
+        if not path.exists():
+            wanted = [f"-DJAXLLM_{dtype.upper()}" for dtype in self.dtypes]
+            _compile(self._compiler, (*self._flags, *wanted, *defines), functions, path)
+        _check_ours(path)
+        loaded = ctypes.cdll.LoadLibrary(str(path))
+        for name in functions.values():
+            for dtype in self.dtypes:
+                function = jax.ffi.pycapsule(getattr(loaded, _symbol(name, dtype)))
+                jax.ffi.register_ffi_target(self.target(name, dtype), function, platform="cpu")
+        _registered.add(path.name)
 
 
 @dataclass(frozen=True)
@@ -77,19 +123,17 @@ def _load(directory: Path, dtypes: tuple[str, ...]) -> Library:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NotAvailableError(f"no C++ compiler is here ({', '.join(_COMPILERS)})")
-    library = Library(_identity(compiler, dtypes), dtypes)
-    path = _make_private(directory) / f"kernels-{library.build}.so"
-    if not path.exists():
-        _compile(compiler, dtypes, path)
-    _check_ours(path)
-    _register(path, library)
+    library = Library(
+        _identity(compiler, dtypes), dtypes, _make_private(directory), compiler, _FLAGS
+    )
+    library._load("kernels", _FUNCTIONS)
     return library
 
 
 def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
     """A hash of everything that determines the library."""
     facts = (
-        *((_ROOT / name).read_text() for name in (*_HEADERS, *_FUNCTIONS)),
+        *((_ROOT / name).read_text() for name in (*_HEADERS, *_FUNCTIONS, *_CODED.values())),
         *_FLAGS,
         *dtypes,
         _run(compiler, "--version"),
@@ -112,21 +156,20 @@ def _check_ours(path: Path) -> None:
         raise NotAvailableError(f"others may write {path}; make it yours alone")
 
 
-def _compile(compiler: str, dtypes: tuple[str, ...], path: Path) -> None:
-    """Compile the library. Concurrent processes may all do so: the results are equal, and the last
-    one replaces the others."""
+def _compile(compiler: str, flags: tuple[str, ...], sources: Collection[str], path: Path) -> None:
+    """Compile a part. Concurrent processes may all do so: the results are equal, and the last one
+    replaces the others."""
     includes = ("-I", jax.ffi.include_dir(), "-I", str(_ROOT))
-    wanted = [f"-DJAXLLM_{dtype.upper()}" for dtype in dtypes]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch, ThreadPoolExecutor() as pool:
 
         def compile_one(source: str) -> str:
             made = str(Path(scratch) / source.replace("/", "-")) + ".o"
-            _run(compiler, *_FLAGS, *wanted, *includes, "-c", str(_ROOT / source), "-o", made)
+            _run(compiler, *flags, *includes, "-c", str(_ROOT / source), "-o", made)
             return made
 
-        objects = pool.map(compile_one, _FUNCTIONS)
+        objects = pool.map(compile_one, sources)
         made = Path(scratch) / path.name
-        _run(compiler, *_FLAGS, "-shared", *objects, "-o", str(made))
+        _run(compiler, *flags, "-shared", *objects, "-o", str(made))
         made.chmod(0o700)
         made.rename(path)
 
@@ -136,18 +179,6 @@ def _run(*command: str) -> str:
     return subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=_SECONDS
     ).stdout
-
-
-def _register(path: Path, library: Library) -> None:
-    """Register the library with XLA, once per process, independent of its path."""
-    if library.build in _registered:
-        return
-    functions = ctypes.cdll.LoadLibrary(str(path))
-    for name in itertools.chain(*_FUNCTIONS.values()):
-        for dtype in library.dtypes:
-            function = jax.ffi.pycapsule(getattr(functions, _symbol(name, dtype)))
-            jax.ffi.register_ffi_target(library.target(name, dtype), function, platform="cpu")
-    _registered.add(library.build)
 
 
 def _symbol(function: str, dtype: str) -> str:

@@ -56,7 +56,7 @@ struct FloatProducts {
     return Codes::LoadFloats(chunk, step);
   }
   static void Add(Sum& sum, const Element* x, const Floats& w) {
-    sum += LoadVector<Floats>(x) * w;
+    AddProduct(sum, LoadVector<Floats>(x), w);
   }
   static Floats ToFloats(const Sum& sum) { return sum; }
 };

@@ -43,6 +43,19 @@ inline Vector LoadVector(const void* p) {
   return v;
 }
 
+// sum += x * y, rounded once where the processor can. Compilers for some processors would round twice
+// in short loops only, and a row alone would differ from the same row among others.
+inline void AddProduct(Floats& sum, const Floats& x, const Floats& y) {
+#if defined(__AVX512F__)
+  sum = (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__FMA__)
+  if constexpr (kLanes == 8) sum = (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+  else sum += x * y;
+#else
+  sum += x * y;
+#endif
+}
+
 // Reduce by halves, so that few operations depend on each other.
 template <int kNum = kLanes, typename Combine>
 inline float Reduce(const typename VectorsOf<kNum>::Floats& v, Combine combine) {
@@ -136,7 +149,7 @@ struct Float32 {
     return v;
   }
   static Loaded Broadcast(const Element* word) { return *word - Floats{}; }
-  static void Add(Floats& sum, const Loaded& x, const Loaded& y) { sum += x * y; }
+  static void Add(Floats& sum, const Loaded& x, const Loaded& y) { AddProduct(sum, x, y); }
   static void Store(const Floats& v, Element* p) { std::memcpy(p, &v, sizeof(v)); }
 };
 
@@ -184,8 +197,8 @@ struct BFloat16 {
     return Split(pair - Words{});
   }
   static void Add(Floats& sum, const Loaded& x, const Loaded& y) {
-    sum += x.first * y.first;
-    sum += x.second * y.second;
+    AddProduct(sum, x.first, y.first);
+    AddProduct(sum, x.second, y.second);
   }
   static void Store(const Floats& v, Element* p) {
     const Words bits = (Words)v;
