@@ -55,6 +55,14 @@ def test_one_request_of_the_longest_has_room_in_every_group():
         assert group.window is None or group.num_blocks >= group.max_blocks_per_request
 
 
+def test_gemma_3_27b_needs_24_percent_of_the_cache_of_one_group():
+    num_layers = {None: 10, 1024: 52}
+    sizes = CacheSizes(block_size=16, max_model_len=32_768, max_num_batched_tokens=2048)
+    held = sum(num * sizes.max_blocks(window) for window, num in num_layers.items())
+    in_one_group = sum(num_layers.values()) * sizes.max_blocks(None)
+    assert held / in_one_group == pytest.approx(0.24, abs=0.005)
+
+
 def test_blocks_held_by_a_decoding_request():
     for window in (1, 2, 15, 16, 17, 18, 40):
         seen = {

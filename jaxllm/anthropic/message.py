@@ -8,8 +8,8 @@ import msgspec
 
 from jaxllm.anthropic.request import MessagesRequest
 from jaxllm.openai.answer import TIMEOUT
+from jaxllm.openai.blocks import Begin, End, More, Piece
 from jaxllm.openai.errors import AnswerError
-from jaxllm.openai.message import ChatDelta
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import CompletionOutput, RequestOutput
 
@@ -62,105 +62,35 @@ class Message(msgspec.Struct, kw_only=True):
     usage: MessageUsage
 
 
-class BlockStart(msgspec.Struct, frozen=True):
-    """A block begins, without its text."""
-
-    block: Block
-
-
-class BlockText(msgspec.Struct, frozen=True):
-    """The next piece of the block's text, thinking or input, which is JSON."""
-
-    text: str
+def begun(piece: Begin) -> Block:
+    """A block without its text."""
+    if piece.kind == "call":
+        return ToolUseBlock(id=piece.id, name=piece.name, input={})
+    return TextBlock(text="") if piece.kind == "text" else ThinkingBlock(thinking="")
 
 
-class BlockStop(msgspec.Struct, frozen=True):
-    """The block ends."""
-
-
-Piece = BlockStart | BlockText | BlockStop
-
-
-class Blocks:
-    """Makes the pieces of blocks from the deltas of a chat message.
-
-    A block of text begins with its first character that is no space: what is between thinking and
-    calls is no text.
-    """
-
-    def __init__(self, *, hides_thinking: bool):
-        self._hides_thinking = hides_thinking
-        self._open: type[Block] | None = None
-        self._space = ""
-        self.has_calls = False
-
-    def feed(self, deltas: Iterable[ChatDelta]) -> list[Piece]:
-        pieces: list[Piece] = []
-        for delta in deltas:
-            if isinstance(delta.reasoning, str):
-                self._begin(pieces, ThinkingBlock(thinking=""))
-                if not self._hides_thinking:
-                    pieces.append(BlockText(delta.reasoning))
-            if isinstance(delta.content, str):
-                self._text(pieces, delta.content)
-            for call in delta.tool_calls or ():
-                if isinstance(call.id, str) and isinstance(call.function.name, str):
-                    self.has_calls = True
-                    self._end(pieces)
-                    self._begin(pieces, ToolUseBlock(id=call.id, name=call.function.name, input={}))
-                if call.function.arguments:
-                    pieces.append(BlockText(call.function.arguments))
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
-        self._end(pieces)
-        return pieces
-
-    def _text(self, pieces: list[Piece], text: str) -> None:
-        if self._open is not TextBlock:
-            text = self._space + text
-            if not text.strip():
-                self._space = text
-                return
-        self._begin(pieces, TextBlock(text=""))
-        pieces.append(BlockText(text))
-
-    def _begin(self, pieces: list[Piece], block: Block) -> None:
-        if self._open is not type(block):
-            self._end(pieces)
-            self._open = type(block)
-            pieces.append(BlockStart(block))
-
-    def _end(self, pieces: list[Piece]) -> None:
-        self._space = ""
-        if self._open is not None:
-            self._open = None
-            pieces.append(BlockStop())
-
-
-def add_up(pieces: Iterable[Piece]) -> list[Block]:
+def add_up(pieces: Iterable[Piece], *, hides_thinking: bool) -> list[Block]:
     """Join pieces to whole blocks."""
     blocks: list[Block] = []
     texts: list[str] = []
     for piece in pieces:
         match piece:
-            case BlockStart(block):
-                blocks.append(msgspec.structs.replace(block))
-            case BlockText(text):
+            case Begin():
+                blocks.append(begun(piece))
+            case More(text):
                 texts.append(text)
-            case BlockStop():
-                _fill(blocks[-1], "".join(texts))
+            case End():
+                _fill(blocks[-1], "".join(texts), hides_thinking)
                 texts.clear()
     return blocks
 
 
-def _fill(block: Block, text: str) -> None:
+def _fill(block: Block, text: str, hides_thinking: bool) -> None:
     match block:
         case TextBlock():
             block.text = text
         case ThinkingBlock():
-            block.thinking = text
+            block.thinking = "" if hides_thinking else text
         case ToolUseBlock():
             try:
                 given = json.loads(text or "{}")

@@ -1,20 +1,16 @@
 """A message in events: its head, then each block from begin to end, then why it stopped."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from jaxllm.anthropic.errors import MessagesError, in_its_shape
 from jaxllm.anthropic.message import (
     Block,
-    Blocks,
-    BlockStart,
-    BlockText,
     Message,
     MessageUsage,
-    Piece,
     StopReason,
-    TextBlock,
-    ThinkingBlock,
+    begun,
     hides_thinking,
     id_of,
     usage_of,
@@ -22,6 +18,8 @@ from jaxllm.anthropic.message import (
 )
 from jaxllm.anthropic.request import MessagesRequest
 from jaxllm.openai.answer import check_finished
+from jaxllm.openai.blocks import Begin, Blocks, End, Kind, More, Piece
+from jaxllm.openai.errors import ErrorBody
 from jaxllm.openai.message import MessageParser
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import CompletionOutput, RequestOutput
@@ -31,11 +29,11 @@ class Event(msgspec.Struct, kw_only=True, tag_field="type"):
     """An event of a stream."""
 
 
-class MessageStart(Event, tag="message_start"):
+class MessageStart(Event, kw_only=True, tag="message_start"):
     message: Message
 
 
-class ContentBlockStart(Event, tag="content_block_start"):
+class ContentBlockStart(Event, kw_only=True, tag="content_block_start"):
     index: int
     content_block: Block
 
@@ -55,12 +53,12 @@ class InputJSONDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
 BlockDelta = TextDelta | ThinkingDelta | InputJSONDelta
 
 
-class ContentBlockDelta(Event, tag="content_block_delta"):
+class ContentBlockDelta(Event, kw_only=True, tag="content_block_delta"):
     index: int
     delta: BlockDelta
 
 
-class ContentBlockStop(Event, tag="content_block_stop"):
+class ContentBlockStop(Event, kw_only=True, tag="content_block_stop"):
     index: int
 
 
@@ -69,14 +67,14 @@ class Stop(msgspec.Struct, kw_only=True):
     stop_sequence: str | None
 
 
-class MessageDelta(Event, tag="message_delta"):
+class MessageDelta(Event, kw_only=True, tag="message_delta"):
     """Why the message stopped, and the tokens in the end."""
 
     delta: Stop
     usage: MessageUsage
 
 
-class MessageStop(Event, tag="message_stop"):
+class MessageStop(Event, kw_only=True, tag="message_stop"):
     """The last event."""
 
 
@@ -98,10 +96,10 @@ class MessageStream:
         self._answer_id = answer_id
         self._served = served
         self._parser: MessageParser | None = None  # from the first output on
-        self._blocks = Blocks(hides_thinking=hides_thinking(request))
+        self._blocks = Blocks()
         self._num_generated = 0
         self._index = -1  # of the newest block
-        self._make_delta: type[BlockDelta] = TextDelta
+        self._kind: Kind = "text"  # of that block
 
     def take(self, place: int, output: RequestOutput) -> Sequence[MessageEvent]:
         """Make the events of an output; raise if the engine failed."""
@@ -115,14 +113,17 @@ class MessageStream:
             deltas = self._parser.feed(one.text, one.token_ids)
             if one.finish_reason is not None:
                 deltas += self._parser.finish()
-            events += map(self._event, self._blocks.feed(deltas))
+            events += self._events(self._blocks.feed(deltas))
             if one.finish_reason is not None:
-                events += map(self._event, self._blocks.finish())
+                events += self._events(self._blocks.finish())
                 events += self._stop(output, one)
         return events
 
     def end(self) -> Sequence[MessageEvent]:
         return [MessageStop()]
+
+    def fail(self, error: ErrorBody) -> Sequence[MessagesError]:
+        return [in_its_shape(error)]
 
     def _head(self, output: RequestOutput) -> Message:
         return Message(
@@ -134,16 +135,20 @@ class MessageStream:
             usage=usage_of(output, 0),
         )
 
-    def _event(self, piece: Piece) -> MessageEvent:
-        match piece:
-            case BlockStart(block):
-                self._index += 1
-                self._make_delta = _delta_of(block)
-                return ContentBlockStart(index=self._index, content_block=block)
-            case BlockText(text):
-                return ContentBlockDelta(index=self._index, delta=self._make_delta(text))
-            case _:
-                return ContentBlockStop(index=self._index)
+    def _events(self, pieces: Iterable[Piece]) -> list[MessageEvent]:
+        events: list[MessageEvent] = []
+        for piece in pieces:
+            match piece:
+                case Begin():
+                    self._index, self._kind = self._index + 1, piece.kind
+                    events.append(ContentBlockStart(index=self._index, content_block=begun(piece)))
+                case More(text):
+                    if self._kind != "reasoning" or not hides_thinking(self._request):
+                        delta = _DELTAS[self._kind](text)
+                        events.append(ContentBlockDelta(index=self._index, delta=delta))
+                case End():
+                    events.append(ContentBlockStop(index=self._index))
+        return events
 
     def _stop(self, output: RequestOutput, one: CompletionOutput) -> list[MessageEvent]:
         reason = why_it_stopped(
@@ -158,7 +163,8 @@ class MessageStream:
         return [MessageDelta(delta=stop, usage=usage_of(output, self._num_generated))]
 
 
-def _delta_of(block: Block) -> type[BlockDelta]:
-    if isinstance(block, TextBlock):
-        return TextDelta
-    return ThinkingDelta if isinstance(block, ThinkingBlock) else InputJSONDelta
+_DELTAS: dict[Kind, type[BlockDelta]] = {
+    "reasoning": ThinkingDelta,
+    "text": TextDelta,
+    "call": InputJSONDelta,
+}

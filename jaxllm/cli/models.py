@@ -22,11 +22,26 @@ def run(args: argparse.Namespace) -> None:
 
 def table() -> list[str]:
     """The lines of a table in Markdown, with a row for each family."""
-    rows = [("Family", "Models", "`architectures` in config.json"), ("---", "---", "---")]
+    titles = ("Family", "Models", "`architectures` in config.json", "Compared with")
+    rows = [titles, ("---",) * len(titles)]
     for family in family_names():
         names = ", ".join(f"`{name}`" for name in architectures_of(family))
-        rows.append((family, summary(family), names))
+        rows.append((family, summary(family), names, comparison(family)))
     return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def comparison(family: str) -> str:
+    """What the tests compare the logits of a family's tiny checkpoints with."""
+    larger = [name for name in architectures_of(family) if is_larger(name)]
+    if not larger:
+        return "transformers"
+    inside = " and ".join(f"`{name}`" for name in larger)
+    return f"transformers; the decoder in {inside} with the decoder alone"
+
+
+def is_larger(name: str) -> bool:
+    """Whether an architecture has towers around its decoder."""
+    return name.endswith("ForConditionalGeneration")
 
 
 def summary(family: str) -> str:

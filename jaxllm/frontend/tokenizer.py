@@ -163,8 +163,10 @@ def _loader(files: SmallFiles) -> Any:
     of all models, and torch if it is installed: two seconds and hundreds of megabytes.
     """
     model, tokenizer = files["config.json"], files["tokenizer_config.json"]
+    # Of a GGUF file, whose tokenizer is whole.
+    is_whole = tokenizer.get("made_of") == "gguf"
     if (
-        model.get("model_type") in _TRUSTED_MODEL_TYPES
+        (is_whole or model.get("model_type") in _TRUSTED_MODEL_TYPES)
         and tokenizer.get("tokenizer_class") in _GENERAL_CLASSES
         and "auto_map" not in tokenizer
     ):

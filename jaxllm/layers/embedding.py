@@ -51,13 +51,17 @@ class Embedding(Product):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Compute float32 logits [n, rows] from [n, D]; padding columns are -inf."""
         with jax.named_scope("logits"):
-            logits = self.matmul(hidden, self.weight[...])
+            logits = self.product(hidden)
             if self.bias is not None:
                 logits = logits + self.bias[...].astype(jnp.float32)
             rows = logits.shape[1]
             if rows == self.vocab_size:
                 return logits
             return jnp.where(jnp.arange(rows) < self.vocab_size, logits, -jnp.inf)
+
+    def product(self, hidden: jax.Array) -> jax.Array:
+        """Multiply by all rows, in float32."""
+        return self.matmul(hidden, self.weight[...])
 
 
 class Positions(nnx.Module):

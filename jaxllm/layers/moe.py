@@ -1,7 +1,8 @@
 """Mixture of experts: each token's weighted sum of a few feed-forward networks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -110,18 +111,12 @@ class Experts(nnx.Module):
         self, x: jax.Array, chosen: jax.Array, factors: jax.Array, context: StepContext
     ) -> jax.Array:
         """Return the sums [T, D] of the experts' outputs, of all devices together."""
-        params = (self.w13_weight, self.w2_weight, self.w13_bias, self.w2_bias)
-        gate_up, down, *biases = (None if p is None else p[...] for p in params)
-        assert gate_up is not None and down is not None
-        weights = ExpertWeights(gate_up, down, *biases)
+        weights = self._weights(lambda param: param[...])
         mesh = context.mesh
         if mesh is None or num_pieces(mesh, ("mlp",)) == 1:
             return self.op(x, chosen, factors, weights, config=self.spec.activation)
         whole = partition_spec(())
-        specs = jax.tree.unflatten(
-            jax.tree.structure(weights),
-            [partition_spec(p.get_metadata()["axes"]) for p in params if p is not None],
-        )
+        specs = self._weights(lambda param: partition_spec(param.get_metadata()["axes"]))
         return jax.shard_map(
             self._sum_of_devices,
             mesh=mesh,
@@ -129,6 +124,14 @@ class Experts(nnx.Module):
             out_specs=whole,
             check_vma=False,
         )(x, chosen, factors, weights)
+
+    def matrices(self, of: Callable[[nnx.Param], Any]) -> tuple[Any, Any]:
+        """The matrices gate and up, and down, with a value of each parameter in its place."""
+        return of(self.w13_weight), of(self.w2_weight)
+
+    def _weights(self, of: Callable[[nnx.Param], Any]) -> ExpertWeights:
+        biases = (None if its is None else of(its) for its in (self.w13_bias, self.w2_bias))
+        return ExpertWeights(*self.matrices(of), *biases)
 
     def _sum_of_devices(
         self, x: jax.Array, chosen: jax.Array, factors: jax.Array, weights: ExpertWeights
@@ -138,7 +141,7 @@ class Experts(nnx.Module):
         device = jax.lax.axis_index(TENSOR)
         if self.spec.has_whole_experts:
             # Experts of other devices have numbers outside of those here.
-            chosen = chosen - device * len(weights.down)
+            chosen = chosen - device * weights.num_experts
         elif weights.down_bias is not None:
             # One device adds it.
             bias = jnp.where(device == 0, weights.down_bias, 0)

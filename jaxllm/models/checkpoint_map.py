@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,11 +21,16 @@ Shape = tuple[int, ...]
 Box = tuple[slice, ...]
 
 
+# What a tensor has: floats of 16 or 32 bits; codes of 8; scales, which may be small floats, too;
+# scales that are powers of two, as their exponents; or words and bytes of several codes.
+Kind = Literal["float", "int8", "float8_e4m3fn", "scale", "power", "int32", "uint8"]
+
+
 class Tensors(Protocol):
     """An open checkpoint, which holds the data."""
 
-    def copy(self, name: str, box: Box, target: np.ndarray) -> None:
-        """Fill the target with a box of a tensor; convert to the target's type."""
+    def copy(self, name: str, box: Box, target: np.ndarray, kind: Kind = "float") -> None:
+        """Fill the target with a box of a tensor of a kind; convert to the target's type."""
         ...
 
 
@@ -50,13 +55,13 @@ class Tensor:
 
     name: str
     shape: Shape
-    kind: Literal["float", "int8", "float8_e4m3fn"] = "float"  # of any size, or codes
+    kind: Kind = "float"
 
     def rows(self) -> Iterator["Rows"]:
         yield Rows(self, 0, self.shape[0] if self.shape else 1)
 
     def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
-        tensors.copy(self.name, box, target)
+        tensors.copy(self.name, box, target, self.kind)
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,45 @@ class Rows:
     def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
         rows = slice(box[0].start + self.first, box[0].stop + self.first)
         self.tensor.copy(tensors, (rows, *box[1:]), target)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows `first` up to `end` of a source, which `Beside` names."""
+
+    source: Source
+    first: int
+    end: int
+
+    @property
+    def shape(self) -> Shape:
+        return (self.end - self.first, *self.source.shape[1:])
+
+    def rows(self) -> Iterator[Rows]:
+        return iter(())
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        rows = slice(box[0].start + self.first, box[0].stop + self.first)
+        self.source.copy(tensors, (rows, *box[1:]), target)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A source that names the tensors of another one: all of its spans."""
+
+    source: Source
+    whole: Source
+
+    @property
+    def shape(self) -> Shape:
+        return self.source.shape
+
+    def rows(self) -> Iterator[Rows]:
+        yield from self.source.rows()
+        yield from self.whole.rows()
+
+    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
+        self.source.copy(tensors, box, target)
 
 
 @dataclass(frozen=True)
@@ -228,6 +272,12 @@ class Stored(Protocol):
         """The bound of made-up values."""
         ...
 
+    @property
+    def floats(self) -> str | None:
+        """The leaf of the parameter of floats that this one is made of while it is read, by
+        `of_floats(source)`; None: the checkpoint has it."""
+        ...
+
     def __call__(self, module: str, shape: Shape) -> Source:
         """The source of a piece [out, ...], from the full name of its module."""
         ...
@@ -244,9 +294,13 @@ class Place(NamedTuple):
 
     def tensor(self, module: str, shape: Shape) -> Source:
         """The leaf of the same name in a sibling module."""
+        return self.tensor_of(self._name(module), self.leaf, shape)
+
+    def tensor_of(self, module: str, leaf: str, shape: Shape) -> Source:
+        """The leaf of any module, from its full name."""
         if self.stored is None:
-            return self.plain_tensor(module, shape)
-        return self.stored(self._name(module), shape)
+            return Tensor(f"{module}.{leaf}", shape)
+        return self.stored(module, shape)
 
     def plain_tensor(self, module: str, shape: Shape) -> Tensor:
         """Likewise, for rules that need a tensor as it is."""
@@ -317,19 +371,27 @@ class CheckpointMap:
     ) -> Source:
         """The source of a parameter that consists of one or more pieces of these shapes."""
         *path, module, leaf = parameter.split(".")
+        if stored is not None and stored.floats is not None:
+            made: Any = stored
+            leaf = stored.floats
+            pieces = tuple((*piece[:-1], made.num_inputs) for piece in pieces)
+            return made.of_floats(self.source(".".join((*path, module, leaf)), pieces))
         rule = self.rules.get(module)
         if rule is None:
             rule, module = as_named, self.renamed.get(module, module)
         parent = ".".join(filter(None, (self.renamed.get(name, name) for name in path)))
         return rule(Place(parent, module, leaf, pieces, stored))
 
-    def modules(self, parameter: str, pieces: tuple[Shape, ...]) -> list[str]:
-        """The modules that a weight is fused of, by their names in every layout."""
-        return [
-            rows.tensor.name.removesuffix(".weight")
+    def modules(self, parameter: str, pieces: tuple[Shape, ...]) -> list[tuple[str, ...]]:
+        """The modules that a weight is fused of: of each its names in every layout."""
+        layouts = [
+            dict.fromkeys(
+                rows.tensor.name.removesuffix(".weight")
+                for rows in names.source(parameter, pieces).rows()
+            )
             for names in (self, *self.others)
-            for rows in names.source(parameter, pieces).rows()
         ]
+        return list(zip(*layouts, strict=True))
 
     @property
     def copied_tensors(self) -> dict[str, str]:

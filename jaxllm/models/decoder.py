@@ -23,7 +23,8 @@ from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture, Caches, Layer
-from jaxllm.quantization.linear import store_codes, with_codes
+from jaxllm.quantization.kv_cache import UNUSED_SCALES
+from jaxllm.quantization.store import store_codes, with_codes
 
 
 class DecoderForCausalLM(nnx.Module):
@@ -57,17 +58,22 @@ class DecoderForCausalLM(nnx.Module):
 
     @property
     def attention_configs(self) -> tuple[MixerConfig, ...]:
-        return tuple(
-            getattr(layer, mixer.name).config
-            for layer in self.model.own_layers.values()
+        return tuple(module.config for module in self.cached_mixers.values())
+
+    @property
+    def cached_mixers(self) -> dict[str, Any]:
+        """The mixers with caches of their own, by their names, in the order of the caches."""
+        return {
+            f"model.layers.{index}.{mixer.name}": getattr(layer, mixer.name)
+            for index, layer in self.model.own_layers.items()
             if layer.spec.caches_of is None
             for mixer in layer.spec.mixers
-        )
+        }
 
     @property
     def checkpoint_map(self) -> CheckpointMap:
         names = ModelRegistry.family(self.architecture.name).checkpoint(self.architecture)
-        return with_codes(names, self.architecture.scheme)
+        return with_codes(names, self.architecture.scheme).ignoring(UNUSED_SCALES)
 
     def __call__(
         self,

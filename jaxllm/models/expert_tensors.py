@@ -70,8 +70,8 @@ def each_expert(
         (shape,) = place.pieces
         leaf = place.leaf.removeprefix("w13_").removeprefix("w2_")
 
-        def of_expert(number: int, name: str, shape: Shape) -> Tensor:
-            return Tensor(f"{place.parent}.{module}.{number}.{name}.{leaf}", shape)
+        def of_expert(number: int, name: str, shape: Shape) -> Source:
+            return place.tensor_of(f"{place.parent}.{module}.{number}.{name}", leaf, shape)
 
         if place.leaf.startswith("w2_"):
             return Stack(tuple(of_expert(e, down, shape[1:]) for e in range(shape[0])))
@@ -92,7 +92,7 @@ def stacked_experts(
 
     `gate_up` and `down` are names of tensors behind that of the layer's module. Those of biases,
     [E, 2F] and [E, D], end in `_bias`. With `is_transposed` the weights are [E, D, 2F] and
-    [E, F, D].
+    [E, F, D], unless they are codes.
     """
 
     def rule(place: Place) -> Source:
@@ -101,8 +101,10 @@ def stacked_experts(
         name = f"{place.parent}.{down if is_down else gate_up}{'_bias' if is_bias else ''}"
         if not is_down:
             shape = (shape[0], shape[1] * shape[2], *shape[3:])
-        if is_transposed and not is_bias:
-            source: Source = Transposed(Tensor(name, (shape[0], shape[2], shape[1])))
+        if place.stored is not None:
+            source: Source = place.stored(name, shape)
+        elif is_transposed and not is_bias:
+            source = Transposed(Tensor(name, (shape[0], shape[2], shape[1])))
         else:
             source = Tensor(name, shape)
         return source if is_down else GateAndUp(source, alternates)

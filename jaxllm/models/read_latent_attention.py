@@ -8,6 +8,7 @@ from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.layers.rope import RopeConfig
 from jaxllm.models.checkpoint_map import (
+    Beside,
     CheckpointMap,
     Concat,
     InHalves,
@@ -15,6 +16,7 @@ from jaxllm.models.checkpoint_map import (
     Rows,
     Rule,
     Source,
+    Span,
     Tensor,
     ViewedAs,
 )
@@ -137,11 +139,19 @@ def _of_heads(spec: LatentAttentionSpec) -> Rule:
     def rule(place: Place) -> Source:
         ((heads, size, latent),) = place.pieces
         of_head = spec.nope_size + spec.v_head_size
-        name = f"{place.parent}.{place.module}.{place.leaf.removeprefix('k_').removeprefix('v_')}"
-        tensor = Tensor(name, (heads * of_head, latent))
-        first = 0 if place.leaf.startswith("k_") else spec.nope_size
-        starts = range(first, heads * of_head, of_head)
-        rows = Concat(tuple(Rows(tensor, start, start + size) for start in starts))
-        return ViewedAs(rows, (heads, size, latent))
+        module = f"{place.parent}.{place.module}"
+        is_key = place.leaf.startswith("k_")
+        leaf = place.leaf.removeprefix("k_").removeprefix("v_")
+        whole = place.tensor_of(module, leaf, (heads * of_head, latent))
+        starts = range(0 if is_key else spec.nope_size, heads * of_head, of_head)
+        rows = tuple(
+            Rows(whole, start, start + size)
+            if isinstance(whole, Tensor)
+            else Span(whole, start, start + size)
+            for start in starts
+        )
+        of_heads = ViewedAs(Concat(rows), (heads, size, latent))
+        # The keys name the tensors of both.
+        return Beside(of_heads, whole) if is_key and not isinstance(whole, Tensor) else of_heads
 
     return rule

@@ -12,7 +12,7 @@ from jaxllm.openai.chat_stream import ChatStream
 from jaxllm.openai.completion_answer import answer_completion
 from jaxllm.openai.completion_stream import CompletionStream
 from jaxllm.openai.completions import CompletionRequest
-from jaxllm.openai.errors import NotFoundError
+from jaxllm.openai.errors import ErrorBody, NotFoundError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wire import OPENAI, Wire
 from jaxllm.outputs import RequestOutput
@@ -65,6 +65,12 @@ class Request(Protocol):
         ...
 
 
+class Reader(Protocol):
+    """Makes requests of decoded bodies, as the types of requests do."""
+
+    def read(self, body: object, *, live: bool = False) -> Request: ...
+
+
 class StreamedAnswer(Protocol):
     """Makes the chunks of an answer from output deltas."""
 
@@ -76,11 +82,15 @@ class StreamedAnswer(Protocol):
         """Make the chunks after all outputs."""
         ...
 
+    def fail(self, error: ErrorBody) -> Sequence[Struct]:
+        """Make the chunks that end a stream with an error."""
+        ...
+
 
 class Endpoint(NamedTuple):
     """The request type of a path, and the two ways to answer it."""
 
-    request: type[Request]
+    request: Reader
     # Makes the whole answer from the final outputs of all prompts; raises AnswerError.
     answer: Callable[[Any, str, int, Sequence[RequestOutput], ServedModel], Struct]
     # Makes a streamed answer.

@@ -46,14 +46,17 @@ logger = init_logger(__name__)
 _FREE_PADDING = 128
 
 
-def load_native_kernels(config: EngineConfig, chip: Chip, dtype: Any) -> Library | NoLibrary:
+def load_native_kernels(
+    config: EngineConfig, chip: Chip, dtype: Any, kv_dtype: str | None
+) -> Library | NoLibrary:
     """Load the native kernels for CPUs, if they can be built."""
     if chip.platform != "cpu":
         return NoLibrary(f"they are for CPUs, and this is {chip.name}")
     if not config.compilation.native_kernels:
         return NoLibrary("native_kernels is off")
     directory = config.compilation.compilation_cache_dir or DEFAULT_COMPILATION_CACHE_DIR
-    library = native.load(Path(directory).expanduser() / "native", (dtype.name,))
+    kv_dtypes = () if kv_dtype is None else (kv_dtype,)
+    library = native.load(Path(directory).expanduser() / "native", (dtype.name,), kv_dtypes)
     if isinstance(library, NoLibrary):
         logger.info("XLA's slower kernels run in place of our own: %s", library.reason)
     return library
@@ -66,11 +69,15 @@ def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
     return NativeMatmul(library)
 
 
-def choose_products(chip: Chip, library: Library | NoLibrary, num_shards: int) -> Products:
+def choose_products(
+    chip: Chip, library: Library | NoLibrary, num_shards: int, *, keeps_groups: bool
+) -> Products:
     """What may multiply by codes. Experts are computed by one device each."""
     widens_in_place = chip.platform != "cpu"
-    by_xla = XlaCodedMatmul(num_shards, widens_in_place)
-    experts_by_xla = XlaExperts(coded=XlaCodedMatmul(widens_in_place=widens_in_place))
+    by_xla = XlaCodedMatmul(
+        num_shards, widens_in_place, mx_by_output=widens_in_place and not keeps_groups
+    )
+    experts_by_xla = XlaExperts(coded=replace(by_xla, num_shards=1))
     if isinstance(library, NoLibrary):
         return Products(linear=(by_xla,), experts=(experts_by_xla,))
     # XLA cannot shard the native product.

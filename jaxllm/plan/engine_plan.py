@@ -24,12 +24,14 @@ from jaxllm.models.base import Model
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
+from jaxllm.plan.choose_kv_cache import KVCachePlan
 from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
 from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
 )
+from jaxllm.quantization.linear import CodedExperts
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 from jaxllm.speculative_config import Speculation
@@ -52,11 +54,13 @@ class EnginePlan:
     max_num_batched_tokens: int
     block_size: int
     cache_groups: tuple[CacheGroup, ...]
+    kv_cache: KVCachePlan | None  # None: keys and values are cached in the model's type
     num_logits: int  # the vocabulary, and padding if it is sharded
     attention: MixerBackend
     attention_configs: tuple[MixerConfig, ...]
     matmul: Matmul
     experts: ExpertsOp | None  # None: the model has none
+    coded_products: tuple[str, ...]  # how products with codes are computed, in words
     sampling: Layout
     add_norm: AddNorm | None
     stages: tuple[StagePlan, ...]
@@ -155,7 +159,8 @@ class EnginePlan:
                 rounds = isinstance(module, Linear) and module.bias is None
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
-            elif isinstance(module, Experts) and experts is not None:
+            elif isinstance(module, Experts) and not isinstance(module, CodedExperts):
+                assert experts is not None
                 module.op = experts
         return model
 

@@ -22,6 +22,7 @@ from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.models.architecture import read_architecture
+from jaxllm.models.hf_config import merge_overrides
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
@@ -45,6 +46,7 @@ from jaxllm.plan.choose_kernels import (
     free_padding,
     load_native_kernels,
 )
+from jaxllm.plan.choose_kv_cache import of_draft, with_kv_cache
 from jaxllm.plan.draft_model import DraftModelPlan, plan_draft_model
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.generation_config import (
@@ -63,6 +65,7 @@ from jaxllm.plan.stages import (
     sampling_bytes,
     stage_meshes,
 )
+from jaxllm.quantization.linear import describe_products
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
@@ -116,9 +119,26 @@ def make_plan(
     chip = chip_of(device)
     platform = chip.platform
     dtype = choose_dtype(model.dtype, architecture, platform)
-    library = load_native_kernels(config, chip, dtype)
-    products = choose_products(chip, library, num_shards)
-    architecture = architecture.with_products(products)
+    architecture, kv_cache = with_kv_cache(
+        architecture,
+        config.cache,
+        model_dir,
+        hf_config=merge_overrides(hf_config, model.hf_overrides or {}),
+        dtype=dtype,
+        reads_weights=model.load_format != "dummy",
+    )
+    library = load_native_kernels(config, chip, dtype, kv_cache and kv_cache.codes)
+
+    def products_of(architecture: Architecture) -> Architecture:
+        scheme = architecture.scheme
+        if scheme is None:
+            return architecture
+        keeps_groups = scheme.keeps_groups
+        return architecture.with_products(
+            choose_products(chip, library, num_shards, keeps_groups=keeps_groups)
+        )
+
+    architecture = products_of(architecture)
     max_model_len = choose_max_model_len(model.max_model_len, architecture)
     max_num_seqs = config.scheduler.max_num_seqs or DEFAULTS[platform].max_num_seqs
     max_num_batched_tokens = choose_max_num_batched_tokens(
@@ -156,12 +176,14 @@ def make_plan(
             windows=windows,
             has_latents=any(isinstance(c, LatentConfig) for c in attention_configs),
             download_dir=model.download_dir,
+            cache=None if kv_cache is None else of_draft(config.cache, kv_cache),
+            reads_weights=model.load_format != "dummy",
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             dtype=dtype,
             mesh=meshes[0],
             num_shards=num_shards,
-            products=products,
+            choose_products=products_of,
             choose_experts=experts_of,
         )
     attention = choose_attention(
@@ -263,11 +285,15 @@ def make_plan(
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         cache_groups=cache_groups,
+        kv_cache=kv_cache,
         num_logits=num_logits,
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
         experts=experts_of(architecture),
+        coded_products=tuple(
+            dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
+        ),
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),

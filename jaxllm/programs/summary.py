@@ -27,6 +27,7 @@ def summary(plan: EnginePlan) -> str:
             f"{format_bytes(plan.draft.weights_bytes)} of weights and "
             f"{format_bytes(plan.draft.kv_cache_bytes)} of KV cache are its own\n"
         )
+    products = "".join(f"products with {how}\n" for how in plan.coded_products)
     stages = f" in {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     return (
         f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
@@ -35,10 +36,12 @@ def summary(plan: EnginePlan) -> str:
         f"{f' by {arch.scheme}' if arch.scheme is not None else ''}; {_attention(plan)} "
         f"{plan.attention.name!r}{', native products' if plan.matmul is not XLA else ''}"
         f"{f', experts {plan.experts.name!r}' if plan.experts is not None else ''}\n"
-        f"KV cache {format_bytes(plan.kv_cache_bytes)}: "
+        f"KV cache {format_bytes(plan.kv_cache_bytes)}"
+        f"{f' of {plan.kv_cache}' if plan.kv_cache is not None else ''}: "
         f"{describe_groups(plan.cache_groups, plan.block_size)}, room for "
         f"{describe_room(plan.room_for, shown_lengths(plan.max_model_len))} "
         f"(max_num_seqs={plan.max_num_seqs})\n"
+        f"{products}"
         f"{draft}{counted(num_programs(plan), 'program')}, "
         f"with steps of {', '.join(map(str, plan.buckets))}"
     )

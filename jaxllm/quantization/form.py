@@ -1,81 +1,147 @@
-"""How the weight of a linear layer is stored: codes of 8 bits, and scales.
+"""How a checkpoint stores the weights of a layer, and where a model's arrays of codes are in it.
 
-A weight is its code times a float32 scale, which it shares with other inputs of its output.
+A `Storage` knows one module of a checkpoint at a time, and gives its codes as numbers. What is done
+with them is the same for all: they are packed in the form in which the chosen implementation holds
+them, fused with those of other modules, and cut over devices.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from jaxllm.models.checkpoint_map import Shape, Source, Tensor, ViewedAs
-from jaxllm.quantization.sources import LARGEST, Codes, Scales, Spread
+import numpy as np
+from jaxllm_kernels.coded import TABLES, CodeForm
 
-CodeType = Literal["int8", "float8_e4m3fn"]
+from jaxllm.models.checkpoint_map import Shape, Source
+from jaxllm.quantization.held import E4m3OfPowers, Looked, Packed, Regrouped, Times
+from jaxllm.quantization.made import AtLoad
+from jaxllm.quantization.sources import Values
 
 
-class Block(NamedTuple):
-    """The weights that share a scale of a checkpoint; None: all outputs, or all inputs."""
+class Storage(Protocol):
+    """A way to store a weight [..., out, in], as codes. Implementations are frozen dataclasses."""
 
-    outputs: int | None
-    inputs: int | None
+    @property
+    def form(self) -> CodeForm:
+        """The form, of which the order of codes does not matter."""
+        ...
+
+    def codes(self, module: str, shape: Shape) -> Source:
+        """The numbers of codes, one an element: of 4 bits uint8 from 0 to 15, of 8 bits their type.
+
+        Args:
+          module: the full name of the module, without that of a tensor.
+          shape: of the weight.
+        """
+        ...
+
+    def scales(self, module: str, shape: Shape) -> Source:
+        """The scales [..., out, groups] of a weight of this shape [..., out, in]."""
+        ...
+
+    def offsets(self, module: str, shape: Shape) -> Source:
+        """Likewise, if the form has offsets."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """The stored form of a weight [out, in]."""
+class _Held:
+    """An array of a weight that is held in a form with the same values as that of its storage."""
 
-    codes: CodeType
-    block: Block
-    # The name of the scales in the checkpoint; None: the checkpoint has weights of 16 or 32 bits,
-    # and codes are made when they are read.
-    scale_name: str | None = None
+    storage: Storage
+    held: CodeForm
+    num_inputs: int
+    # The leaf of the parameter whose values become codes while they are read; None: the checkpoint
+    # has codes.
+    floats: str | None = None
+
+    def of_floats(self, weight: Source) -> Source:
+        """The source of a parameter that is made of a weight in more bits."""
+        assert isinstance(self.storage, AtLoad)
+        made = replace(self, storage=replace(self.storage, source=weight))
+        return made("", weight.shape)
+
+    def __call__(self, module: str, shape: Shape) -> Source:
+        return self.source(module, (*shape[:-1], self.num_inputs))
+
+    def source(self, module: str, shape: Shape) -> Source:
+        """The source for a weight [..., out, in] of this shape."""
+        raise NotImplementedError
 
     @property
-    def group(self) -> int | None:
-        """The inputs that share a scale; None: all."""
-        return self.block.inputs
+    def becomes_float8(self) -> bool:
+        """Whether codes of 4 bits and powers of two become float8 with a scale per output."""
+        return self.storage.form.bits == 4 and self.held.codes == "float8_e4m3fn"
 
-    def __str__(self) -> str:
-        shared = "a scale per output" if self.group is None else f"a scale per {self.group} inputs"
-        return f"{self.codes}, {shared}"
+    def regrouped(self, source: Source) -> Source:
+        """What groups share, for the groups of the form that is held."""
+        group = self.storage.form.group
+        if group is None or group == self.held.group:
+            return source
+        assert self.held.group is not None
+        return Regrouped(source, group // self.held.group, self.held.num_groups(self.num_inputs))
 
 
-@dataclass(frozen=True)
-class StoredCodes:
-    """Where the codes of a weight are in a checkpoint."""
-
-    form: Form
+@dataclass(frozen=True, kw_only=True)
+class HeldCodes(_Held):
+    """`Stored` of codes."""
 
     @property
     def largest(self) -> float:
         """How large codes of made-up weights are: small enough for exact sums, and not all zero."""
-        return min(LARGEST[self.form.codes], 127.0)
+        return _LARGEST_MADE_UP
 
-    def __call__(self, module: str, shape: Shape) -> Source:
-        name, form = f"{module}.weight", self.form
-        if form.scale_name is not None:
-            return Tensor(name, shape, form.codes)
-        return Codes(Tensor(name, shape), form.codes, form.group)
+    def source(self, module: str, shape: Shape) -> Source:
+        numbers, held = self.storage.codes(module, shape), self.held
+        if self.becomes_float8:
+            return E4m3OfPowers(numbers, self.storage.scales(module, shape), module, "codes")
+        if held.bits == 4:
+            return Packed(numbers, held.order)
+        if self.storage.form.bits == 4:
+            twice = 2 * np.array(TABLES[self.storage.form.codes])
+            return Looked(numbers, tuple(twice.astype(int).tolist()))
+        return numbers
 
 
-@dataclass(frozen=True)
-class StoredScales:
-    """Where the scales of a weight [out, in] are in a checkpoint; the parameter has them for each
-    output, [out, groups]."""
-
-    form: Form
-    num_inputs: int
+@dataclass(frozen=True, kw_only=True)
+class HeldScales(_Held):
+    """`Stored` of scales."""
 
     @property
     def largest(self) -> float:
-        return 0.05 / StoredCodes(self.form).largest
+        return 0.05 / (8 if self.held.bits == 4 else _LARGEST_MADE_UP)
+
+    def source(self, module: str, shape: Shape) -> Source:
+        scales = self.storage.scales(module, shape)
+        if self.becomes_float8:
+            return E4m3OfPowers(self.storage.codes(module, shape), scales, module, "scales")
+        if self.storage.form.bits == 4 and self.held.codes == "int8":
+            scales = Times(scales, 0.5)
+        return self.regrouped(scales)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOffsets(_Held):
+    """`Stored` of offsets."""
+
+    largest: float = 0.01
+
+    def source(self, module: str, shape: Shape) -> Source:
+        return self.regrouped(self.storage.offsets(module, shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldValues:
+    """`Stored` of weights that are no codes on devices: computations want them in another shape."""
+
+    storage: Storage
+    largest: float = 0.05
+    floats: str | None = None
 
     def __call__(self, module: str, shape: Shape) -> Source:
-        form, (outputs, groups) = self.form, shape
-        if form.scale_name is None:
-            weight = Tensor(f"{module}.weight", (outputs, self.num_inputs))
-            return Scales(weight, form.codes, groups)
-        name = f"{module}.{form.scale_name}"
-        if form.block.outputs is None:
-            return Spread(ViewedAs(Tensor(name, (groups,)), (1, groups)), outputs, outputs)
-        rows = -(-outputs // form.block.outputs)
-        return Spread(Tensor(name, (rows, groups)), form.block.outputs, outputs)
+        storage = self.storage
+        offsets = storage.offsets(module, shape) if storage.form.has_offsets else None
+        codes, scales = storage.codes(module, shape), storage.scales(module, shape)
+        return Values(storage.form, codes, scales, offsets)
+
+
+_LARGEST_MADE_UP = 127.0

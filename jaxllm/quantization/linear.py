@@ -1,114 +1,203 @@
-"""Linear layers whose weights are codes with scales, in place of those of a model."""
+"""Layers whose weights are codes, in place of those of a model."""
 
-import functools
+import math
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxllm_kernels.coded import CodedWeight, CodeForm
-from jaxllm_kernels.dense.api import CodedMatmul
+from jaxllm_kernels.dense.xla import XlaCodedMatmul
+from jaxllm_kernels.experts.xla import XlaExperts
 
 from jaxllm.errors import UnsupportedModelError, refused
+from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.moe import Experts
-from jaxllm.models.checkpoint_map import CheckpointMap
-from jaxllm.quantization.form import Form, StoredCodes, StoredScales
-from jaxllm.quantization.products import choose
-from jaxllm.quantization.scheme import Scheme
+from jaxllm.parallel.sharding import TENSOR, partition_spec
+from jaxllm.quantization.form import HeldCodes, HeldOffsets, HeldScales, Storage
+from jaxllm.quantization.made import AtLoad
+from jaxllm.quantization.products import Products, choose
+
+# Smaller groups than that are not worth their scales.
+_SMALLEST_GROUP = 8
 
 
 class CodedLinear(nnx.Module):
-    """y = x (codes * scales)^T + b over the last axis."""
+    """y = x W^T + b over the last axis, where W is codes."""
 
     def __init__(
-        self,
-        linear: Linear,
-        form: Form,
-        name: str,
-        *,
-        ops: tuple[CodedMatmul, ...],
-        num_shards: int,
+        self, linear: Linear, storage: Storage, name: str, *, products: Products, num_shards: int
     ):
-        """Make the layer that computes an abstract linear one, by the first of the implementations
-        that can."""
-        weight, given = linear.weight, linear.weight.get_metadata()
-        num_outputs, num_inputs = weight.shape
-        group = form.group or num_inputs
-        if num_inputs % group:
-            raise UnsupportedModelError(
-                f"{name} has {num_inputs} inputs; a scale for each {group} of them is supported "
-                f"if they are a multiple of {group}"
-            )
-        outputs_axis, inputs_axis = given["axes"]
-        is_cut = inputs_axis not in (None, "hidden") and num_shards > 1
-        if is_cut and form.group is not None and num_inputs // num_shards % group:
-            raise refused(
-                "tensor_parallel_size",
-                num_shards,
-                f"the {num_inputs} inputs of {name} have a scale for each {group}, and these "
-                "cannot be cut",
-            )
-        num_groups = num_inputs // group
-        on_device = (num_outputs, num_inputs // num_shards if is_cut else num_inputs)
-        asked = CodeForm(codes=form.codes, group=form.group)
-        self.matmul, (self.form,) = choose(ops, asked, [on_device])
-        self.weight = nnx.Param(
-            jax.ShapeDtypeStruct(weight.shape, self.form.code_dtype),
-            axes=given["axes"],
-            parts=given["parts"],
-            stored=StoredCodes(form),
+        """Make the layer that computes an abstract linear one, by the first implementation that
+        has such products."""
+        self.matmul, (self.form,), params = _of_weight(
+            {"weight": linear.weight}, storage, name, products.linear, num_shards
         )
-        self.weight_scale = nnx.Param(
-            jax.ShapeDtypeStruct((num_outputs, num_groups), jnp.dtype(jnp.float32)),
-            axes=(outputs_axis, inputs_axis if num_groups > 1 else None),
-            parts=given["parts"],
-            stored=StoredScales(form, num_inputs),
-        )
+        for leaf, param in params.items():
+            setattr(self, leaf, param)
         self.bias = linear.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = CodedWeight(codes=self.weight[...], scales=self.weight_scale[...], form=self.form)
-        y = self.matmul(x, weight)
+        y = self.matmul(x, _coded(self, "weight", self.form, lambda param: param[...]))
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
-# Tensors beside codes and scales that nothing here needs: rows and the KV cache keep 16 bits.
-_UNUSED = (r".*\.(input|output)_scale", r".*\.[qkv]_scale")
+class CodedHead(Embedding):
+    """An output head whose weights are codes."""
+
+    def __init__(
+        self, head: Embedding, storage: Storage, name: str, *, products: Products, num_shards: int
+    ):
+        self.vocab_size = head.vocab_size
+        self.by_codes, (self.form,), params = _of_weight(
+            {"weight": head.weight}, storage, name, products.linear, num_shards
+        )
+        for leaf, param in params.items():
+            setattr(self, leaf, param)
+        self.bias = head.bias
+
+    def product(self, hidden: jax.Array) -> jax.Array:
+        return self.by_codes(hidden, _coded(self, "weight", self.form, lambda param: param[...]))
 
 
-def with_codes(names: CheckpointMap, scheme: Scheme | None) -> CheckpointMap:
-    """The map of a checkpoint that was written by a scheme."""
-    return names if scheme is None else names.ignoring(*_UNUSED)
+class CodedExperts(Experts):
+    """Experts whose matrices are codes."""
+
+    def __init__(
+        self, experts: Experts, storage: Storage, name: str, *, products: Products, num_shards: int
+    ):
+        self.spec = experts.spec
+        matrices = {"w13_weight": experts.w13_weight, "w2_weight": experts.w2_weight}
+        self.op, self.forms, params = _of_weight(
+            matrices, storage, name, products.experts, num_shards
+        )
+        for leaf, param in params.items():
+            setattr(self, leaf, param)
+        self.w13_bias, self.w2_bias = experts.w13_bias, experts.w2_bias
+
+    def matrices(self, of: Any) -> tuple[Any, Any]:
+        gate_up, down = self.forms
+        return _coded(self, "w13_weight", gate_up, of), _coded(self, "w2_weight", down, of)
 
 
-def store_codes(
-    model: nnx.Module, scheme: Scheme, names: CheckpointMap, *, num_shards: int
-) -> None:
-    """Replace the linear layers of an abstract model that the scheme stores as codes."""
-    for path, module in list(nnx.iter_graph(model)):
-        name = ".".join(map(str, path))
-        if isinstance(module, Experts):
-            experts = names.modules(f"{name}.w13_weight", (module.w13_weight.shape,))
-            if any(scheme.form_of([expert]) for expert in experts):
-                raise UnsupportedModelError(
-                    f"quantization {scheme.method!r} is not supported for a model with experts yet"
-                )
-        if not isinstance(module, Linear):
+def describe_products(model: Any) -> tuple[str, ...]:
+    """How products with the codes of a model are computed, for each form that it has."""
+    found: dict[str, None] = {}
+    for _, module in nnx.iter_graph(model):
+        if isinstance(module, CodedExperts):
+            op, what = module.op, " of experts"
+            by_xla = op.coded if isinstance(op, XlaExperts) else None
+            stored, held = module.w13_weight.get_metadata()["stored"], module.forms[0]
+        elif isinstance(module, (CodedLinear, CodedHead)):
+            op: Any = module.matmul if isinstance(module, CodedLinear) else module.by_codes
+            what, by_xla = "", op if isinstance(op, XlaCodedMatmul) else None
+            about = vars(module)["weight"].get_metadata()
+            stored, held = about["stored"], module.form
+        else:
             continue
-        parts = module.weight.get_metadata()["parts"]
-        rows = [part.rows for part in parts] or [module.weight.shape[0]]
-        pieces = tuple((count, module.weight.shape[1]) for count in rows)
-        form = scheme.form_of(names.modules(f"{name}.weight", pieces))
-        if form is not None:
-            *parent, last = path
-            ops = scheme.products.linear
-            coded = CodedLinear(module, form, name, ops=ops, num_shards=num_shards)
-            holder = functools.reduce(_step, parent, model)
-            setattr(holder, str(last), coded)
+        form = stored.storage.form
+        held_as = "" if form.codes == held.codes else f", held exactly as {held}"
+        pieces = by_xla is not None and by_xla.widens_pieces(held)
+        how = (
+            f"{op.name!r}, which widens a piece of a matrix at a time" if pieces else repr(op.name)
+        )
+        found[f"{form}{held_as}{what}: {how}"] = None
+    return tuple(found)
 
 
-def _step(module: Any, key: Any) -> Any:
-    return module[key] if isinstance(key, int) else getattr(module, key)
+def _coded(module: Any, leaf: str, form: CodeForm, of: Any) -> Any:
+    """The weight with a value of each of its parameters for leaves."""
+    return CodedWeight(
+        codes=of(getattr(module, leaf)),
+        scales=of(getattr(module, f"{leaf}_scale")),
+        offsets=of(getattr(module, f"{leaf}_offset")) if form.has_offsets else None,
+        form=form,
+    )
+
+
+def _of_weight(
+    weights: dict[str, nnx.Param],
+    storage: Storage,
+    name: str,
+    ops: tuple[Any, ...],
+    num_shards: int,
+) -> tuple[Any, tuple[CodeForm, ...], dict[str, nnx.Param]]:
+    """The implementation for weights, the forms in which it takes them, and their parameters by
+    their leaves."""
+    # Groups of codes that are made fit each weight.
+    storages = [
+        storage.fitted(weight.shape[-1]) if isinstance(storage, AtLoad) else storage
+        for weight in weights.values()
+    ]
+    asked = [
+        _cut(weight, its, f"{name}.{leaf}", num_shards)
+        for (leaf, weight), its in zip(weights.items(), storages, strict=True)
+    ]
+    shapes = [shape for _, shape in asked]
+    # Weights of one layer have one implementation.
+    op, forms = choose(ops, [form for form, _ in asked], shapes, name)
+    params = {}
+    for (leaf, weight), its, held in zip(weights.items(), storages, forms, strict=True):
+        params |= _params(leaf, weight, its, held)
+    return op, forms, params
+
+
+def _cut(
+    weight: nnx.Param, storage: Storage, name: str, num_shards: int
+) -> tuple[CodeForm, tuple[int, int]]:
+    """The storage's form with groups that devices do not share, and the weight's sizes on one."""
+    axes, form = weight.get_metadata()["axes"], storage.form
+    *_, num_outputs, num_inputs = weight.shape
+    num_cut = num_shards if _is_cut(axes[-1]) else 1
+    on_device = num_inputs // num_cut
+    if form.group is not None:
+        # Scales of a block that several devices have, or of an incomplete one, are repeated.
+        group = math.gcd(form.group, on_device)
+        if group < min(_SMALLEST_GROUP, form.group) or form.bits == 4 and group % 2:
+            what = f"the {num_inputs} inputs of {name} have a scale for each {form.group}"
+            if num_cut > 1:
+                raise refused(
+                    "tensor_parallel_size", num_shards, f"{what}, and these cannot be cut"
+                )
+            raise UnsupportedModelError(f"{what}, which does not divide them")
+        form = replace(form, group=group)
+    if form.bits == 4 and on_device % 2:
+        raise UnsupportedModelError(f"{name}: {on_device} inputs on a device are an odd number")
+    return form, (num_outputs // (num_shards if _is_cut(axes[-2]) else 1), on_device)
+
+
+def _is_cut(axis: str | None) -> bool:
+    return TENSOR in partition_spec((axis,))
+
+
+def _params(leaf: str, weight: nnx.Param, storage: Storage, held: CodeForm) -> dict[str, nnx.Param]:
+    """The parameters of a weight: codes, scales, and perhaps offsets."""
+    given = weight.get_metadata()
+    *others, num_inputs = weight.shape
+    num_groups = held.num_groups(num_inputs)
+    *axes, last = given["axes"]
+    about: dict[str, Any] = {
+        "storage": storage,
+        "held": held,
+        "num_inputs": num_inputs,
+        "floats": leaf if isinstance(storage, AtLoad) else None,
+    }
+    rest = {key: given[key] for key in ("parts", "rows") if key in given}
+
+    def param(size: int, dtype: Any, last: str | None, stored: Any) -> nnx.Param:
+        shape = jax.ShapeDtypeStruct((*others, size), jnp.dtype(dtype))
+        return nnx.Param(shape, axes=(*axes, last), stored=stored, **rest)
+
+    of_groups = last if num_groups > 1 else None
+    params = {
+        leaf: param(num_inputs * held.bits // 8, held.code_dtype, last, HeldCodes(**about)),
+        f"{leaf}_scale": param(num_groups, held.scale_dtype, of_groups, HeldScales(**about)),
+    }
+    if held.has_offsets:
+        stored = HeldOffsets(**about)
+        params[f"{leaf}_offset"] = param(num_groups, held.offset_dtype, of_groups, stored)
+    return params

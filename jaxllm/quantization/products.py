@@ -9,6 +9,7 @@ from jaxllm_kernels.dense.api import XLA_CODED, CodedMatmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
 
+from jaxllm.errors import UnsupportedModelError
 from jaxllm.logging import init_logger
 
 logger = init_logger(__name__)
@@ -25,17 +26,18 @@ class Products:
 
 
 def choose(
-    ops: Sequence[_Op], form: CodeForm, shapes: Sequence[tuple[int, int]]
+    ops: Sequence[_Op], forms: Sequence[CodeForm], shapes: Sequence[tuple[int, int]], name: str
 ) -> tuple[_Op, tuple[CodeForm, ...]]:
-    """The first implementation for weights [out, in] of these shapes, and the forms in which it
-    takes them."""
+    """The first implementation for the weights of a layer, of these forms and shapes [out, in] on a
+    device, and the forms in which it takes them."""
     for op in ops:
         try:
-            return op, tuple(op.held(form, *shape) for shape in shapes)
+            held = (op.held(form, *shape) for form, shape in zip(forms, shapes, strict=True))
+            return op, tuple(held)
         except ValueError as error:
             if op == ops[-1]:
-                raise
-            _log_once(f"products with codes ({form}): not by {op.name!r}, since {error}")
+                raise UnsupportedModelError(f"{name}: {error}") from error
+            _log_once(f"products with codes ({forms[0]}): not by {op.name!r}, since {error}")
     raise AssertionError("no implementation to choose from")
 
 

@@ -191,7 +191,7 @@ class AnswerEndpoint:
         except Exception as error:
             if not events.has_begun:
                 raise
-            await events.write([self._endpoint.wire.error(body_of(error))])
+            await events.write(chunks.fail(body_of(error)))
         await events.end()
 
     async def _outputs(

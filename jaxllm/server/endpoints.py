@@ -18,8 +18,12 @@ from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.endpoints import CHAT, COMPLETIONS
 from jaxllm.openai.endpoints import Endpoint as AnsweredEndpoint
 from jaxllm.openai.models import ModelCard, ModelList
+from jaxllm.openai.responses.endpoint import WIRE
+from jaxllm.openai.responses.events import ResponseEvent
+from jaxllm.openai.responses.request import ResponsesBody
+from jaxllm.openai.responses.response import Response as ResponseBody
 from jaxllm.openai.schema import Schema
-from jaxllm.server import admin, status
+from jaxllm.server import admin, responses, status
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Keys
 from jaxllm.server.count_tokens import TokenCount, count_tokens
@@ -109,6 +113,12 @@ FOR_USERS = (
              ChatCompletion, ChatChunk),
     _answers("/v1/completions", COMPLETIONS, "The continuations of prompts", CompletionRequest,
              Completion, CompletionChunk),
+    _posted("/v1/responses", responses.make_endpoint, "A response to items", body=(ResponsesBody,),
+            answer=ResponseBody, chunk=ResponseEvent, wire=WIRE),
+    Endpoint("/v1/responses/{id}", by(responses.by_method), "A stored response",
+             ("GET", "DELETE"), answer=_object(), errors=(400, 404)),
+    Endpoint("/v1/responses/{id}/input_items", by(responses.input_items), "What it was made of",
+             answer=responses.InputItems, errors=(404,)),
     _answers("/v1/messages", MESSAGES, "The next message, in Anthropic's protocol", MessagesBody,
              Message, MessageEvent),
     _posted("/v1/messages/count_tokens", partial(JSONEndpoint, count_tokens, wire=ANTHROPIC),

@@ -3,9 +3,10 @@
 import msgspec
 import pytest
 
-from jaxllm.anthropic.message import Blocks, TextBlock, ThinkingBlock, ToolUseBlock, add_up
+from jaxllm.anthropic.message import TextBlock, ThinkingBlock, ToolUseBlock, add_up
 from jaxllm.anthropic.request import MessagesRequest
 from jaxllm.errors import ValidationError
+from jaxllm.openai.blocks import Blocks
 from jaxllm.openai.message import MessageParser
 from jaxllm.parsers.answer_format import AnswerFormat
 
@@ -23,12 +24,12 @@ def parser():
 
 
 def blocks_of(*texts, hides_thinking=False):
-    blocks, message = Blocks(hides_thinking=hides_thinking), parser()
+    blocks, message = Blocks(), parser()
     pieces = []
     for text in texts:
         pieces += blocks.feed(message.feed(text, ()))
     pieces += blocks.feed(message.finish()) + blocks.finish()
-    return add_up(pieces)
+    return add_up(pieces, hides_thinking=hides_thinking)
 
 
 def without_ids(blocks):

@@ -1,14 +1,18 @@
 """`jaxllm models` lists what can be run, and README.md has the same table."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from jaxllm.cli.main import main
-from jaxllm.cli.models import summary
-from jaxllm.models.registry import family_names
+from jaxllm.cli.models import is_larger, summary
+from jaxllm.models.registry import architectures_of, family_names
+from jaxllm.testing import tiny_config
+from tests.models.test_inside_larger_model import WRAPPED
 
 README = Path(__file__).parents[2] / "README.md"
+GOLDEN = Path(__file__).parents[1] / "models" / "golden.json"
 
 
 def test_readme_has_the_table(capsys):
@@ -23,3 +27,15 @@ def test_readme_has_the_table(capsys):
 @pytest.mark.parametrize("family", family_names())
 def test_the_page_of_a_family_begins_with_what_its_models_are(family):
     assert summary(family).endswith(".")
+
+
+def test_every_architecture_is_compared_as_the_table_says():
+    cases = json.loads(GOLDEN.read_text()).values()
+    with_transformers = {
+        name
+        for case in cases
+        for name in (tiny_config(case["family"]) | case["config"])["architectures"]
+    }
+    names = {name for family in family_names() for name in architectures_of(family)}
+    assert {name for name in names if not is_larger(name)} == with_transformers
+    assert {name for name in names if is_larger(name)} == set(WRAPPED.values())

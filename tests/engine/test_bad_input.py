@@ -338,7 +338,7 @@ def test_config_and_weights_that_disagree(refused, checkpoint, fields, parts):
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "Qwen3ForCausalLM"]),
         ({"hidden_act": "mish"}, ["'mish'", "silu"]),
         ({"rope_scaling": {"rope_type": "ntk"}}, ["'ntk'", "yarn"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["awq", "compressed-tensors"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["hqq", "compressed-tensors"]),
         ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
     ],
 )

@@ -216,7 +216,7 @@ def test_yarn_without_factor_takes_the_ratio_of_lengths():
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1.0}}, "alpha"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*unquantised"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq.*unquantised"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn.*supported are float32"),
     ],
 )

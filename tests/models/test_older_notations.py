@@ -91,6 +91,23 @@ def test_olmo3_scales_full_attention_only_in_either_notation():
     assert [its.window for its in old] == [8, 8, 8, None]
 
 
+@pytest.mark.parametrize("family", ["mistral3", "mistral4"])
+def test_a_scaling_in_the_older_notation_replaces_that_of_the_class(family):
+    new = attentions(read(family, rope_parameters=YARN | {"rope_theta": 500.0}))
+    old = attentions(read(family, rope_parameters=None, rope_theta=500.0, rope_scaling=YARN))
+    assert new == old
+
+
+def test_the_length_of_gemma3_contains_the_stretch_of_its_rotation():
+    architecture = read("gemma3")
+    assert architecture.layers[2].rope.scaling.factor == 8.0
+    assert architecture.max_model_len == 2048
+
+
+def test_a_dtype_may_be_there_under_both_names():
+    assert read("qwen3", dtype="bfloat16", torch_dtype="bfloat16").dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("kinds", [None, ["sliding_attention", "full_attention"] * 2])
 def test_cohere2_rotates_behind_windows_only(kinds):
     layers = attentions(read("cohere2", sliding_window_pattern=2, layer_types=kinds))

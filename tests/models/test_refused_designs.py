@@ -12,6 +12,14 @@ LAYERS = ["full_attention", "sliding_attention"]
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
+        ("llama", {"rope_interleaved": True}, "rope_interleaved=True is not supported"),
+        ("qwen2", {"use_mrope": True}, "use_mrope=True is not supported"),
+        ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        (
+            "stablelm",
+            {"rotary_scaling_factor": 0.5},
+            r"rotary_scaling_factor=0\.5 is not supported",
+        ),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] must be a list of 0 and 1"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, r"no_rope_layers=\[1, 2, 0\] must be a list"),
         (
@@ -55,7 +63,7 @@ LAYERS = ["full_attention", "sliding_attention"]
         ("qwen3_moe", {"mlp_only_layers": [True]}, r"mlp_only_layers=\[True\] must be a list of"),
         ("qwen3_moe", {"num_experts": 1 << 15}, "num_experts is 32768; at most 16384"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8\.0 is not supported for OLMoE"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 is not supported"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "hqq"}}, "hqq is not supported"),
         ("gpt_oss", {"experts_per_token": 4}, "experts_per_token=4 is not supported"),
         ("glm4_moe", {"n_group": 3}, "n_group=3 does not divide the 8 experts"),
         ("glm4_moe", {"topk_group": 5}, "topk_group=5 of n_group=4 groups do not have"),
@@ -103,4 +111,11 @@ def test_other_designs(family, fields, message):
 def test_decoders_inside_mistral_3(text, message):
     fields = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        read_architecture(fields)
+
+
+def test_a_cap_of_logits_that_transformers_ignores():
+    text = tiny_config("gemma3") | {"final_logit_softcapping": 30.0}
+    fields = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    with pytest.raises(UnsupportedModelError, match=r"final_logit_softcapping=30\.0 is not"):
         read_architecture(fields)

@@ -9,10 +9,11 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.testing import make_tiny_checkpoint
+from tests.quantization.formats import Format
 
 INT8, FLOAT8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
 _LARGEST = {INT8: 127.0, FLOAT8: 448.0}
-_NOT_LINEAR = ("embed_tokens", "lm_head", "norm")
+_NOT_LINEAR = ("embed_tokens", "lm_head", "norm", "router", "mlp.gate.", "moe.gate.")
 
 
 def compressed(kind: str, strategy: str, **others: Any) -> dict[str, Any]:
@@ -79,3 +80,47 @@ def write_both(
     described = json.loads((coded / "config.json").read_text()) | {"quantization_config": config}
     (coded / "config.json").write_text(json.dumps(described))
     return coded, plain
+
+
+def write_format(
+    path: Path, form: Format, family: str = "llama", *, also: tuple[str, ...] = (), **fields: Any
+) -> tuple[Path, Path]:
+    """Write a model of random codes in a format, and the model that they stand for. `also` names
+    modules with codes that have none otherwise."""
+    coded = make_tiny_checkpoint(path / "coded", family, **fields)
+    plain = make_tiny_checkpoint(path / "plain", family, **fields)
+    stored, floats = {}, {}
+    random = np.random.default_rng(7)
+    for name, weight in load_file(plain / "model.safetensors").items():
+        module, _, leaf = name.rpartition(".")
+        left_out = [part for part in _NOT_LINEAR if part not in also]
+        if leaf != "weight" or weight.ndim != 2 or any(part in name for part in left_out):
+            stored[name] = floats[name] = weight
+            continue
+        tensors, values = form.write(random, *weight.shape)
+        # As large as the model's own.
+        factor = float(weight.std() / values.std())
+        floats[name] = (values * _scaled(tensors, factor)).astype(np.float32)
+        stored |= {f"{module}.{key}": np.atleast_1d(array) for key, array in tensors.items()}
+    save_file(stored, coded / "model.safetensors")
+    save_file(floats, plain / "model.safetensors")
+    described = json.loads((coded / "config.json").read_text())
+    described["quantization_config"] = dict(form.config)
+    (coded / "config.json").write_text(json.dumps(described))
+    return coded, plain
+
+
+def _scaled(tensors: dict[str, np.ndarray], factor: float) -> float:
+    """Make the weights of a module larger, by about a factor; return by how much."""
+    power = 2.0 ** round(np.log2(factor))
+    for leaf in ("weight_global_scale", "weight_scale_2", "SCB", "scales", "weight_scale_inv"):
+        if leaf in tensors:
+            by = 1 / power if leaf == "weight_global_scale" else power
+            tensors[leaf] = (tensors[leaf] * by).astype(tensors[leaf].dtype)
+            return power
+    scales = tensors["weight_scale"]
+    if scales.dtype == np.uint8:
+        tensors["weight_scale"] = scales + np.int8(np.log2(power)).astype(np.uint8)
+        return power
+    tensors["weight_scale"] = (scales * scales.dtype.type(power)).astype(scales.dtype)
+    return power

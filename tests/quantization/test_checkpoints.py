@@ -2,6 +2,7 @@
 
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -10,17 +11,18 @@ from jaxllm.errors import CheckpointError, UnsupportedModelError, ValidationErro
 from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.decoder import DecoderForCausalLM
-from jaxllm.quantization.linear import CodedLinear
+from jaxllm.quantization.linear import CodedHead, CodedLinear
 from jaxllm.testing import make_tiny_checkpoint, tiny_config
 from jaxllm.weights.checkpoint import Checkpoint
 from tests.models.conftest import SingleRow
-from tests.quantization.checkpoints import FLOAT8, INT8, compressed, write_both
+from tests.quantization.checkpoints import FLOAT8, INT8, compressed, write_both, write_format
+from tests.quantization.formats import FORMATS, pack_quantized
 
 PROMPT = [5, 77, 201, 9, 300, 41, 8, 123, 64, 250, 17]
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 BLOCKS = {"weight_block_size": [24, 32], "modules_to_not_convert": ["lm_head"]}
 # Config, type of the codes, block; then how the scales are stored.
-FORMATS = {
+EIGHT_BITS = {
     "int8-channel": (compressed("int", "channel"), INT8, (1, None), {}),
     "fp8-channel": (compressed("float", "channel"), FLOAT8, (1, None), {}),
     "fp8-tensor": (compressed("float", "tensor"), FLOAT8, (None, None), {"scale_shape": (1,)}),
@@ -32,9 +34,9 @@ FORMATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EIGHT_BITS)
 def test_logits_are_those_of_the_weights_that_codes_stand_for(name, tmp_path):
-    config, dtype, block, stored = FORMATS[name]
+    config, dtype, block, stored = EIGHT_BITS[name]
     coded, plain = write_both(tmp_path, config, dtype, block, **stored)
     model = SingleRow(coded)
     assert isinstance(model.abstract_model.model.layers[1].self_attn.qkv_proj, CodedLinear)
@@ -47,19 +49,19 @@ def test_logits_are_those_of_the_weights_that_codes_stand_for(name, tmp_path):
 @pytest.mark.parametrize("family", ["phi3", "glm", "qwen2", "starcoder2"])
 @pytest.mark.parametrize("name", ["int8-channel", "fp8-deepseek"])
 def test_every_way_to_find_a_weight_finds_its_scales(name, family, tmp_path):
-    config, dtype, block, stored = FORMATS[name]
+    config, dtype, block, stored = EIGHT_BITS[name]
     coded, plain = write_both(tmp_path, config, dtype, block, family=family, **stored)
     expected = SingleRow(plain).logits(PROMPT)
     np.testing.assert_allclose(SingleRow(coded).logits(PROMPT), expected, atol=1e-4, rtol=0)
 
 
-def test_groups_that_devices_would_share_are_refused(tmp_path):
-    coded, _ = write_both(
-        tmp_path, FP8 | {"weight_block_size": [64, 64]}, FLOAT8, (64, 64),
-        scale_name="weight_scale_inv",
-    )  # fmt: skip
-    architecture = read_architecture(read_json(coded / "config.json"))
-    with pytest.raises(ValidationError, match="tensor_parallel_size=2: the 64 inputs of .*o_proj"):
+def test_groups_that_cannot_be_cut_are_refused(tmp_path):
+    fields = {"hidden_size": 60, "num_attention_heads": 6, "head_dim": 10}
+    fields |= {"num_key_value_heads": 6, "quantization_config": FP8 | BLOCKS}
+    fields["quantization_config"] |= {"weight_block_size": [24, 60]}
+    config = tiny_config("llama") | {"dtype": "float32"} | fields
+    architecture = read_architecture(config)
+    with pytest.raises(ValidationError, match="=2: the 128 inputs of .*down_proj"):
         DecoderForCausalLM.abstract(architecture, "float32", num_shards=2)
 
 
@@ -100,14 +102,23 @@ def test_codes_are_made_of_weights_that_are_read(method, dtype, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"quant_method": "awq"}, "'?awq.* is not supported; supported are compressed-tensors"),
+        ({"quant_method": "quip"}, "'?quip.* is not supported; supported are compressed-tensors"),
         (FP8 | {"fmt": "e5m2"}, "fmt='e5m2' is not supported"),
         (FP8 | {"weight_block_size": [0, 128]}, "weight_block_size=.* must be two sizes"),
         (FP8 | {"hadamard": True}, "hadamard is not supported"),
         (compressed("int", "channel", num_bits=4), "num_bits=4 is not supported"),
+        (compressed("int", "group", group_size=0), "group_size=0 is no size"),
+        (FORMATS["packed-4-groups"].config | {"format": "marlin-24"}, "format='marlin-24'"),
+        (FORMATS["awq"].config | {"version": "gemv"}, "version='gemv' is not supported"),
+        (FORMATS["awq"].config | {"zero_point": False}, "zero_point=False is not supported"),
+        (FORMATS["gptq"].config | {"bits": 3}, "bits=3 is not supported"),
+        (FORMATS["gptq"].config | {"dynamic": {"-:x": {}}}, "dynamic=.* stores some layers in"),
+        (FORMATS["modelopt-fp8"].config | {"quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "load_in_4bit=True is not supported: .* quantization='int4'",
+        ),
         (compressed("int", "channel", symmetric=False), "symmetric=False is not supported"),
-        (compressed("int", "group", group_size=64), "strategy='group' is not supported"),
-        (compressed("int", "channel") | {"format": "pack-quantized"}, "format='pack-quantized'"),
         (compressed("int", "channel") | {"ignore": ["re:("]}, "pattern '\\('"),
         (compressed("int", "channel") | {"sparsity_config": {"format": "x"}}, "sparsity_config"),
         (compressed("int", "channel") | {"config_groups": {}}, "config_groups={} is no object"),
@@ -123,7 +134,7 @@ def test_what_is_not_supported_is_refused_by_name(fields, error, tmp_path):
 @pytest.mark.parametrize(
     ("config", "asked", "error"),
     [
-        (None, "awq", "quantization='awq': .* can be read as int8 or fp8"),
+        (None, "awq", "quantization='awq': .* can be read as int8, fp8 or int4"),
         (FP8, "int8", "quantization='int8': the checkpoint is quantised with fp8"),
     ],
 )
@@ -133,16 +144,38 @@ def test_what_is_asked_fits_the_checkpoint(config, asked, error, tmp_path):
         read_architecture(fields | {"quantization_config": config}, quantization=asked)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
-def test_experts_with_codes_are_refused_unless_they_are_left_out(family):
-    def abstract(config):
-        fields = tiny_config(family) | {"dtype": "float32", "quantization_config": config}
-        return DecoderForCausalLM.abstract(read_architecture(fields), "float32")
+@pytest.mark.parametrize(
+    "name", ["packed-4-groups-zeros", "mxfp4", "nvfp4", "awq", "gptq", "bitsandbytes-8"]
+)
+def test_logits_of_codes_in_other_formats(name, tmp_path):
+    coded, plain = write_format(tmp_path, FORMATS[name])
+    expected = SingleRow(plain).logits(PROMPT)
+    np.testing.assert_allclose(SingleRow(coded).logits(PROMPT), expected, atol=1e-4, rtol=0)
 
-    with pytest.raises(UnsupportedModelError, match="'fp8' is not supported for a model with ex"):
-        abstract(FP8)
-    model = abstract(compressed("int", "channel") | {"ignore": [r"re:.*experts.*"]})
-    assert isinstance(model.model.layers[1].self_attn.o_proj, CodedLinear)
+
+def test_int4_is_made_in_groups_that_divide_the_inputs(tmp_path):
+    sizes = {"hidden_size": 80, "num_attention_heads": 4, "head_dim": 24, "intermediate_size": 256}
+    make_tiny_checkpoint(tmp_path, "qwen3", **sizes)
+    model = SingleRow(tmp_path, quantization="int4")
+    layer = model.abstract_model.model.layers[0]
+    groups = [
+        module.form.group
+        for module in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.down_proj)
+    ]
+    assert groups == [80, 96, 128]
+    assert layer.mlp.down_proj.weight_scale.dtype == ml_dtypes.bfloat16
+    assert np.isfinite(model.logits(PROMPT)).all()
+
+
+def test_a_head_may_have_codes(tmp_path):
+    form = pack_quantized(4, 32)
+    form.config["ignore"].remove("lm_head")
+    coded, plain = write_format(tmp_path, form, also=("lm_head",), vocab_size=200)
+    model = SingleRow(coded)
+    assert isinstance(model.abstract_model.lm_head, CodedHead)
+    prompt = [token % 200 for token in PROMPT]
+    expected = SingleRow(plain).logits(prompt)
+    np.testing.assert_allclose(model.logits(prompt), expected, atol=1e-4, rtol=0)
 
 
 def test_pieces_of_one_matrix_have_one_form(tmp_path):

@@ -3,7 +3,7 @@
 Every head's softmax has the stored logit of one more key, the sink. The rotation is that of yarn in
 all layers, with bounds that are not rounded. A token's factors are the softmax of the logits of its
 chosen experts. Releases in 16 bits have two tensors for all experts of a layer, [in, out], where
-gate and up alternate. Releases in MXFP4 are refused.
+gate and up alternate. In MXFP4 they are codes, [out, in].
 """
 
 import dataclasses

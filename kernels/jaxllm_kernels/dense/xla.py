@@ -62,17 +62,26 @@ class XlaCodedMatmul:
     num_shards: int = 1
     # Whether a product with codes of 8 bits widens them in registers. On CPUs it copies them.
     widens_in_place: bool = True
+    # Whether codes e2m1 with powers of two are held as float8 with a scale per output. That has the
+    # same values where the powers of an output differ by 2 ** 14 at most.
+    mx_by_output: bool = False
     name: str = "xla"
+
+    def widens_pieces(self, form: CodeForm) -> bool:
+        """Whether a product writes parts of a weight in more bits, one after the other."""
+        return form.bits == 4 or form.group is not None or not self.widens_in_place
 
     def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
         del num_outputs
         if num_inputs % (form.group or num_inputs):
             raise ValueError(f"groups of {form.group} do not divide {num_inputs} inputs")
+        if self.mx_by_output and form.scale_dtype == "float8_e8m0fnu":
+            return CodeForm(codes="float8_e4m3fn")
         return replace(form, order=IN_ORDER)
 
     def __call__(self, x: jax.Array, weight: CodedWeight) -> jax.Array:
         form, num_groups = weight.form, weight.num_groups
-        if form.bits == 8 and num_groups == 1 and self.widens_in_place:
+        if not self.widens_pieces(form):
             return _add_offsets(
                 XlaMatmul()(x, weight.codes.astype(x.dtype))
                 * weight.scales[:, 0].astype(jnp.float32),
@@ -80,6 +89,11 @@ class XlaCodedMatmul:
                 weight.offsets,
             )
         shards = self.num_shards
+        if num_groups == 1 < shards:
+            # Each device has a group of its own, with the same scale.
+            shared = (weight.scales, weight.offsets)
+            scales, offsets = jax.tree.map(lambda its: jnp.repeat(its, shards, -1), shared)
+            weight, num_groups = replace(weight, scales=scales, offsets=offsets), shards
         if shards == 1 or num_groups % shards:
             return _sum_of_pieces(x, weight)
         # An axis of shards, so that the inputs of all devices are cut alike.

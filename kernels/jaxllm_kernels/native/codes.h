@@ -41,6 +41,7 @@ inline Floats ToFloats(const HalfShorts& v) {
 // functions load the codes of the vector of inputs number `step` of a chunk.
 
 struct Int8 {
+  using Code = int8_t;
   static constexpr int kBytes = kChunk;
   static constexpr float kUnit = 1;
   static constexpr bool kIsWhole = true;
@@ -138,6 +139,7 @@ using Float4 = FourBits<ValuesOfFloat4>;
 // Four bits of exponent, three of mantissa, no infinities. The bits of a code, shifted by 7 and with
 // the sign in front, are a float16 of a 256th of its value, subnormals included.
 struct Float8 {
+  using Code = uint8_t;
   static constexpr int kBytes = kChunk;
   static constexpr float kUnit = 256;
   static constexpr bool kIsWhole = false;
@@ -177,6 +179,22 @@ struct Float8 {
     return v;
   }
 #endif
+};
+
+// A kind of elements that are kept as codes of 8 bits: they become elements behind the load.
+template <typename Kind, typename Codes>
+struct Coded : Kind {
+  using Weight = typename Codes::Code;
+  static constexpr bool kHasScales = true;
+  static constexpr float kUnit = Codes::kUnit;
+
+  static typename Kind::Loaded LoadWeight(const Weight* p) {
+    const auto* codes = reinterpret_cast<const uint8_t*>(p);
+    if constexpr (Kind::kPerWord == 1)
+      return Codes::LoadFloats(codes, 0);
+    else
+      return Kind::Join(Codes::LoadFloats(codes, 0), Codes::LoadFloats(codes, 1));
+  }
 };
 
 }  // namespace jaxllm

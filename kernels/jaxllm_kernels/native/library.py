@@ -2,8 +2,9 @@
 
 The machine that runs the library compiles it, for its own processor and the requested dtypes, with
 any C++ compiler. The library is kept in a directory of the user. XLA calls it through its foreign
-function interface. Products with each kind of codes are a part of their own, which is made when it
-is asked for: a model has one kind, and compiling takes seconds.
+function interface. Products with each kind of codes, and attention over caches of each kind, are
+parts of their own, which are made when they are asked for: few models need one, and compiling takes
+seconds.
 """
 
 import ctypes
@@ -29,6 +30,7 @@ _ROOT = Path(__file__).parents[1]
 _HEADERS = (
     "native/coded_products.h", "native/codes.h", "native/matrices.h", "native/products.h",
     "native/rows.h", "native/threads.h", "native/vectors.h", "dense/multiply.h", "experts/layer.h",
+    "ragged_paged_attention/native.h",
 )  # fmt: skip
 _FUNCTIONS = {
     "dense/native.cc": "jaxllm_dense",
@@ -40,11 +42,17 @@ _CODED = {"dense": "dense/coded.cc", "experts": "experts/coded.cc"}
 CODES = {
     "int8": "Int8", "float8_e4m3fn": "Float8", "int4": "Int4", "float4_e2m1fn": "Float4",
 }  # fmt: skip
+# Attention over caches of codes.
+_CACHED = {
+    "int8": ("ragged_paged_attention/native_int8.cc", "jaxllm_attention_int8"),
+    "float8_e4m3fn": ("ragged_paged_attention/native_float8.cc", "jaxllm_attention_float8"),
+}
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 DTYPES = tuple(_SUFFIXES)
+KV_DTYPES = tuple(_CACHED)
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
-_SECONDS = 120
+_SECONDS = 300  # on a machine that has much other work
 _registered: set[str] = set()
 
 
@@ -61,10 +69,16 @@ class Library:
     _directory: Path = field(compare=False)
     _compiler: str = field(compare=False)
     _flags: tuple[str, ...] = field(compare=False)
+    kv_dtypes: tuple[str, ...] = ()  # the codes of caches for which there is attention
 
     def target(self, function: str, dtype: DTypeLike) -> str:
         """The name by which XLA knows one of its functions."""
         return f"{_symbol(function, jnp.dtype(dtype).name)}_{self.build}"
+
+    def attention(self, dtype: DTypeLike, kv_dtype: str | None) -> str:
+        """The name by which XLA knows the attention over a cache."""
+        function = "jaxllm_attention" if kv_dtype is None else _CACHED[kv_dtype][1]
+        return self.target(function, dtype)
 
     def target_for_codes(self, op: str, codes: str, dtype: DTypeLike) -> str:
         """As `target`, of the function of an op for codes, which `add_codes` has loaded."""
@@ -108,32 +122,36 @@ class NoLibrary:
     reason: str
 
 
-def load(directory: Path, dtypes: tuple[str, ...] = DTYPES) -> Library | NoLibrary:
+def load(
+    directory: Path, dtypes: tuple[str, ...] = DTYPES, kv_dtypes: tuple[str, ...] = ()
+) -> Library | NoLibrary:
     """Load the library for this machine. Build it first unless the directory has it."""
     try:
-        return _load(directory, dtypes)
+        return _load(directory, dtypes, kv_dtypes)
     except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
         return NoLibrary(_reason(error))
 
 
-def _load(directory: Path, dtypes: tuple[str, ...]) -> Library:
+def _load(directory: Path, dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> Library:
     others = [dtype for dtype in dtypes if dtype not in DTYPES]
     if others:
         raise NotAvailableError(f"they are for {' and '.join(DTYPES)}, and this is {others[0]}")
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NotAvailableError(f"no C++ compiler is here ({', '.join(_COMPILERS)})")
-    library = Library(
-        _identity(compiler, dtypes), dtypes, _make_private(directory), compiler, _FLAGS
-    )
+    build = _identity(compiler, dtypes)
+    library = Library(build, dtypes, _make_private(directory), compiler, _FLAGS, kv_dtypes)
     library._load("kernels", _FUNCTIONS)
+    for kv_dtype in kv_dtypes:
+        source, function = _CACHED[kv_dtype]
+        library._load(f"attention-{kv_dtype}", {source: function})
     return library
 
 
 def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
     """A hash of everything that determines the library."""
     facts = (
-        *((_ROOT / name).read_text() for name in (*_HEADERS, *_FUNCTIONS, *_CODED.values())),
+        *((_ROOT / name).read_text() for name in _sources()),
         *_FLAGS,
         *dtypes,
         _run(compiler, "--version"),
@@ -141,6 +159,11 @@ def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
         processor(),
     )
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+
+
+def _sources() -> tuple[str, ...]:
+    cached = (source for source, _ in _CACHED.values())
+    return (*_HEADERS, *_FUNCTIONS, *_CODED.values(), *cached)
 
 
 def _make_private(directory: Path) -> Path:

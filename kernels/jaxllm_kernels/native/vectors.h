@@ -134,7 +134,9 @@ inline Floats Exp(const Floats& x) {
 // elements. A lane adds up the products of words.
 struct Float32 {
   using Element = float;
+  using Weight = Element;
   using Loaded = Floats;
+  static constexpr bool kHasScales = false;  // of weights
   static constexpr int kPerWord = 1;
   static constexpr int kStep = kPerWord * kLanes;  // elements that are loaded at a time
 
@@ -148,6 +150,7 @@ struct Float32 {
 #endif
     return v;
   }
+  static Loaded LoadWeight(const Weight* p) { return Load(p); }
   static Loaded Broadcast(const Element* word) { return *word - Floats{}; }
   static void Add(Floats& sum, const Loaded& x, const Loaded& y) { AddProduct(sum, x, y); }
   static void Store(const Floats& v, Element* p) { std::memcpy(p, &v, sizeof(v)); }
@@ -157,11 +160,18 @@ struct Float32 {
 
 struct BFloat16 {
   using Element = uint16_t;
+  using Weight = Element;
   using Loaded = __m512i;
+  static constexpr bool kHasScales = false;
   static constexpr int kPerWord = 2;
   static constexpr int kStep = kPerWord * kLanes;
 
   static Loaded Load(const Element* p) { return _mm512_loadu_si512(p); }
+  static Loaded LoadWeight(const Weight* p) { return Load(p); }
+  // Of 2 * kLanes floats, which bfloat16 has.
+  static Loaded Join(const Floats& first, const Floats& second) {
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  }
   static Loaded Broadcast(const Element* word) {
     int32_t pair;
     std::memcpy(&pair, word, sizeof(pair));
@@ -180,9 +190,11 @@ struct BFloat16 {
 
 struct BFloat16 {
   using Element = uint16_t;
+  using Weight = Element;
   struct Loaded {
     Floats first, second;  // of each pair
   };
+  static constexpr bool kHasScales = false;
   static constexpr int kPerWord = 2;
   static constexpr int kStep = kPerWord * kLanes;
 
@@ -191,6 +203,15 @@ struct BFloat16 {
     return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
   }
   static Loaded Load(const Element* p) { return Split(LoadVector<Words>(p)); }
+  static Loaded LoadWeight(const Weight* p) { return Load(p); }
+  static Loaded Join(const Floats& first, const Floats& second) {
+    Loaded pairs;
+    for (int i = 0; i < kLanes / 2; ++i) {
+      pairs.first[i] = first[2 * i], pairs.second[i] = first[2 * i + 1];
+      pairs.first[i + kLanes / 2] = second[2 * i], pairs.second[i + kLanes / 2] = second[2 * i + 1];
+    }
+    return pairs;
+  }
   static Loaded Broadcast(const Element* word) {
     uint32_t pair;
     std::memcpy(&pair, word, sizeof(pair));

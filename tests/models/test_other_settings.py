@@ -1,0 +1,132 @@
+"""Checkpoints with random settings, against transformers: every family, beside golden.json's cases.
+
+The classes of transformers write the checkpoints, so names of tensors and fields of config.json are
+theirs. All constant parameters are made random.
+"""
+
+import random
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.models.architecture import read_architecture
+from jaxllm.models.registry import family_names
+from jaxllm.testing import tiny_config
+
+SETTINGS = 6  # of each family
+PROMPT_LEN = 150
+FLAGS = (
+    "attention_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "attention_out_bias",
+    "qk_layernorm", "use_qk_norm", "use_parallel_residual", "tie_word_embeddings",
+    "norm_topk_prob", "scale_attn_by_inverse_layer_idx", "rope_interleave",
+)  # fmt: skip
+CHOICES = {
+    "head_dim": (12, 16, 24, 40),
+    "v_head_dim": (12, 20),
+    "sliding_window": (1, 5, 40, 200),
+    "attention_chunk_size": (5, 64),
+    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu"),
+    "hidden_activation": ("gelu", "gelu_pytorch_tanh"),
+    "query_pre_attn_scalar": (16, 100),
+    "attn_logit_softcapping": (None, 2.0, 50.0),
+    "final_logit_softcapping": (None, 2.0, 30.0),
+    "logit_scale": (0.0625, 1.5),
+    "embedding_multiplier": (1.0, 12.0),
+    "residual_multiplier": (0.22, 1.0),
+    "attention_multiplier": (0.0156, 1.0),
+    "logits_scaling": (0.5, 8.0),
+    "clip_qkv": (None, 0.5),
+    "num_experts_per_tok": (1, 2),
+    "n_shared_experts": (1, 2),
+    "routed_scaling_factor": (1.0, 2.827),
+    "first_k_dense_replace": (0, 1, 2),
+    "q_lora_rank": (16, 40),
+    "kv_lora_rank": (16, 40),
+    "use_sliding_window": (False, True),
+    "max_window_layers": (0, 1, 2),
+}
+SCALINGS = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+)
+
+
+def draw(family, seed):
+    """A config.json near the family's tiny one, with other values for some of its fields."""
+    rng = random.Random(f"{family} {seed}")
+    fields = {name: value for name, value in tiny_config(family).items() if value is not None}
+    known = class_of(fields)().to_dict().keys()
+    others = {name: rng.random() < 0.5 for name in FLAGS}
+    others |= {name: rng.choice(values) for name, values in CHOICES.items()}
+    others = {name: value for name, value in others.items() if name in known}
+    fields |= {name: value for name, value in others.items() if rng.random() < 0.5}
+    if "kv_lora_rank" in fields:
+        fields.pop("head_dim", None)  # follows from other fields
+    elif "num_key_value_heads" in fields:
+        fields["num_key_value_heads"] = rng.choice((1, 2, 4))
+    if "rope_theta" in fields and rng.random() < 0.5:
+        theta = fields.pop("rope_theta")
+        fields.pop("rope_scaling", None)
+        fields["rope_parameters"] = rng.choice(SCALINGS) | {"rope_theta": theta}
+    return fields
+
+
+def class_of(fields):
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[fields["model_type"]]
+
+
+def write(fields, path, seed):
+    """Write a checkpoint of transformers, and return its logits for a prompt."""
+    import torch
+    import transformers
+
+    model_class = getattr(transformers, fields["architectures"][0])
+    config = class_of(fields)(**fields)
+    model = model_class._from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    stored = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.ndim == 1 or "norm" in name:
+                # Some are not initialised.
+                tensor.copy_(torch.nan_to_num(tensor).clamp(-2, 2) + 0.2 * noise)
+            else:
+                tensor.copy_(noise * (0.5 if "embed" in name else tensor.shape[-1] ** -0.5))
+        prompt = np.random.default_rng(seed).integers(3, fields["vocab_size"], PROMPT_LEN).tolist()
+        model.tie_weights()
+        model.save_pretrained(path)
+        model = model_class.from_pretrained(path, dtype="float32", attn_implementation="eager")
+        return prompt, model(torch.tensor([prompt])).logits[0].numpy()
+
+
+@pytest.mark.sweep
+@pytest.mark.oracle
+@pytest.mark.parametrize("seed", range(SETTINGS))
+@pytest.mark.parametrize("family", family_names())
+def test_logits_match_transformers_or_the_setting_is_refused(family, seed, tmp_path, single_row):
+    pytest.importorskip("torch")
+    fields = draw(family, seed)
+    try:
+        prompt, expected = write(fields, tmp_path, seed)
+    except (ValueError, NotImplementedError) as error:
+        pytest.skip(f"transformers refuses {fields}: {error}")
+    try:
+        read_architecture(class_of(fields)(**fields).to_dict() | fields)
+        model = single_row(tmp_path, num_blocks=40)
+    except (CheckpointError, UnsupportedModelError) as error:
+        pytest.skip(f"refused: {error}")
+    spread = max(1.0, expected.std())
+    logits = model.logits(prompt, chunks=[37, 1, 112])
+    np.testing.assert_allclose(logits, expected, atol=2e-4 * spread, rtol=0, err_msg=str(fields))
