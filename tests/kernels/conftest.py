@@ -42,9 +42,13 @@ def library(native_kernels_dir):
 
 # A build whose AVX-512 instructions are functions that do the same.
 MODELLED = "modelled AVX-512"
+OTHER_BUILDS = ("x86-64", MODELLED)
 
 
-@pytest.fixture(scope="session", params=["native", "x86-64", MODELLED])
+@pytest.fixture(
+    scope="session",
+    params=["native", *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHER_BUILDS)],
+)
 def library_for_codes(request, library, native_kernels_dir):
     """Functions for codes as built for each kind of processor. Other kinds are built quickly, and
     for 16 bits."""
