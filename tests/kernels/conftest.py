@@ -3,6 +3,8 @@
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +42,33 @@ def library(native_kernels_dir):
     loaded = load(native_kernels_dir, kv_dtypes=KV_DTYPES)
     assert isinstance(loaded, Library), loaded
     return loaded
+
+
+# A build whose AVX-512 instructions are functions that do the same.
+MODELLED = "modelled AVX-512"
+OTHER_BUILDS = ("x86-64", MODELLED)
+
+
+@pytest.fixture(
+    scope="session",
+    params=["native", *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHER_BUILDS)],
+)
+def library_for_codes(request, library, native_kernels_dir):
+    """Functions for codes as built for each kind of processor. Other kinds are built quickly, and
+    for 16 bits."""
+    if request.param == "native":
+        return library
+    flags = [flag for flag in _FLAGS if flag not in ("-O3", "-march=native")]
+    if request.param == "x86-64":
+        needs, flags = {"sse2"}, ["-O1", "-march=x86-64", *flags]
+    else:
+        needs = OTHER_PROCESSORS["x86-64-v3"] | {"f16c"}
+        model = str(Path(__file__).with_name("avx512_model.h"))
+        flags = ["-O1", "-march=x86-64-v3", "-include", model, *flags]
+    if not needs <= set(processor().split()):
+        pytest.skip(f"this processor runs no code for {request.param}")
+    build = f"{library.build}-{request.param.replace(' ', '-')}"
+    return replace(library, build=build, dtypes=("bfloat16",), _flags=tuple(flags))
 
 
 @pytest.fixture(scope="session", params=["native", *OTHER_PROCESSORS])

@@ -1,5 +1,7 @@
 """The experts of a layer: each implementation against float64, and what does not change a token."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +99,36 @@ def test_what_is_not_a_number_stays_with_its_token(op):
     assert np.isnan(spoilt[3]).all()
     others = np.arange(case.num_tokens) != 3
     np.testing.assert_array_equal(spoilt[others], y[others])
+
+
+# Sizes that are multiples of a chunk of codes.
+WHOLE_CHUNKS = replace(CASES["few tokens"], size=256, hidden_size=384)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["int8, groups, offsets", "int8, groups of 16"])
+@pytest.mark.parametrize("name", ["even", "clamped, with biases", "scaled inputs", "wide"])
+def test_native_cases_with_codes_of_8_bits(library, name, form, dtype):
+    run_case(NativeExperts(library), CASES[name], dtype, FORMS[form])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 70])
+@pytest.mark.parametrize("form", ["int4, groups, offsets", "int4"])
+def test_native_cases_with_codes_of_4_bits(library, form, num_tokens):
+    for dtype in DTYPES:
+        case = replace(WHOLE_CHUNKS, num_tokens=num_tokens)
+        run_case(NativeExperts(library), case, dtype, FORMS[form])
+
+
+def test_a_token_times_codes_is_the_same_alone_and_among_others(library):
+    op, case = NativeExperts(library), replace(WHOLE_CHUNKS, num_tokens=40)
+    held = op.held(FORMS["int4, groups, offsets"], case.size, case.hidden_size)
+    x, chosen, factors, weights = operands(case, "bfloat16", form=held)
+    together = run(op, case, x, chosen, factors, weights)
+    for token in (0, 17, 39):
+        one = slice(token, token + 1)
+        alone = run(op, case, x[one], chosen[one], factors[one], weights)
+        np.testing.assert_array_equal(alone[0], together[token])
 
 
 @pytest.mark.parametrize("form", ["int8, groups, offsets", "mxfp4"])

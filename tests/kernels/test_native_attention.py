@@ -278,7 +278,7 @@ def test_what_cannot_be_run_is_refused(backend, change, dtype, chip, message):
 
 
 def test_a_library_without_codes_refuses_caches_of_them(library):
-    without = NativeBackend(dataclasses.replace(library, of_codes=()))
+    without = NativeBackend(dataclasses.replace(library, kv_dtypes=()))
     config = dataclasses.replace(CONFIG, kv_dtype="int8")
     NativeBackend(library).check(config, LIMITS, dtype=jnp.float32, chip=CHIPS["cpu"])
     with pytest.raises(ValueError, match="without caches of int8"):

@@ -10,7 +10,7 @@ from jaxllm_kernels.native.library import NoLibrary, load
 def test_it_is_built_once_and_only_for_its_owner(tmp_path, library):
     directory = tmp_path / "deep" / "native"
     # What it is made of is as it was, so XLA knows it already.
-    plain = dataclasses.replace(library, of_codes=())
+    plain = dataclasses.replace(library, kv_dtypes=())
     assert load(directory) == plain
     (path,) = directory.iterdir()
     built_at = path.stat().st_mtime_ns

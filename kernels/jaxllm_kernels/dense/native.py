@@ -1,7 +1,7 @@
 """Matrix products on CPU in C++. They beat XLA up to some hundred rows and skip padding."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxllm_kernels.coded import CodedWeight, CodeForm
 from jaxllm_kernels.dense.api import XLA
+from jaxllm_kernels.native.codes import buffers, held_natively
 from jaxllm_kernels.native.library import Library
 from jaxllm_kernels.platform import processor
 
@@ -46,9 +47,6 @@ class NativeMatmul:
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-_CODES = {"int8": "jaxllm_dense_int8", "float8_e4m3fn": "jaxllm_dense_float8"}
-
-
 @dataclass(frozen=True)
 class NativeCodedMatmul:
     """`api.CodedMatmul` by the native library, for any number of rows of its dtypes."""
@@ -58,20 +56,15 @@ class NativeCodedMatmul:
 
     def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
         del num_outputs
-        if form.codes not in _CODES:
-            raise ValueError(f"codes of type {form.codes} are not {' or '.join(_CODES)}")
-        if form.has_offsets:
-            raise ValueError("weights have offsets")
-        group = form.group or num_inputs
-        if group % _STEP or num_inputs % group:
-            raise ValueError(f"{group} inputs with one scale are not a multiple of {_STEP}")
-        return replace(form, scale_dtype="float32")
+        held = held_natively(form, num_inputs)
+        self.library.add_codes("dense", form.codes)
+        return held
 
     def __call__(self, x: jax.Array, weight: CodedWeight) -> jax.Array:
         num_outputs, num_inputs = weight.shape
         num_rows = math.prod(x.shape[:-1])
         y = jax.ffi.ffi_call(
-            self.library.target(_CODES[weight.form.codes], x.dtype),
+            self.library.target_for_codes("dense", weight.form.codes, x.dtype),
             jax.ShapeDtypeStruct((num_rows, num_outputs), jnp.float32),
-        )(x.reshape(num_rows, num_inputs), weight.codes, weight.scales)
+        )(x.reshape(num_rows, num_inputs), *buffers(weight))
         return y.reshape(*x.shape[:-1], num_outputs)

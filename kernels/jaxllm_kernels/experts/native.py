@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm_kernels.coded import CodeForm
+from jaxllm_kernels.coded import CodedWeight, CodeForm
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights
+from jaxllm_kernels.native.codes import buffers, held_natively
 from jaxllm_kernels.native.library import Library
 
 # The most inputs that an accumulator takes at a time.
@@ -33,7 +34,11 @@ class NativeExperts:
                 raise ValueError(f"the {what} on a device, {number}, is not a multiple of {_STEP}")
 
     def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
-        raise ValueError("it multiplies by weights of 16 or 32 bits only")
+        held = held_natively(form, num_inputs)
+        if num_outputs % _STEP:
+            raise ValueError(f"{num_outputs} outputs on a device are no multiple of {_STEP}")
+        self.library.add_codes("experts", form.codes)
+        return held
 
     def __call__(
         self,
@@ -49,8 +54,9 @@ class NativeExperts:
         (num_tokens, hidden_size), num_choices = x.shape, chosen.shape[1]
         size = weights.down.shape[2]
         bias, down_bias = weights.gate_up_bias, weights.down_bias
+        target, matrices = self._matrices(weights, x.dtype)
         call = jax.ffi.ffi_call(
-            self.library.target("jaxllm_experts", x.dtype),
+            target,
             (
                 jax.ShapeDtypeStruct(x.shape, jnp.float32),
                 # Memory between the two steps of the kernel.
@@ -61,8 +67,7 @@ class NativeExperts:
             x,
             chosen,
             factors,
-            weights.gate_up,
-            weights.down,
+            *matrices,
             jnp.zeros((0, 2, size), x.dtype) if bias is None else bias,
             jnp.zeros((0, hidden_size), x.dtype) if down_bias is None else down_bias,
             slope=np.float32(config.gate_slope),
@@ -70,6 +75,17 @@ class NativeExperts:
             limit=np.float32(config.limit or 0),
         )
         return y
+
+    def _matrices(
+        self, weights: ExpertWeights, dtype: DTypeLike
+    ) -> tuple[str, tuple[jax.Array, ...]]:
+        """The function for these weights, and its arguments for them."""
+        gate_up, down = weights.gate_up, weights.down
+        if not isinstance(gate_up, CodedWeight) or not isinstance(down, CodedWeight):
+            return self.library.target("jaxllm_experts", dtype), weights.arrays
+        assert gate_up.form.codes == down.form.codes, (gate_up.form, down.form)
+        target = self.library.target_for_codes("experts", down.form.codes, dtype)
+        return target, (*buffers(gate_up), *buffers(down))
 
     def _with_scaled_inputs(
         self,

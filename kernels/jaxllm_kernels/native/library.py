@@ -2,20 +2,21 @@
 
 The machine that runs the library compiles it, for its own processor and the requested dtypes, with
 any C++ compiler. The library is kept in a directory of the user. XLA calls it through its foreign
-function interface.
+function interface. Products with each kind of codes, and attention over caches of each kind, are
+parts of their own, which are made when they are asked for: few models need one, and compiling takes
+seconds.
 """
 
 import ctypes
 import hashlib
 import importlib.metadata
-import itertools
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
@@ -25,28 +26,30 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.platform import processor
 
 _ROOT = Path(__file__).parents[1]
-# Its sources, and their functions for XLA: one of each for each dtype.
+# Its sources, and their function for XLA: one for each dtype.
 _HEADERS = (
-    "native/codes.h",
-    "native/products.h",
-    "native/threads.h",
-    "native/vectors.h",
+    "native/coded_products.h", "native/codes.h", "native/matrices.h", "native/products.h",
+    "native/rows.h", "native/threads.h", "native/vectors.h", "dense/multiply.h", "experts/layer.h",
     "ragged_paged_attention/native.h",
-)
+)  # fmt: skip
 _FUNCTIONS = {
-    "dense/native.cc": ("jaxllm_dense", "jaxllm_dense_int8", "jaxllm_dense_float8"),
-    "experts/native.cc": ("jaxllm_experts",),
-    "ragged_paged_attention/native.cc": ("jaxllm_attention",),
+    "dense/native.cc": "jaxllm_dense",
+    "experts/native.cc": "jaxllm_experts",
+    "ragged_paged_attention/native.cc": "jaxllm_attention",
 }
-# Attention over caches of codes, in libraries of their own: each takes as long to compile as all
-# dense products, and only engines that have such a cache need it.
-_OF_CODES = {
+# The ops that have functions for codes, and C++'s names of these.
+_CODED = {"dense": "dense/coded.cc", "experts": "experts/coded.cc"}
+CODES = {
+    "int8": "Int8", "float8_e4m3fn": "Float8", "int4": "Int4", "float4_e2m1fn": "Float4",
+}  # fmt: skip
+# Attention over caches of codes.
+_CACHED = {
     "int8": ("ragged_paged_attention/native_int8.cc", "jaxllm_attention_int8"),
     "float8_e4m3fn": ("ragged_paged_attention/native_float8.cc", "jaxllm_attention_float8"),
 }
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 DTYPES = tuple(_SUFFIXES)
-KV_DTYPES = tuple(_OF_CODES)
+KV_DTYPES = tuple(_CACHED)
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300  # on a machine that has much other work
@@ -59,27 +62,57 @@ class NotAvailableError(Exception):
 
 @dataclass(frozen=True)
 class Library:
-    """Libraries that are loaded and registered with XLA."""
+    """A library that is loaded and registered with XLA."""
 
     build: str  # hash of everything that determines the library
     dtypes: tuple[str, ...]  # for which it has functions
-    # The codes of caches for which there is attention, and the build of its library.
-    of_codes: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def kv_dtypes(self) -> tuple[str, ...]:
-        return tuple(kv_dtype for kv_dtype, _ in self.of_codes)
+    _directory: Path = field(compare=False)
+    _compiler: str = field(compare=False)
+    _flags: tuple[str, ...] = field(compare=False)
+    kv_dtypes: tuple[str, ...] = ()  # the codes of caches for which there is attention
 
     def target(self, function: str, dtype: DTypeLike) -> str:
         """The name by which XLA knows one of its functions."""
-        return _target(function, jnp.dtype(dtype).name, self.build)
+        return f"{_symbol(function, jnp.dtype(dtype).name)}_{self.build}"
 
     def attention(self, dtype: DTypeLike, kv_dtype: str | None) -> str:
         """The name by which XLA knows the attention over a cache."""
-        if kv_dtype is None:
-            return self.target("jaxllm_attention", dtype)
-        _, function = _OF_CODES[kv_dtype]
-        return _target(function, jnp.dtype(dtype).name, dict(self.of_codes)[kv_dtype])
+        function = "jaxllm_attention" if kv_dtype is None else _CACHED[kv_dtype][1]
+        return self.target(function, dtype)
+
+    def target_for_codes(self, op: str, codes: str, dtype: DTypeLike) -> str:
+        """As `target`, of the function of an op for codes, which `add_codes` has loaded."""
+        return self.target(f"jaxllm_{op}_{CODES[codes]}", dtype)
+
+    def add_codes(self, op: str, codes: str) -> None:
+        """Load the functions of an op, dense or experts, for these codes. Raises ValueError, which
+        says why, if there are none."""
+        if codes not in CODES:
+            raise ValueError(f"codes of type {codes} are not {', '.join(CODES)}")
+        name = CODES[codes]
+        try:
+            self._load(
+                f"{op}-{codes}", {_CODED[op]: f"jaxllm_{op}_{name}"}, f"-DJAXLLM_CODES={name}"
+            )
+        except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
+            raise ValueError(_reason(error)) from error
+
+    def _load(self, part: str, functions: Mapping[str, str], *defines: str) -> None:
+        """Load a part that has these sources and functions. Build it first unless the directory has
+        it."""
+        path = self._directory / f"{part}-{self.build}.so"
+        if path.name in _registered:
+            return
+        if not path.exists():
+            wanted = [f"-DJAXLLM_{dtype.upper()}" for dtype in self.dtypes]
+            _compile(self._compiler, (*self._flags, *wanted, *defines), functions, path)
+        _check_ours(path)
+        loaded = ctypes.cdll.LoadLibrary(str(path))
+        for name in functions.values():
+            for dtype in self.dtypes:
+                function = jax.ffi.pycapsule(getattr(loaded, _symbol(name, dtype)))
+                jax.ffi.register_ffi_target(self.target(name, dtype), function, platform="cpu")
+        _registered.add(path.name)
 
 
 @dataclass(frozen=True)
@@ -106,33 +139,19 @@ def _load(directory: Path, dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) 
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NotAvailableError(f"no C++ compiler is here ({', '.join(_COMPILERS)})")
-    _make_private(directory)
-
-    def load_one(functions: Mapping[str, tuple[str, ...]]) -> str:
-        build = _identity(compiler, dtypes, functions)
-        path = directory / f"kernels-{build}.so"
-        if not path.exists():
-            _compile(compiler, dtypes, functions, path)
-        _check_ours(path)
-        _register(path, build, dtypes, functions)
-        return build
-
-    of_codes = {kv_dtype: _OF_CODES[kv_dtype] for kv_dtype in kv_dtypes}
-    return Library(
-        load_one(_FUNCTIONS),
-        dtypes,
-        tuple(
-            (name, load_one({source: (function,)})) for name, (source, function) in of_codes.items()
-        ),
-    )
+    build = _identity(compiler, dtypes)
+    library = Library(build, dtypes, _make_private(directory), compiler, _FLAGS, kv_dtypes)
+    library._load("kernels", _FUNCTIONS)
+    for kv_dtype in kv_dtypes:
+        source, function = _CACHED[kv_dtype]
+        library._load(f"attention-{kv_dtype}", {source: function})
+    return library
 
 
-def _identity(
-    compiler: str, dtypes: tuple[str, ...], functions: Mapping[str, tuple[str, ...]]
-) -> str:
-    """A hash of everything that determines a library."""
+def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
+    """A hash of everything that determines the library."""
     facts = (
-        *((_ROOT / name).read_text() for name in (*_HEADERS, *functions)),
+        *((_ROOT / name).read_text() for name in _sources()),
         *_FLAGS,
         *dtypes,
         _run(compiler, "--version"),
@@ -142,10 +161,16 @@ def _identity(
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
 
 
-def _make_private(directory: Path) -> None:
+def _sources() -> tuple[str, ...]:
+    cached = (source for source, _ in _CACHED.values())
+    return (*_HEADERS, *_FUNCTIONS, *_CODED.values(), *cached)
+
+
+def _make_private(directory: Path) -> Path:
     """Make a directory where nobody else may write, because its contents are executed."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_ours(directory)
+    return directory
 
 
 def _check_ours(path: Path) -> None:
@@ -154,23 +179,20 @@ def _check_ours(path: Path) -> None:
         raise NotAvailableError(f"others may write {path}; make it yours alone")
 
 
-def _compile(
-    compiler: str, dtypes: tuple[str, ...], functions: Mapping[str, tuple[str, ...]], path: Path
-) -> None:
-    """Compile a library. Concurrent processes may all do so: the results are equal, and the last
-    one replaces the others."""
+def _compile(compiler: str, flags: tuple[str, ...], sources: Collection[str], path: Path) -> None:
+    """Compile a part. Concurrent processes may all do so: the results are equal, and the last one
+    replaces the others."""
     includes = ("-I", jax.ffi.include_dir(), "-I", str(_ROOT))
-    wanted = [f"-DJAXLLM_{dtype.upper()}" for dtype in dtypes]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch, ThreadPoolExecutor() as pool:
 
         def compile_one(source: str) -> str:
             made = str(Path(scratch) / source.replace("/", "-")) + ".o"
-            _run(compiler, *_FLAGS, *wanted, *includes, "-c", str(_ROOT / source), "-o", made)
+            _run(compiler, *flags, *includes, "-c", str(_ROOT / source), "-o", made)
             return made
 
-        objects = pool.map(compile_one, functions)
+        objects = pool.map(compile_one, sources)
         made = Path(scratch) / path.name
-        _run(compiler, *_FLAGS, "-shared", *objects, "-o", str(made))
+        _run(compiler, *flags, "-shared", *objects, "-o", str(made))
         made.chmod(0o700)
         made.rename(path)
 
@@ -182,26 +204,8 @@ def _run(*command: str) -> str:
     ).stdout
 
 
-def _register(
-    path: Path, build: str, dtypes: tuple[str, ...], functions: Mapping[str, tuple[str, ...]]
-) -> None:
-    """Register a library with XLA, once per process, independent of its path."""
-    if build in _registered:
-        return
-    loaded = ctypes.cdll.LoadLibrary(str(path))
-    for name in itertools.chain(*functions.values()):
-        for dtype in dtypes:
-            function = jax.ffi.pycapsule(getattr(loaded, _symbol(name, dtype)))
-            jax.ffi.register_ffi_target(_target(name, dtype, build), function, platform="cpu")
-    _registered.add(build)
-
-
 def _symbol(function: str, dtype: str) -> str:
     return f"{function}_{_SUFFIXES[dtype]}"
-
-
-def _target(function: str, dtype: str, build: str) -> str:
-    return f"{_symbol(function, dtype)}_{build}"
 
 
 def _reason(error: Exception) -> str:

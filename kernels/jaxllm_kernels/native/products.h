@@ -17,16 +17,6 @@
 
 namespace jaxllm {
 
-// The number of registers of a vector of elements.
-template <typename Kind>
-constexpr int kEach = sizeof(typename Kind::Loaded) / sizeof(Floats);
-// Rows of x and of weights whose sums are in registers together, with the rows of x and one row of
-// weights: as many as fit in the registers.
-template <typename Kind>
-constexpr int kBlockRows = kNumRegisters == 32 ? 4 : 4 - kEach<Kind>;
-template <typename Kind>
-constexpr int kBlockOutputs =
-    (kNumRegisters - (kBlockRows<Kind> + 1) * kEach<Kind>) / kBlockRows<Kind>;
 // The approximate size of a partial sum: a block's rows and weights of this size fit in the L1
 // cache.
 constexpr int64_t kPieceBytes = 2048;
@@ -35,25 +25,26 @@ constexpr int64_t kPanelRows = 128;
 // Tiles of outputs. With more tiles, threads begin more often with weights that are not in a cache.
 constexpr int64_t kTilesPerThread = 8;
 
-// y[r, n] = sum over k of x[row r, k] * weight[n, k], in float32.
+// y[r, n] = sum over k of x[row r, k] * weight[n, k], in float32. Every kind of product has these
+// sizes, and `MultiplyBlock`.
 template <typename Kind>
 struct Product {
+  // The number of registers of a vector of elements.
+  static constexpr int kEach = sizeof(typename Kind::Loaded) / sizeof(Floats);
+  // Rows of x and of weights whose sums are in registers together, with the rows of x and one row
+  // of weights: as many as fit in the registers.
+  static constexpr int kBlockRows = kNumRegisters == 32 ? 4 : 4 - kEach;
+  static constexpr int kBlockOutputs = (kNumRegisters - (kBlockRows + 1) * kEach) / kBlockRows;
+
   const typename Kind::Element* x;
-  const typename Kind::Weight* weight;
+  const typename Kind::Element* weight;
   float* y;
   int64_t num_rows, num_inputs, num_outputs;
   int64_t piece;                  // of the inputs
   const int32_t* rows = nullptr;  // the rows of x that are multiplied; null: all, in order
-  // Factors of the weights, if the kind has any: one for each output and `group` of inputs, which
-  // are whole pieces.
-  const float* scales = nullptr;
-  int64_t group = 0;
 
   const typename Kind::Element* row(int64_t r) const {
     return x + (rows ? rows[r] : r) * num_inputs;
-  }
-  float scale(int64_t output, int64_t input) const {
-    return scales[output * (num_inputs / group) + input / group] * Kind::kUnit;
   }
 };
 
@@ -93,7 +84,7 @@ template <int kRows, int kOutputs, typename Kind>
       typename Kind::Loaded xs[kRows];
       for (int r = 0; r < kRows; ++r) xs[r] = Kind::Load(x[r] + k);
       for (int n = 0; n < kOutputs; ++n) {
-        const auto w = Kind::LoadWeight(weight + n * p.num_inputs + k);
+        const auto w = Kind::Load(weight + n * p.num_inputs + k);
         for (int r = 0; r < kRows; ++r) Kind::Add(sums[n][r], xs[r], w);
       }
       for (int n = ahead.first; n < kOutputs; n += ahead.step)
@@ -101,11 +92,6 @@ template <int kRows, int kOutputs, typename Kind>
     }
     float totals[kRows][kOutputs];
     SumAll(sums, totals);
-    if constexpr (Kind::kHasScales)
-      for (int n = 0; n < kOutputs; ++n) {
-        const float scale = p.scale(output + n, begin);
-        for (int r = 0; r < kRows; ++r) totals[r][n] *= scale;
-      }
     for (int r = 0; r < kRows; ++r)
       for (int n = 0; n < kOutputs; ++n)
         y[r * p.num_outputs + n] = totals[r][n] + (begin > 0 ? y[r * p.num_outputs + n] : 0.0f);
@@ -115,10 +101,10 @@ template <int kRows, int kOutputs, typename Kind>
 // Compute a block of outputs of some rows. The weights stay in the cache from one block of rows to
 // the next. Each block prefetches a share of the next weights, so memory and arithmetic are both
 // busy.
-template <int kOutputs, typename Kind>
-inline void MultiplyRows(const Product<Kind>& p, Range rows, int64_t output, Range inputs,
+template <int kOutputs, typename AnyProduct>
+inline void MultiplyRows(const AnyProduct& p, Range rows, int64_t output, Range inputs,
                          bool is_last) {
-  constexpr int kRows = kBlockRows<Kind>;
+  constexpr int kRows = AnyProduct::kBlockRows;
   const int num_blocks = (rows.end - rows.begin + kRows - 1) / kRows;
   int64_t row = rows.begin;
   Ahead ahead{is_last ? kOutputs : 0, num_blocks};
@@ -134,9 +120,9 @@ inline void MultiplyRows(const Product<Kind>& p, Range rows, int64_t output, Ran
 
 // Compute some outputs of some rows. If all rows stay in the L2 cache, weights are read in order.
 // Otherwise a piece of an output's weights is read, and then the same piece of the next output's.
-template <typename Kind>
-void MultiplyPanel(const Product<Kind>& p, Range rows, Range outputs) {
-  constexpr int kOutputs = kBlockOutputs<Kind>;
+template <typename AnyProduct>
+void MultiplyPanel(const AnyProduct& p, Range rows, Range outputs) {
+  constexpr int kOutputs = AnyProduct::kBlockOutputs;
   const bool stays = (rows.end - rows.begin) * p.num_inputs <= kPanelRows * p.piece;
   const int64_t step = stays ? p.num_inputs : p.piece;
   for (int64_t k = 0; k < p.num_inputs; k += step) {
@@ -149,9 +135,9 @@ void MultiplyPanel(const Product<Kind>& p, Range rows, Range outputs) {
 }
 
 // The number of inputs that are summed over lanes at a time.
-template <typename Kind>
-int64_t PieceSize(int64_t num_inputs) {
-  return Cut(num_inputs, kPieceBytes / sizeof(typename Kind::Element), Kind::kStep);
+template <typename Element>
+int64_t PieceSize(int64_t num_inputs, int64_t step) {
+  return Cut(num_inputs, kPieceBytes / sizeof(Element), step);
 }
 
 }  // namespace jaxllm

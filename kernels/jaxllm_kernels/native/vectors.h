@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -41,6 +41,19 @@ inline Vector LoadVector(const void* p) {
   Vector v;
   std::memcpy(&v, p, sizeof(v));
   return v;
+}
+
+// sum += x * y, rounded once where the processor can. Compilers for some processors would round twice
+// in short loops only, and a row alone would differ from the same row among others.
+inline void AddProduct(Floats& sum, const Floats& x, const Floats& y) {
+#if defined(__AVX512F__)
+  sum = (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__FMA__)
+  if constexpr (kLanes == 8) sum = (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+  else sum += x * y;
+#else
+  sum += x * y;
+#endif
 }
 
 // Reduce by halves, so that few operations depend on each other.
@@ -139,7 +152,7 @@ struct Float32 {
   }
   static Loaded LoadWeight(const Weight* p) { return Load(p); }
   static Loaded Broadcast(const Element* word) { return *word - Floats{}; }
-  static void Add(Floats& sum, const Loaded& x, const Loaded& y) { sum += x * y; }
+  static void Add(Floats& sum, const Loaded& x, const Loaded& y) { AddProduct(sum, x, y); }
   static void Store(const Floats& v, Element* p) { std::memcpy(p, &v, sizeof(v)); }
 };
 
@@ -205,8 +218,8 @@ struct BFloat16 {
     return Split(pair - Words{});
   }
   static void Add(Floats& sum, const Loaded& x, const Loaded& y) {
-    sum += x.first * y.first;
-    sum += x.second * y.second;
+    AddProduct(sum, x.first, y.first);
+    AddProduct(sum, x.second, y.second);
   }
   static void Store(const Floats& v, Element* p) {
     const Words bits = (Words)v;

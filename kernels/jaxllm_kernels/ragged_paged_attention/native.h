@@ -447,9 +447,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kCa
 
   const auto tiles = CutTiles(layer);
   const int64_t num_tiles = tiles.size(), num_units = num_tiles * layer.num_kv_heads;
-  Share(pool, num_tiles + num_units, num_tiles, [&](int64_t unit) {
-    if (unit < num_tiles) return WriteTile(layer, tiles[unit]);
-    unit -= num_tiles;
+  Share(pool, {num_tiles, num_units}, [&](int64_t phase, int64_t unit) {
+    if (phase == 0) return WriteTile(layer, tiles[unit]);
     AttendTile(layer, tiles[unit / layer.num_kv_heads], unit % layer.num_kv_heads);
   });
   const int64_t token_size = layer.num_heads * layer.value_size;
