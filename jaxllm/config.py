@@ -96,7 +96,16 @@ class CacheConfig:
         "Length of the requests for which the cache is divided between layers with a sliding "
         "window and others (default: 8192, or max_model_len if that is less).",
     )
-    enable_prefix_caching: bool = option(True, "Share KV blocks between requests with equal heads.")
+    enable_prefix_caching: bool | None = option(
+        None,
+        "Share KV blocks between requests with equal heads (default: on, except for models with "
+        "recurrent layers, whose states are not in blocks).",
+    )
+
+    def shares_prefixes(self, keeps_states: bool) -> bool:
+        """Whether requests share blocks; `keeps_states` is whether the model has recurrent layers,
+        for which `jaxllm.plan.choose` refuses to be asked."""
+        return self.enable_prefix_caching is not False and not keeps_states
 
 
 @dataclass(frozen=True, kw_only=True)

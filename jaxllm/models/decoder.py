@@ -6,6 +6,7 @@ calls it there. Only the layer is jitted here.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
@@ -13,16 +14,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxllm.layers.context import LentCache, MixerConfig, StepContext
+from jaxllm.layers.context import Cache, LentCache, MixerConfig, StepContext
 from jaxllm.layers.embedding import NOWHERE, Embedding, Positions
 from jaxllm.layers.norm import Norm
 from jaxllm.layers.per_layer_input import PerLayerInputs
 from jaxllm.layers.residual import Stream, normalise, settle
 from jaxllm.layers.rope import rotary
+from jaxllm.layers.state import StateConfig
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.models.specs import Architecture, Caches, Layer
+from jaxllm.models.specs import Architecture, Caches, Layer, MixerSpec
 from jaxllm.quantization.linear import store_codes, with_codes
 
 
@@ -57,12 +59,17 @@ class DecoderForCausalLM(nnx.Module):
 
     @property
     def attention_configs(self) -> tuple[MixerConfig, ...]:
-        return tuple(
-            getattr(layer, mixer.name).config
-            for layer in self.model.own_layers.values()
-            if layer.spec.caches_of is None
-            for mixer in layer.spec.mixers
-        )
+        return tuple(c for c in self._mixer_configs() if not isinstance(c, StateConfig))
+
+    @property
+    def state_configs(self) -> tuple[StateConfig, ...]:
+        return tuple(c for c in self._mixer_configs() if isinstance(c, StateConfig))
+
+    def _mixer_configs(self) -> Iterator[MixerConfig | StateConfig]:
+        """What the mixers of each layer keep, except where they use the caches of another layer."""
+        for layer in self.model.own_layers.values():
+            if layer.spec.caches_of is None:
+                yield from (_config(layer, mixer) for mixer in layer.spec.mixers)
 
     @property
     def checkpoint_map(self) -> CheckpointMap:
@@ -73,9 +80,9 @@ class DecoderForCausalLM(nnx.Module):
         self,
         inputs: jax.Array,
         positions: jax.Array,
-        caches: tuple[jax.Array, ...],
+        caches: tuple[Cache, ...],
         context: StepContext,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
         return self.model(inputs, positions, caches, context)
 
     @property
@@ -160,9 +167,9 @@ class Decoder(nnx.Module):
         self,
         inputs: jax.Array,
         positions: jax.Array,
-        caches: tuple[jax.Array, ...],
+        caches: tuple[Cache, ...],
         context: StepContext,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
         hidden: Any = inputs
         if self.embeds:
             assert self.embed_tokens is not None
@@ -177,12 +184,16 @@ class Decoder(nnx.Module):
         ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers.values())
         rotations = {rope: rope and rotary(rope, positions) for rope in ropes}
         context = dataclasses.replace(context, positions=positions)
-        left, held = iter(caches), dict[int, Caches]()
+        pages, states = (iter([c for c in caches if _is_state(c) == its]) for its in (False, True))
+        held = dict[int, Caches]()
         for index, layer in self.own_layers.items():
             # A layer may go on with the caches of an earlier one (see `LentCache`).
             owner = index if layer.spec.caches_of is None else layer.spec.caches_of
             if owner == index:
-                held[owner] = tuple(next(left) for _ in layer.spec.mixers)
+                held[owner] = tuple(
+                    next(states if isinstance(_config(layer, mixer), StateConfig) else pages)
+                    for mixer in layer.spec.mixers
+                )
             context = dataclasses.replace(
                 context,
                 rotary=rotations[layer.spec.rope],
@@ -197,10 +208,20 @@ class Decoder(nnx.Module):
             for of_layer in held.values()
             for cache in of_layer
         )
+        updated = tuple(sorted(updated, key=_is_state))  # pages come first
         assert len(updated) == len(caches), f"{len(caches)} caches for {len(updated)} mixers"
         if self.norm is None:
             return settle(hidden), updated
         return normalise(hidden, self.norm, context)[1], updated
+
+
+def _config(layer: Layer, mixer: MixerSpec) -> MixerConfig | StateConfig:
+    """What a mixer of a layer keeps."""
+    return getattr(layer, mixer.name).config
+
+
+def _is_state(cache: Cache) -> bool:
+    return isinstance(cache, tuple) and not isinstance(cache, LentCache)
 
 
 def _embedding(

@@ -30,6 +30,7 @@ from jaxllm.parallel.sharding import TENSOR, num_pieces, sharding
 from jaxllm.plan.buckets import make_ladder
 from jaxllm.plan.choose import (
     DEFAULTS,
+    check_states,
     choose_dtype,
     choose_max_model_len,
     choose_max_num_batched_tokens,
@@ -42,6 +43,7 @@ from jaxllm.plan.choose_kernels import (
     choose_experts,
     choose_matmul,
     choose_sampling,
+    choose_state_ops,
     free_padding,
     load_native_kernels,
 )
@@ -131,6 +133,9 @@ def make_plan(
     in_parts = [model_class.abstract(architecture, dtype, num_shards, part) for part in parts]
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
+    keeps_states = any(abstract.state_configs for abstract in in_parts)
+    if keeps_states:
+        check_states(config)
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
         num_rows=max_num_seqs,
@@ -138,7 +143,8 @@ def make_plan(
         block_size=block_size,
     )
     library = load_native_kernels(config, chip, dtype)
-    windows = group_windows(map(window_of, attention_configs))
+    # Without attention there is still a group, so that requests have lengths: its blocks are empty.
+    windows = group_windows(map(window_of, attention_configs)) or (None,)
 
     def experts_of(architecture: Architecture) -> ExpertsOp | None:
         return choose_experts(
@@ -191,6 +197,9 @@ def make_plan(
                 cache_shapes=tuple(
                     cache(c, num_blocks[window_of(c)], mesh) for c in abstract.attention_configs
                 ),
+                state_shapes=tuple(
+                    state.of_slots(max_num_seqs, mesh) for state in abstract.state_configs
+                ),
                 attention_configs=abstract.attention_configs,
                 block_bytes=tuple(
                     device_bytes(cache(c, 1, mesh)) for c in abstract.attention_configs
@@ -226,6 +235,7 @@ def make_plan(
         size_kv_cache(
             config.cache,
             weights_bytes=stage.weights_bytes,
+            states_bytes=stage.states_bytes,
             other_bytes=(sampler_bytes if stage.part.has_head else 0)
             + activation_bytes(
                 stage,
@@ -266,6 +276,7 @@ def make_plan(
         matmul=matmul,
         coded_matmul=choose_coded_matmul(library, num_shards),
         experts=experts_of(architecture),
+        state_ops=choose_state_ops(chip) if keeps_states else None,
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),
