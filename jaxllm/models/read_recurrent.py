@@ -78,8 +78,8 @@ def taps(place: Place) -> Source:
 
 
 def from_groups(module: str, num_groups: int) -> Rule:
-    """A rule for one tensor of several parts. The groups of rows, of key heads with all that belongs
-    to them, follow each other, each with its rows of every part."""
+    """A rule for one tensor of several parts, whose groups of rows follow each other: each key head
+    with its rows of every part."""
 
     def rule(place: Place) -> Source:
         rows = [piece[0] // num_groups for piece in place.pieces]

@@ -82,7 +82,7 @@ def _qkvz(place: Place) -> Source:
 
 
 def _with_experts(names: CheckpointMap) -> CheckpointMap:
-    """The map for experts in tensors of their own or, as releases have them, all of a layer in one."""
+    """The map for experts in tensors of their own, or all of a layer in two, as in releases."""
     names = dataclasses.replace(
         names.with_names(shared_experts="shared_expert"),
         told_by=(*names.told_by, "model.layers.0.mlp.experts.w2_weight"),
@@ -105,8 +105,8 @@ FAMILY = Family(
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 24,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
         "rope_theta": None,
         "rope_parameters": {
             "rope_type": "default",
@@ -115,7 +115,6 @@ FAMILY = Family(
             "mrope_section": [2, 1, 1],
             "mrope_interleaved": True,
         },
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     },
     tiny_gains=qwen3_next.FAMILY.tiny_gains,
     harmless=AROUND_DECODER

@@ -57,9 +57,7 @@ def read_shared_moe(config: HFConfig, *, always_normalises: bool = False) -> FFN
 
 def read_hybrid(name: str, config: HFConfig, ffns: list[FFNSpec]) -> Architecture:
     """Read a Qwen of gated delta nets and gated attention, with these ffns."""
-    norm = RMSNormSpec(
-        eps=config.positive("rms_norm_eps", 1e-6), offset=1.0, rounds_first=False
-    )
+    norm = RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6), offset=1.0, rounds_first=False)
     attention, delta = _read_attention(config, norm), read_gated_delta(config)
     layers = [
         LayerSpec(
@@ -111,8 +109,8 @@ FAMILY = Family(
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 24,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
         "num_experts": 8,

@@ -4,8 +4,8 @@ Each channel is a filter of W taps over the tokens of its own sequence, with zer
 
     out_t = activation(bias + sum over j < W of weight_(W - 1 - j) x_(t - j))
 
-The state has the last W - 1 inputs of each request, the newest last. Like that of any op with states
-it goes on from row to row (see `recurrent.rows`).
+The state has the last W - 1 inputs of each request, the newest last. It goes on from row to row
+(see `recurrent.rows`).
 
 Axis letters: T tokens, C channels, W width, S slots.
 """

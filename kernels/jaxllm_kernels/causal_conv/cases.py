@@ -34,9 +34,9 @@ class Filter:
         """The outputs of one request in float64."""
         weight, bias = self.weights(x.dtype)
         inputs = np.concatenate([np.zeros((self.width - 1, x.shape[1])), x.astype(np.float64)])
-        y = sum(
-            tap.astype(np.float64) * inputs[i : i + len(x)] for i, tap in enumerate(weight)
-        ) + (0 if bias is None else bias.astype(np.float64))
+        y = sum(tap.astype(np.float64) * inputs[i : i + len(x)] for i, tap in enumerate(weight)) + (
+            0 if bias is None else bias.astype(np.float64)
+        )
         return y / (1 + np.exp(-y)) if self.activation else y
 
 

@@ -23,7 +23,7 @@ from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import TILE, StateRows
 from jaxllm_kernels.recurrent.scan import decodes_at_once, scan_rows
 
-# The tokens of a block of the triangular system: its blocks on the diagonal are inverted row by row.
+# Tokens of a block of the triangular system. Blocks on the diagonal are inverted row by row.
 _BLOCK = 16
 
 

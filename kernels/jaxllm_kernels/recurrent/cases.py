@@ -85,9 +85,7 @@ def run_case(
 
     @jax.jit
     def compute(operands, state, batch, slots):
-        rows = prepare_rows(
-            batch, slots, num_tokens=case.num_tokens, num_slots=case.num_slots
-        )
+        rows = prepare_rows(batch, slots, num_tokens=case.num_tokens, num_slots=case.num_slots)
         return run(operands, state, rows)
 
     for step in case.steps:
