@@ -11,22 +11,18 @@ import math
 import os
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxllm import bundled, vllm_options
+from jaxllm.cache_config import CacheConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
-from jaxllm.option_types import check_type
+from jaxllm.option_types import check_type, option
 from jaxllm.speculative_config import Speculation, read_speculation
 from jaxllm.structured_output.options import StructuredOutputsConfig
 
 logger = init_logger(__name__)
-
-
-def option(default: Any, help: str, *, flag: bool = True) -> Any:
-    """Declare a config field: its default, its help text, whether the CLI has a flag for it."""
-    return field(default=default, metadata={"help": help, "flag": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,35 +73,6 @@ class ModelConfig:
         "disable_additional_properties, reasoning_parser, enable_in_reasoning.",
     )
     seed: int = option(0, "Seed of requests that bring none.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheConfig:
-    """KV cache"""
-
-    block_size: int | None = option(None, "Tokens per KV block (default: chosen by the plan).")
-    gpu_memory_utilization: float = option(
-        0.92, "Share of an accelerator's memory that the engine may use."
-    )
-    kv_cache_memory_bytes: int | None = option(
-        None, "Bytes for the KV cache; overrides gpu_memory_utilization."
-    )
-    num_gpu_blocks_override: int | None = option(None, "Number of KV blocks; overrides the rest.")
-    kv_cache_request_len: int | None = option(
-        None,
-        "Length of the requests for which the cache is divided between layers with a sliding "
-        "window and others (default: 8192, or max_model_len if that is less).",
-    )
-    enable_prefix_caching: bool | None = option(
-        None,
-        "Share KV blocks between requests with equal heads (default: on, except for models with "
-        "recurrent layers, whose states are not in blocks).",
-    )
-
-    def shares_prefixes(self, keeps_states: bool) -> bool:
-        """Whether requests share blocks; `keeps_states` is whether the model has recurrent layers,
-        for which `jaxllm.plan.choose` refuses to be asked."""
-        return self.enable_prefix_caching is not False and not keeps_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,8 +256,9 @@ class EngineConfig:
         for name in ("model", "tokenizer", "spec_model"):
             if isinstance(options.get(name), os.PathLike):
                 options[name] = os.fspath(options[name])
-        if isinstance(options.get("logits_processors", ()), list | None):
-            options["logits_processors"] = tuple(options["logits_processors"] or ())
+        for name in ("logits_processors", "kv_cache_dtype_skip_layers"):
+            if isinstance(options.get(name, ()), list | None):
+                options[name] = tuple(options[name] or ())
         owners = _owners()
         groups: dict[str, dict[str, Any]] = {}
         for name, value in options.items():

@@ -1,10 +1,16 @@
-"""Whether the value of an option has the type of its field."""
+"""The fields of configs: how an option is declared, and whether its value has the type."""
 
 import types
 import typing
+from dataclasses import field
 from typing import Any, Literal
 
 from jaxllm.errors import ValidationError
+
+
+def option(default: Any, help: str, *, flag: bool = True) -> Any:
+    """Declare a config field: its default, its help text, whether the CLI has a flag for it."""
+    return field(default=default, metadata={"help": help, "flag": flag})
 
 
 def check_type(name: str, value: object, hint: Any) -> None:

@@ -18,7 +18,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_log_stats": (True, False),
     "enable_lora": (False,),
     "enable_sleep_mode": (False, True),  # every engine can sleep
-    "kv_cache_dtype": ("auto",),
     "limit_mm_per_prompt": (None, {}),
     "logprobs_mode": ("raw_logprobs",),
     "mm_processor_kwargs": (None,),
@@ -32,7 +31,6 @@ _ABSENT: dict[str, tuple[str, ...]] = {
         "enable_lora", "fully_sharded_loras", "lora_dtype", "lora_modules", "max_cpu_loras",
         "max_lora_rank", "max_loras",
     ),
-    "the KV cache has the dtype of the model; --dtype sets both": ("kv_cache_dtype",),
     "there are no images, sounds or videos in prompts": (
         "allowed_local_media_path", "allowed_media_domains", "disable_chunked_mm_input",
         "enable_mm_embeds", "language_model_only", "limit_mm_per_prompt", "media_io_kwargs",

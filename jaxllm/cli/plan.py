@@ -176,7 +176,8 @@ def as_text(name: str, report: "PlanReport", price: float | None) -> str:
         "",
         *_memory_lines(report),
         "",
-        f"KV cache: {describe_groups(report.cache_groups, report.block_size)}: "
+        f"KV cache{f' of {report.kv_cache}' if report.kv_cache else ''}: "
+        f"{describe_groups(report.cache_groups, report.block_size)}: "
         + describe_room(report.room_for, [*shown_lengths(report.max_model_len), report.context]),
         "",
         f"{'program':<{width}}{'compiled':>9}{'temp':>10}{'code':>9}{'least time':>12}  limited by",

@@ -163,8 +163,10 @@ def _loader(files: SmallFiles) -> Any:
     of all models, and torch if it is installed: two seconds and hundreds of megabytes.
     """
     model, tokenizer = files["config.json"], files["tokenizer_config.json"]
+    # Of a GGUF file, whose tokenizer is whole.
+    is_whole = tokenizer.get("made_of") == "gguf"
     if (
-        model.get("model_type") in _TRUSTED_MODEL_TYPES
+        (is_whole or model.get("model_type") in _TRUSTED_MODEL_TYPES)
         and tokenizer.get("tokenizer_class") in _GENERAL_CLASSES
         and "auto_map" not in tokenizer
     ):
@@ -314,6 +316,10 @@ _KINDS = {
 }
 
 
+# How protocols call an answer's reasoning: vLLM's name, and that of most templates.
+_REASONING = ("reasoning", "reasoning_content")
+
+
 def _plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Turn a message of the OpenAI API into the form that templates expect. Errors call the message
     `name`."""
@@ -330,6 +336,9 @@ def _plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     elif not isinstance(plain["content"], str):
         content = plain["content"]
         raise refused(f"{name}.content", content, "it must be text, a list of parts or None")
+    for own, other in (_REASONING, _REASONING[::-1]):
+        if plain.get(own) is not None:
+            plain.setdefault(other, plain[own])
     if plain.get("tool_calls") is not None:
         if not isinstance(plain["tool_calls"], list | tuple):
             raise refused(f"{name}.tool_calls", plain["tool_calls"], "it must be a list")

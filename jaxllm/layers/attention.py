@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionBackend,
     AttentionConfig,
+    KVScales,
     TakesHeads,
 )
 
@@ -27,6 +28,7 @@ from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import Norm, NormSpec
 from jaxllm.layers.rope import RopeConfig, rotate
 from jaxllm.parallel.sharding import Axes, Part, num_pieces, partition_spec
+from jaxllm.quantization.kv_cache import CachedCodes
 
 _HEADS: Axes = (None, "heads")  # of queries, keys and values
 
@@ -93,6 +95,8 @@ class AttentionSpec:
     # Whether later layers attend to its keys and values, too ("lent"), or it has only queries, and
     # attends to those of an earlier layer ("borrowed").
     kv: Literal["own", "lent", "borrowed"] = "own"
+    # How keys and values are cached; None: as they are. Borrowed ones are as their owner has them.
+    cached: CachedCodes | None = None
 
     def check(self, num_shards: int) -> None:
         """Raise ValidationError unless the heads can be cut into equal shards."""
@@ -135,6 +139,7 @@ class Attention(nnx.Module):
             sliding_window=spec.window,
             chunk=spec.chunk,
             soft_cap=spec.soft_cap,
+            kv_dtype=None if spec.cached is None else spec.cached.codes,
         )
         self.spec = spec
         self.num_shards = num_shards
@@ -172,6 +177,20 @@ class Attention(nnx.Module):
         self.sinks = (
             nnx.Param(jnp.zeros(spec.num_heads, dtype), axes=("heads",)) if spec.has_sinks else None
         )
+        self.kv_scales = self._make_scales(Part(spec.num_kv_heads, copies))
+
+    def _make_scales(self, heads: Part) -> nnx.Param | None:
+        """Make the scales of cached keys and values, [K, 2]."""
+        cached = self.spec.cached
+        if cached is None or self.spec.kv == "borrowed":
+            return None
+        return nnx.Param(
+            jnp.ones((heads.rows * heads.copies, 2), jnp.float32),
+            axes=("heads", None),
+            parts=(heads,),
+            stored=cached.stored,
+            constant=1.0 if cached.stored is None else None,
+        )
 
     def _make_norm(self, heads: int, copies: int, dtype: DTypeLike) -> Norm | None:
         """Make the norm of queries or of keys, whose heads are repeated in `copies` shards."""
@@ -194,7 +213,7 @@ class Attention(nnx.Module):
             if (clip := self.spec.qkv_clip) is not None:
                 heads = jnp.clip(heads, -clip, clip)
             if self._only_rotates(context):
-                assert not isinstance(cache, LentCache)
+                assert isinstance(cache, jax.Array)
                 out, cache = self._attend_heads(heads, cache, context)
                 return self.o_proj(out.reshape(len(x), -1)), cache
             q, *kv = self._cut(heads)
@@ -203,16 +222,18 @@ class Attention(nnx.Module):
                 q, gate = q[:, ::2], q[:, 1::2]
             q = self._heat(self._place(q, self.q_norm, context), context)
             if isinstance(cache, LentCache):
-                pages, k, v = cache
+                pages, k, v, scales = cache
             else:
+                assert isinstance(cache, jax.Array)
                 pages, k, v = cache, self._place(kv[0], self.k_norm, context), kv[-1]
+                scales = None if self.kv_scales is None else self.kv_scales[...]
                 v = v if self.v_norm is None else self.v_norm(v)
                 v = v if self.spec.value_scale == 1.0 else v * self.spec.value_scale
-            out, pages = self._attend(q, k, v, pages, context)
+            out, pages = self._attend(q, k, v, pages, scales, context)
             if gate is not None:
                 factors = jax.nn.sigmoid(gate.astype(jnp.float32))
                 out = (out * factors).astype(out.dtype)
-            cache = pages if self.spec.kv == "own" else LentCache(pages, k, v)
+            cache = pages if self.spec.kv == "own" else LentCache(pages, k, v, scales)
             return self.o_proj(out.reshape(len(x), -1)), cache
 
     def _cut(self, projected: jax.Array) -> list[jax.Array]:
@@ -244,6 +265,7 @@ class Attention(nnx.Module):
             and spec.temperature is None
             and not spec.has_sinks
             and not spec.has_output_gate
+            and spec.cached is None
             and not spec.values_are_keys
             and spec.kv == "own"
             and backend.takes_heads(self.config, size)
@@ -295,6 +317,7 @@ class Attention(nnx.Module):
         k: jax.Array,
         v: jax.Array,
         cache: jax.Array,
+        scales: jax.Array | None,
         context: StepContext,
     ) -> tuple[jax.Array, jax.Array]:
         """Run the attention op. Each shard computes its own heads, without communication."""
@@ -302,12 +325,13 @@ class Attention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
 
         def attend(*operands: Any) -> tuple[jax.Array, jax.Array]:
-            *others, sinks = operands
+            *others, sinks, scales = operands
             backend = cast(AttentionBackend, context.backend)  # the plan has chosen it for configs
-            return backend.attend(*others, config=self.config, sinks=sinks)
+            more = {} if scales is None else {"kv_scales": KVScales(scales[:, 0], scales[:, 1])}
+            return backend.attend(*others, config=self.config, sinks=sinks, **more)
 
-        operands = (q, k, v, cache, *paged, sinks)
-        axes = (_HEADS, _HEADS, _HEADS, None, (), (), ("heads",))
+        operands = (q, k, v, cache, *paged, sinks, scales)
+        axes = (_HEADS, _HEADS, _HEADS, None, (), (), ("heads",), ("heads", None))
         return self._on_shards(attend, operands, axes, context)
 
     def _on_shards(

@@ -36,8 +36,9 @@ class LentCache(NamedTuple):
     """
 
     pages: jax.Array
-    keys: jax.Array  # [T, K, H], as they are in the cache
+    keys: jax.Array  # [T, K, H], as they were given to the op
     values: jax.Array  # [T, K, H]
+    scales: jax.Array | None  # of the cache's codes, [K, 2]
 
 
 Cache = jax.Array | LentCache | States

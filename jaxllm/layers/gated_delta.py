@@ -32,14 +32,16 @@ class GatedDeltaSpec:
     """The static part of a layer's gated delta net, for all heads together."""
 
     name: ClassVar[str] = "linear_attn"
-    rope: ClassVar[None] = None
-
     num_key_heads: int  # of queries, too
     num_heads: int  # of values; each has a matrix
     key_size: int
     value_size: int
     conv_width: int
     norm: NormSpec  # of each head's output, before its gate
+
+    @property
+    def rope(self) -> None:
+        return None
 
     def check(self, num_shards: int) -> None:
         """Raise ValidationError unless the heads can be cut into equal shards."""

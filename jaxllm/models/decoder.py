@@ -6,7 +6,6 @@ calls it there. Only the layer is jitted here.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
@@ -25,6 +24,7 @@ from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture, Caches, Layer, MixerSpec
+from jaxllm.quantization.kv_cache import UNUSED_SCALES
 from jaxllm.quantization.linear import store_codes, with_codes
 
 
@@ -59,22 +59,35 @@ class DecoderForCausalLM(nnx.Module):
 
     @property
     def attention_configs(self) -> tuple[MixerConfig, ...]:
-        return tuple(c for c in self._mixer_configs() if not isinstance(c, StateConfig))
+        return tuple(module.config for module in self.cached_mixers.values())
 
     @property
     def state_configs(self) -> tuple[StateConfig, ...]:
-        return tuple(c for c in self._mixer_configs() if isinstance(c, StateConfig))
+        configs = (module.config for module in self._own_mixers().values())
+        return tuple(config for config in configs if isinstance(config, StateConfig))
 
-    def _mixer_configs(self) -> Iterator[MixerConfig | StateConfig]:
-        """What the mixers of each layer keep, except where they use the caches of another layer."""
-        for layer in self.model.own_layers.values():
-            if layer.spec.caches_of is None:
-                yield from (_config(layer, mixer) for mixer in layer.spec.mixers)
+    @property
+    def cached_mixers(self) -> dict[str, Any]:
+        """The mixers with pages of their own, by their names, in the order of the caches."""
+        return {
+            name: module
+            for name, module in self._own_mixers().items()
+            if not isinstance(module.config, StateConfig)
+        }
+
+    def _own_mixers(self) -> dict[str, Any]:
+        """The mixers by their names, except those that use the caches of another layer."""
+        return {
+            f"model.layers.{index}.{mixer.name}": getattr(layer, mixer.name)
+            for index, layer in self.model.own_layers.items()
+            if layer.spec.caches_of is None
+            for mixer in layer.spec.mixers
+        }
 
     @property
     def checkpoint_map(self) -> CheckpointMap:
         names = ModelRegistry.family(self.architecture.name).checkpoint(self.architecture)
-        return with_codes(names, self.architecture.scheme)
+        return with_codes(names, self.architecture.scheme).ignoring(UNUSED_SCALES)
 
     def __call__(
         self,

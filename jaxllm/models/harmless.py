@@ -18,9 +18,23 @@ HARMLESS = {
     "auto_map": "code in the repository, which is not run",
     "tokenizer_class": "the tokenizer has a config of its own",
     **dict.fromkeys(
-        ("_name_or_path", "name_or_path", "transformers_version", "use_bfloat16"), _HISTORY
+        (
+            "_name_or_path",
+            "name_or_path",
+            "transformers_version",
+            "use_bfloat16",
+            "unsloth_version",
+            "unsloth_fixed",
+            "model_name",
+            "_commit_hash",
+            "is_llama_config",
+        ),
+        _HISTORY,
     ),
-    **dict.fromkeys(("unsloth_version", "unsloth_fixed", "model_name", "_commit_hash"), _HISTORY),
+    **dict.fromkeys(
+        ("transformers.js_config", "custom_pipelines"),
+        "settings of other software, which is not run",
+    ),
     **dict.fromkeys(
         (
             "initializer_range",
@@ -38,6 +52,9 @@ HARMLESS = {
             "classifier_dropout",
             "pruned_heads",
             "problem_type",
+            "gradient_checkpointing",
+            "neftune_noise_alpha",
+            "ignored_index",
         ),
         _TRAINING,
     ),
@@ -61,6 +78,9 @@ HARMLESS = {
             "_attn_implementation",
             "attn_implementation",
             "_attn_implementation_autoset",
+            "tie_encoder_decoder",
+            "tf_legacy_loss",
+            "output_past",
         ),
         _CACHE,
     ),

@@ -215,7 +215,8 @@ class HFConfig:
     @property
     def dtype(self) -> str:
         # transformers up to 4.55 writes "torch_dtype".
-        name = str(self.get("dtype") or self.get("torch_dtype") or "float32")
+        newer, older = self.get("dtype"), self.get("torch_dtype")
+        name = str(newer or older or "float32")
         name = name.removeprefix("torch.")
         if name not in _DTYPES:
             raise UnsupportedModelError(

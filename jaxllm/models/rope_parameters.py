@@ -1,7 +1,7 @@
 """Reads the rotary embedding out of a config.json, in the notation of transformers 5 or 4."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -184,7 +184,7 @@ def _num_rotated_pairs(parameters: Mapping[str, Any], head_size: int) -> int:
 
 
 def _parameters(
-    config: HFConfig, places: Iterable[str], layer_type: str | None, theta_field: str
+    config: HFConfig, places: Sequence[str], layer_type: str | None, theta_field: str
 ) -> dict[str, Any]:
     """Collect the parameters of a type of layers from all places.
 
@@ -193,7 +193,9 @@ def _parameters(
     by overrides.
     """
     parameters: dict[str, Any] = {}
-    for name in places:
+    # What a class has by default, it has in the notation of transformers 5.
+    is_older = config.fields.get("rope_parameters") is None and config.get("rope_scaling")
+    for name in places[1:] if is_older else places:
         given = config.get(name)
         if not isinstance(given, Mapping | None):
             raise CheckpointError(f"config.json: {name}={shown(given)} must be an object")

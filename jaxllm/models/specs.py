@@ -5,7 +5,7 @@ The specs of mixers, ffns and norms are beside their modules in `jaxllm.layers`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -15,6 +15,7 @@ from jaxllm.layers.context import Cache, StepContext
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.rope import RopeConfig
+from jaxllm.quantization.products import Products
 from jaxllm.quantization.scheme import Scheme
 
 Caches = tuple[Cache, ...]  # of a layer: one for each mixer
@@ -136,6 +137,12 @@ class Architecture:
     def per_layer_input(self) -> PerLayerInputSpec | None:
         """What all layers have in common of their own inputs, if they have any."""
         return self.layers[0].per_layer_input
+
+    def with_products(self, products: Products) -> "Architecture":
+        """The architecture with a choice of implementations for weights that are codes."""
+        if self.scheme is None:
+            return self
+        return replace(self, scheme=replace(self.scheme, products=products))
 
     def check(self, num_shards: int) -> None:
         """Raise ValidationError if the model cannot be cut into so many equal shards."""

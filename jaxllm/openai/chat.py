@@ -1,7 +1,7 @@
 """Requests to /v1/chat/completions: the next message of a conversation."""
 
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.tokenizer import TextLength, Tokenizer, find_chat_template, render_chat
@@ -49,6 +49,10 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+
+    @property
+    def conversation(self) -> Self:
+        return self
 
     @property
     def num_prompts(self) -> int:
@@ -231,8 +235,10 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
 
 def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:
     """Whether a request's own input may make the template run long. The model's own template is
-    safe with messages, which it was written for, and with switches that are on or off."""
+    safe with messages, which it was written for, with switches that are on or off, and with the
+    words for an effort."""
     if chat_template is not None:
         return True
     given = chat_template_kwargs.values() if isinstance(chat_template_kwargs, dict) else ()
-    return not all(isinstance(value, bool | None) for value in given)
+    efforts = get_args(ReasoningEffort)
+    return not all(isinstance(value, bool | None) or value in efforts for value in given)

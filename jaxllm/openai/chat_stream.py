@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 from jaxllm.openai.answer import Usage, check_finished
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import finish_reason
+from jaxllm.openai.errors import ErrorBody
 from jaxllm.openai.logprobs import ChatLogprobs
 from jaxllm.openai.message import ChatDelta, MessageParser
 from jaxllm.openai.served_model import ServedModel
@@ -75,6 +76,9 @@ class ChatStream:
     def end(self) -> list[ChatChunk]:
         usage = self._meter.in_the_end
         return [] if usage is None else [msgspec.structs.replace(self._head, usage=usage)]
+
+    def fail(self, error: ErrorBody) -> list[ErrorBody]:
+        return [error]
 
     def _begin(self, index: int, output: RequestOutput) -> ChatChunk:
         first = self._chunk(ChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")))

@@ -6,6 +6,7 @@ from msgspec import UNSET, UnsetType
 from jaxllm.openai.answer import Usage, check_finished
 from jaxllm.openai.completion_answer import shown
 from jaxllm.openai.completions import CompletionRequest
+from jaxllm.openai.errors import ErrorBody
 from jaxllm.openai.logprobs import CompletionLogprobs, Position
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.streaming import UsageMeter
@@ -94,3 +95,6 @@ class CompletionStream:
     def end(self) -> list[CompletionChunk]:
         usage = self._meter.in_the_end
         return [] if usage is None else [msgspec.structs.replace(self._head, usage=usage)]
+
+    def fail(self, error: ErrorBody) -> list[ErrorBody]:
+        return [error]

@@ -6,26 +6,19 @@ from typing import Any, NamedTuple, Protocol, Self
 from msgspec import Struct
 
 from jaxllm.errors import ValidationError
-from jaxllm.openai.answer import Usage
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import answer_chat
 from jaxllm.openai.chat_stream import ChatStream
 from jaxllm.openai.completion_answer import answer_completion
 from jaxllm.openai.completion_stream import CompletionStream
 from jaxllm.openai.completions import CompletionRequest
-from jaxllm.openai.errors import NotFoundError
+from jaxllm.openai.errors import ErrorBody, NotFoundError
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.openai.wire import OPENAI, Wire
 from jaxllm.outputs import RequestOutput
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
-
-
-class Answer(Protocol):
-    """The body of an answer."""
-
-    @property
-    def usage(self) -> Usage: ...
 
 
 class Request(Protocol):
@@ -41,6 +34,10 @@ class Request(Protocol):
     def truncate_prompt_tokens(self) -> int | None: ...
     @property
     def stream(self) -> bool | None: ...
+    @property
+    def conversation(self) -> ChatRequest | None:
+        """The request whose chat template makes the prompt; None if no template does."""
+        ...
 
     @classmethod
     def read(cls, body: object, *, live: bool = False) -> Self:
@@ -68,6 +65,12 @@ class Request(Protocol):
         ...
 
 
+class Reader(Protocol):
+    """Makes requests of decoded bodies, as the types of requests do."""
+
+    def read(self, body: object, *, live: bool = False) -> Request: ...
+
+
 class StreamedAnswer(Protocol):
     """Makes the chunks of an answer from output deltas."""
 
@@ -79,21 +82,26 @@ class StreamedAnswer(Protocol):
         """Make the chunks after all outputs."""
         ...
 
+    def fail(self, error: ErrorBody) -> Sequence[Struct]:
+        """Make the chunks that end a stream with an error."""
+        ...
+
 
 class Endpoint(NamedTuple):
     """The request type of a path, and the two ways to answer it."""
 
-    request: type[Request]
+    request: Reader
     # Makes the whole answer from the final outputs of all prompts; raises AnswerError.
-    answer: Callable[[Any, str, int, Sequence[RequestOutput], ServedModel], Answer]
+    answer: Callable[[Any, str, int, Sequence[RequestOutput], ServedModel], Struct]
     # Makes a streamed answer.
     stream: Callable[[Any, str, int, ServedModel], StreamedAnswer]
+    wire: Wire = OPENAI
 
 
-ENDPOINTS = {
-    "/v1/chat/completions": Endpoint(ChatRequest, answer_chat, ChatStream),
-    "/v1/completions": Endpoint(CompletionRequest, answer_completion, CompletionStream),
-}
+CHAT = Endpoint(ChatRequest, answer_chat, ChatStream)
+COMPLETIONS = Endpoint(CompletionRequest, answer_completion, CompletionStream)
+# Those that lines of a batch may name.
+ENDPOINTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 
 
 def find_endpoint(path: str) -> Endpoint:

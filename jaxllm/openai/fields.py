@@ -138,6 +138,11 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             {} if self.response_format is None else self.response_format.names
         )
 
+    @property
+    def conversation(self) -> Any:
+        """The chat request whose template makes the prompt, if a template does."""
+        return None
+
     def form(self, served: ServedModel) -> StructuredOutputsParams | None:
         """The form that the answer shall have; raise ValidationError."""
         if self.response_format is None:

@@ -9,14 +9,14 @@ from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.add_norm.gpu import GpuAddNorm
 from jaxllm_kernels.causal_conv.xla import XlaConv
 from jaxllm_kernels.compat import why_no_mosaic_gpu
-from jaxllm_kernels.dense.api import XLA, Matmul, ScaledMatmul
-from jaxllm_kernels.dense.native import NativeMatmul, NativeScaledMatmul
-from jaxllm_kernels.dense.xla import XlaScaledMatmul
+from jaxllm_kernels.dense.api import XLA, Matmul
+from jaxllm_kernels.dense.native import NativeCodedMatmul, NativeMatmul
+from jaxllm_kernels.dense.xla import XlaCodedMatmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.experts.gpu import MosaicExperts
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.tpu import TpuExperts
-from jaxllm_kernels.experts.xla import XLA_EXPERTS
+from jaxllm_kernels.experts.xla import XLA_EXPERTS, XlaExperts
 from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.mla.api import (
     DEFAULT_LATENT_BACKENDS,
@@ -40,6 +40,7 @@ from jaxllm.layers.moe import MoESpec
 from jaxllm.layers.state import StateOps
 from jaxllm.logging import init_logger
 from jaxllm.models.specs import Architecture
+from jaxllm.quantization.products import Products
 from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout
 
 logger = init_logger(__name__)
@@ -48,14 +49,17 @@ logger = init_logger(__name__)
 _FREE_PADDING = 128
 
 
-def load_native_kernels(config: EngineConfig, chip: Chip, dtype: Any) -> Library | NoLibrary:
+def load_native_kernels(
+    config: EngineConfig, chip: Chip, dtype: Any, kv_dtype: str | None
+) -> Library | NoLibrary:
     """Load the native kernels for CPUs, if they can be built."""
     if chip.platform != "cpu":
         return NoLibrary(f"they are for CPUs, and this is {chip.name}")
     if not config.compilation.native_kernels:
         return NoLibrary("native_kernels is off")
     directory = config.compilation.compilation_cache_dir or DEFAULT_COMPILATION_CACHE_DIR
-    library = native.load(Path(directory).expanduser() / "native", (dtype.name,))
+    kv_dtypes = () if kv_dtype is None else (kv_dtype,)
+    library = native.load(Path(directory).expanduser() / "native", (dtype.name,), kv_dtypes)
     if isinstance(library, NoLibrary):
         logger.info("XLA's slower kernels run in place of our own: %s", library.reason)
     return library
@@ -68,11 +72,16 @@ def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
     return NativeMatmul(library)
 
 
-def choose_coded_matmul(library: Library | NoLibrary, num_shards: int) -> ScaledMatmul:
-    """The product with codes. XLA cannot shard the native one."""
-    if isinstance(library, NoLibrary) or num_shards > 1:
-        return XlaScaledMatmul(num_shards)
-    return NativeScaledMatmul(library)
+def choose_products(chip: Chip, library: Library | NoLibrary, num_shards: int) -> Products:
+    """What may multiply by codes. Experts are computed by one device each."""
+    widens_in_place = chip.platform != "cpu"
+    by_xla = XlaCodedMatmul(num_shards, widens_in_place)
+    experts_by_xla = XlaExperts(coded=XlaCodedMatmul(widens_in_place=widens_in_place))
+    if isinstance(library, NoLibrary):
+        return Products(linear=(by_xla,), experts=(experts_by_xla,))
+    # XLA cannot shard the native product.
+    linear = (by_xla,) if num_shards > 1 else (NativeCodedMatmul(library), by_xla)
+    return Products(linear=linear, experts=(NativeExperts(library), experts_by_xla))
 
 
 def choose_experts(

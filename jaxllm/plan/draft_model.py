@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 
+from jaxllm.cache_config import CacheConfig
 from jaxllm.cache_groups import Window
 from jaxllm.errors import ValidationError, refused
 from jaxllm.files import read_bytes, read_json
@@ -24,6 +25,8 @@ from jaxllm.models.architecture import read_architecture
 from jaxllm.models.base import Model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
+from jaxllm.plan.choose_kv_cache import KVCachePlan, with_kv_cache
+from jaxllm.quantization.products import Products
 from jaxllm.speculative_config import Speculation
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
@@ -41,6 +44,7 @@ class DraftModelPlan:
     architecture: Architecture
     model_class: type[Model]
     experts: ExpertsOp | None  # None: it has none
+    kv_cache: KVCachePlan | None  # None: keys and values are cached in its type
     attention_configs: tuple[AttentionConfig, ...]  # of one device
     weights_bytes: int  # on one device
     # The numbers of tokens of the programs in which it reads texts, ascending.
@@ -79,23 +83,33 @@ def plan_draft_model(
     windows: tuple[Window, ...],
     has_latents: bool,
     download_dir: str | None,
+    cache: CacheConfig | None,
+    reads_weights: bool,
     max_model_len: int,
     max_num_batched_tokens: int,
     dtype: Any,
     mesh: Mesh,
     num_shards: int,
+    products: Products,
     choose_experts: Callable[[Architecture], ExpertsOp | None],
 ) -> tuple[Speculation, DraftModelPlan | None]:
     """Plan the draft model that is asked for, if one is, or refuse it if it does not fit the
-    target, of whose cache groups `windows` are the windows; `has_latents` is whether it keeps
-    latents. The draft's caches are left open. Return what is asked for as well, with the longest
-    sequence that gets drafts."""
+    target. The draft's caches are left open. Return what is asked for as well, with the longest
+    sequence that gets drafts.
+
+    Args:
+      windows: those of the target's cache groups.
+      has_latents: whether the target keeps latents.
+      cache: what is asked of the draft's cache, if it has codes; None: it has its own type.
+      reads_weights: whether there are checkpoints of weights.
+    """
     asked = speculation.draft_model
     if asked is None:
         return speculation, None
     model_dir = resolve_model_dir(asked.model, asked.revision, download_dir)
     hf_config = read_json(model_dir / "config.json")
     architecture = read_architecture(hf_config, max_model_len=asked.max_model_len)
+    architecture = architecture.with_products(products)
     longest = _check_length(asked.max_model_len, architecture.max_model_len, max_model_len)
     _check_vocabulary(asked.model, architecture, model_dir, target, target_dir)
     if None not in windows:
@@ -107,6 +121,16 @@ def plan_draft_model(
         architecture.check(num_shards)
     except ValidationError as error:
         raise _does_not_fit(asked.model, f"of the draft: {error}") from error
+    kv_cache = None
+    if cache is not None:
+        architecture, kv_cache = with_kv_cache(
+            architecture,
+            cache,
+            model_dir,
+            hf_config=hf_config,
+            dtype=dtype,
+            reads_weights=reads_weights,
+        )
     model_class = ModelRegistry.resolve([architecture.name])
     model = model_class.abstract(architecture, dtype, num_shards)
     configs = [c for c in model.attention_configs if isinstance(c, AttentionConfig)]
@@ -119,6 +143,7 @@ def plan_draft_model(
         architecture=architecture,
         model_class=model_class,
         experts=choose_experts(architecture),
+        kv_cache=kv_cache,
         attention_configs=tuple(configs),
         weights_bytes=weights_bytes(model, mesh),
         read_sizes=_read_sizes(max_num_batched_tokens),

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.common import cdiv
-from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul, ScaledMatmul
+from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.platform import Chip
 
@@ -25,13 +25,13 @@ from jaxllm.models.base import Model
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
+from jaxllm.plan.choose_kv_cache import KVCachePlan
 from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
 from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
 )
-from jaxllm.quantization.linear import CodedLinear
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 from jaxllm.speculative_config import Speculation
@@ -54,11 +54,11 @@ class EnginePlan:
     max_num_batched_tokens: int
     block_size: int
     cache_groups: tuple[CacheGroup, ...]
+    kv_cache: KVCachePlan | None  # None: keys and values are cached in the model's type
     num_logits: int  # the vocabulary, and padding if it is sharded
     attention: MixerBackend
     attention_configs: tuple[MixerConfig, ...]
     matmul: Matmul
-    coded_matmul: ScaledMatmul  # of weights that are codes
     experts: ExpertsOp | None  # None: the model has none
     state_ops: StateOps | None  # None: no mixer has a state
     sampling: Layout
@@ -164,8 +164,6 @@ class EnginePlan:
                 rounds = isinstance(module, Linear) and module.bias is None
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
-            elif isinstance(module, CodedLinear):
-                module.matmul = self.coded_matmul
             elif isinstance(module, Experts) and experts is not None:
                 module.op = experts
         return model

@@ -22,6 +22,7 @@ from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.models.architecture import read_architecture
+from jaxllm.models.hf_config import merge_overrides
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
@@ -39,14 +40,15 @@ from jaxllm.plan.choose import (
 from jaxllm.plan.choose_kernels import (
     choose_add_norm,
     choose_attention,
-    choose_coded_matmul,
     choose_experts,
     choose_matmul,
+    choose_products,
     choose_sampling,
     choose_state_ops,
     free_padding,
     load_native_kernels,
 )
+from jaxllm.plan.choose_kv_cache import of_draft, with_kv_cache
 from jaxllm.plan.draft_model import DraftModelPlan, plan_draft_model
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.generation_config import (
@@ -118,6 +120,17 @@ def make_plan(
     chip = chip_of(device)
     platform = chip.platform
     dtype = choose_dtype(model.dtype, architecture, platform)
+    architecture, kv_cache = with_kv_cache(
+        architecture,
+        config.cache,
+        model_dir,
+        hf_config=merge_overrides(hf_config, model.hf_overrides or {}),
+        dtype=dtype,
+        reads_weights=model.load_format != "dummy",
+    )
+    library = load_native_kernels(config, chip, dtype, kv_cache and kv_cache.codes)
+    products = choose_products(chip, library, num_shards)
+    architecture = architecture.with_products(products)
     max_model_len = choose_max_model_len(model.max_model_len, architecture)
     max_num_seqs = config.scheduler.max_num_seqs or DEFAULTS[platform].max_num_seqs
     max_num_batched_tokens = choose_max_num_batched_tokens(
@@ -142,7 +155,6 @@ def make_plan(
         max_blocks=cdiv(max_model_len, block_size),
         block_size=block_size,
     )
-    library = load_native_kernels(config, chip, dtype)
     # Without attention there is still a group, so that requests have lengths: its blocks are empty.
     windows = group_windows(map(window_of, attention_configs)) or (None,)
 
@@ -160,11 +172,14 @@ def make_plan(
             windows=windows,
             has_latents=any(isinstance(c, LatentConfig) for c in attention_configs),
             download_dir=model.download_dir,
+            cache=None if kv_cache is None else of_draft(config.cache, kv_cache),
+            reads_weights=model.load_format != "dummy",
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             dtype=dtype,
             mesh=meshes[0],
             num_shards=num_shards,
+            products=products,
             choose_experts=experts_of,
         )
     attention = choose_attention(
@@ -270,11 +285,11 @@ def make_plan(
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         cache_groups=cache_groups,
+        kv_cache=kv_cache,
         num_logits=num_logits,
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
-        coded_matmul=choose_coded_matmul(library, num_shards),
         experts=experts_of(architecture),
         state_ops=choose_state_ops(chip) if keeps_states else None,
         sampling=choose_sampling(chip, num_shards),

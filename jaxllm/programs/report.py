@@ -79,6 +79,7 @@ class PlanReport:
     num_chips: int
     dtype: str
     attention_backend: str
+    kv_cache: str | None  # the codes of cached keys and values; None: they have the model's type
     experts: str | None  # None: the model has none
     layers: list[str]  # a line for each distinct one
     hbm_bytes: int
@@ -172,6 +173,7 @@ def report_plan(
         num_chips=-(-plan.num_devices // plan.chip.devices_per_chip),
         dtype=str(plan.dtype),
         attention_backend=plan.attention.name,
+        kv_cache=None if plan.kv_cache is None else str(plan.kv_cache),
         experts=None if plan.experts is None else plan.experts.name,
         layers=describe_layers(plan.architecture),
         hbm_bytes=plan.chip.hbm_bytes,

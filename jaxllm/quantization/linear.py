@@ -6,23 +6,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxllm_kernels.dense.api import XLA_SCALED, ScaledMatmul
+from jaxllm_kernels.coded import CodedWeight, CodeForm
+from jaxllm_kernels.dense.api import CodedMatmul
 
 from jaxllm.errors import UnsupportedModelError, refused
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.moe import Experts
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.quantization.form import Form, StoredCodes, StoredScales
+from jaxllm.quantization.products import choose
 from jaxllm.quantization.scheme import Scheme
 
 
 class CodedLinear(nnx.Module):
-    """y = x (codes * scales)^T + b over the last axis. The plan chooses the implementation."""
+    """y = x (codes * scales)^T + b over the last axis."""
 
-    matmul: ScaledMatmul = XLA_SCALED
-
-    def __init__(self, linear: Linear, form: Form, name: str, *, num_shards: int):
-        """Make the layer that computes an abstract linear one."""
+    def __init__(
+        self,
+        linear: Linear,
+        form: Form,
+        name: str,
+        *,
+        ops: tuple[CodedMatmul, ...],
+        num_shards: int,
+    ):
+        """Make the layer that computes an abstract linear one, by the first of the implementations
+        that can."""
         weight, given = linear.weight, linear.weight.get_metadata()
         num_outputs, num_inputs = weight.shape
         group = form.group or num_inputs
@@ -41,8 +50,11 @@ class CodedLinear(nnx.Module):
                 "cannot be cut",
             )
         num_groups = num_inputs // group
+        on_device = (num_outputs, num_inputs // num_shards if is_cut else num_inputs)
+        asked = CodeForm(codes=form.codes, group=form.group)
+        self.matmul, (self.form,) = choose(ops, asked, [on_device])
         self.weight = nnx.Param(
-            jax.ShapeDtypeStruct(weight.shape, jnp.dtype(form.codes)),
+            jax.ShapeDtypeStruct(weight.shape, self.form.code_dtype),
             axes=given["axes"],
             parts=given["parts"],
             stored=StoredCodes(form),
@@ -56,7 +68,8 @@ class CodedLinear(nnx.Module):
         self.bias = linear.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.matmul(x, self.weight[...], self.weight_scale[...])
+        weight = CodedWeight(codes=self.weight[...], scales=self.weight_scale[...], form=self.form)
+        y = self.matmul(x, weight)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
@@ -91,7 +104,8 @@ def store_codes(
         form = scheme.form_of(names.modules(f"{name}.weight", pieces))
         if form is not None:
             *parent, last = path
-            coded = CodedLinear(module, form, name, num_shards=num_shards)
+            ops = scheme.products.linear
+            coded = CodedLinear(module, form, name, ops=ops, num_shards=num_shards)
             holder = functools.reduce(_step, parent, model)
             setattr(holder, str(last), coded)
 

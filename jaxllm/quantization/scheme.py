@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.quantization.form import Form
+from jaxllm.quantization.products import Products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class Scheme:
     # Patterns of names -> the form of what they match. The first one that matches holds.
     forms: tuple[tuple[str, Form], ...]
     ignored: tuple[str, ...] = ()
+    # The plan's choice.
+    products: Products = Products()
 
     def form_of(self, modules: Collection[str]) -> Form | None:
         """The form of a layer that is fused of some modules; None: it has no codes."""

@@ -25,6 +25,7 @@ from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.store import ProgramStore
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
+from jaxllm.runner.kv_scales import with_calculated_scales
 from jaxllm.runner.late import Left
 from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.pipeline import Pipeline
@@ -245,6 +246,7 @@ class ModelRunner:
             format_bytes(_local_bytes(states)),
             format_bytes(peak_host_bytes()),
         )
+        states = with_calculated_scales(plan, states)
         trim_heap()  # the buffers between files and devices
         weights = list(map(jax.tree.leaves, states))
         if plan.draft is not None:

@@ -1,5 +1,5 @@
-"""Answers /v1/chat/completions and /v1/completions, whole or as a stream. Everything except the
-bodies is the same for both paths."""
+"""Answers requests for text, whole or as a stream: chats, completions, messages. Everything except
+the bodies is the same for all paths."""
 
 import asyncio
 import contextlib
@@ -72,7 +72,8 @@ class AnswerEndpoint:
             name=request_id_of(scope),
             trace_headers=trace_headers(scope) if self._is_traced else None,
         )
-        events = EventStream(send, self._service.options.client_timeout)
+        wire = self._endpoint.wire
+        events = EventStream(send, self._service.options.client_timeout, wire)
         try:
             await self._service.check_takes_requests()
             with self._service.admission.body() as admit:
@@ -82,7 +83,7 @@ class AnswerEndpoint:
         except Disconnected:
             return
         except Exception as error:
-            response = error_response(error)
+            response = error_response(error, wire)
         if response is not None:
             await respond(response, scope, receive, send, self._service.options.client_timeout)
 
@@ -114,9 +115,10 @@ class AnswerEndpoint:
         """Validate and tokenize all prompts, off the event loop."""
         service, request = self._service, job.request
         if job.params.structured_outputs is None:
-            return await service.in_text_thread(request, partial(self._process, job), size)
+            process = partial(self._process, job)
+            return await service.in_text_thread(request.conversation, process, size)
         read = partial(request.prompts, service.served)
-        prompts = await service.in_text_thread(request, read, size)
+        prompts = await service.in_text_thread(request.conversation, read, size)
         process = partial(self._process, job, prompts)
         return await self._engine.in_tokenizer_thread(process, size, has_form=True)
 
@@ -189,7 +191,7 @@ class AnswerEndpoint:
         except Exception as error:
             if not events.has_begun:
                 raise
-            await events.write([body_of(error)])
+            await events.write(chunks.fail(body_of(error)))
         await events.end()
 
     async def _outputs(

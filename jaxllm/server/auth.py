@@ -5,10 +5,12 @@ import hmac
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.errors import ValidationError
 from jaxllm.files import read_given_text
+from jaxllm.openai.wire import OPENAI, Wire
 from jaxllm.server.endpoint import Access, Endpoint
 from jaxllm.server.errors import HTTPError, error_response
 from jaxllm.server.options import ServerOptions, check_key
@@ -29,12 +31,15 @@ class Keys:
 
 
 class Authentication:
-    """A middleware that requires one of the path's keys as `Authorization: Bearer KEY`. A path that
-    does not exist needs a user's key, too, so that only users learn which paths exist."""
+    """A middleware that requires one of the path's keys, as `Authorization: Bearer KEY` or as
+    `X-Api-Key: KEY`, which clients of Anthropic's protocol send. A path that does not exist needs a
+    user's key, too, so that only users learn which paths exist."""
 
     def __init__(self, app: ASGIApp, keys: Keys, endpoints: Iterable[Endpoint]):
         self._app = app
+        endpoints = list(endpoints)
         self._accesses = {one.path: one.access for one in endpoints}
+        self._wires = {one.path: one.wire for one in endpoints}
         self._digests = {
             access: [_digest(key.encode()) for key in keys.for_access(access)] for access in Access
         }
@@ -43,30 +48,39 @@ class Authentication:
         if scope["type"] == "lifespan" or self._admits(scope):
             await self._app(scope, receive, send)
         else:
-            await _refusal()(scope, receive, send)
+            await _refusal(self._wires.get(scope["path"], OPENAI))(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
         digests = self._digests[self._accesses.get(scope["path"], Access.KEY)]
         if not digests:
             return True
-        values = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
-        digest = _digest(key.strip())
         # Compare with all keys, so that the time does not reveal a near match.
         found = False
-        for known in digests:
-            found |= hmac.compare_digest(known, digest)
-        return found and scheme.lower() == b"bearer"
+        for given in map(_digest, _given_keys(scope["headers"])):
+            for known in digests:
+                found |= hmac.compare_digest(known, given)
+        return found
+
+
+def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """The keys of a request. A header that comes twice says nothing."""
+    found = []
+    bearers = [value for name, value in headers if name == b"authorization"]
+    scheme, _, key = (bearers[0] if len(bearers) == 1 else b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        found.append(key.strip())
+    plain = [value for name, value in headers if name == b"x-api-key"]
+    return [*found, *(key.strip() for key in plain if len(plain) == 1)]
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _refusal():
+def _refusal(wire: Wire) -> Response:
     message = "an API key is needed, as 'Authorization: Bearer KEY', and a right one"
     return error_response(
-        HTTPError(401, "AuthenticationError", message, {"WWW-Authenticate": "Bearer"})
+        HTTPError(401, "AuthenticationError", message, {"WWW-Authenticate": "Bearer"}), wire
     )
 
 

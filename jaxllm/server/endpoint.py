@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxllm.openai.schema import Schema
+from jaxllm.openai.wire import OPENAI, Wire
 from jaxllm.server.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
@@ -39,10 +40,11 @@ class Endpoint:
     # The description in /openapi.json.
     body: tuple[type, ...] = ()  # the JSON body of a request is one of these
     answer: type | Schema | None = None  # the JSON body of an answer with status 200
-    chunk: type | None = None  # of a streamed answer
+    chunk: Any = None  # of a streamed answer: a type, or a union of several
     content_type: str | None = None  # of an answer that is not JSON
     errors: tuple[int, ...] = ()
     query: tuple[tuple[str, Schema], ...] = ()  # optional parameters in the URL
+    wire: Wire = OPENAI  # the shape of its errors
 
     def route(self, service: Service) -> Route:
         return Route(self.path, self.serve(service), methods=self.methods)

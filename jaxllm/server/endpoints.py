@@ -5,16 +5,28 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jaxllm.openai import endpoints as openai
+from jaxllm.anthropic.endpoints import ANTHROPIC, MESSAGES
+from jaxllm.anthropic.message import Message
+from jaxllm.anthropic.request import CountTokensRequest, MessagesBody
+from jaxllm.anthropic.stream import MessageEvent
+from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import ChatCompletion
 from jaxllm.openai.chat_stream import ChatChunk
 from jaxllm.openai.completion_answer import Completion
 from jaxllm.openai.completion_stream import CompletionChunk
+from jaxllm.openai.completions import CompletionRequest
+from jaxllm.openai.endpoints import CHAT, COMPLETIONS
+from jaxllm.openai.endpoints import Endpoint as AnsweredEndpoint
 from jaxllm.openai.models import ModelCard, ModelList
+from jaxllm.openai.responses.endpoint import WIRE
+from jaxllm.openai.responses.events import ResponseEvent
+from jaxllm.openai.responses.request import ResponsesBody
+from jaxllm.openai.responses.response import Response as ResponseBody
 from jaxllm.openai.schema import Schema
-from jaxllm.server import admin, status
+from jaxllm.server import admin, responses, status
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Keys
+from jaxllm.server.count_tokens import TokenCount, count_tokens
 from jaxllm.server.endpoint import Access, Endpoint, Handler, by
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.openapi import describe
@@ -45,10 +57,13 @@ def _posted(path: str, serve: Callable[[Service], object], summary: str, **more:
     return Endpoint(path, serve, summary, ("POST",), errors=_OF_BODIES, **more)
 
 
-def _answers(path: str, summary: str, answer: type, chunk: type) -> Endpoint:
-    endpoint = openai.ENDPOINTS[path]
-    serve, body = partial(AnswerEndpoint, endpoint), (endpoint.request,)
-    return _posted(path, serve, summary, body=body, answer=answer, chunk=chunk)
+def _answers(
+    path: str, endpoint: AnsweredEndpoint, summary: str, body: type, answer: type, chunk: Any
+) -> Endpoint:
+    serve = partial(AnswerEndpoint, endpoint)
+    return _posted(
+        path, serve, summary, body=(body,), answer=answer, chunk=chunk, wire=endpoint.wire
+    )
 
 
 def _admin(
@@ -94,9 +109,21 @@ FOR_USERS = (
     Endpoint("/v1/models", by(status.list_models), "The names of the model", answer=ModelList),
     Endpoint("/v1/models/{name:path}", by(status.show_model), "One of them", answer=ModelCard,
              errors=(404,)),
-    _answers("/v1/chat/completions", "The next message of a conversation", ChatCompletion,
-             ChatChunk),
-    _answers("/v1/completions", "The continuations of prompts", Completion, CompletionChunk),
+    _answers("/v1/chat/completions", CHAT, "The next message of a conversation", ChatRequest,
+             ChatCompletion, ChatChunk),
+    _answers("/v1/completions", COMPLETIONS, "The continuations of prompts", CompletionRequest,
+             Completion, CompletionChunk),
+    _posted("/v1/responses", responses.make_endpoint, "A response to items", body=(ResponsesBody,),
+            answer=ResponseBody, chunk=ResponseEvent, wire=WIRE),
+    Endpoint("/v1/responses/{id}", by(responses.by_method), "A stored response",
+             ("GET", "DELETE"), answer=_object(), errors=(400, 404)),
+    Endpoint("/v1/responses/{id}/input_items", by(responses.input_items), "What it was made of",
+             answer=responses.InputItems, errors=(404,)),
+    _answers("/v1/messages", MESSAGES, "The next message, in Anthropic's protocol", MessagesBody,
+             Message, MessageEvent),
+    _posted("/v1/messages/count_tokens", partial(JSONEndpoint, count_tokens, wire=ANTHROPIC),
+            "The number of tokens of such a prompt", body=(CountTokensRequest,),
+            answer=TokenCount, wire=ANTHROPIC),
     _posted("/tokenize", partial(JSONEndpoint, tokenize),
             "The token ids of a text or a conversation",
             body=(TokenizeText, TokenizeChat), answer=Tokenized),

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 from jaxllm.errors import JaxLLMError
 from jaxllm.logging import init_logger
 from jaxllm.openai.errors import ErrorBody, UnavailableError, error_body, make_error
+from jaxllm.openai.wire import OPENAI, Wire
 
 logger = init_logger(__name__)
 
@@ -33,7 +34,7 @@ class HTTPError(JaxLLMError):
 
 
 def body_of(error: Exception) -> ErrorBody:
-    """Return the body for the client; log an internal error."""
+    """Return the body for the client, in OpenAI's shape; log an internal error."""
     if isinstance(error, HTTPError):
         return make_error(str(error), error.kind, error.status)
     body = error_body(error)
@@ -44,12 +45,12 @@ def body_of(error: Exception) -> ErrorBody:
     return body
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: Exception, wire: Wire = OPENAI) -> Response:
     body = body_of(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPError) else {}
     if isinstance(error, UnavailableError):
         headers["Retry-After"] = str(RETRY_AFTER_S)
-    return json_response(body, body.error.code, headers)
+    return json_response(wire.error(body), body.error.code, headers)
 
 
 def json_response(

@@ -5,6 +5,7 @@ from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
+from jaxllm.openai.wire import OPENAI, Wire
 from jaxllm.server.body import decode_json, read_body
 from jaxllm.server.errors import Disconnected, error_response, json_response, respond
 from jaxllm.server.service import Service
@@ -13,8 +14,11 @@ from jaxllm.server.service import Service
 class JSONEndpoint:
     """One path, as an ASGI application."""
 
-    def __init__(self, answer: Callable[[Service, object], object], service: Service):
+    def __init__(
+        self, answer: Callable[[Service, object], object], service: Service, wire: Wire = OPENAI
+    ):
         self._service = service
+        self._wire = wire
         self._answer_to = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,5 +34,5 @@ class JSONEndpoint:
         except Disconnected:
             return
         except Exception as error:
-            response = error_response(error)
+            response = error_response(error, self._wire)
         await respond(response, scope, receive, send, service.options.client_timeout)

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import compile_path
 
 import jaxllm
-from jaxllm.openai.errors import ErrorBody
 from jaxllm.openai.fields import REQUEST_ID_IN_WORDS
 from jaxllm.openai.schema import (
     ANY_ENGINE,
@@ -19,6 +18,7 @@ from jaxllm.openai.schema import (
     ref,
     request_schemas,
 )
+from jaxllm.openai.wire import Wire
 from jaxllm.server.auth import Keys
 from jaxllm.server.endpoint import Access, Endpoint
 from jaxllm.server.errors import json_response
@@ -90,14 +90,14 @@ def _described(endpoint: Endpoint, keys: Keys) -> dict[str, Any]:
         found["parameters"] = parameters
     found["responses"]["200"] = _response(200, _content(endpoint))
     for status in endpoint.errors:
-        content = {} if endpoint.access is Access.ANYBODY else _JSON_ERROR
+        content = {} if endpoint.access is Access.ANYBODY else _json_error(endpoint.wire)
         found["responses"][str(status)] = _response(status, content)
     if endpoint.body:
         found["responses"]["431"] = _response(431, {"text/plain": {"schema": {"type": "string"}}})
     scheme = _scheme(endpoint, keys)
     if scheme is not None:
         found["security"] = [{scheme: []}]
-        found["responses"]["401"] = _response(401, _JSON_ERROR)
+        found["responses"]["401"] = _response(401, _json_error(endpoint.wire))
     return found
 
 
@@ -120,30 +120,33 @@ def _content(endpoint: Endpoint) -> dict[str, Any]:
     answer = endpoint.answer if isinstance(endpoint.answer, dict) else ref(endpoint.answer)
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if endpoint.chunk is not None:
-        content["text/event-stream"] = {"schema": _event(endpoint.chunk)}
+        content["text/event-stream"] = {"schema": _event(endpoint)}
     return content
 
 
-def _event(chunk: type) -> Schema:
+def _event(endpoint: Endpoint) -> Schema:
     """One event of a stream: a chunk, the end, or an error if the answer fails later."""
-    message = {"anyOf": [ref(chunk), ref(ErrorBody)]}
+    wire = endpoint.wire
+    data: Schema = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [*map(ref, _chunks(endpoint)), ref(wire.error_type)]},
+    }
+    if wire.last:
+        data = {"anyOf": [{"const": "[DONE]", "description": "The last event."}, data]}
+    names = {"event": {"type": "string"}} if wire.names_events else {}
+    properties = {**names, "data": data}
     return {
         "description": "With stream=true. One event.",
         "type": "object",
-        "properties": {
-            "data": {
-                "anyOf": [
-                    {"const": "[DONE]", "description": "The last event."},
-                    {
-                        "type": "string",
-                        "contentMediaType": "application/json",
-                        "contentSchema": message,
-                    },
-                ]
-            }
-        },
-        "required": ["data"],
+        "properties": properties,
+        "required": list(properties),
     }
+
+
+def _chunks(endpoint: Endpoint) -> tuple[type, ...]:
+    """The types of a stream's events."""
+    return get_args(endpoint.chunk) or (() if endpoint.chunk is None else (endpoint.chunk,))
 
 
 def _one_of(kinds: Sequence[type]) -> Schema:
@@ -151,16 +154,22 @@ def _one_of(kinds: Sequence[type]) -> Schema:
 
 
 def _components(endpoints: Iterable[Endpoint], engine: EngineBounds) -> dict[str, Schema]:
-    bodies, answers = [], [ErrorBody]
+    bodies: list[type] = []
+    answers: list[type] = []
     for endpoint in endpoints:
         bodies += endpoint.body
-        answers += [kind for kind in (endpoint.answer, endpoint.chunk) if isinstance(kind, type)]
+        answers += [endpoint.wire.error_type, *_chunks(endpoint)]
+        answers += [endpoint.answer] if isinstance(endpoint.answer, type) else []
+    answers = list(dict.fromkeys(answers))
     requests, replies = request_schemas(bodies, engine), answer_schemas(answers)
     assert not requests.keys() & replies.keys()
     return requests | replies
 
 
-_JSON_ERROR = {"application/json": {"schema": ref(ErrorBody)}}
+def _json_error(wire: Wire) -> dict[str, Any]:
+    return {"application/json": {"schema": ref(wire.error_type)}}
+
+
 _REQUEST_ID = {
     "name": HEADER,
     "in": "header",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jaxllm.config import option
 from jaxllm.errors import ValidationError, refused
+from jaxllm.openai.responses.store import IN_MEMORY
 from jaxllm.parsers.options import ParserOptions
 
 
@@ -63,6 +64,14 @@ class ServerOptions(ParserOptions):
     )
     chat_template_timeout: float = option(
         10.0, "Seconds that a chat template may take for one request."
+    )
+    response_store: str | None = option(
+        None,
+        "Where /v1/responses keeps its answers, so that a request may go on after one: a file "
+        "(SQLite), or 'memory'. By default nothing is kept.",
+    )
+    response_store_bytes: int = option(
+        256 << 20, "Most bytes of kept responses; those used longest ago go first."
     )
     # Limits.
     max_body_bytes: int | None = option(
@@ -131,6 +140,12 @@ class ServerOptions(ParserOptions):
                 raise refused(name, value, f"it must be at least {low}")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ValidationError("ssl_keyfile and ssl_ca_certs need --ssl-certfile; give it, too")
+        if self.response_store == IN_MEMORY and self.api_server_count > 1:
+            raise refused(
+                "response_store",
+                self.response_store,
+                f"api_server_count={self.api_server_count} processes share only a file",
+            )
         if not self.metrics_prefix.isidentifier():
             raise refused("metrics_prefix", self.metrics_prefix, "use letters, digits and '_'")
         for key in self.api_key:
@@ -150,6 +165,7 @@ _LOWEST = {
     "max_header_bytes": 1024,
     "max_json_depth": 1,
     "max_queued_requests": 0,
+    "response_store_bytes": 1,
     "max_queued_tokens": 1,
     "max_queued_bytes": 1,
     "max_request_logprobs": 0,

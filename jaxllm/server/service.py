@@ -8,6 +8,7 @@ from typing import TypeVar
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.errors import UnavailableError
+from jaxllm.openai.responses.store import ResponseStore
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.body import BodyLimits
 from jaxllm.server.engine_metrics import EngineMetrics
@@ -36,6 +37,10 @@ class Service:
         self.options = options
         self.body_limits = BodyLimits.of(options, engine.info.max_model_len)
         self.peers = peers or Peers.none()
+        store = options.response_store
+        self.responses = (
+            None if store is None else ResponseStore(store, options.response_store_bytes)
+        )
         self.started = int(time.time())
         self.request_ids: set[str] = set()  # of requests in the engine
         self.is_stopping = False

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 from starlette.types import Message, Send
 
+from jaxllm.openai.wire import OPENAI, Wire
 from jaxllm.server.errors import Disconnected
 
 _HEADERS = [
@@ -14,7 +15,6 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy must not buffer the stream
 ]
-_DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 
 
@@ -22,18 +22,18 @@ class EventStream:
     """Writes events to a client. The response starts with the first event. Until then an error can
     still be a response with its own status."""
 
-    def __init__(self, send: Send, timeout_s: float):
+    def __init__(self, send: Send, timeout_s: float, wire: Wire = OPENAI):
         self._send = send
+        self._wire = wire
         self._timeout_s = timeout_s
         self._encoder = msgspec.json.Encoder()
         self._lock = asyncio.Lock()
         self._last_write = 0.0
         self.has_begun = False
 
-    async def write(self, events: Sequence[object]) -> None:
+    async def write(self, events: Sequence[msgspec.Struct]) -> None:
         if events:
-            data = b"".join(b"data: %b\n\n" % self._encoder.encode(event) for event in events)
-            await self._write(data, more=True)
+            await self._write(b"".join(map(self._encoded, events)), more=True)
 
     @contextlib.asynccontextmanager
     async def kept_alive(self, every_s: float) -> AsyncIterator[None]:
@@ -56,7 +56,13 @@ class EventStream:
                 await self._write(_KEEP_ALIVE, more=True)
 
     async def end(self) -> None:
-        await self._write(_DONE, more=False)
+        await self._write(self._wire.last, more=False)
+
+    def _encoded(self, event: msgspec.Struct) -> bytes:
+        data = b"data: %b\n\n" % self._encoder.encode(event)
+        if not self._wire.names_events:
+            return data
+        return b"event: %b\n%b" % (str(event.__struct_config__.tag).encode(), data)
 
     async def _write(self, data: bytes, *, more: bool) -> None:
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}

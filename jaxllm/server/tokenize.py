@@ -57,13 +57,13 @@ class Detokenized(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class _MostTokens:
+class MostTokens:
     """The limit of tokens in a request. It is larger than the longest prompt."""
 
     num: int
 
     @classmethod
-    def of(cls, service: Service) -> "_MostTokens":
+    def of(cls, service: Service) -> "MostTokens":
         default = max(1 << 16, 4 * service.engine.info.max_model_len)
         return cls(service.options.max_tokenize_tokens or default)
 
@@ -94,7 +94,7 @@ class _MostTokens:
 
 def tokenize(service: Service, body: object) -> Tokenized:
     """The token ids of a text or a conversation."""
-    tokenizer, most = _tokenizer(service), _MostTokens.of(service)
+    tokenizer, most = _tokenizer(service), MostTokens.of(service)
     if isinstance(body, dict) and "messages" in body:
         request = read_fields(body, TokenizeChat)
         service.served.check_name(request.model)
@@ -116,7 +116,7 @@ def tokenize(service: Service, body: object) -> Tokenized:
     )
 
 
-def _chat_ids(request: TokenizeChat, served: ServedModel, most: _MostTokens) -> list[int]:
+def _chat_ids(request: TokenizeChat, served: ServedModel, most: MostTokens) -> list[int]:
     chat = ChatRequest(
         messages=request.messages,
         add_generation_prompt=request.add_generation_prompt,
@@ -134,7 +134,7 @@ def detokenize(service: Service, body: object) -> Detokenized:
     request = read_fields(body, DetokenizeRequest)
     service.served.check_name(request.model)
     tokenizer, size = _tokenizer(service), service.engine.info.vocab_size
-    _MostTokens.of(service).check(request.tokens)
+    MostTokens.of(service).check(request.tokens)
     wrong = [token for token in request.tokens if not 0 <= token < size]
     if wrong:
         raise refused("tokens", wrong[0], f"ids of this model are 0 to {size - 1}")

@@ -7,10 +7,10 @@ tensor is read on access, and `release` frees its memory.
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, Self
 
 import ml_dtypes
 import msgspec
@@ -19,6 +19,11 @@ import numpy as np
 from jaxllm import bundled
 from jaxllm.errors import CheckpointError, UnsupportedModelError
 from jaxllm.files import open_regular, read_json
+from jaxllm.gguf.blocks import NAMES
+from jaxllm.gguf.blocks import TYPES as BLOCK_TYPES
+from jaxllm.gguf.checkpoint import GGUFCheckpoint, TensorFacts
+from jaxllm.gguf.directory import linked_files, model_directory, only_file
+from jaxllm.gguf.model import SUFFIX
 from jaxllm.plural import counted
 
 _DTYPES = {
@@ -29,10 +34,12 @@ _DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I8": np.dtype(np.int8),
 }
+# Blocks of GGUF are values, too, unless they are asked for their codes.
+_GGUF_VALUES = tuple(NAMES[kind] for kind, its in BLOCK_TYPES.items() if its.codes is not None)
 # The types of tensors of a kind, as `jaxllm.models.checkpoint_map.Tensor` has it. Powers of two are
 # scales.
 TYPES = {
-    "float": ("F32", "F16", "BF16", "F8_E8M0"),
+    "float": ("F32", "F16", "BF16", "F8_E8M0", *_GGUF_VALUES),
     "int8": ("I8",),
     "float8_e4m3fn": ("F8_E4M3",),
 }
@@ -53,19 +60,25 @@ _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 def resolve_model_dir(
     model: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path:
-    """The local directory of a model: bundled, given, or downloaded from the hub."""
+    """The local directory of a model: bundled, given, downloaded from the hub, or that of a GGUF
+    file."""
     if (shipped := bundled.path(model)) is not None:
         return shipped
     local = Path(model).expanduser()
     if local.is_dir():
-        _refuse_gguf(local)
-        return local
+        file = only_file(local)
+        return local if file is None else model_directory(file)
     if local.is_file():
-        raise CheckpointError(f"model {model!r} is {_of_file(local)}")
+        if local.suffix == SUFFIX:
+            return model_directory(local)
+        raise CheckpointError(
+            f"model {model!r} is a file; give its directory, {str(local.parent)!r}, if that has a "
+            "config.json"
+        )
     if local.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise CheckpointError(
-            f"model {model!r}: there is no such directory, and it is not the name of a model on "
-            "the hub (organisation/name), nor 'bundled', the one that comes with jaxllm"
+            f"model {model!r}: there is no such directory or GGUF file, and it is not the name of "
+            "a model on the hub (organisation/name), nor 'bundled', the one that comes with jaxllm"
         )
     # Imported here, because most starts do not need it.
     from huggingface_hub import snapshot_download
@@ -90,26 +103,6 @@ def resolve_model_dir(
         ) from error
 
 
-_NO_GGUF = (
-    "GGUF is not supported yet; give the directory, or the name on the hub, of the checkpoint in "
-    "safetensors that it was made of"
-)
-
-
-def _refuse_gguf(directory: Path) -> None:
-    """Refuse a directory with only GGUF. Otherwise the error would be about a missing tokenizer."""
-    names = [file.name for file in directory.iterdir()]
-    gguf = sorted(name for name in names if name.endswith(".gguf"))
-    if gguf and not any(name.endswith(".safetensors") for name in names):
-        raise CheckpointError(f"{directory} has its weights in {some_of(gguf)}: {_NO_GGUF}")
-
-
-def _of_file(path: Path) -> str:
-    if path.suffix == ".gguf":
-        return f"a file: {_NO_GGUF}"
-    return f"a file; give its directory, {str(path.parent)!r}, if that has a config.json"
-
-
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
     """The place of a tensor in its file, and its dtype and shape."""
@@ -121,8 +114,38 @@ class TensorInfo:
     num_bytes: int
 
 
-class Checkpoint:
+class OpenCheckpoint(Protocol):
     """The tensors of a model directory. A context manager that owns the open files."""
+
+    @property
+    def tensors(self) -> Mapping[str, "TensorInfo | TensorFacts"]: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole tensor."""
+        ...
+
+    def copy(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
+        """Fill the target with a box of a tensor, piece by piece; release each piece."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Free the memory that reading from the tensor's file took."""
+        ...
+
+
+def open_checkpoint(model_dir: Path) -> OpenCheckpoint:
+    """Open the weights of a model directory, in whichever form it has them."""
+    if files := linked_files(model_dir):
+        return GGUFCheckpoint(files[0])
+    return Checkpoint(model_dir)
+
+
+class Checkpoint:
+    """The tensors of safetensors files."""
 
     def __init__(self, model_dir: Path):
         self.tensors: dict[str, TensorInfo] = {}

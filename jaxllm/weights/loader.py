@@ -24,7 +24,13 @@ from jaxllm.models.base import Model
 from jaxllm.models.checkpoint_map import CheckpointMap, Rows, Source, Stored
 from jaxllm.parallel.sharding import Axes, Part, make_mesh, num_pieces, sharding
 from jaxllm.plural import counted
-from jaxllm.weights.checkpoint import TYPES, Checkpoint, row_slices, some_of
+from jaxllm.weights.checkpoint import (
+    TYPES,
+    OpenCheckpoint,
+    open_checkpoint,
+    row_slices,
+    some_of,
+)
 
 logger = init_logger(__name__)
 
@@ -65,14 +71,17 @@ def load_parts(
             for of_part, (_, mesh) in zip(parameters, parts, strict=True)
         ]
     else:
-        with Checkpoint(model_dir) as checkpoint:
+        with open_checkpoint(model_dir) as checkpoint:
             names = parts[0][0].checkpoint_map.for_tensors(checkpoint.tensors.keys())
             sources = [sources_of(of_part, names) for of_part in parameters]
             _check_names(checkpoint, sources, names)
             _check_shapes(checkpoint, sources)
             _check_types(checkpoint, sources)
             arrays = [
-                {name: _load(checkpoint, its_sources[name], p, mesh) for name, p in of_part.items()}
+                {
+                    name: _load(checkpoint, its_sources.get(name), p, mesh)
+                    for name, p in of_part.items()
+                }
                 for of_part, its_sources, (_, mesh) in zip(parameters, sources, parts, strict=True)
             ]
     return [
@@ -99,6 +108,7 @@ class Parameter:
     parts: tuple[Part, ...]
     rows: int  # without padding
     stored: Stored | None = None
+    constant: float | None = None  # of all elements, in place of a checkpoint's; None: see `stored`
 
     @property
     def size(self) -> int:
@@ -132,14 +142,19 @@ def parameters_of(abstract_model: Model | nnx.Module) -> dict[str, Parameter]:
             parts=leaf.get_metadata().get("parts", ()),
             rows=leaf.get_metadata().get("rows", leaf.shape[0]),
             stored=leaf.get_metadata().get("stored"),
+            constant=leaf.get_metadata().get("constant"),
         )
         for path, leaf in leaves
     }
 
 
 def sources_of(parameters: Mapping[str, Parameter], names: CheckpointMap) -> dict[str, Source]:
-    """The source of each parameter in a checkpoint."""
-    return {name: names.source(name, p.pieces, p.stored) for name, p in parameters.items()}
+    """The source of each parameter in a checkpoint, except those that have constant values."""
+    return {
+        name: names.source(name, p.pieces, p.stored)
+        for name, p in parameters.items()
+        if p.constant is None
+    }
 
 
 def _as_state(abstract_model: Model | nnx.Module, arrays: dict[str, jax.Array]) -> nnx.State:
@@ -149,7 +164,7 @@ def _as_state(abstract_model: Model | nnx.Module, arrays: dict[str, jax.Array]) 
 
 
 def _check_names(
-    checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]], names: CheckpointMap
+    checkpoint: OpenCheckpoint, sources: Sequence[Mapping[str, Source]], names: CheckpointMap
 ) -> None:
     """Raise unless every tensor and every parameter is used exactly once. Two parts may share a
     tied embedding."""
@@ -177,7 +192,7 @@ def _check_names(
         )
     for rows in used.values():
         _check_rows(rows)
-    _log_ignored(checkpoint, names)
+    _log_ignored(checkpoint, checkpoint.tensors.keys() - used.keys(), names)
     for name in extra:
         if not _equal(checkpoint, name, copies[name]):
             raise CheckpointError(
@@ -187,8 +202,8 @@ def _check_names(
             )
 
 
-def _log_ignored(checkpoint: Checkpoint, names: CheckpointMap) -> None:
-    ignored = sorted(name for name in checkpoint.tensors if names.is_ignored(name))
+def _log_ignored(checkpoint: OpenCheckpoint, unused: set[str], names: CheckpointMap) -> None:
+    ignored = sorted(name for name in unused if names.is_ignored(name))
     if ignored:
         size = sum(checkpoint.tensors[name].num_bytes for name in ignored)
         logger.info(
@@ -208,7 +223,7 @@ def _check_rows(used: list[Rows]) -> None:
     assert end == (tensor.shape[0] if tensor.shape else 1), f"{tensor.name}: {used}"
 
 
-def _check_shapes(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]]) -> None:
+def _check_shapes(checkpoint: OpenCheckpoint, sources: Sequence[Mapping[str, Source]]) -> None:
     """Compare every tensor's shape with config.json, before any data is read."""
     asked = {
         rows.tensor: checkpoint.tensors[rows.tensor.name].shape
@@ -228,7 +243,7 @@ def _check_shapes(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]
         )
 
 
-def _check_types(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]]) -> None:
+def _check_types(checkpoint: OpenCheckpoint, sources: Sequence[Mapping[str, Source]]) -> None:
     """Compare every tensor's type with config.json: codes are not taken for weights."""
     for of_part in sources:
         for source in of_part.values():
@@ -241,7 +256,17 @@ def _check_types(checkpoint: Checkpoint, sources: Sequence[Mapping[str, Source]]
                     )
 
 
-def _load(checkpoint: Checkpoint, source: Source, parameter: Parameter, mesh: Mesh) -> jax.Array:
+def _constant(parameter: Parameter, mesh: Mesh) -> jax.Array:
+    values = np.full(parameter.shape, parameter.constant, parameter.dtype)
+    place = sharding(mesh, parameter.axes)
+    return jax.make_array_from_callback(parameter.shape, place, values.__getitem__)
+
+
+def _load(
+    checkpoint: OpenCheckpoint, source: Source | None, parameter: Parameter, mesh: Mesh
+) -> jax.Array:
+    if source is None:
+        return _constant(parameter, mesh)
     array = jax.make_array_from_callback(
         parameter.shape,
         sharding(mesh, parameter.axes),
@@ -254,7 +279,7 @@ def _load(checkpoint: Checkpoint, source: Source, parameter: Parameter, mesh: Me
 
 
 def _read(
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     source: Source,
     parameter: Parameter,
     num_shards: int,
@@ -291,7 +316,7 @@ def _places(parameter: Parameter, num_shards: int, box: slice) -> Iterator[tuple
     assert filled == box.stop - box.start, (filled, box, parameter)
 
 
-def _equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
+def _equal(checkpoint: OpenCheckpoint, first: str, second: str) -> bool:
     if checkpoint.tensors[first].shape != checkpoint.tensors[second].shape:
         return False
     a, b = checkpoint.read(first), checkpoint.read(second)
@@ -302,6 +327,8 @@ def _dummy(name: str, parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:
     # The values repeat, because random bits for a whole model would take longer than reading it.
     # They are small, so that activations of a deep model stay finite in every dtype. The name is
     # part of the seed, so that they do not depend on how the model is cut.
+    if parameter.constant is not None:
+        return _constant(parameter, mesh)
     count = min(parameter.size, _DUMMY_PERIOD)
     random = np.random.default_rng((seed % 2**32, zlib.crc32(name.encode())))
     largest = 0.05 if parameter.stored is None else parameter.stored.largest

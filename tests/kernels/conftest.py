@@ -6,7 +6,7 @@ import subprocess
 import jax
 import pytest
 from jaxllm_kernels.native import library as native_library
-from jaxllm_kernels.native.library import _FLAGS, Library, load
+from jaxllm_kernels.native.library import _FLAGS, KV_DTYPES, Library, load
 from jaxllm_kernels.platform import Chip, chip_of, processor
 
 
@@ -33,7 +33,7 @@ def library(native_kernels_dir):
     """The library of native kernels."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no C++ compiler is here")
-    loaded = load(native_kernels_dir)
+    loaded = load(native_kernels_dir, kv_dtypes=KV_DTYPES)
     assert isinstance(loaded, Library), loaded
     return loaded
 

@@ -1,17 +1,32 @@
 """Products with weights: XLA's and our own for CPUs, against float64."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from jaxllm_kernels.dense.api import XLA, XLA_SCALED
+from jaxllm_kernels.coded import (
+    IN_ORDER,
+    TABLES,
+    CodedWeight,
+    CodeForm,
+    NibbleOrder,
+    pack,
+    unpack,
+    values,
+    widen,
+)
+from jaxllm_kernels.coded_cases import FORMS, random_weight
+from jaxllm_kernels.dense.api import XLA, XLA_CODED
 from jaxllm_kernels.dense.native import (
     MAX_ROWS,
     MAX_ROWS_BESIDE_AMX,
+    NativeCodedMatmul,
     NativeMatmul,
-    NativeScaledMatmul,
 )
-from jaxllm_kernels.dense.xla import XlaScaledMatmul
+from jaxllm_kernels.dense.xla import XlaCodedMatmul
 
 
 @pytest.fixture(scope="module")
@@ -126,61 +141,139 @@ def test_of_no_rows_there_are_no_products(matmul, shape):
     assert jax.jit(matmul)(x, weight).shape == XLA(x, weight).shape == (*shape[:-1], 8)
 
 
-CODES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+def coded_operands(num_rows, shape, form, dtype, seed=0):
+    random = np.random.default_rng(seed)
+    x = jnp.asarray(random.standard_normal((num_rows, shape[1])), dtype)
+    return x, random_weight(random, shape, form, size=10.0 ** random.integers(-4, 4))
 
 
-def coded_operands(num_rows, num_outputs, num_inputs, dtype, code_type, groups, seed=0):
-    """All codes but those of NaN, and scales of any size."""
-    rng = np.random.default_rng(seed)
-    bits = rng.integers(0, 256, (num_outputs, num_inputs), np.uint8)
-    bits[bits & 0x7F == 0x7F] = 0
-    codes = jax.lax.bitcast_convert_type(jnp.asarray(bits), code_type)
-    scales = rng.uniform(0.5, 2, (num_outputs, groups)) * 10.0 ** rng.integers(-4, 4)
-    x = jnp.asarray(rng.standard_normal((num_rows, num_inputs)), dtype)
-    return x, codes, jnp.asarray(scales, jnp.float32)
+IN_16_BITS = ("int8", "float8, groups", "int4, groups, offsets", "mxfp4")
 
 
-def weights(codes, scales):
-    each = codes.shape[1] // scales.shape[1]
-    values = np.asarray(codes.astype(jnp.float32), np.float64)
-    return values * np.repeat(np.asarray(scales, np.float64), each, axis=1)
+@pytest.mark.parametrize("most", [1 << 21, 37 * 256], ids=["whole", "pieces"])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [(form, jnp.float32) for form in FORMS] + [(form, jnp.bfloat16) for form in IN_16_BITS],
+)
+def test_xla_multiplies_by_codes_of_every_form(form, dtype, most, monkeypatch):
+    monkeypatch.setattr("jaxllm_kernels.dense.xla._MOST_ELEMENTS", most)
+    x, weight = coded_operands(5, (37, 1024), FORMS[form], dtype)
+    multiply = XlaCodedMatmul(widens_in_place=most > 37 * 1024)
+    assert multiply.held(weight.form, 37, 1024) == weight.form
+    y = jax.jit(multiply)(x, weight)
+    assert y.dtype == jnp.float32 and y.shape == (5, 37)
+    assert relative_error(y, x, values(weight)) < 1e-6
 
 
-@pytest.mark.parametrize("code_type", CODES)
+@pytest.mark.parametrize("group", [None, 32, 1024])
+@pytest.mark.parametrize("order", [NibbleOrder(per_word=4, stride=32), NibbleOrder(stride=16)])
+def test_codes_may_be_in_any_order(order, group):
+    form = CodeForm(codes="int4", group=group, order=order, has_offsets=True)
+    x, weight = coded_operands(3, (5, 2048), form, jnp.float32)
+    assert relative_error(jax.jit(XLA_CODED)(x, weight), x, values(weight)) < 1e-6
+    plain = replace(form, order=IN_ORDER)
+    repacked = pack(unpack(weight.codes, order), IN_ORDER)
+    same = replace(weight, codes=repacked, form=plain)
+    np.testing.assert_array_equal(values(weight), values(same))
+
+
+def test_the_bits_of_codes_in_an_order():
+    numbers = np.arange(128, dtype=np.uint8) % 16
+    in_order = pack(numbers, IN_ORDER)
+    assert in_order[:3].tolist() == [0x10, 0x32, 0x54]
+    words = pack(numbers // 2 % 16, NibbleOrder(per_word=4, stride=32)).view("<u2")
+    numbers = numbers // 2 % 16
+    for lane in range(32):
+        its = [int(words[lane]) >> 4 * j & 15 for j in range(4)]
+        assert its == numbers[lane::32].tolist()
+    # As GGUF's Q4_0 has them.
+    halves = pack(numbers[:32], NibbleOrder(stride=16))
+    np.testing.assert_array_equal(halves & 15, numbers[:16])
+    np.testing.assert_array_equal(halves >> 4, numbers[16:32])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_values_of_codes_are_those_of_their_types(name):
+    codes = jnp.arange(16, dtype=jnp.uint8)
+    form = CodeForm(codes=name)
+    wide = widen(pack(codes, IN_ORDER), form, jnp.float32)
+    np.testing.assert_array_equal(wide, np.float32(TABLES[name]))
+    if name != "nf4":
+        np.testing.assert_array_equal(widen(pack(codes, IN_ORDER), form, jnp.bfloat16), wide)
+    if name == "float4_e2m1fn":
+        numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+        np.testing.assert_array_equal(np.float32(TABLES[name]), numbers.astype(np.float32))
+
+
+@pytest.mark.parametrize("form", ["int8", "float8, groups", "int4, groups, offsets"])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_xla_makes_no_copy_of_a_weight_in_more_bits(rows, form):
+    shape = (4096, 8192)
+    x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
+    weight = jax.eval_shape(
+        lambda: CodedWeight(
+            codes=jnp.zeros((shape[0], shape[1] * FORMS[form].bits // 8), FORMS[form].code_dtype),
+            scales=jnp.zeros((shape[0], FORMS[form].num_groups(shape[1]))),
+            offsets=jnp.zeros((shape[0], FORMS[form].num_groups(shape[1])))
+            if FORMS[form].has_offsets
+            else None,
+            form=FORMS[form],
+        )
+    )
+    compiled = jax.jit(XlaCodedMatmul(widens_in_place=False)).lower(x, weight).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < shape[0] * shape[1] // 2
+
+
+NATIVE_FORMS = {
+    "int8": CodeForm(codes="int8"),
+    "float8": CodeForm(codes="float8_e4m3fn"),
+    "int8, groups": CodeForm(codes="int8", group=32),
+    "float8, groups": CodeForm(codes="float8_e4m3fn", group=32),
+}
+
+
+@pytest.mark.parametrize("form", NATIVE_FORMS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    "num_rows, num_outputs, num_inputs, groups",
-    [(1, 9, 96, 1), (3, 70, 96, 3), (7, 131, 4096, 1), (130, 37, 256, 2), (600, 5, 64, 1)],
+    "num_rows, num_outputs, num_inputs",
+    [(1, 9, 96), (3, 70, 96), (7, 131, 4096), (130, 37, 256), (600, 5, 64)],
 )
 def test_products_with_codes_are_exact_to_float32(
-    any_library, num_rows, num_outputs, num_inputs, groups, dtype, code_type
+    any_library, num_rows, num_outputs, num_inputs, dtype, form
 ):
-    operands = coded_operands(num_rows, num_outputs, num_inputs, dtype, CODES[code_type], groups)
-    multiply = jax.jit(NativeScaledMatmul(any_library))
-    assert "jaxllm_dense" in multiply.lower(*operands).as_text()
-    for y in (multiply(*operands), XLA_SCALED(*operands)):
-        assert y.dtype == jnp.float32 and y.shape == (num_rows, num_outputs)
-        assert relative_error(y, operands[0], weights(*operands[1:])) < 1e-6
+    native = NativeCodedMatmul(any_library)
+    held = native.held(NATIVE_FORMS[form], num_outputs, num_inputs)
+    operands = coded_operands(num_rows, (num_outputs, num_inputs), held, dtype)
+    y = jax.jit(native)(*operands)
+    assert y.dtype == jnp.float32 and y.shape == (num_rows, num_outputs)
+    assert relative_error(y, operands[0], values(operands[1])) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_times_codes_is_the_same_alone_and_among_others(any_library, dtype):
-    x, codes, scales = coded_operands(23, 70, 256, dtype, jnp.int8, 2)
-    multiply = jax.jit(NativeScaledMatmul(any_library))
-    together = np.asarray(multiply(x, codes, scales))
+    x, weight = coded_operands(23, (70, 256), CodeForm(codes="int8", group=128), dtype)
+    multiply = jax.jit(NativeCodedMatmul(any_library))
+    together = np.asarray(multiply(x, weight))
     for row in (0, 5, 22):
-        np.testing.assert_array_equal(multiply(x[row : row + 1], codes, scales)[0], together[row])
+        np.testing.assert_array_equal(multiply(x[row : row + 1], weight)[0], together[row])
 
 
-def test_groups_that_are_no_whole_vectors_are_left_to_xla(any_library):
-    operands = coded_operands(3, 5, 48, jnp.float32, jnp.int8, 3)
-    multiply = jax.jit(NativeScaledMatmul(any_library))
-    assert "jaxllm_dense" not in multiply.lower(*operands).as_text()
-    assert relative_error(multiply(*operands), operands[0], weights(*operands[1:])) < 1e-6
+@pytest.mark.parametrize(
+    ("form", "error"),
+    [
+        (CodeForm(codes="int8", group=16), "16 inputs with one scale are not a multiple of 32"),
+        (CodeForm(codes="nf4", group=32), "codes of type nf4"),
+        (CodeForm(codes="int8", has_offsets=True), "offsets"),
+    ],
+)
+def test_forms_that_native_products_do_not_have_are_refused(library, form, error):
+    with pytest.raises(ValueError, match=error):
+        NativeCodedMatmul(library).held(form, 5, 64)
 
 
+@pytest.mark.parametrize("form", ["int8", "int8, groups of 16", "int4, groups, offsets"])
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_xla_multiplies_the_groups_of_all_devices_at_a_time(shards):
-    operands = coded_operands(3, 5, 96, jnp.float32, jnp.int8, 6)
-    y = XlaScaledMatmul(shards)(*operands)
-    assert relative_error(y, operands[0], weights(*operands[1:])) < 1e-6
+def test_xla_multiplies_the_groups_of_all_devices_at_a_time(shards, form):
+    x, weight = coded_operands(3, (5, 192), FORMS[form], jnp.float32)
+    y = XlaCodedMatmul(shards)(x, weight)
+    assert relative_error(y, x, values(weight)) < 1e-6

@@ -4,16 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxllm_kernels.coded_cases import FORMS
 from jaxllm_kernels.experts.cases import CASES, operands, run_case
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.reference import ReferenceExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
 
-FORMS = ("reference", "xla", "native")
+OPS = ("reference", "xla", "native")
 DTYPES = ("float32", "bfloat16")
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=OPS)
 def op(request):
     if request.param == "native":
         return NativeExperts(request.getfixturevalue("library"))
@@ -39,6 +40,17 @@ def test_native_cases_in_16_bits(library, name):
 @pytest.mark.parametrize("name", ["few tokens", "clamped, with biases"])
 def test_other_forms_in_16_bits(op, name):
     run_case(op, CASES[name], "bfloat16")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cases_with_codes(form):
+    run_case(XLA_EXPERTS, CASES["clamped, with biases"], "float32", FORMS[form])
+
+
+@pytest.mark.parametrize("op", [ReferenceExperts(), XLA_EXPERTS], ids=lambda op: op.name)
+@pytest.mark.parametrize("form", ["float8, groups", "mxfp4"])
+def test_codes_in_16_bits(op, form):
+    run_case(op, CASES["few tokens"], "bfloat16", FORMS[form])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,9 +84,7 @@ def test_an_expert_without_tokens_is_not_read(op):
     x, chosen, factors, weights = operands(case, "float32")
     unused = case.num_experts - 1
     assert not (chosen == unused).any()
-    spoilt = type(weights)(
-        *(None if array is None else array.at[unused].set(jnp.nan) for array in weights)
-    )
+    spoilt = jax.tree.map(lambda array: array.at[unused].set(jnp.nan), weights)
     y = run(op, case, x, chosen, factors, weights)
     np.testing.assert_array_equal(run(op, case, x, chosen, factors, spoilt), y)
 
@@ -87,6 +97,18 @@ def test_what_is_not_a_number_stays_with_its_token(op):
     assert np.isnan(spoilt[3]).all()
     others = np.arange(case.num_tokens) != 3
     np.testing.assert_array_equal(spoilt[others], y[others])
+
+
+@pytest.mark.parametrize("form", ["int8, groups, offsets", "mxfp4"])
+def test_codes_of_an_expert_without_tokens_are_not_read(form):
+    case = CASES["one expert has all tokens, one has none"]
+    x, chosen, factors, weights = operands(case, "float32", form=FORMS[form])
+    y = run(XLA_EXPERTS, case, x, chosen, factors, weights)
+    is_scale = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
+    spoilt = jax.tree.map(
+        lambda leaf: leaf.at[case.num_experts - 1].set(jnp.nan) if is_scale(leaf) else leaf, weights
+    )
+    np.testing.assert_array_equal(run(XLA_EXPERTS, case, x, chosen, factors, spoilt), y)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 128])

@@ -47,6 +47,12 @@ def test_cases_are_right(backend, case, dtype):
     assert_correct(backend, case, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [sweep_marked(c) for c in CASES if c.kv_dtype is not None])
+def test_caches_of_codes_are_right(library, case, dtype):
+    assert_correct(NativeBackend(library), case, dtype)
+
+
 def test_a_row_of_thirty_thousand_tokens_is_right(library):
     (case,) = (case for case in CASES if case.is_slow)
     assert_correct(NativeBackend(library), case, "float32")
@@ -257,7 +263,6 @@ def test_a_batch_that_refers_to_what_is_not_there_does_no_damage(backend, starts
     ("change", "dtype", "chip", "message"),
     [
         ({"num_heads": 3}, jnp.float32, "cpu", "3 query heads cannot share 2 kv heads"),
-        ({"kv_dtype": "int8"}, jnp.float32, "cpu", "kv_cache_dtype='int8'"),
         ({"head_size": 40}, jnp.float32, "cpu", "head_size=40"),
         ({"v_head_size": 24}, jnp.float32, "cpu", "head_size=24"),
         ({"chunk": 0}, jnp.float32, "cpu", "chunks of 0 tokens must be at least 1 long"),
@@ -270,6 +275,14 @@ def test_what_cannot_be_run_is_refused(backend, change, dtype, chip, message):
     config = dataclasses.replace(CONFIG, **change)
     with pytest.raises(ValueError, match=message):
         backend.check(config, LIMITS, dtype=dtype, chip=CHIPS[chip])
+
+
+def test_a_library_without_codes_refuses_caches_of_them(library):
+    without = NativeBackend(dataclasses.replace(library, of_codes=()))
+    config = dataclasses.replace(CONFIG, kv_dtype="int8")
+    NativeBackend(library).check(config, LIMITS, dtype=jnp.float32, chip=CHIPS["cpu"])
+    with pytest.raises(ValueError, match="without caches of int8"):
+        without.check(config, LIMITS, dtype=jnp.float32, chip=CHIPS["cpu"])
 
 
 def test_without_a_library_it_is_refused_and_says_why():

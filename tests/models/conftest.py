@@ -15,6 +15,7 @@ from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.mla.api import LatentConfig, get_latent_backend
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, get_backend
 
+from jaxllm.cache_config import CacheConfig
 from jaxllm.cache_groups import window_of
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
@@ -23,6 +24,7 @@ from jaxllm.layers.state import StateConfig, StateOps
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
+from jaxllm.plan.choose_kv_cache import with_kv_cache
 from jaxllm.weights.loader import load_weights
 
 BLOCK_SIZE = 4
@@ -41,6 +43,7 @@ class SingleRow:
         max_model_len: int | None = None,
         num_blocks: int = 16,
         quantization: str | None = None,
+        cache: CacheConfig | None = None,
     ):
         self.num_blocks = num_blocks
         config = read_json(model_dir / "config.json")
@@ -49,6 +52,15 @@ class SingleRow:
         )
         model_class = ModelRegistry.resolve([self.architecture.name])
         self.dtype = jnp.dtype(dtype)
+        if cache is not None:
+            self.architecture, _ = with_kv_cache(
+                self.architecture,
+                cache,
+                model_dir,
+                hf_config=config,
+                dtype=self.dtype,
+                reads_weights=True,
+            )
         self.architecture.check(num_shards)
         self.abstract_model = model_class.abstract(self.architecture, self.dtype, num_shards)
         self.mesh = make_mesh(jax.devices()[:num_shards])

@@ -160,13 +160,12 @@ def test_unsupported_type_is_refused_by_name(tmp_path):
             checkpoint.read("a")
 
 
-def test_gguf_is_refused_by_its_name(tmp_path):
+def test_a_directory_with_gguf_beside_safetensors_is_that_of_safetensors(tmp_path):
     file = tmp_path / "model-Q4_K_M.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="is a file: GGUF is not supported yet; give the dir"):
-        resolve_model_dir(str(file))
-    with pytest.raises(CheckpointError, match="weights in model-Q4_K_M.gguf: GGUF is not supp"):
-        resolve_model_dir(str(tmp_path))
+    for model in (file, tmp_path):
+        with pytest.raises(CheckpointError, match="model-Q4_K_M.gguf is truncated"):
+            resolve_model_dir(str(model))
     other = tmp_path / "model.safetensors"
     other.write_bytes(b"")
     assert resolve_model_dir(str(tmp_path)) == tmp_path

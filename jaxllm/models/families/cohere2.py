@@ -33,6 +33,7 @@ def _refuse_other_designs(config: HFConfig, period: int) -> None:
     config.must_be("rotary_pct", 1.0)
     config.must_be("use_gated_activation", True)
     config.must_be("use_parallel_block", True)
+    config.must_be("use_qk_norm", False)
 
 
 FAMILY = Family(

@@ -38,6 +38,8 @@ def read(name: str, config: HFConfig) -> Architecture:
     config.must_be("use_bias", False)
     config.must_be("moe_gate", "topk")
     config.must_be("moe_use_aux_free", True)
+    config.must_be("use_rmsnorm", True)
+    config.must_be("compression_ratio", 1)
     mlp = read_mlp(config)
     num_shared = config.integer("moe_num_shared_experts", 2, lowest=0)
     size = num_shared * config.integer("moe_intermediate_size")
@@ -104,5 +106,11 @@ FAMILY = Family(
     | {
         "moe_capacity": "limits the tokens of an expert in training; here all are computed",
         "num_nextn_predict_layers": "counts layers that draft tokens, which are left out",
+        "moe_dropout_prob": "acts in training only",
+        **dict.fromkeys(
+            ("fuse_rope", "use_recompute_moe", "moe_multimodal_dispatch_use_allgather"),
+            "how the training software computes, not what",
+        ),
+        "weight_share_add_bias": "counts only with use_bias, which is refused",
     },
 )

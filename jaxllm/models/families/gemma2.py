@@ -102,4 +102,8 @@ FAMILY = Family(
         "tie_word_embeddings": True,
         "num_hidden_layers": 3,
     },
+    harmless={
+        "hidden_act": "an older name of hidden_activation, which is read",
+        "sliding_window_size": "repeats sliding_window",
+    },
 )

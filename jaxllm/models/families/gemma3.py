@@ -38,6 +38,8 @@ _DEFAULTS = gemma2.DEFAULTS | {
 def read(name: str, config: HFConfig) -> Architecture:
     if name == _IN_LARGER_MODEL:
         config = config.inside("text_config")
+        # transformers ignores a cap here, which others apply. Releases have none.
+        config.must_be("final_logit_softcapping")
     config = config.with_defaults(_DEFAULTS)
     gemma2.refuse_bidirectional(config)
     mlp = read_mlp(config, activation="hidden_activation")
@@ -50,7 +52,10 @@ def read(name: str, config: HFConfig) -> Architecture:
         )
         for kind in _read_layer_types(config)
     ]
-    return gemma2.read_gemma(name, config, layers)
+    architecture = gemma2.read_gemma(name, config, layers)
+    # The length contains the factor by which the rotation is stretched.
+    longest = config.integer("max_position_embeddings")
+    return dataclasses.replace(architecture, max_model_len=longest)
 
 
 def _read_attention(config: HFConfig, kind: str) -> AttentionSpec:

@@ -111,6 +111,8 @@ FAMILY = Family(
         "n_ctx": "an older name of n_positions",
         "reorder_and_upcast_attn": "scores are computed in float32 with either value",
         "_num_labels": "of a classifier",
+        "n_special": "tokens that the vocabulary already contains",
+        "predict_special_tokens": "acts in training only: which tokens count in the loss",
         **dict.fromkeys(
             (
                 "summary_type",

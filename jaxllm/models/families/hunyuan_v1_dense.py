@@ -33,6 +33,7 @@ HARMLESS: dict[str, str] = {
         ("dense_list", "pool_type", "class_num"), "of a classifier, which a decoder lacks"
     ),
     "cla_share_factor": "counts only with use_cla, which is refused",
+    "enable_lm_head_fp32": "logits are summed in float32",
     "org_vocab_size": "the vocabulary without padding; vocab_size is the size of tensors",
 }
 

@@ -11,6 +11,9 @@ from jaxllm.models.specs import Architecture
 
 
 def read(name: str, config: HFConfig) -> Architecture:
+    # SmolLM2 and Falcon 3 say so.
+    config.must_be("rope_interleaved", False)
+    config.must_be("activation", "swiglu")
     bias = config.flag("attention_bias")
     layer = pre_norm_layer(
         config,

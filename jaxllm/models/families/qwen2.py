@@ -23,6 +23,7 @@ DEFAULTS = {"num_key_value_heads": 32}
 
 def read(name: str, config: HFConfig) -> Architecture:
     config = config.with_defaults(DEFAULTS)
+    config.must_be("use_mrope", False)
     attention = read_attention(config, qkv_bias=True)
     return read_qwen(name, config, attention)
 

@@ -37,6 +37,10 @@ _DEFAULTS = {
 def read(name: str, config: HFConfig) -> Architecture:
     # transformers 5 writes another name.
     config = config.with_defaults(_DEFAULTS).where(num_experts="num_local_experts")
+    # Qwen3-Coder says so.
+    config.must_be("use_qk_norm", True)
+    config.must_be("qkv_bias", False)
+    config.must_be("shared_expert_intermediate_size", 0)
     bias = config.flag("attention_bias")
     attention = read_attention(
         config, qkv_bias=bias, o_bias=bias, qk_norm=QKNorm(norm=read_norm(config))

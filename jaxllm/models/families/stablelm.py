@@ -17,6 +17,7 @@ from jaxllm.models.specs import Architecture, LayerSpec
 
 def read(name: str, config: HFConfig) -> Architecture:
     config = config.with_defaults({"num_key_value_heads": 32})
+    config.must_be("rotary_scaling_factor", 1.0)
     norm = LayerNormSpec(eps=config.positive("layer_norm_eps", 1e-5))
     of_heads = QKNorm(norm=dataclasses.replace(norm, has_bias=False), has_weight_per_head=True)
     attention = read_attention(

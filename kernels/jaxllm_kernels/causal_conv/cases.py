@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -22,10 +23,10 @@ class Filter:
     has_bias: bool = False
     activation: Activation | None = "silu"
 
-    def weights(self, dtype: DTypeLike) -> tuple[np.ndarray, np.ndarray | None]:
+    def weights(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
         random = np.random.default_rng(7)
         weight, bias = (
-            random.normal(size=shape).astype(jnp.dtype(dtype))
+            jnp.asarray(random.normal(size=shape), dtype)
             for shape in ((self.width, self.num_channels), self.num_channels)
         )
         return weight, bias if self.has_bias else None
@@ -34,9 +35,9 @@ class Filter:
         """The outputs of one request in float64."""
         weight, bias = self.weights(x.dtype)
         inputs = np.concatenate([np.zeros((self.width - 1, x.shape[1])), x.astype(np.float64)])
-        y = sum(tap.astype(np.float64) * inputs[i : i + len(x)] for i, tap in enumerate(weight)) + (
-            0 if bias is None else bias.astype(np.float64)
-        )
+        y = np.zeros(x.shape) if bias is None else np.asarray(bias, np.float64)
+        for i, tap in enumerate(np.asarray(weight, np.float64)):
+            y = y + tap * inputs[i : i + len(x)]
         return y / (1 + np.exp(-y)) if self.activation else y
 
 

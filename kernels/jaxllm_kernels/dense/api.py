@@ -4,7 +4,8 @@ from typing import Protocol
 
 import jax
 
-from jaxllm_kernels.dense.xla import RoundedXlaMatmul, XlaMatmul, XlaScaledMatmul
+from jaxllm_kernels.coded import CodedWeight, CodeForm
+from jaxllm_kernels.dense.xla import RoundedXlaMatmul, XlaCodedMatmul, XlaMatmul
 
 
 class Matmul(Protocol):
@@ -17,17 +18,29 @@ class Matmul(Protocol):
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array: ...
 
 
-class ScaledMatmul(Protocol):
-    """As `Matmul`, with a weight stored as codes [out, in], int8 or float8_e4m3fn, and scales.
+class CodedMatmul(Protocol):
+    """As `Matmul`, with a weight of codes, `jaxllm_kernels.coded`.
 
-    A weight is its code times the scale of its output and of its group of inputs: scales are
-    float32 [out, groups], and groups have equal sizes. Codes are multiplied exactly as they are,
-    in x's dtype, and scales multiply float32 sums.
+    Codes are multiplied exactly as they are, in x's dtype, if that has their values. Scales
+    multiply float32 sums, and offsets the float32 sums of the inputs that share them.
     """
 
-    def __call__(self, x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array: ...
+    @property
+    def name(self) -> str:
+        """For logs and reports."""
+        ...
+
+    def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
+        """The form in which it takes a weight [out, in] of a device that a checkpoint has in this
+        form, with the same values: the order of codes and the type of scales may be others. It is
+        asked before weights are read, and they are packed in this form when they are. Raises
+        ValueError, which says why, if the implementation has no product with such weights.
+        """
+        ...
+
+    def __call__(self, x: jax.Array, weight: CodedWeight) -> jax.Array: ...
 
 
 XLA: Matmul = XlaMatmul()
-XLA_SCALED: ScaledMatmul = XlaScaledMatmul()
+XLA_CODED: CodedMatmul = XlaCodedMatmul()
 ROUNDED_XLA: Matmul = RoundedXlaMatmul()

@@ -1,13 +1,14 @@
 """Matrix products on CPU in C++. They beat XLA up to some hundred rows and skip padding."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllm_kernels.dense.api import XLA, XLA_SCALED
+from jaxllm_kernels.coded import CodedWeight, CodeForm
+from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.native.library import Library
 from jaxllm_kernels.platform import processor
 
@@ -49,21 +50,28 @@ _CODES = {"int8": "jaxllm_dense_int8", "float8_e4m3fn": "jaxllm_dense_float8"}
 
 
 @dataclass(frozen=True)
-class NativeScaledMatmul:
-    """`api.ScaledMatmul` by the native library, for any number of rows: XLA would write the weights
-    in x's dtype first. XLA computes what the library does not support."""
+class NativeCodedMatmul:
+    """`api.CodedMatmul` by the native library, for any number of rows of its dtypes."""
 
     library: Library
+    name: str = "native"
 
-    def __call__(self, x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        function, num_inputs = _CODES.get(codes.dtype.name), codes.shape[1]
-        is_for = x.dtype.name in self.library.dtypes and function is not None
-        if not is_for or num_inputs % (scales.shape[1] * _STEP):
-            return XLA_SCALED(x, codes, scales)
-        assert function is not None
+    def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
+        del num_outputs
+        if form.codes not in _CODES:
+            raise ValueError(f"codes of type {form.codes} are not {' or '.join(_CODES)}")
+        if form.has_offsets:
+            raise ValueError("weights have offsets")
+        group = form.group or num_inputs
+        if group % _STEP or num_inputs % group:
+            raise ValueError(f"{group} inputs with one scale are not a multiple of {_STEP}")
+        return replace(form, scale_dtype="float32")
+
+    def __call__(self, x: jax.Array, weight: CodedWeight) -> jax.Array:
+        num_outputs, num_inputs = weight.shape
         num_rows = math.prod(x.shape[:-1])
         y = jax.ffi.ffi_call(
-            self.library.target(function, x.dtype),
-            jax.ShapeDtypeStruct((num_rows, len(codes)), jnp.float32),
-        )(x.reshape(num_rows, num_inputs), codes, scales)
-        return y.reshape(*x.shape[:-1], len(codes))
+            self.library.target(_CODES[weight.form.codes], x.dtype),
+            jax.ShapeDtypeStruct((num_rows, num_outputs), jnp.float32),
+        )(x.reshape(num_rows, num_inputs), weight.codes, weight.scales)
+        return y.reshape(*x.shape[:-1], num_outputs)

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxllm_kernels.coded import CodedWeight, CodeForm
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
@@ -30,12 +32,23 @@ class ExpertsConfig:
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of all experts; biases are None in models without them."""
+    """The weights of all experts; biases are None in models without them. Matrices may be codes."""
 
-    gate_up: jax.Array  # [E, 2, F, D]: gate, then up
-    down: jax.Array  # [E, D, F]
+    gate_up: jax.Array | CodedWeight  # [E, 2, F, D]: gate, then up
+    down: jax.Array | CodedWeight  # [E, D, F]
     gate_up_bias: jax.Array | None = None  # [E, 2, F]
     down_bias: jax.Array | None = None  # [E, D]
+
+    @property
+    def num_experts(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        """Both matrices, for implementations that multiply by no codes."""
+        gate_up, down = self.gate_up, self.down
+        assert not isinstance(gate_up, CodedWeight) and not isinstance(down, CodedWeight)
+        return gate_up, down
 
 
 class ExpertsOp(Protocol):
@@ -44,6 +57,12 @@ class ExpertsOp(Protocol):
     @property
     def name(self) -> str:
         """For logs and reports."""
+        ...
+
+    def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
+        """The form in which it takes matrices [out, in] of experts that a checkpoint has in this
+        form, as `dense.api.CodedMatmul` has it. Raises ValueError, which says why, if it has no
+        products with such weights."""
         ...
 
     def __call__(
@@ -58,7 +77,7 @@ class ExpertsOp(Protocol):
         """Return each token's weighted sum of the outputs of its experts, float32 [T, D].
 
         Args:
-          x: [T, D], in the dtype of the weights.
+          x: [T, D], in the dtype of the weights, unless these are codes.
           chosen: int32 [T, k], the numbers of a token's experts, all different. A number outside of
             [0, E) is no expert of this device: it adds nothing and costs nothing. So padding names
             such numbers.

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxllm_kernels.coded import CodedWeight, CodeForm, values
+from jaxllm_kernels.coded_cases import random_weight
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertsOp, ExpertWeights
 
 # gpt-oss's activation.
@@ -91,9 +93,9 @@ CASES: Mapping[str, Case] = {
 
 
 def operands(
-    case: Case, dtype: DTypeLike, seed: int = 0
+    case: Case, dtype: DTypeLike, seed: int = 0, form: CodeForm | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, ExpertWeights]:
-    """Tokens, choices, factors and weights of a case."""
+    """Tokens, choices, factors and weights of a case; with a form, these are codes."""
     random = np.random.default_rng(seed)
 
     def normal(*shape: int) -> jax.Array:
@@ -102,9 +104,13 @@ def operands(
     tokens, experts, size, hidden = case.num_tokens, case.num_experts, case.size, case.hidden_size
     chosen = (case.route or _evenly)(random, case).astype(np.int32)
     factors = random.random((tokens, case.num_choices)).astype(np.float32)
+
+    def matrix(*shape: int) -> jax.Array | CodedWeight:
+        return normal(*shape) if form is None else random_weight(random, shape, form)
+
     weights = ExpertWeights(
-        gate_up=normal(experts, 2, size, hidden),
-        down=normal(experts, hidden, size),
+        gate_up=matrix(experts, 2, size, hidden),
+        down=matrix(experts, hidden, size),
         gate_up_bias=3 * normal(experts, 2, size) if case.has_bias else None,
         down_bias=3 * normal(experts, hidden) if case.has_bias else None,
     )
@@ -120,10 +126,14 @@ def expected(
     config: ExpertsConfig,
 ) -> np.ndarray:
     """The op in float64."""
-    gate_up, down, *biases = (
-        None if array is None else np.asarray(array, np.float64) for array in weights
+    gate_up, down = (
+        np.asarray(values(its) if isinstance(its, CodedWeight) else its, np.float64)
+        for its in (weights.gate_up, weights.down)
     )
-    assert gate_up is not None and down is not None
+    biases = [
+        None if array is None else np.asarray(array, np.float64)
+        for array in (weights.gate_up_bias, weights.down_bias)
+    ]
     sums = np.zeros(x.shape)
     for token, row in enumerate(np.asarray(x, np.float64)):
         choices = zip(
@@ -150,9 +160,17 @@ def expected(
 _TOLERANCES = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 6e-3}
 
 
-def run_case(op: ExpertsOp, case: Case, dtype: DTypeLike) -> np.ndarray:
-    """Compare an implementation with float64, and return its result."""
-    x, chosen, factors, weights = operands(case, dtype)
+def run_case(
+    op: ExpertsOp, case: Case, dtype: DTypeLike, form: CodeForm | None = None
+) -> np.ndarray:
+    """Compare an implementation with float64, and return its result. With a form, weights are codes
+    as the implementation holds them."""
+    if form is not None:
+        up, down = (case.size, case.hidden_size), (case.hidden_size, case.size)
+        held = op.held(form, *up)
+        assert held == op.held(form, *down), "the cases have one form for both matrices"
+        form = held
+    x, chosen, factors, weights = operands(case, dtype, form=form)
     run = jax.jit(lambda *operands: op(*operands, config=case.config))
     y = run(x, chosen, factors, weights)
     assert y.dtype == jnp.float32 and y.shape == x.shape, y

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxllm_kernels.coded import CodeForm
 from jaxllm_kernels.compat import gpu_interpret_params, why_no_mosaic_gpu
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, activate
 from jaxllm_kernels.experts.gpu_tiles import Tiles, share_rows, sort_rows
@@ -83,6 +84,9 @@ class MosaicExperts:
             if number % _PIECE:
                 raise ValueError(f"the {what} on a device, {number}, is not a multiple of {_PIECE}")
 
+    def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
+        raise ValueError("it multiplies by weights of 16 or 32 bits only")
+
     def __call__(
         self,
         x: jax.Array,
@@ -93,7 +97,7 @@ class MosaicExperts:
         config: ExpertsConfig,
     ) -> jax.Array:
         num_tokens, num_choices = chosen.shape
-        num_experts = len(weights.down)
+        num_experts = weights.num_experts
         # A token's choices in the order of their experts.
         chosen, factors = jax.lax.sort((chosen, factors), dimension=1, num_keys=1, is_stable=False)
         shares_rows = num_tokens <= _MOST_SHARED and not config.scales_input
@@ -146,7 +150,8 @@ class MosaicExperts:
                 **kind,
             )
 
-        num_experts, hidden_size, size = weights.down.shape
+        gate_up_weights, down_weights = weights.arrays
+        num_experts, hidden_size, size = down_weights.shape
         gate_up = product(
             size,
             name="experts_gate_up",
@@ -155,7 +160,7 @@ class MosaicExperts:
             out_dtype=rows.dtype,
             shares_rows=shares_rows,
         )
-        inner = gate_up(rows, weights.gate_up, weights.gate_up_bias, tiles.experts, tiles.ends)
+        inner = gate_up(rows, gate_up_weights, weights.gate_up_bias, tiles.experts, tiles.ends)
         # Two halves of the outputs at a time, where both have whole pieces.
         parts = 2 if hidden_size % (2 * OUTPUTS) == 0 else 1
         part_size = hidden_size // parts
@@ -169,7 +174,7 @@ class MosaicExperts:
         bias = weights.down_bias
         outputs = down(
             inner.reshape(-1, size),
-            weights.down.reshape(num_experts, parts, part_size, size),
+            down_weights.reshape(num_experts, parts, part_size, size),
             None if bias is None else bias.reshape(num_experts, parts, part_size),
             tiles.experts,
             tiles.ends,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxllm_kernels.coded import CodeForm
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights
 from jaxllm_kernels.native.library import Library
 
@@ -30,6 +31,9 @@ class NativeExperts:
         for what, number in (("size of an expert", size), ("hidden_size", hidden_size)):
             if number % _STEP:
                 raise ValueError(f"the {what} on a device, {number}, is not a multiple of {_STEP}")
+
+    def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
+        raise ValueError("it multiplies by weights of 16 or 32 bits only")
 
     def __call__(
         self,

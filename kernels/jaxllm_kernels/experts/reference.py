@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxllm_kernels.coded import CodedWeight, CodeForm, values
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, activate
 
@@ -15,6 +16,9 @@ class ReferenceExperts:
 
     name: str = "reference"
 
+    def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
+        return form
+
     def __call__(
         self,
         x: jax.Array,
@@ -24,19 +28,29 @@ class ReferenceExperts:
         *,
         config: ExpertsConfig,
     ) -> jax.Array:
+        gate_up, down = (_plain(weight) for weight in (weights.gate_up, weights.down))
         sums = jnp.zeros(x.shape, jnp.float32)
-        for expert in range(len(weights.down)):
+        for expert in range(len(down)):
             is_choice = chosen == expert
             factor = jnp.sum(jnp.where(is_choice, factors, 0), axis=1, keepdims=True)
             inputs = (x * factor).astype(x.dtype) if config.scales_input else x
-            gate, up = (XLA(inputs, weights.gate_up[expert, half]) for half in (0, 1))
+            gate, up = (_product(inputs, gate_up[expert, half]) for half in (0, 1))
             if weights.gate_up_bias is not None:
                 bias = weights.gate_up_bias[expert].astype(jnp.float32)
                 gate, up = gate + bias[0], up + bias[1]
-            output = XLA(activate(gate, up, config).astype(x.dtype), weights.down[expert])
+            output = _product(activate(gate, up, config).astype(x.dtype), down[expert])
             if weights.down_bias is not None:
                 output = output + weights.down_bias[expert].astype(jnp.float32)
             if not config.scales_input:
                 output = output * factor
             sums = sums + jnp.where(is_choice.any(axis=1, keepdims=True), output, 0)
         return sums
+
+
+def _plain(weight: jax.Array | CodedWeight) -> jax.Array:
+    return values(weight) if isinstance(weight, CodedWeight) else weight
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The values of codes have 32 bits."""
+    return XLA(x.astype(weight.dtype), weight)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxllm_kernels.coded import CodeForm
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights
 from jaxllm_kernels.experts.tpu_sizes import (
     Blocks,
@@ -68,6 +69,9 @@ class TpuExperts:
             raise ValueError(f"dtype={name!r} is not bfloat16 or float32")
         choose_few(min(num_tokens, few_tokens(chip)), num_choices, size, hidden_size, dtype, chip)
         choose_many(num_tokens, num_choices, num_experts, size, hidden_size, dtype, chip)
+
+    def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
+        raise ValueError("it multiplies by weights of 16 or 32 bits only")
 
     def __call__(
         self,

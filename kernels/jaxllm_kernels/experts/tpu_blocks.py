@@ -45,10 +45,11 @@ def weight_operands(
 
     gate_up_shape = _turned((blocks.inner, blocks.hidden_size), blocks.turns_gate_up)
     down_shape = _turned((blocks.outer, blocks.size), blocks.turns_down)
+    gate_up_array, down_array = weights.arrays
     # In memory the axes are in this order already.
     operands = [
-        weights.gate_up.swapaxes(2, 3) if blocks.turns_gate_up else weights.gate_up,
-        weights.down.swapaxes(1, 2) if blocks.turns_down else weights.down,
+        gate_up_array.swapaxes(2, 3) if blocks.turns_gate_up else gate_up_array,
+        down_array.swapaxes(1, 2) if blocks.turns_down else down_array,
     ]
     if not emulated:
         # Otherwise XLA might load all experts into VMEM in advance, where these are small.

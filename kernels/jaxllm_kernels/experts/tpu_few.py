@@ -36,7 +36,7 @@ def run_few(
 ) -> jax.Array:
     """`api.ExpertsOp` for few tokens."""
     num_tokens, num_choices = chosen.shape
-    num_experts = len(weights.down)
+    num_experts = weights.num_experts
     experts, count = _chosen_experts(chosen, num_experts)
     operands, specs = weight_operands(weights, blocks, emulated=bool(interpret))
 

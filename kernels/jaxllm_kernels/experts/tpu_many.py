@@ -44,7 +44,7 @@ def run_many(
     """`api.ExpertsOp` for as many tokens as the sizes are for."""
     num_tokens = round_up(len(x), ROW_TILE)
     num_choices = chosen.size
-    num_experts = len(weights.down)
+    num_experts = weights.num_experts
     work, num_items = make_work(chosen, factors, num_experts, sizes.item_rows)
     operands, specs = weight_operands(weights, blocks, emulated=bool(interpret))
     words, width = sizes.word_lanes, sizes.token_lanes
@@ -87,7 +87,7 @@ def run_many(
         cost_estimate=pl.CostEstimate(
             flops=6 * num_choices * blocks.size * blocks.hidden_size,
             transcendentals=num_choices * blocks.size,
-            bytes_accessed=weights.gate_up.nbytes + weights.down.nbytes + 3 * x.nbytes,
+            bytes_accessed=sum(array.nbytes for array in weights.arrays) + 3 * x.nbytes,
         ),
         interpret=interpret,
         name="experts_many",

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxllm_kernels.coded import CodedWeight, CodeForm
 from jaxllm_kernels.dense.api import XLA
+from jaxllm_kernels.dense.xla import XlaCodedMatmul
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, activate
 
 # Tokens of an expert that are multiplied at a time: the mean per expert, within these bounds.
@@ -23,6 +25,10 @@ class XlaExperts:
     """`api.ExpertsOp` on every platform."""
 
     name: str = "xla"
+    coded: XlaCodedMatmul = XlaCodedMatmul()
+
+    def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
+        return self.coded.held(form, num_outputs, num_inputs)
 
     def __call__(
         self,
@@ -34,7 +40,7 @@ class XlaExperts:
         config: ExpertsConfig,
     ) -> jax.Array:
         num_tokens, num_choices = chosen.shape
-        num_experts = len(weights.down)
+        num_experts = weights.num_experts
         # The choices in the order of their experts; those that are no expert's come last.
         is_expert = (chosen >= 0) & (chosen < num_experts)
         experts = jnp.where(is_expert, chosen, num_experts).reshape(-1)
@@ -53,7 +59,7 @@ class XlaExperts:
             tokens = jnp.where(places < edges[expert + 1], choices // num_choices, absent)
             factor = factors.reshape(-1)[choices][:, None]
             rows = x.at[tokens].get(mode="fill", fill_value=0)
-            output = _run(rows, factor, expert, weights, config)
+            output = self._run(rows, factor, expert, weights, config)
             return sums.at[tokens].add(output, mode="drop", unique_indices=True)
 
         def run_expert(index: jax.Array, sums: jax.Array) -> jax.Array:
@@ -66,36 +72,42 @@ class XlaExperts:
         sums = jnp.zeros(x.shape, jnp.float32)
         return jax.lax.fori_loop(0, jnp.sum(counts > 0), run_expert, sums)
 
+    def _run(
+        self,
+        rows: jax.Array,
+        factor: jax.Array,
+        expert: jax.Array,
+        weights: ExpertWeights,
+        config: ExpertsConfig,
+    ) -> jax.Array:
+        """The weighted output of an expert for some of its tokens."""
+        if config.scales_input:
+            rows = (rows * factor).astype(rows.dtype)
+        weights = _of_expert(weights, expert)
+        # Gate, then up.
+        both = jax.tree.map(lambda half: half.reshape(-1, half.shape[-1]), weights.gate_up)
+        gate_up = self._product(rows, both)
+        if weights.gate_up_bias is not None:
+            gate_up = gate_up + weights.gate_up_bias.reshape(-1).astype(jnp.float32)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        inner = activate(gate, up, config).astype(rows.dtype)
+        output = self._product(inner, weights.down)
+        if weights.down_bias is not None:
+            output = output + weights.down_bias.astype(jnp.float32)
+        return output if config.scales_input else output * factor
+
+    def _product(self, x: jax.Array, weight: jax.Array | CodedWeight) -> jax.Array:
+        return self.coded(x, weight) if isinstance(weight, CodedWeight) else XLA(x, weight)
+
 
 XLA_EXPERTS = XlaExperts()
 
 
-def _run(
-    rows: jax.Array,
-    factor: jax.Array,
-    expert: jax.Array,
-    weights: ExpertWeights,
-    config: ExpertsConfig,
-) -> jax.Array:
-    """The weighted output of an expert for some of its tokens."""
-    if config.scales_input:
-        rows = (rows * factor).astype(rows.dtype)
-    _, _, size, hidden_size = weights.gate_up.shape
-    gate_up = XLA(rows, _of_expert(weights.gate_up, expert).reshape(2 * size, hidden_size))
-    if weights.gate_up_bias is not None:
-        gate_up = gate_up + weights.gate_up_bias[expert].reshape(-1).astype(jnp.float32)
-    inner = activate(gate_up[:, :size], gate_up[:, size:], config).astype(rows.dtype)
-    output = XLA(inner, _of_expert(weights.down, expert))
-    if weights.down_bias is not None:
-        output = output + weights.down_bias[expert].astype(jnp.float32)
-    return output if config.scales_input else output * factor
-
-
-def _of_expert(weights: jax.Array, expert: jax.Array) -> jax.Array:
+def _of_expert(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
     """The weights of an expert. Without the barrier XLA:CPU would widen those of all experts from
     bfloat16 to float32 before the loop."""
     weights, expert = jax.lax.optimization_barrier((weights, expert))
-    return weights[expert]
+    return jax.tree.map(lambda array: array[expert], weights)
 
 
 def _piece_size(mean: int) -> int:

@@ -79,7 +79,7 @@ def outputs(
     shape = (case.num_slots, layer.num_heads, layer.key_size, layer.value_size)
     return run_case(
         case,
-        lambda operands, state, rows: op(*operands, state, rows),
+        lambda operands, state, rows: op(*operands, state=state, rows=rows),
         jnp.full(shape, jnp.nan, jnp.float32),
         lambda random, count: draw(layer, random, count, dtype),
     )

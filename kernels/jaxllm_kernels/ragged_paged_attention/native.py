@@ -2,7 +2,8 @@
 
 The cache is [blocks, K, 2 (keys, values), tokens of a page, H]; `native.cc` describes it. A block
 of keys is transposed inside. A page has room for whole vectors of tokens. If values have another
-size than keys, the last axis has room for both: [blocks, K, 1, tokens of a page, H + V].
+size than keys, the last axis has room for both: [blocks, K, 1, tokens of a page, H + V]. A cache
+of 8 bits has codes in the same places.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm_kernels.common import round_up
+from jaxllm_kernels.common import round_up, storage_dtype, to_storage
 from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
@@ -22,6 +23,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     RaggedBatch,
     check_common,
 )
+from jaxllm_kernels.ragged_paged_attention.pages import to_cached
 
 # Lanes of a vector.
 _LANES = 16
@@ -56,9 +58,10 @@ class NativeBackend:
                 f"there is no library of native kernels: {self.library.reason}; "
                 "set attention_backend='xla'"
             )
-        if config.kv_dtype is not None:
+        if config.kv_dtype not in (None, *self.library.kv_dtypes):
             raise ValueError(
-                f"kv_cache_dtype={config.kv_dtype!r} is not supported; set attention_backend='xla'"
+                f"the library of native kernels was built without caches of {config.kv_dtype}; "
+                "set attention_backend='xla'"
             )
         if jnp.dtype(dtype).name not in self.library.dtypes:
             raise ValueError(
@@ -78,7 +81,8 @@ class NativeBackend:
         keys, values = config.head_size, config.value_size
         panels, width = (2, keys) if keys == values else (1, keys + values)
         return jax.ShapeDtypeStruct(
-            (num_blocks, config.num_kv_heads, panels, page_tokens, width), jnp.dtype(dtype)
+            (num_blocks, config.num_kv_heads, panels, page_tokens, width),
+            jnp.dtype(dtype) if config.kv_dtype is None else storage_dtype(config.kv_dtype),
         )
 
     def prepare(
@@ -100,10 +104,15 @@ class NativeBackend:
         kv_scales: KVScales | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         del prepared
-        assert isinstance(self.library, Library) and kv_scales is None, self
-        assert q.dtype == k.dtype == v.dtype == cache.dtype, (q.dtype, cache.dtype)
+        assert isinstance(self.library, Library), self
+        scales = jnp.zeros(0, jnp.float32)
+        if config.kv_dtype is not None:
+            assert kv_scales is not None, config
+            k, v = map(to_storage, to_cached(k, v, config, kv_scales))
+            scales = jnp.concatenate(kv_scales).astype(jnp.float32)
+        assert k.dtype == v.dtype == cache.dtype, (k.dtype, cache.dtype)
         call = jax.ffi.ffi_call(
-            self.library.target("jaxllm_attention", q.dtype),
+            self.library.attention(q.dtype, config.kv_dtype),
             (
                 jax.ShapeDtypeStruct((*q.shape[:2], config.value_size), q.dtype),
                 jax.ShapeDtypeStruct(cache.shape, cache.dtype),
@@ -119,6 +128,7 @@ class NativeBackend:
             batch.context_lens,
             batch.block_tables,
             jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+            scales,
             scale=np.float32(config.scale),
             sliding_window=np.int64(config.sliding_window or 0),
             chunk=np.int64(config.chunk or 0),

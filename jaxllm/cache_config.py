@@ -1,0 +1,50 @@
+"""What the user asks for of the KV cache: a part of `jaxllm.config`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxllm.option_types import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """KV cache"""
+
+    block_size: int | None = option(None, "Tokens per KV block (default: chosen by the plan).")
+    gpu_memory_utilization: float = option(
+        0.92, "Share of an accelerator's memory that the engine may use."
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "Bytes for the KV cache; overrides gpu_memory_utilization."
+    )
+    num_gpu_blocks_override: int | None = option(None, "Number of KV blocks; overrides the rest.")
+    kv_cache_request_len: int | None = option(
+        None,
+        "Length of the requests for which the cache is divided between layers with a sliding "
+        "window and others (default: 8192, or max_model_len if that is less).",
+    )
+    enable_prefix_caching: bool | None = option(
+        None,
+        "Share KV blocks between requests with equal heads (default: on, except for models with "
+        "recurrent layers, whose states are not in blocks).",
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "int8"] = option(
+        "auto",
+        "Type of cached keys and values; 'auto' has the model's own type, or what the checkpoint "
+        "declares (kv_cache_scheme).",
+    )
+    calculate_kv_scales: bool = option(
+        False,
+        "Calculate the scales of a cache of 8 bits at the start, in a pass over made-up text, in "
+        "place of those in the checkpoint. 'int8' does so wherever the checkpoint has none.",
+    )
+    kv_cache_dtype_skip_layers: tuple[str, ...] = option(
+        (),
+        "Layers whose cache keeps the model's type: their numbers, or 'sliding_window' for all "
+        "with a window.",
+    )
+
+    def shares_prefixes(self, keeps_states: bool) -> bool:
+        """Whether requests share blocks. `keeps_states` is whether the model has recurrent layers;
+        with them nobody may ask for it (`jaxllm.plan.choose`)."""
+        return self.enable_prefix_caching is not False and not keeps_states

@@ -1,0 +1,1 @@
+"""Models in GGUF files: metadata, tokenizer, tensors in blocks ([page](README.md))."""

@@ -1,0 +1,108 @@
+"""Stored responses: what a later request may go on after, or read again.
+
+They are in an SQLite database, in memory or in a file that several processes share. What was used
+longest ago goes when there is too much.
+"""
+
+import contextlib
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jaxllm.errors import ValidationError
+from jaxllm.openai.errors import NotFoundError
+
+IN_MEMORY = "memory"
+_TABLE = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, used REAL NOT NULL, size INTEGER NOT NULL,
+    response BLOB NOT NULL, before BLOB NOT NULL, output BLOB NOT NULL
+)
+"""
+_WAIT_S = 10.0
+
+
+class Stored(NamedTuple):
+    """A response as JSON, and the items that a request after it begins with."""
+
+    response: bytes
+    before: list[Any]  # the items of the request, and those before it
+    output: list[Any]
+
+
+class ResponseStore:
+    """The stored responses of a server. Any thread may use it."""
+
+    def __init__(self, place: str, max_bytes: int):
+        """Open the store in a file, or in this process's memory."""
+        path = ":memory:"
+        if place != IN_MEMORY:
+            path = str(Path(place).expanduser())
+            # Nobody else may read what users have said.
+            Path(path).touch(mode=0o600)
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, timeout=_WAIT_S)
+            if place != IN_MEMORY:
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=NORMAL")
+            with self._db:
+                self._db.execute(_TABLE)
+        except sqlite3.Error as error:
+            raise ValidationError(f"response_store={place!r}: {error}") from error
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+
+    def put(self, response_id: str, response: msgspec.Struct, before: list[Any]) -> None:
+        """Store a response; drop those used longest ago if there is too much."""
+        whole = msgspec.json.encode(response)
+        output = msgspec.json.encode(msgspec.to_builtins(response)["output"])
+        items = msgspec.json.encode(before)
+        size = len(whole) + len(output) + len(items)
+        row = (response_id, time.time(), size, whole, items, output)
+        with self._writing() as db:
+            db.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
+            (total,) = db.execute("SELECT TOTAL(size) FROM responses").fetchone()
+            while total > self._max_bytes:
+                oldest = db.execute("SELECT id, size FROM responses ORDER BY used LIMIT 1")
+                name, size = oldest.fetchone()
+                db.execute("DELETE FROM responses WHERE id = ?", (name,))
+                total -= size
+
+    def get(self, response_id: str, field: str) -> Stored:
+        """Find a response; raise NotFoundError, which names the field of the request."""
+        with self._writing() as db:
+            found = db.execute(
+                "UPDATE responses SET used = ? WHERE id = ? RETURNING response, before, output",
+                (time.time(), response_id),
+            ).fetchone()
+        if found is None:
+            raise _not_found(response_id, field)
+        whole, before, output = found
+        return Stored(whole, msgspec.json.decode(before), msgspec.json.decode(output))
+
+    def delete(self, response_id: str, field: str) -> None:
+        with self._writing() as db:
+            found = db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+            if not found.rowcount:
+                raise _not_found(response_id, field)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._db as db:
+            yield db
+
+
+def _not_found(response_id: str, field: str) -> NotFoundError:
+    return NotFoundError(
+        f"{field}={response_id!r:.80}: there is no such response; it was not stored, was deleted, "
+        "or was dropped for newer ones",
+        parameter=field,
+    )

@@ -1,0 +1,205 @@
+"""A response in events, and a whole one, which is what the events add up to."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxllm.openai.answer import TIMEOUT, check_finished
+from jaxllm.openai.blocks import Begin, Blocks, End, More, Piece
+from jaxllm.openai.errors import AnswerError, ErrorBody
+from jaxllm.openai.logprobs import ChatTokenLogprob
+from jaxllm.openai.message import MessageParser
+from jaxllm.openai.responses.events import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    Completed,
+    Created,
+    Failed,
+    Incomplete,
+    InProgress,
+    ItemAdded,
+    ItemDone,
+    OutputTextDelta,
+    OutputTextDone,
+    PartAdded,
+    PartDone,
+    ReasoningDelta,
+    ReasoningDone,
+    ResponseEvent,
+)
+from jaxllm.openai.responses.request import ResponsesRequest
+from jaxllm.openai.responses.response import (
+    FunctionCallItem,
+    Item,
+    MessageItem,
+    OutputText,
+    ReasoningText,
+    Response,
+    ResponseError,
+    begun,
+    ended,
+    filled,
+    new_item,
+)
+from jaxllm.openai.served_model import ServedModel
+from jaxllm.outputs import CompletionOutput, RequestOutput
+
+Keep = Callable[[ResponsesRequest, Response], None]
+
+
+def keep_nothing(request: ResponsesRequest, response: Response) -> None:
+    """What is done with a response that nobody stores."""
+
+
+def answer_response(
+    request: ResponsesRequest,
+    answer_id: str,
+    created: int,
+    outputs: Sequence[RequestOutput],
+    served: ServedModel,
+    *,
+    keep: Keep = keep_nothing,
+) -> Response:
+    """Make the body of the answer; raise if the engine failed."""
+    stream = ResponseStream(request, answer_id, created, served, keep=keep)
+    (output,) = outputs
+    stream.take(0, output)
+    stream.end()
+    return stream.response
+
+
+class ResponseStream:
+    """Makes the events of one response."""
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        answer_id: str,
+        created: int,
+        served: ServedModel,
+        *,
+        keep: Keep = keep_nothing,
+    ):
+        self._request = request
+        self._served = served
+        self._keep = keep
+        self._parser: MessageParser | None = None  # from the first output on
+        self._blocks = Blocks()
+        self._num_events = 0
+        self._num_generated = 0
+        self._items: list[Item] = []
+        self._texts: list[str] = []  # of the newest item
+        self._logprobs: list[ChatTokenLogprob] = []  # of the whole text
+        self.response = begun(request, created, served)
+
+    def take(self, place: int, output: RequestOutput) -> Sequence[ResponseEvent]:
+        """Make the events of an output; raise if the engine failed."""
+        check_finished([output])
+        events: list[ResponseEvent] = []
+        if self._parser is None:
+            self._parser = self._request.chat.parser(output.prompt, self._served)
+            events.append(self._event(Created, response=self.response))
+            events.append(self._event(InProgress, response=self.response))
+        (one,) = output.outputs
+        if one.stop_reason == TIMEOUT:
+            raise AnswerError("the answer took longer than --request-timeout allows")
+        self._num_generated += len(one.token_ids)
+        is_cut = one.finish_reason == "length"
+        deltas = self._parser.feed(one.text, one.token_ids)
+        if one.finish_reason is not None:
+            deltas += self._parser.finish()
+        logprobs = self._logprobs_of(one)
+        events += self._events(self._blocks.feed(deltas), logprobs)
+        if one.finish_reason is not None:
+            events += self._events(self._blocks.finish(), [], is_cut=is_cut)
+            self.response = ended(
+                self.response,
+                output,
+                self._items,
+                num_generated=self._num_generated,
+                num_reasoning=self._parser.num_reasoning_tokens,
+                is_cut=is_cut,
+            )
+            kind = Incomplete if is_cut else Completed
+            events.append(self._event(kind, response=self.response))
+        return events
+
+    def end(self) -> Sequence[ResponseEvent]:
+        self._keep(self._request, self.response)
+        return []
+
+    def fail(self, error: ErrorBody) -> Sequence[ResponseEvent]:
+        why = ResponseError(code="server_error", message=error.error.message)
+        self.response = msgspec.structs.replace(
+            self.response, status="failed", error=why, output=self._items
+        )
+        return [self._event(Failed, response=self.response)]
+
+    def _logprobs_of(self, one: CompletionOutput) -> list[ChatTokenLogprob]:
+        found = self._request.chat.logprobs_of(one, self._served)
+        logprobs = [] if found is None else found.content
+        self._logprobs += logprobs
+        return logprobs
+
+    def _events(
+        self, pieces: Iterable[Piece], logprobs: list[ChatTokenLogprob], *, is_cut: bool = False
+    ) -> list[ResponseEvent]:
+        events: list[ResponseEvent] = []
+        for piece in pieces:
+            match piece:
+                case Begin():
+                    item = new_item(piece, f"{self._request.id[len('resp_') :]}_{len(self._items)}")
+                    self._items.append(item)
+                    self._texts = []
+                    events.append(self._of_item(ItemAdded, item=item))
+                    if not isinstance(item, FunctionCallItem):
+                        part = _part(item, "", [])
+                        events.append(self._of_part(PartAdded, part=part))
+                case More(text):
+                    self._texts.append(text)
+                    events.append(self._delta(text, logprobs))
+                    logprobs = []  # the first piece has those of all
+                case End():
+                    events += self._done("incomplete" if is_cut else "completed")
+        return events
+
+    def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> ResponseEvent:
+        match self._items[-1]:
+            case FunctionCallItem():
+                return self._of_part(ArgumentsDelta, delta=text)
+            case MessageItem():
+                return self._of_part(OutputTextDelta, delta=text, logprobs=logprobs)
+            case _:
+                return self._of_part(ReasoningDelta, delta=text)
+
+    def _done(self, status: Any) -> list[ResponseEvent]:
+        text, item = "".join(self._texts), self._items[-1]
+        item = self._items[-1] = filled(item, text, self._logprobs, status)
+        events: list[ResponseEvent] = []
+        match item:
+            case FunctionCallItem():
+                events.append(self._of_part(ArgumentsDone, name=item.name, arguments=text))
+            case MessageItem():
+                events.append(self._of_part(OutputTextDone, text=text, logprobs=self._logprobs))
+            case _:
+                events.append(self._of_part(ReasoningDone, text=text))
+        if not isinstance(item, FunctionCallItem):
+            events.append(self._of_part(PartDone, part=_part(item, text, self._logprobs)))
+        return [*events, self._of_item(ItemDone, item=item)]
+
+    def _event(self, kind: Callable[..., ResponseEvent], **fields: Any) -> ResponseEvent:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return kind(sequence_number=number, **fields)
+
+    def _of_item(self, kind: Callable[..., ResponseEvent], **fields: Any) -> ResponseEvent:
+        return self._event(kind, output_index=len(self._items) - 1, **fields)
+
+    def _of_part(self, kind: Callable[..., ResponseEvent], **fields: Any) -> ResponseEvent:
+        return self._of_item(kind, item_id=self._items[-1].id, **fields)
+
+
+def _part(item: Item, text: str, logprobs: list[ChatTokenLogprob]) -> OutputText | ReasoningText:
+    if isinstance(item, MessageItem):
+        return OutputText(text=text, logprobs=logprobs)
+    return ReasoningText(text=text)
