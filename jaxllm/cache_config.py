@@ -23,7 +23,11 @@ class CacheConfig:
         "Length of the requests for which the cache is divided between layers with a sliding "
         "window and others (default: 8192, or max_model_len if that is less).",
     )
-    enable_prefix_caching: bool = option(True, "Share KV blocks between requests with equal heads.")
+    enable_prefix_caching: bool | None = option(
+        None,
+        "Share KV blocks between requests with equal heads (default: on, except for models with "
+        "recurrent layers, whose states are not in blocks).",
+    )
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "int8"] = option(
         "auto",
         "Type of cached keys and values; 'auto' has the model's own type, or what the checkpoint "
@@ -39,3 +43,8 @@ class CacheConfig:
         "Layers whose cache keeps the model's type: their numbers, or 'sliding_window' for all "
         "with a window.",
     )
+
+    def shares_prefixes(self, keeps_states: bool) -> bool:
+        """Whether requests share blocks. `keeps_states` is whether the model has recurrent layers;
+        with them nobody may ask for it (`jaxllm.plan.choose`)."""
+        return self.enable_prefix_caching is not False and not keeps_states

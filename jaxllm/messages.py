@@ -54,6 +54,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     cache_groups: tuple[CacheGroup, ...]
     block_size: int
     speculation: Speculation | None = None
+    # Whether layers keep a state of each request, which a cached prefix of tokens does not have.
+    keeps_states: bool = False
     # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The longest answer that the model recommends, if any; servers enforce it.

@@ -227,7 +227,7 @@ def json_object(text: str) -> dict[str, Any]:
 def _add_flag(group: Any, name: str, hint: Any, default: Any, text: str) -> None:
     settings = _settings(hint)
     is_switch = settings.get("action") is argparse.BooleanOptionalAction
-    if is_switch:
+    if is_switch and default is not None:
         text += f" Default: {'on' if default else 'off'}."
     elif default not in (None, "", (), dataclasses.MISSING, msgspec.NODEFAULT):
         shown = " ".join(default) if isinstance(default, tuple) else default

@@ -55,7 +55,8 @@ class EngineCore:
             kv=KVCacheManager(
                 groups=self.info.cache_groups,
                 block_size=self.info.block_size,
-                enable_prefix_caching=config.cache.enable_prefix_caching,
+                enable_prefix_caching=config.cache.shares_prefixes(self.info.keeps_states),
+                keeps_states=self.info.keeps_states,
             ),
             lanes=(
                 Lanes(num_stages, max_in_flight=1 if overlap else 0) if num_stages > 1 else None

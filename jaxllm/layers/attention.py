@@ -89,6 +89,9 @@ class AttentionSpec:
     temperature: Temperature | None = None
     # Whether values are the projected keys, as they are before their norm and rotation.
     values_are_keys: bool = False
+    # Whether each head has a gate, whose sigmoid multiplies its output. The projection makes it
+    # beside the head's queries.
+    has_output_gate: bool = False
     # Whether later layers attend to its keys and values, too ("lent"), or it has only queries, and
     # attends to those of an earlier layer ("borrowed").
     kv: Literal["own", "lent", "borrowed"] = "own"
@@ -151,10 +154,11 @@ class Attention(nnx.Module):
         self.spec = spec
         self.num_shards = num_shards
         value_size = self.config.value_size
-        q = Part(spec.num_heads * spec.head_size)
+        q = Part(spec.num_heads * spec.head_size * (2 if spec.has_output_gate else 1))
         k, v = (Part(spec.num_kv_heads * size, copies) for size in (spec.head_size, value_size))
         parts = (q,) if spec.kv == "borrowed" else (q, k) if spec.values_are_keys else (q, k, v)
-        assert not spec.values_are_keys or value_size == spec.head_size, spec
+        has_one_size = value_size == spec.head_size
+        assert has_one_size or not (spec.values_are_keys or spec.has_output_gate), spec
         self.num_parts = len(parts)
         self.qkv_proj = Linear(
             input_size or hidden_size,
@@ -219,28 +223,36 @@ class Attention(nnx.Module):
             if (clip := self.spec.qkv_clip) is not None:
                 heads = jnp.clip(heads, -clip, clip)
             if self._only_rotates(context):
-                assert not isinstance(cache, LentCache)
+                assert isinstance(cache, jax.Array)
                 out, cache = self._attend_heads(heads, cache, context)
                 return self.o_proj(out.reshape(len(x), -1)), cache
             q, *kv = self._cut(heads)
+            gate = None
+            if self.spec.has_output_gate:
+                q, gate = q[:, ::2], q[:, 1::2]
             q = self._heat(self._place(q, self.q_norm, context), context)
             if isinstance(cache, LentCache):
                 pages, k, v, scales = cache
             else:
+                assert isinstance(cache, jax.Array)
                 pages, k, v = cache, self._place(kv[0], self.k_norm, context), kv[-1]
                 scales = None if self.kv_scales is None else self.kv_scales[...]
                 v = v if self.v_norm is None else self.v_norm(v)
                 v = v if self.spec.value_scale == 1.0 else v * self.spec.value_scale
             out, pages = self._attend(q, k, v, pages, scales, context)
+            if gate is not None:
+                factors = jax.nn.sigmoid(gate.astype(jnp.float32))
+                out = (out * factors).astype(out.dtype)
             cache = pages if self.spec.kv == "own" else LentCache(pages, k, v, scales)
             return self.o_proj(out.reshape(len(x), -1)), cache
 
     def _cut(self, projected: jax.Array) -> list[jax.Array]:
         """Cut [T, shards, ...] into queries, keys and values, or as many of them as there are, each
-        [T, heads, size]."""
+        [T, heads, size]. Each head's gate follows its queries."""
         config, num_tokens = self.config, len(projected)
         sizes = (config.head_size, config.head_size, config.value_size)[: self.num_parts]
-        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        num_q = config.num_heads * (2 if self.spec.has_output_gate else 1)
+        counts = (num_q, config.num_kv_heads, config.num_kv_heads)
         if config.value_size == config.head_size:
             # Seen as heads before they are cut. Cut before, XLA for TPUs gives the heads their
             # layout after the rotation, in float32: four copies more a layer, of twice the bytes.
@@ -262,6 +274,7 @@ class Attention(nnx.Module):
             and spec.value_scale == 1.0
             and spec.temperature is None
             and not spec.has_sinks
+            and not spec.has_output_gate
             and spec.cached is None
             and not spec.values_are_keys
             and spec.kv == "own"

@@ -13,9 +13,11 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
     RaggedBatch,
 )
+from jaxllm_kernels.recurrent.rows import StateRows, prepare_rows
 
 from jaxllm.cache_groups import Window, window_of
 from jaxllm.layers.rope import Rotary
+from jaxllm.layers.state import StateOps, States
 
 
 class PagedBatch(NamedTuple):
@@ -39,7 +41,7 @@ class LentCache(NamedTuple):
     scales: jax.Array | None  # of the cache's codes, [K, 2]
 
 
-Cache = jax.Array | LentCache
+Cache = jax.Array | LentCache | States
 
 # The attention of a mixer and its implementation: heads with keys and values, or latents. Those of
 # a model are all of one kind, so that it has one implementation.
@@ -60,6 +62,9 @@ class StepContext:
     mesh: Mesh | None = field(default=None, metadata={"static": True})
     # What adds and normalises in one launch; None: XLA does.
     add_norm: AddNorm | None = field(default=None, metadata={"static": True})
+    # The rows of the step for mixers with states, and their ops; None: there are no such mixers.
+    state_rows: StateRows | None = None
+    state_ops: StateOps | None = field(default=None, metadata={"static": True})
     # The decoder sets the positions of the tokens in their sequences, i32 [T], their rotations in
     # this layer, and the layer's own input for each token, [T, P], in models that have it.
     positions: jax.Array | None = None
@@ -76,18 +81,31 @@ class StepContext:
         backend: MixerBackend,
         mesh: Mesh | None = None,
         add_norm: AddNorm | None = None,
+        state_ops: StateOps | None = None,
+        slots: jax.Array | None = None,
+        num_slots: int = 0,
     ) -> Self:
-        """Prepare the batch of each window for the layers with this window; traced."""
+        """Prepare the batch of each window for the layers with this window; traced. Mixers with
+        states need the slots of the rows, i32 [R], and their number."""
         paged, op = [], cast(Any, backend)  # which is for configs of this kind
         for window, batch in batches.items():
             its = tuple(config for config in configs if window_of(config) == window)
-            paged.append(PagedBatch(batch, op.prepare(batch, its, num_tokens=num_tokens)))
+            prepared = op.prepare(batch, its, num_tokens=num_tokens) if its else None
+            paged.append(PagedBatch(batch, prepared))
+        state_rows = None
+        if state_ops is not None:
+            assert slots is not None and paged, "states without slots or rows"
+            state_rows = prepare_rows(
+                paged[0].batch, slots, num_tokens=num_tokens, num_slots=num_slots
+            )
         return cls(
             windows=tuple(batches),
             paged=tuple(paged),
             backend=backend,
             mesh=mesh,
             add_norm=add_norm,
+            state_rows=state_rows,
+            state_ops=state_ops,
         )
 
     @property

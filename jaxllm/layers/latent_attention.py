@@ -21,7 +21,7 @@ from jaxllm_kernels.mla.api import LatentBackend, LatentConfig
 
 from jaxllm.errors import refused
 from jaxllm.layers.attention import Temperature
-from jaxllm.layers.context import Cache, LentCache, StepContext
+from jaxllm.layers.context import Cache, StepContext
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.rope import RopeConfig, rotate
@@ -109,7 +109,7 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
         """Attend from x [T, D]; return [T, D] and the cache with this step's latents."""
-        assert not isinstance(cache, LentCache)
+        assert isinstance(cache, jax.Array)
         spec = self.spec
         with jax.named_scope("latent_attention"):
             if spec.q_latent_size is None:

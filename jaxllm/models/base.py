@@ -8,7 +8,8 @@ from typing import Protocol, Self
 import jax
 from jax.typing import DTypeLike
 
-from jaxllm.layers.context import MixerConfig, StepContext
+from jaxllm.layers.context import Cache, MixerConfig, StepContext
+from jaxllm.layers.state import StateConfig
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
 from jaxllm.models.specs import Architecture
@@ -41,6 +42,12 @@ class Model(Protocol):
         ...
 
     @property
+    def state_configs(self) -> tuple[StateConfig, ...]:
+        """The states of mixers without attention. Behind the caches of attentions, a model has the
+        arrays of each of these, in this order."""
+        ...
+
+    @property
     def checkpoint_map(self) -> CheckpointMap:
         """The places of the parameters in a checkpoint."""
         ...
@@ -54,9 +61,9 @@ class Model(Protocol):
         self,
         inputs: jax.Array,
         positions: jax.Array,
-        caches: tuple[jax.Array, ...],
+        caches: tuple[Cache, ...],
         context: StepContext,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """Run a step's tokens [T] at positions [T] in their sequences.
 
         Return the hidden states [T, D] after the final norm, and the updated caches. In a model of

@@ -304,10 +304,10 @@ class CheckpointMap:
     # Parameters that may repeat another one. A model without the parameter requires that the
     # tensors of both are equal, if the checkpoint has it; a model with it loads it.
     copies: Mapping[str, str] = field(default_factory=dict)
-    # The maps of other layouts in which checkpoints of the same models are written.
+    # The maps of other layouts in which checkpoints of the same models are written, and parameters
+    # by whose tensors layouts are told apart. Every decoder has an embedding, and only one.
     others: tuple["CheckpointMap", ...] = ()
-    # The parameter whose tensor every checkpoint of this layout has, and none of another.
-    landmark: str = "model.embed_tokens.weight"
+    told_by: tuple[str, ...] = ("model.embed_tokens.weight",)
 
     def source(
         self, parameter: str, pieces: tuple[Shape, ...], stored: Stored | None = None
@@ -343,8 +343,10 @@ class CheckpointMap:
 
     def for_tensors(self, names: Collection[str]) -> "CheckpointMap":
         """The map of the layout that a checkpoint with tensors of these names has."""
-        fitting = (its for its in (self, *self.others) if its._tensor(its.landmark) in names)
-        return next(fitting, self)
+        for its in (self, *self.others):
+            if all(its._tensor(parameter) in names for parameter in its.told_by):
+                return its
+        return self
 
     def _tensor(self, parameter: str) -> str:
         (rows,) = self.source(parameter, ((1,),)).rows()
@@ -367,8 +369,6 @@ class CheckpointMap:
         return dataclasses.replace(self, renamed={**self.renamed, **renamed})
 
 
-_EMBEDDING = "model.embed_tokens.weight"
-
 # Llama's names, which most decoders use.
 LLAMA_NAMES = CheckpointMap(
     rules={
@@ -378,20 +378,21 @@ LLAMA_NAMES = CheckpointMap(
     # transformers before 4.32 wrote these; we compute them from the config.
     ignored=(r".*\.rotary_emb\.inv_freq",),
     # Some checkpoints with tied embeddings contain the head, too.
-    copies={"lm_head.weight": _EMBEDDING},
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
 
 def inside_larger_model(names: CheckpointMap) -> CheckpointMap:
     """The map of a decoder that stands beside towers for images or sound, which are not loaded."""
-    ignored = (
-        *names.ignored,
-        r"(model\.)?(vision_\w+|audio_\w+|multi_modal_\w+|embed_(vision|audio))\..*",
-    )
-
-    def within(**renamed: str) -> CheckpointMap:
-        return dataclasses.replace(names, renamed={**names.renamed, **renamed}, ignored=ignored)
-
+    towers = r"(model\.)?(vision_\w+|audio_\w+|multi_modal_\w+|embed_(vision|audio))\..*"
+    layouts = [dataclasses.replace(its, others=()) for its in (names, *names.others)]
     # As releases have it, then as transformers from 4.52 on writes it.
-    first = within(model="language_model.model", lm_head="language_model.lm_head")
-    return dataclasses.replace(first, others=(within(model="model.language_model"),))
+    first, *others = [
+        its.with_names(**renamed).ignoring(towers)
+        for renamed in (
+            {"model": "language_model.model", "lm_head": "language_model.lm_head"},
+            {"model": "model.language_model"},
+        )
+        for its in layouts
+    ]
+    return dataclasses.replace(first, others=tuple(others))

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxllm.layers.context import LentCache, MixerConfig, StepContext
+from jaxllm.layers.context import Cache, LentCache, MixerConfig, StepContext
 from jaxllm.layers.embedding import NOWHERE, Embedding, Positions
 from jaxllm.layers.norm import Norm
 from jaxllm.layers.per_layer_input import PerLayerInputs
 from jaxllm.layers.residual import Stream, normalise, settle
 from jaxllm.layers.rope import rotary
+from jaxllm.layers.state import StateConfig
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.models.specs import Architecture, Caches, Layer
+from jaxllm.models.specs import Architecture, Caches, Layer, MixerSpec
 from jaxllm.quantization.kv_cache import UNUSED_SCALES
 from jaxllm.quantization.store import store_codes, with_codes
 
@@ -61,8 +62,21 @@ class DecoderForCausalLM(nnx.Module):
         return tuple(module.config for module in self.cached_mixers.values())
 
     @property
+    def state_configs(self) -> tuple[StateConfig, ...]:
+        configs = (module.config for module in self._own_mixers().values())
+        return tuple(config for config in configs if isinstance(config, StateConfig))
+
+    @property
     def cached_mixers(self) -> dict[str, Any]:
-        """The mixers with caches of their own, by their names, in the order of the caches."""
+        """The mixers with pages of their own, by their names, in the order of the caches."""
+        return {
+            name: module
+            for name, module in self._own_mixers().items()
+            if not isinstance(module.config, StateConfig)
+        }
+
+    def _own_mixers(self) -> dict[str, Any]:
+        """The mixers by their names, except those that use the caches of another layer."""
         return {
             f"model.layers.{index}.{mixer.name}": getattr(layer, mixer.name)
             for index, layer in self.model.own_layers.items()
@@ -79,9 +93,9 @@ class DecoderForCausalLM(nnx.Module):
         self,
         inputs: jax.Array,
         positions: jax.Array,
-        caches: tuple[jax.Array, ...],
+        caches: tuple[Cache, ...],
         context: StepContext,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
         hidden, _, caches = self.model(inputs, positions, caches, context)
         return hidden, caches
 
@@ -89,10 +103,10 @@ class DecoderForCausalLM(nnx.Module):
         self,
         inputs: jax.Array,
         positions: jax.Array,
-        caches: tuple[jax.Array, ...],
+        caches: tuple[Cache, ...],
         context: StepContext,
         taps: tuple[int, ...],
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[Cache, ...]]:
         """Run the whole model. Return the hidden states, the residual streams [T, D] before the
         layers `taps`, of which one may be behind the last layer, and the caches."""
         return self.model(inputs, positions, caches, context, taps)
@@ -179,10 +193,10 @@ class Decoder(nnx.Module):
         self,
         inputs: jax.Array,
         positions: jax.Array,
-        caches: tuple[jax.Array, ...],
+        caches: tuple[Cache, ...],
         context: StepContext,
         taps: tuple[int, ...] = (),
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[Cache, ...]]:
         """Return the hidden states, the streams before the layers `taps`, and the caches."""
         hidden: Any = inputs
         if self.embeds:
@@ -196,12 +210,16 @@ class Decoder(nnx.Module):
         ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers.values())
         rotations = {rope: rope and rotary(rope, positions) for rope in ropes}
         context = dataclasses.replace(context, positions=positions)
-        left, held, tapped = iter(caches), dict[int, Caches](), dict[int, jax.Array]()
+        pages, states = (iter([c for c in caches if _is_state(c) == its]) for its in (False, True))
+        held, tapped = dict[int, Caches](), dict[int, jax.Array]()
         for index, layer in self.own_layers.items():
             # A layer may go on with the caches of an earlier one (see `LentCache`).
             owner = index if layer.spec.caches_of is None else layer.spec.caches_of
             if owner == index:
-                held[owner] = tuple(next(left) for _ in layer.spec.mixers)
+                held[owner] = tuple(
+                    next(states if isinstance(_config(layer, mixer), StateConfig) else pages)
+                    for mixer in layer.spec.mixers
+                )
             context = dataclasses.replace(
                 context,
                 rotary=rotations[layer.spec.rope],
@@ -218,6 +236,7 @@ class Decoder(nnx.Module):
             for of_layer in held.values()
             for cache in of_layer
         )
+        updated = tuple(sorted(updated, key=_is_state))  # pages come first
         assert len(updated) == len(caches), f"{len(caches)} caches for {len(updated)} mixers"
         tapped[len(self.layers)] = settle(hidden)
         streams = tuple(tapped[index] for index in taps)
@@ -232,6 +251,15 @@ class Decoder(nnx.Module):
         if self.embedding_scale != 1.0:
             embedded = embedded * jnp.asarray(self.embedding_scale, embedded.dtype)
         return embedded
+
+
+def _config(layer: Layer, mixer: MixerSpec) -> MixerConfig | StateConfig:
+    """What a mixer of a layer keeps."""
+    return getattr(layer, mixer.name).config
+
+
+def _is_state(cache: Cache) -> bool:
+    return isinstance(cache, tuple) and not isinstance(cache, LentCache)
 
 
 def _embedding(

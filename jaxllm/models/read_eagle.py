@@ -108,7 +108,7 @@ def _names(ignored: tuple[str, ...]) -> CheckpointMap:
             rules={**LLAMA_NAMES.rules, "token_map": _offsets},
             ignored=ignored,
             copies={},
-            landmark="layer.self_attn.o_proj.weight",
+            told_by=("layer.self_attn.o_proj.weight",),
         )
         for layer in ("midlayer", "layers.0")
     )

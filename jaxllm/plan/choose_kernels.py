@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.add_norm.gpu import GpuAddNorm
+from jaxllm_kernels.causal_conv.xla import XlaConv
 from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.dense.api import XLA, Matmul
 from jaxllm_kernels.dense.native import NativeCodedMatmul, NativeMatmul
@@ -16,6 +17,7 @@ from jaxllm_kernels.experts.gpu import MosaicExperts
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.tpu import TpuExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS, XlaExperts
+from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.mla.api import (
     LatentConfig,
     default_latent_backends,
@@ -35,6 +37,7 @@ from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.moe import MoESpec
+from jaxllm.layers.state import StateOps
 from jaxllm.logging import init_logger
 from jaxllm.models.specs import Architecture
 from jaxllm.quantization.products import Products
@@ -155,6 +158,13 @@ def _experts_on_gpu(
         logger.warning("experts: XLA's loop, not %r, since %s", kernels.name, error)
         return XLA_EXPERTS
     return kernels.tuned_for(chip)
+
+
+def choose_state_ops(chip: Chip) -> StateOps:
+    """The implementations of the ops with states."""
+    if chip.platform != "cpu":
+        logger.warning("recurrent layers: XLA's loops, since there is no kernel for %s", chip.name)
+    return StateOps(conv=XlaConv(), delta=XlaDelta().tuned_for(chip))
 
 
 def choose_sampling(chip: Chip, num_shards: int) -> Layout:

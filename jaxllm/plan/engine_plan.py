@@ -19,6 +19,7 @@ from jaxllm.cache_groups import CacheGroup, room_for
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
+from jaxllm.layers.state import StateOps
 from jaxllm.messages import EngineInfo
 from jaxllm.models.base import Model
 from jaxllm.models.draft_head import DraftHead
@@ -64,6 +65,7 @@ class EnginePlan:
     matmul: Matmul
     experts: ExpertsOp | None  # None: the model has none
     coded_products: tuple[str, ...]  # how products with codes are computed, in words
+    state_ops: StateOps | None  # None: no mixer has a state
     sampling: Layout
     add_norm: AddNorm | None
     stages: tuple[StagePlan, ...]
@@ -135,6 +137,11 @@ class EnginePlan:
         """The bytes on the device with the most."""
         return max(stage.kv_cache_bytes for stage in self.stages)
 
+    @property
+    def states_bytes(self) -> int:
+        """The bytes of the states of all slots, on the device with the most."""
+        return max(stage.states_bytes for stage in self.stages)
+
     def abstract_model(self, stage: StagePlan) -> Model:
         """The part of the model in a stage, with shapes in place of weights."""
         model = self.model_class.abstract(
@@ -195,4 +202,5 @@ class EnginePlan:
             cache_groups=self.cache_groups,
             block_size=self.block_size,
             speculation=self.speculation,
+            keeps_states=self.state_ops is not None,
         )

@@ -31,6 +31,7 @@ from jaxllm.parallel.sharding import TENSOR, device_bytes, num_pieces, sharding
 from jaxllm.plan.buckets import make_ladder
 from jaxllm.plan.choose import (
     DEFAULTS,
+    check_states,
     choose_dtype,
     choose_max_model_len,
     choose_max_num_batched_tokens,
@@ -43,6 +44,7 @@ from jaxllm.plan.choose_kernels import (
     choose_matmul,
     choose_products,
     choose_sampling,
+    choose_state_ops,
     free_padding,
     load_native_kernels,
 )
@@ -155,6 +157,9 @@ def make_plan(
     in_parts = [model_class.abstract(architecture, dtype, num_shards, part) for part in parts]
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
+    keeps_states = any(abstract.state_configs for abstract in in_parts)
+    if keeps_states:
+        check_states(config)
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
         num_rows=max_num_seqs,
@@ -168,7 +173,8 @@ def make_plan(
         )
 
     draft: DraftPlan | None = None
-    windows = group_windows(map(window_of, attention_configs))
+    # Without attention there is still a group, so that requests have lengths: its blocks are empty.
+    windows = group_windows(map(window_of, attention_configs)) or (None,)
     if speculation is not None:
         common: dict[str, Any] = {
             "target": architecture,
@@ -230,6 +236,9 @@ def make_plan(
                 cache_shapes=tuple(
                     cache(c, num_blocks[window_of(c)], mesh) for c in abstract.attention_configs
                 ),
+                state_shapes=tuple(
+                    state.of_slots(max_num_seqs, mesh) for state in abstract.state_configs
+                ),
                 attention_configs=abstract.attention_configs,
                 block_bytes=tuple(
                     device_bytes(cache(c, 1, mesh)) for c in abstract.attention_configs
@@ -266,6 +275,7 @@ def make_plan(
         size_kv_cache(
             config.cache,
             weights_bytes=stage.weights_bytes,
+            states_bytes=stage.states_bytes,
             other_bytes=(sampler_bytes if stage.part.has_head else 0)
             + activation_bytes(
                 stage,
@@ -309,6 +319,7 @@ def make_plan(
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
+        state_ops=choose_state_ops(chip) if keeps_states else None,
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),

@@ -30,6 +30,7 @@ def size_kv_cache(
     max_num_seqs: int,
     device: Device,
     num_devices: int = 1,
+    states_bytes: int = 0,
     program_bytes: int | None = None,
 ) -> int:
     """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
@@ -37,7 +38,7 @@ def size_kv_cache(
     Blocks are those of the first cache group. `cache_bytes` returns the bytes of so many blocks and
     of the other groups' blocks, which follow from them. A request holds at most `min_blocks`. Sizes
     are those of one device. The engine and its replicas have `num_devices`; CPU devices share the
-    host's memory.
+    host's memory. `states_bytes` are those of the states of recurrent layers, for all slots.
 
     One request of the maximum length must fit, so that no accepted request can wait for ever. If
     the user sets a size, the cache has this size. Otherwise cached prefixes may fill an
@@ -46,13 +47,15 @@ def size_kv_cache(
     """
     useful = min_blocks * max_num_seqs
     free = _free_bytes(config, device, num_devices)
-    fixed = weights_bytes + other_bytes
+    fixed = weights_bytes + other_bytes + states_bytes
+    has_blocks = cache_bytes(1) > 0  # no layer has, if there is no attention
     needed = fixed + cache_bytes(min_blocks)
     if config.num_gpu_blocks_override is not None:
         num_blocks, source = config.num_gpu_blocks_override, "num_gpu_blocks_override"
         needed = fixed + cache_bytes(num_blocks)
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks = num_fitting(cache_bytes, config.kv_cache_memory_bytes)
+        room = config.kv_cache_memory_bytes
+        num_blocks = num_fitting(cache_bytes, room) if has_blocks else useful
         source = "kv_cache_memory_bytes"
         needed = fixed + cache_bytes(num_blocks)
     else:
@@ -63,21 +66,23 @@ def size_kv_cache(
             room = int(left * (1 - _PROGRAM_SHARE))
         else:
             room = max(0, left - program_bytes)
-        num_blocks = num_fitting(cache_bytes, room)
+        num_blocks = num_fitting(cache_bytes, room) if has_blocks else useful
         if device.platform == "cpu":
             # The next start may find a little more or less free memory. It should choose the same
             # number, which is in all programs' shapes, so that it finds them in the cache.
             num_blocks = max(_power_of_two(num_blocks), min(num_blocks, min_blocks))
-        if device.platform == "cpu" or not config.enable_prefix_caching:
+        if device.platform == "cpu" or config.enable_prefix_caching is False:
             num_blocks = min(num_blocks, useful)
         source = "the free memory"
     if needed > free:
         raise OutOfMemoryError(
             f"each device has {format_bytes(free)} free and needs {format_bytes(needed)}: weights "
             f"{format_bytes(weights_bytes)}, a KV cache of at least {format_bytes(needed - fixed)} "
-            f"and {format_bytes(other_bytes)} of sampler state and outputs; "
+            f"{_of_states(states_bytes, max_num_seqs)}and {format_bytes(other_bytes)} of sampler "
+            "state and outputs; "
             f"{format_bytes(needed - free)} are missing. Use more devices (tensor_parallel_size), "
             "or a smaller model or dtype, or lower max_model_len or kv_cache_memory_bytes"
+            f"{' or max_num_seqs' if states_bytes else ''}"
         )
     if num_blocks < min_blocks:
         raise ValidationError(
@@ -88,6 +93,13 @@ def size_kv_cache(
             parameter="max_model_len",
         )
     return num_blocks
+
+
+def _of_states(states_bytes: int, max_num_seqs: int) -> str:
+    if not states_bytes:
+        return ""
+    each = format_bytes(states_bytes // max_num_seqs)
+    return f"{format_bytes(states_bytes)} of states, {each} for each of {max_num_seqs} requests, "
 
 
 def format_bytes(count: int) -> str:

@@ -36,6 +36,8 @@ class StagePlan:
     part: ModelPart
     mesh: Mesh
     cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # by attention, over all devices
+    # Of mixers that keep no tokens: the arrays of their states for all slots, over all devices.
+    state_shapes: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
     attention_configs: tuple[MixerConfig, ...]  # of one device
     block_bytes: tuple[int, ...]  # of a block on one device, by attention
     weights_bytes: int  # on one device, with those that draft
@@ -51,6 +53,11 @@ class StagePlan:
         """The bytes of the caches on one device, with those of what drafts."""
         of_draft = 0 if self.draft is None else self.draft.kv_cache_bytes
         return of_draft + sum(map(device_bytes, self.cache_shapes))
+
+    @property
+    def states_bytes(self) -> int:
+        """The bytes of the states of all slots on one device."""
+        return sum(map(device_bytes, jax.tree.leaves(self.state_shapes)))
 
     def cache_bytes(self, groups: Sequence[CacheGroup]) -> int:
         """The bytes on one device if the groups had these sizes."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import jax
 
 from jaxllm.cache_groups import CacheGroup, room_for
+from jaxllm.layers.attention import AttentionSpec
+from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.models.describe import describe_layers
 from jaxllm.parallel.sharding import TENSOR, device_bytes
 from jaxllm.plan.buckets import Bucket
@@ -52,13 +54,15 @@ class StageReport:
     num_devices: int
     weights_bytes: int
     kv_cache_bytes: int
-    state_bytes: int  # of the sampler, the block tables, and hidden states in and out
+    # Of the sampler, the block tables, hidden states in and out, and states of recurrent layers.
+    state_bytes: int
     # Of all programs, as seen from the largest (`programs.needs`).
     program_bytes: int
     roofline: Roofline | None  # None where the chip's rates are not known
     # What of the weights and of the cache are the draft model's.
     draft_weights_bytes: int = 0
     draft_cache_bytes: int = 0
+    recurrent_bytes: int = 0  # of `state_bytes`, those of the states of recurrent layers
 
     @property
     def used_bytes(self) -> int:
@@ -262,6 +266,7 @@ def _report_stage(
         roofline=roofline(plan, stage),
         draft_weights_bytes=stage.weights_bytes - stage.model_weights_bytes,
         draft_cache_bytes=0 if stage.draft is None else stage.draft.kv_cache_bytes,
+        recurrent_bytes=stage.states_bytes,
     )
 
 
@@ -294,6 +299,8 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         flops_per_token=2 * (matrices - of_experts + chosen),
         flops_per_row=2 * head,
         windows=_windows(plan, stage),
+        # The states of a row are read and written.
+        state_bytes_per_row=2 * stage.states_bytes / plan.max_num_seqs,
         experts=experts,
         sent_bytes_per_token=num_sums * arch.hidden_size * itemsize * sent_per_byte,
         link_bytes_per_second=chip.link_bytes_per_second,
@@ -312,7 +319,11 @@ def _windows(plan: EnginePlan, stage: StagePlan) -> tuple[Window, ...]:
     caches = list(zip(stage.attention_configs, stage.block_bytes, strict=True))
     layers = {index: plan.architecture.layers[index] for index in stage.part.layers}
     owners = [
-        index for index, layer in layers.items() if layer.caches_of is None for _ in layer.mixers
+        index
+        for index, layer in layers.items()
+        if layer.caches_of is None
+        for mixer in layer.mixers
+        if isinstance(mixer, AttentionSpec | LatentAttentionSpec)
     ]
     # A layer that uses the caches of another one reads them again.
     again = [layer.caches_of for layer in layers.values() if layer.caches_of is not None]

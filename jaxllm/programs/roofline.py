@@ -53,6 +53,7 @@ class Roofline:
     flops_per_token: float  # matrices without the head; of experts those that a token chooses
     flops_per_row: float  # the head, which computes only a row's last token
     windows: tuple[Window, ...]
+    state_bytes_per_row: float = 0.0  # of recurrent layers, whose operations are not counted
     experts: tuple[ExpertLayers, ...] = ()
     # To the other devices of the stage; zero if there are none or their links are unknown.
     sent_bytes_per_token: float = 0.0
@@ -62,7 +63,7 @@ class Roofline:
         """Bytes and operations of rows with `tokens` tokens at the end of `contexts`: numbers, or
         arrays with an entry for each row."""
         attended = np.maximum(contexts - (tokens - 1) / 2, 1)  # the mean over a row's tokens
-        num_bytes = num_flops = 0.0
+        num_bytes, num_flops = self.state_bytes_per_row + 0.0 * contexts, 0.0
         for window in self.windows:
             seen = np.minimum(contexts, window.size) if window.size else contexts
             num_bytes += seen * window.bytes_per_token

@@ -16,6 +16,17 @@ def _attention(plan: EnginePlan) -> str:
     return "latent attention" if keep_latents else "attention"
 
 
+def _states(plan: EnginePlan) -> str:
+    if plan.state_ops is None:
+        return ""
+    each = format_bytes(plan.states_bytes // plan.max_num_seqs)
+    return (
+        f"states of recurrent layers {format_bytes(plan.states_bytes)}: {each} for each of "
+        f"max_num_seqs={plan.max_num_seqs} requests; no prefix caching, since blocks do not have "
+        "them\n"
+    )
+
+
 def summary(plan: EnginePlan) -> str:
     """Format the decisions of a plan in a few lines."""
     arch = plan.architecture
@@ -34,13 +45,15 @@ def summary(plan: EnginePlan) -> str:
         f"weights {format_bytes(plan.weights_bytes)}"
         f"{f' by {arch.scheme}' if arch.scheme is not None else ''}; {_attention(plan)} "
         f"{plan.attention.name!r}{', native products' if plan.matmul is not XLA else ''}"
-        f"{f', experts {plan.experts.name!r}' if plan.experts is not None else ''}\n"
+        f"{f', experts {plan.experts.name!r}' if plan.experts is not None else ''}"
+        f"{f', recurrent layers {plan.state_ops}' if plan.state_ops is not None else ''}\n"
         f"KV cache {format_bytes(plan.kv_cache_bytes)}"
         f"{f' of {plan.kv_cache}' if plan.kv_cache is not None else ''}: "
         f"{describe_groups(plan.cache_groups, plan.block_size)}, room for "
         f"{describe_room(plan.room_for, shown_lengths(plan.max_model_len))} "
         f"(max_num_seqs={plan.max_num_seqs})\n"
         f"{products}"
+        f"{_states(plan)}"
         f"{draft}{counted(num_programs(plan), 'program')}, "
         f"with steps of {', '.join(map(str, plan.buckets))}"
     )

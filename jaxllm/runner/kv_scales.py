@@ -144,9 +144,18 @@ def _read(
             backend=backend,
             mesh=mesh,
             add_norm=plan.add_norm,
+            state_ops=plan.state_ops if model.state_configs else None,
+            slots=jnp.zeros(1, jnp.int32),
+            num_slots=1,
+        )
+        states = jax.tree.map(
+            lambda array: jnp.zeros(array.shape, array.dtype),
+            tuple(config.of_slots(1, mesh) for config in model.state_configs),
         )
         nothing = tuple(jnp.zeros((heads, 2), jnp.float32) for heads in num_heads)
-        hidden, largest = merged(entering, jnp.arange(num_tokens), nothing, context)
+        caches = (*nothing, *states)
+        hidden, caches = merged(entering, jnp.arange(num_tokens), caches, context)
+        largest = caches[: len(nothing)]
         unit = _ROOM[codes] / LARGEST_CODE[codes]
         return hidden, tuple(jnp.where(its > 0, its * unit, 1.0) for its in largest)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxllm.layers.context import Cache
 from jaxllm.models.specs import Caches
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.engine_plan import EnginePlan
@@ -76,7 +77,10 @@ class DeviceState:
     Each stage of a pipeline has a state. Only the last stage's state has the fields for sampling.
     """
 
-    caches: tuple[jax.Array, ...]  # KV pages, one array per layer, in the backend's layout
+    # KV pages, one array per layer, in the backend's layout; then the states of mixers without
+    # attention, arrays [S, ...]. A row that begins a request takes zeros for its slot's state, so
+    # nothing clears a slot that passes on.
+    caches: tuple[Cache, ...]
     tokens: jax.Array | None  # i32 [S]: the token that each slot sampled last
     # i32 [S]: how many tokens of each slot's request are in the caches. A row that goes on begins
     # there, so the host can plan the next step without knowing where this one ended.
@@ -96,7 +100,7 @@ class DeviceState:
         tables = jax.ShapeDtypeStruct((num_tables, plan.blocks_per_seq), jnp.int32)
         lengths = jax.ShapeDtypeStruct((slots,), jnp.int32)
         shapes: dict[str, Any] = {
-            "caches": stage.cache_shapes,
+            "caches": (*stage.cache_shapes, *stage.state_shapes),
             "tokens": abstract_tokens(plan, stage) if samples else None,
             "lengths": place(lengths, sharding(stage.mesh)),
             "block_tables": place(tables, sharding(stage.mesh)),

@@ -111,6 +111,9 @@ def make_step(
             backend=plan.attention,
             mesh=stage.mesh,
             add_norm=plan.add_norm,
+            state_ops=plan.state_ops,
+            slots=inputs.slots,
+            num_slots=plan.max_num_seqs,
         )
         entering = arrived
         if stage.part.embeds:

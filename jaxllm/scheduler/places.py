@@ -42,7 +42,8 @@ class Places:
     def add(self, request: Request, prefix_leader_id: str | None) -> None:
         """Put a new request in the waiting queue; park it while its leader's prompt has not been
         dispatched, or a feature holds it."""
-        leader = self.requests.get(prefix_leader_id or "")
+        # Of a leader with a state nothing can be shared, so nobody waits for it.
+        leader = None if self._kv.keeps_states else self.requests.get(prefix_leader_id or "")
         self.requests[request.request_id] = request
         for feature in self._features:
             feature.add(request)

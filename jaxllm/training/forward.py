@@ -170,6 +170,10 @@ def _refuse_unsupported(architecture: Architecture) -> None:
             raise UnsupportedModelError(
                 f"{architecture.name}: models with latent attention are not trained"
             )
+        if any(not isinstance(its, AttentionSpec) for its in layer.mixers):
+            raise UnsupportedModelError(
+                f"{architecture.name}: models with recurrent layers are not trained"
+            )
         if any(isinstance(its, AttentionSpec) and its.has_sinks for its in layer.mixers):
             raise UnsupportedModelError(
                 f"{architecture.name}: models with attention sinks are not trained"

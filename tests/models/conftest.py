@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxllm_kernels.causal_conv.xla import XlaConv
+from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.mla.api import LatentConfig, get_latent_backend
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, get_backend
 
@@ -18,6 +20,7 @@ from jaxllm.cache_groups import window_of
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerConfig, StepContext
+from jaxllm.layers.state import StateConfig, StateOps
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
@@ -25,6 +28,7 @@ from jaxllm.plan.choose_kv_cache import with_kv_cache
 from jaxllm.weights.loader import load_weights
 
 BLOCK_SIZE = 4
+STATE_OPS = StateOps(conv=XlaConv(), delta=XlaDelta())
 
 
 class SingleRow:
@@ -63,14 +67,15 @@ class SingleRow:
         self.weights = load_weights(model_dir, self.abstract_model, mesh=self.mesh)
         self._graphdef, _ = nnx.split(self.abstract_model)
         configs = self.abstract_model.attention_configs
-        keeps_latents = isinstance(configs[0], LatentConfig)
+        keeps_latents = any(isinstance(config, LatentConfig) for config in configs)
         get = get_latent_backend if keeps_latents else get_backend
         self._backend: Any = get("reference")
         self._step = jax.jit(self.step)
 
     def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> np.ndarray:
         """Compute logits [T, V] of a sequence in chunks of these sizes; None: as a whole."""
-        caches = tuple(map(self._cache, self.abstract_model.attention_configs))
+        pages = map(self._cache, self.abstract_model.attention_configs)
+        caches = (*pages, *map(self._states, self.abstract_model.state_configs))
         parts, start = [], 0
         for size in chunks or [len(token_ids)]:
             chunk = jnp.array(token_ids[start : start + size])
@@ -91,6 +96,11 @@ class SingleRow:
         place = sharding(self.mesh, cache_axes(self._backend))
         return jnp.zeros(sizes, shape.dtype, device=place)
 
+    def _states(self, config: StateConfig) -> tuple[jax.Array, ...]:
+        """The states of a mixer, with garbage in both slots."""
+        shapes = config.of_slots(2, self.mesh)
+        return tuple(jnp.full(s.shape, 77, s.dtype, device=s.sharding) for s in shapes)
+
     def step(self, weights, token_ids, start, caches):
         model = nnx.merge(self._graphdef, weights)
         num_tokens = len(token_ids)
@@ -104,11 +114,14 @@ class SingleRow:
         )
         configs = model.attention_configs
         context = StepContext.prepare(
-            dict.fromkeys(map(window_of, configs), batch),
+            dict.fromkeys(map(window_of, configs), batch) or {None: batch},
             configs,
             num_tokens=num_tokens,
             backend=self._backend,
             mesh=self.mesh,
+            state_ops=STATE_OPS if model.state_configs else None,
+            slots=jnp.array([1]),
+            num_slots=2,
         )
         positions = start + jnp.arange(num_tokens)
         hidden, caches = model(token_ids, positions, caches, context)

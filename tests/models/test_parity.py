@@ -67,8 +67,12 @@ def test_decoding_token_by_token_equals_the_whole_sequence(case):
     whole = case.model.logits(case.prompt)
     # Products of one row and of many round differently, by processor: of 15,000 logits of unit
     # variance a few were seen to be 1.1e-5 apart, where the mean is 1.3e-6.
-    np.testing.assert_allclose(decoded, whole, atol=2e-5, rtol=0)
-    assert np.sqrt(np.square(decoded - whole).mean()) < 3e-6
+    # Recurrent layers add single tokens up in another order than a whole tile, and their norms take
+    # outputs that may be near zero: 9e-5 and 5e-6 were seen.
+    is_recurrent = bool(case.model.abstract_model.state_configs)
+    atol, most_rms = (TOLERANCE, 1e-5) if is_recurrent else (2e-5, 3e-6)
+    np.testing.assert_allclose(decoded, whole, atol=atol, rtol=0)
+    assert np.sqrt(np.square(decoded - whole).mean()) < most_rms
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-short-window"])

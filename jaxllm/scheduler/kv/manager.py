@@ -26,11 +26,20 @@ class KVCacheManager:
     """The pools of all groups, and the tables of all running requests in them."""
 
     def __init__(
-        self, *, groups: Sequence[CacheGroup], block_size: int, enable_prefix_caching: bool
+        self,
+        *,
+        groups: Sequence[CacheGroup],
+        block_size: int,
+        enable_prefix_caching: bool,
+        keeps_states: bool = False,
     ) -> None:
+        """With `keeps_states` the model has layers with a state of each request. Blocks do not have
+        it, so a request that took over blocks would go on from a wrong state: none does."""
+        assert not (keeps_states and enable_prefix_caching), "states are not in blocks"
         self.groups = tuple(groups)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.keeps_states = keeps_states
         self._pools = tuple(BlockPool(group.num_blocks) for group in groups)
         self._windowed = [i for i, group in enumerate(groups) if group.window is not None]
         self._num_sharing = 0
@@ -48,6 +57,7 @@ class KVCacheManager:
 
     def let_share(self, leader: Request, follower: Request) -> None:
         """Let the follower find the leader's blocks even if prefix caching is off."""
+        assert not self.keeps_states, "states are not in blocks"
         if self.enable_prefix_caching:
             return
         if leader.hash_root is None:

@@ -1,0 +1,175 @@
+"""A gated delta net, as in Qwen3-Next: a matrix for each head in place of keys and values.
+
+Queries, keys and values go through a short convolution. Then the gated delta rule adds them to the
+matrices and reads these. Heads are cut over the shards with all that belongs to them.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxllm_kernels.causal_conv.api import state_dtype
+from jaxllm_kernels.recurrent.rows import StateRows
+
+from jaxllm.errors import refused
+from jaxllm.layers.context import Cache, LentCache, StepContext
+from jaxllm.layers.linear import Linear
+from jaxllm.layers.norm import NormSpec
+from jaxllm.layers.state import StateArray, StateConfig, StateOps, on_shards
+from jaxllm.parallel.sharding import Axes, Part
+
+_HEADS: Axes = (None, "heads")
+# What keeps the length of a key from being zero.
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec:
+    """The static part of a layer's gated delta net, for all heads together."""
+
+    name: ClassVar[str] = "linear_attn"
+    num_key_heads: int  # of queries, too
+    num_heads: int  # of values; each has a matrix
+    key_size: int
+    value_size: int
+    conv_width: int
+    norm: NormSpec  # of each head's output, before its gate
+
+    @property
+    def rope(self) -> None:
+        return None
+
+    def check(self, num_shards: int) -> None:
+        """Raise ValidationError unless the heads can be cut into equal shards."""
+        if self.num_key_heads % num_shards:
+            raise refused(
+                "tensor_parallel_size",
+                num_shards,
+                f"it does not divide the model's linear_num_key_heads={self.num_key_heads}",
+            )
+
+    def make(self, hidden_size: int, *, num_shards: int, dtype: DTypeLike) -> "GatedDeltaNet":
+        return GatedDeltaNet(self, hidden_size, num_shards=num_shards, dtype=dtype)
+
+
+class GatedDeltaNet(nnx.Module):
+    """Projections, a convolution, the gated delta rule, a norm with a gate."""
+
+    def __init__(
+        self, spec: GatedDeltaSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike
+    ):
+        self.spec = spec
+        self.num_shards = num_shards
+        keys, values = spec.num_key_heads * spec.key_size, spec.num_heads * spec.value_size
+        num_channels = 2 * keys + values
+        heads = (Part(spec.num_heads),)
+        qkv = (Part(keys), Part(keys), Part(values))
+
+        def linear(*parts: Part) -> Linear:
+            return Linear(
+                hidden_size,
+                sum(part.rows for part in parts),
+                bias=False,
+                axes=("heads", "hidden"),
+                parts=parts,
+                dtype=dtype,
+            )
+
+        self.in_proj_qkvz = linear(*qkv, Part(values))
+        self.in_proj_ba = linear(*heads, *heads)
+        self.conv1d = Taps(num_channels, spec.conv_width, parts=qkv, bias=False, dtype=dtype)
+        # Some checkpoints have them in float32, since decays are sensitive to them.
+        self.A_log, self.dt_bias = (
+            nnx.Param(jnp.zeros(spec.num_heads, jnp.float32), axes=("heads",)) for _ in range(2)
+        )
+        self.norm = spec.norm.make(spec.value_size, dtype=dtype)
+        self.out_proj = Linear(
+            values, hidden_size, bias=False, axes=("hidden", "heads"), dtype=dtype
+        )
+        matrices = (spec.num_heads, spec.key_size, spec.value_size)
+        self.config = StateConfig(
+            arrays=(
+                StateArray((spec.conv_width - 1, num_channels), state_dtype(dtype), _HEADS),
+                StateArray(matrices, jnp.float32, ("heads",)),
+            )
+        )
+
+    def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
+        """Mix x [T, D]; return [T, D] and the states after the step."""
+        assert isinstance(cache, tuple) and not isinstance(cache, LentCache)
+        spec, num_tokens = self.spec, len(x)
+        with jax.named_scope("gated_delta"):
+            shards = self.in_proj_qkvz(x).reshape(num_tokens, self.num_shards, -1)
+            num_gates = spec.num_heads * spec.value_size // self.num_shards
+            qkv, gates = jnp.split(shards, [shards.shape[2] - num_gates], axis=2)
+            shards = self.in_proj_ba(x).reshape(num_tokens, self.num_shards, -1)
+            b, a = jnp.split(shards, 2, axis=2)
+            per_token = (each.reshape(num_tokens, -1) for each in (qkv, b, a))
+            weights = self.conv1d.weight[...], self.A_log[...], self.dt_bias[...]
+            states = tuple((None, *array.axes) for array in self.config.arrays)
+            out, cache = on_shards(
+                functools.partial(self._mix, context.state_ops),
+                (*per_token, *weights, *cache, context.state_rows),
+                (*[_HEADS] * 3, *[("heads",)] * 3, *states, ()),
+                (_HEADS, states),
+                context.mesh,
+            )
+            gates = gates.reshape(num_tokens, spec.num_heads, -1).astype(jnp.float32)
+            out = self.norm(out.astype(x.dtype)) * jax.nn.silu(gates)
+            return self.out_proj(out.astype(x.dtype).reshape(num_tokens, -1)), cache
+
+    def _mix(
+        self,
+        ops: StateOps | None,
+        qkv: jax.Array,
+        b: jax.Array,
+        a: jax.Array,
+        taps: jax.Array,
+        log_rate: jax.Array,
+        dt_bias: jax.Array,
+        inputs: jax.Array,
+        matrices: jax.Array,
+        rows: StateRows,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Run the ops for the heads of a device: outputs float32 [T, N, V], and the states."""
+        spec = self.spec
+        assert ops is not None, "the plan has no ops with states"
+        num_tokens, num_heads = b.shape
+        keys = spec.key_size * (spec.num_key_heads * num_heads // spec.num_heads)
+        qkv, inputs = ops.conv(qkv, taps.T, None, inputs, rows, activation="silu")
+        q, k, v = (
+            each.reshape(num_tokens, -1, size)
+            for each, size in zip(
+                jnp.split(qkv, [keys, 2 * keys], axis=1),
+                (spec.key_size, spec.key_size, spec.value_size),
+                strict=True,
+            )
+        )
+        q, k = _of_length_one(q) * spec.key_size**-0.5, _of_length_one(k)
+        step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
+        beta = jax.nn.sigmoid(b.astype(jnp.float32))
+        out, matrices = ops.delta(q, k, v, -jnp.exp(log_rate) * step, beta, matrices, rows)
+        return out, (inputs, matrices)
+
+
+class Taps(nnx.Module):
+    """The weights of a convolution of each channel: [C, W]."""
+
+    def __init__(
+        self, channels: int, width: int, *, parts: tuple[Part, ...], bias: bool, dtype: DTypeLike
+    ):
+        self.weight = nnx.Param(
+            jnp.zeros((channels, width), dtype), axes=("heads", None), parts=parts
+        )
+        self.bias = (
+            nnx.Param(jnp.zeros(channels, dtype), axes=("heads",), parts=parts) if bias else None
+        )
+
+
+def _of_length_one(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.square(x).sum(axis=-1, keepdims=True) + _EPS)

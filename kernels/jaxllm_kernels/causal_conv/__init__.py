@@ -1,0 +1,1 @@
+"""A short causal convolution of each channel over the tokens of a sequence."""

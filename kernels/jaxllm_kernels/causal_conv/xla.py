@@ -1,0 +1,75 @@
+"""The convolution in plain XLA, for every platform.
+
+Each tap multiplies the inputs shifted by some tokens, where these are tokens of the same row. The
+first tokens of a row get the rest of their sums from the row's state: W - 1 sums for each row, and
+nothing of the size of the states for each token.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm_kernels.causal_conv.api import Activation, activate
+from jaxllm_kernels.common import from_storage, to_storage
+from jaxllm_kernels.recurrent.rows import StateRows
+
+
+@dataclass(frozen=True)
+class XlaConv:
+    """`api.ConvOp` on every platform."""
+
+    name: str = "xla"
+
+    def __call__(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        bias: jax.Array | None,
+        state: jax.Array,
+        rows: StateRows,
+        *,
+        activation: Activation | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        num_rows, num_tokens, width = len(rows.slots), len(x), len(weight)
+        taps = weight.astype(jnp.float32)
+        before = state.at[rows.slots].get(mode="fill", fill_value=0)
+        before = jnp.where(rows.begins[:, None, None], 0, before)
+        before = from_storage(before, x.dtype)  # [R, W - 1, C]; zeros are zeros in every dtype
+        inputs = x.astype(jnp.float32)
+        y = taps[-1] * inputs
+        if bias is not None:
+            y = y + bias.astype(jnp.float32)
+        if rows.decode_only:
+            y = y + (taps[:-1] * before.astype(jnp.float32)).sum(axis=1)
+            last = jnp.concatenate([before[:, 1:], x[:, None]], axis=1)
+        else:
+            offsets = rows.offsets[:, None]
+            for shift in range(1, width):
+                shifted = jnp.pad(inputs, ((shift, 0), (0, 0)))[:num_tokens]
+                y = y + jnp.where(offsets >= shift, taps[width - 1 - shift] * shifted, 0)
+            first = rows.token_rows[:, None] * (width - 1) + offsets
+            first = jnp.where(offsets < width - 1, first, num_rows * (width - 1))[:, 0]
+            rests = _rests(before.astype(jnp.float32), taps).reshape(-1, x.shape[1])
+            y = y + rests.at[first].get(mode="fill", fill_value=0)
+            last = _last_inputs(x, before, rows)
+        state = state.at[rows.slots].set(to_storage(last), mode="drop")
+        return activate(y, activation).astype(x.dtype), state
+
+
+def _rests(before: jax.Array, taps: jax.Array) -> jax.Array:
+    """What the inputs before a row add to the sums of its first W - 1 tokens: [R, W - 1, C]."""
+    count = before.shape[1]
+    return jnp.stack(
+        [(taps[: count - i] * before[:, i:]).sum(axis=1) for i in range(count)], axis=1
+    )
+
+
+def _last_inputs(x: jax.Array, before: jax.Array, rows: StateRows) -> jax.Array:
+    """The last W - 1 inputs of each row, or of its state and the row: [R, W - 1, C]."""
+    count = before.shape[1]
+    # Their places in the row; below zero they are those of the state.
+    places = rows.lengths[:, None] - count + jnp.arange(count)
+    own = x.at[rows.query_starts[:-1, None] + places].get(mode="clip")
+    older = jnp.take_along_axis(before, jnp.clip(count + places, 0, count - 1)[..., None], axis=1)
+    return jnp.where(places[..., None] >= 0, own, older)

@@ -1,0 +1,1 @@
+"""The gated delta rule: a matrix for each head, to which tokens add and of which they correct."""

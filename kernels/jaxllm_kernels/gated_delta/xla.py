@@ -1,0 +1,154 @@
+"""The gated delta rule in plain XLA, for every platform.
+
+A decode is the formula. A tile of tokens i, with the cumulated log decays G and the state S before
+the tile, is computed at once. The changes u that its tokens make solve a triangular system:
+
+    u_i = beta_i (v_i - S^T (e^G_i k_i) - sum over j < i of (k_i . k_j e^(G_i - G_j)) u_j)
+    out_i = S^T (e^G_i q_i) + sum over j <= i of (q_i . k_j e^(G_i - G_j)) u_j
+    S <- e^G_last S + sum over j of (e^(G_last - G_j) k_j) u_j^T
+
+No exponent is above zero, whatever the decays are. The system is solved by substitution, and not by
+powers of its matrix: of keys that repeat, these have no correct digits.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.recurrent.rows import TILE, StateRows
+from jaxllm_kernels.recurrent.scan import decodes_at_once, scan_rows
+
+# Tokens of a block of the triangular system. Blocks on the diagonal are inverted row by row.
+_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class XlaDelta:
+    """`api.DeltaOp` on every platform."""
+
+    name: str = "xla"
+    at_once: int = 1  # decodes of an iteration
+
+    def tuned_for(self, chip: Chip) -> "XlaDelta":
+        """Return the op with its tunables chosen for a chip."""
+        return dataclasses.replace(self, at_once=decodes_at_once(chip))
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        log_decay: jax.Array,
+        beta: jax.Array,
+        state: jax.Array,
+        rows: StateRows,
+    ) -> tuple[jax.Array, jax.Array]:
+        return scan_rows(
+            _step,
+            _chunk,
+            (q, k, v, log_decay, beta),
+            state,
+            rows,
+            out_shape=v.shape[1:],
+            at_once=self.at_once,
+        )
+
+
+def _step(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
+    """One token: q and k [M, K], v [N, V], the state [N, K, V]."""
+    q, k, v, log_decay, beta = operands
+    q, k = (_repeated(x, len(v), axis=0) for x in (q, k))
+    state = jnp.exp(log_decay.reshape(len(v), -1, 1)) * state
+    # Of the state as it is now, so that it is read once for both.
+    held, seen = ((state * x[:, :, None]).sum(axis=1) for x in (k, q))
+    change = beta[:, None] * (v.astype(jnp.float32) - held)
+    out = seen + (q * k).sum(axis=1, keepdims=True) * change
+    return state + k[:, :, None] * change[:, None, :], out
+
+
+def _chunk(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
+    """A tile: q and k [C, M, K], v [C, N, V], the state [N, K, V]."""
+    q, k, v, log_decay, beta = operands
+    num_heads = v.shape[1]
+    q, k, v = (x.astype(jnp.float32).swapaxes(0, 1) for x in (q, k, v))  # [heads, C, ...]
+    decays = jnp.cumsum(log_decay.swapaxes(0, 1), axis=1)  # [N, C] or [N, C, K]
+    beta = beta.T[:, :, None]
+    if decays.ndim == 2:
+        decayed = jnp.exp(jnp.minimum(decays[:, :, None] - decays[:, None, :], 0))
+        keys, queries = (
+            _repeated(_product(x, k.swapaxes(1, 2)), num_heads, axis=0) * decayed for x in (k, q)
+        )
+        decays = decays[:, :, None]
+        q, k = (_repeated(x, num_heads, axis=0) for x in (q, k))
+    else:
+        q, k = (_repeated(x, num_heads, axis=0) for x in (q, k))
+        keys, queries = (_decayed_products(x, k, decays) for x in (k, q))
+    keys, queries = jnp.tril(keys, -1), jnp.tril(queries)
+    since_start, until_end = jnp.exp(decays), jnp.exp(decays[:, -1:] - decays)
+    u = _solve(beta * keys, beta * (v - _product(since_start * k, state)))
+    out = _product(since_start * q, state) + _product(queries, u)
+    state = since_start[:, -1, :, None] * state + _product((until_end * k).swapaxes(1, 2), u)
+    return state, out.swapaxes(0, 1)
+
+
+def _decayed_products(a: jax.Array, b: jax.Array, decays: jax.Array) -> jax.Array:
+    """The sums over d of a_i,d b_j,d e^(G_i,d - G_j,d), for j <= i: [N, C, C] of [N, C, K].
+
+    They are products of two matrices only if one of them has exponents above zero. So each block of
+    tokens i has an origin between it and the tokens before it, from which both go down; the pairs
+    within a block are computed one by one.
+    """
+    rows = []
+    for first in range(0, TILE, _BLOCK):
+        own = slice(first, first + _BLOCK)
+        within = jnp.exp(jnp.minimum(decays[:, own, None] - decays[:, None, own], 0))
+        within = (a[:, own, None] * b[:, None, own] * within).sum(axis=-1)
+        blocks = [within, jnp.zeros((len(a), _BLOCK, TILE - first - _BLOCK))]
+        if first:
+            origin = decays[:, first - 1 : first]
+            before = _product(
+                a[:, own] * jnp.exp(decays[:, own] - origin),
+                (b[:, :first] * jnp.exp(origin - decays[:, :first])).swapaxes(1, 2),
+            )
+            blocks.insert(0, before)
+        rows.append(jnp.concatenate(blocks, axis=-1))
+    return jnp.concatenate(rows, axis=1)
+
+
+def _solve(lower: jax.Array, right: jax.Array) -> jax.Array:
+    """Solve (1 + lower) x = right for strictly lower triangular matrices [N, C, C], by blocks."""
+    blocks = [slice(first, first + _BLOCK) for first in range(0, TILE, _BLOCK)]
+    inverses = _invert(jnp.stack([lower[:, own, own] for own in blocks], axis=1))
+    x: list[jax.Array] = []
+    for index, own in enumerate(blocks):
+        rest = right[:, own]
+        if x:
+            rest = rest - _product(lower[:, own, : own.start], jnp.concatenate(x, axis=1))
+        x.append(_product(inverses[:, index], rest))
+    return jnp.concatenate(x, axis=1)
+
+
+def _invert(lower: jax.Array) -> jax.Array:
+    """The inverses of 1 + lower for strictly lower triangular matrices [..., B, B]."""
+    unit = jnp.eye(_BLOCK)
+
+    def add_row(i: jax.Array, inverse: jax.Array) -> jax.Array:
+        row = lax.dynamic_index_in_dim(lower, i, axis=-2, keepdims=False)
+        row = unit[i] - (row[..., None] * inverse).sum(axis=-2)
+        return lax.dynamic_update_index_in_dim(inverse, row, i, axis=-2)
+
+    return lax.fori_loop(0, _BLOCK, add_row, jnp.zeros_like(lower))
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision="highest")
+
+
+def _repeated(x: jax.Array, num_heads: int, *, axis: int) -> jax.Array:
+    """Heads of queries or keys, in float32, one for each head of values."""
+    return jnp.repeat(x.astype(jnp.float32), num_heads // x.shape[axis], axis=axis)

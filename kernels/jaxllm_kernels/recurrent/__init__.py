@@ -1,0 +1,1 @@
+"""What ops with a state for each request share: the rows of a step, and the loops over them."""

@@ -1,0 +1,34 @@
+"""The plainest way through the rows of a step: all tokens, one after the other. For tests only."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm_kernels.recurrent.rows import StateRows
+
+
+def scan_tokens(
+    step: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]],
+    operands: Any,
+    state: jax.Array,
+    rows: StateRows,
+    *,
+    out_shape: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Like `scan.scan_rows`, with `step` for every token."""
+    num_tokens = len(rows.token_rows)
+
+    def run(states: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+        index, its = token
+        row = rows.token_rows[index]
+        slot = jnp.where(index < rows.query_starts[-1], rows.slots[row], len(states))
+        is_first = rows.begins[row] & (rows.offsets[index] == 0)
+        state = jnp.where(is_first, 0, states.at[slot].get(mode="fill", fill_value=0))
+        state, y = step(state, its)
+        y = jnp.where(index < rows.query_starts[-1], y, 0)
+        return states.at[slot].set(state, mode="drop"), y
+
+    state, out = jax.lax.scan(run, state, (jnp.arange(num_tokens), operands))
+    return out.reshape(num_tokens, *out_shape), state

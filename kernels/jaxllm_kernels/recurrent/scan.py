@@ -1,0 +1,127 @@
+"""Carries states through the rows of a step: one recurrent step for each decode, one chunk for each
+tile of the other rows.
+
+The batch determines the number of iterations, so padding costs none. A row's tiles follow each
+other, and each one takes the state that the last one has left in the row's slot. A CPU takes one
+decode per iteration, whose state then stays in its cache; an accelerator takes many.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.recurrent.rows import TILE, StateRows
+
+# Decodes per iteration on accelerators. Their states are gathered: of Qwen3-Next they are 2 MiB
+# each in a layer.
+_DECODES_AT_ONCE = 32
+
+# States [S, ...] and outputs [T, ...].
+_Carried = tuple[jax.Array, jax.Array]
+
+
+class Advance(Protocol):
+    """A row's state and the operands of a token, or of a tile [TILE, ...], to the state after them
+    and the output, or outputs [TILE, ...]. The operands past the tokens of a tile are zeros, which
+    must leave the state as it is."""
+
+    def __call__(self, state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]: ...
+
+
+def decodes_at_once(chip: Chip) -> int:
+    """How many decodes an iteration takes on a chip."""
+    return 1 if chip.platform == "cpu" else _DECODES_AT_ONCE
+
+
+def scan_rows(
+    step: Advance,
+    chunk: Advance,
+    operands: Any,
+    state: jax.Array,
+    rows: StateRows,
+    *,
+    out_shape: tuple[int, ...],
+    at_once: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute all rows; return the outputs, float32 [T, *out_shape], and the states [S, ...].
+
+    `step` computes a decode, `chunk` a tile. `operands` is a tree of arrays [T, ...]. `at_once` is
+    the number of decodes of an iteration.
+    """
+    num_tokens = len(rows.token_rows)
+    # The last tile may extend past the last token.
+    beside = 0 if rows.decode_only else TILE - 1
+    operands = jax.tree.map(lambda x: _pad_rows(x, beside), operands)
+    out = jnp.zeros((num_tokens + beside, *out_shape), jnp.float32)
+    at_once = min(at_once, num_tokens, len(rows.slots))
+    carried = _run_decodes(step, operands, (state, out), rows, at_once)
+    if not rows.decode_only:
+        carried = _run_tiles(chunk, operands, carried, rows)
+    state, out = carried
+    return out[:num_tokens], state
+
+
+def _run_decodes(
+    step: Advance, operands: Any, carried: _Carried, rows: StateRows, at_once: int
+) -> _Carried:
+    def run_one(i: jax.Array, carried: _Carried) -> _Carried:
+        states, out = carried
+        slot = rows.slots[i]
+        state = lax.dynamic_index_in_dim(states, slot, keepdims=False)
+        # A select also replaces NaN.
+        state = jnp.where(rows.begins[i], 0, state)
+        state, y = step(state, jax.tree.map(lambda x: x[i], operands))
+        states = lax.dynamic_update_index_in_dim(states, state, slot, 0)
+        return states, lax.dynamic_update_index_in_dim(out, y, i, 0)
+
+    def run_some(i: jax.Array, carried: _Carried) -> _Carried:
+        states, out = carried
+        places = i * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        is_decode = places < rows.num_decodes
+        slots = jnp.where(is_decode, rows.slots.at[places].get(mode="clip"), len(states))
+        state = states.at[slots].get(mode="clip")
+        begins = rows.begins.at[places].get(mode="clip")
+        state = jnp.where(_beside(begins, state), 0, state)
+        its = jax.tree.map(lambda x: x.at[places].get(mode="clip"), operands)
+        state, y = jax.vmap(step)(state, its)
+        states = states.at[slots].set(state, mode="drop")
+        return states, out.at[jnp.where(is_decode, places, len(out))].set(y, mode="drop")
+
+    if at_once == 1:
+        return lax.fori_loop(0, rows.num_decodes, run_one, carried)
+    return lax.fori_loop(0, -(-rows.num_decodes // at_once), run_some, carried)
+
+
+def _run_tiles(chunk: Advance, operands: Any, carried: _Carried, rows: StateRows) -> _Carried:
+    assert rows.tiles is not None
+    tiles = rows.tiles
+
+    def run_one(i: jax.Array, carried: _Carried) -> _Carried:
+        states, out = carried
+        row, token, num_tokens = (x[i] for x in tiles)
+        slot = rows.slots[row]
+        state = lax.dynamic_index_in_dim(states, slot, keepdims=False)
+        is_first = rows.begins[row] & (token == rows.query_starts[row])
+        state = jnp.where(is_first, 0, state)
+        # Tokens of the next row, and garbage, become zeros.
+        is_there = jnp.arange(TILE) < num_tokens
+        its = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, token, TILE), operands)
+        its = jax.tree.map(lambda x: jnp.where(_beside(is_there, x), x, 0), its)
+        state, y = chunk(state, its)
+        states = lax.dynamic_update_index_in_dim(states, state, slot, 0)
+        # The outputs past the tile's tokens have the places of tokens that come later.
+        return states, lax.dynamic_update_slice_in_dim(out, y, token, axis=0)
+
+    return lax.fori_loop(0, rows.num_tiles, run_one, carried)
+
+
+def _pad_rows(x: jax.Array, count: int) -> jax.Array:
+    return jnp.pad(x, ((0, count), *((0, 0),) * (x.ndim - 1))) if count else x
+
+
+def _beside(flags: jax.Array, x: jax.Array) -> jax.Array:
+    """Flags of rows, in a shape that broadcasts against an array of these rows."""
+    return flags.reshape(-1, *[1] * (x.ndim - 1))

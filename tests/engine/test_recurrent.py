@@ -1,0 +1,108 @@
+"""Engines whose layers keep a state of each request: however an engine comes to compute requests,
+their tokens are the same. Each test also makes sure that the engine really took the other way."""
+
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.testing import make_tiny_checkpoint
+
+OPTIONS = {
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "block_size": 8,
+    "num_gpu_blocks_override": 128,
+    "check_invariants": True,
+    "enforce_eager": True,
+}
+# Seven requests for four slots, so that slots pass on; longer than a tile, and as long.
+PROMPTS = [
+    {"prompt_token_ids": [3 + (i * 131 + j * j * 7 + j) % 380 for j in range(length)]}
+    for i, length in enumerate([140, 5, 64, 1, 90, 63, 2])
+]
+PARAMS = [
+    SamplingParams(
+        temperature=i % 2, seed=i, max_tokens=10 + 4 * i, logprobs=1, ignore_eos=i % 3 > 0
+    )
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_5"))
+
+
+@pytest.fixture(scope="module")
+def base(model):
+    return LLM(model, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def expected(base):
+    return base.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+# Tiles and single tokens add the same numbers up in another order, and each layer adds to that.
+ATOL = 1e-4
+
+
+def stats(llm):
+    return llm.llm_engine.stats()
+
+
+def test_alone_is_in_a_crowd(base, expected, assert_same):
+    for prompt, params, wanted in zip(PROMPTS, PARAMS, expected, strict=True):
+        assert_same(base.generate([prompt], params, use_tqdm=False), [wanted], ATOL)
+
+
+def test_again_is_the_same_and_nothing_is_cached(base, expected, assert_same):
+    again = base.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_same(again, expected, ATOL)
+    assert {out.num_cached_tokens for out in again} == {0}
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65])
+def test_chunked_is_whole(model, expected, size, assert_same):
+    llm = LLM(model, **OPTIONS, long_prefill_token_threshold=size)
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected, ATOL)
+    assert stats(llm).num_steps >= 140 // size
+
+
+def test_preempted_is_undisturbed(model, expected, assert_same):
+    llm = LLM(model, **OPTIONS | {"num_gpu_blocks_override": 36})
+    params = [params.clone(max_tokens=100, ignore_eos=True) for params in PARAMS]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert stats(llm).num_preemptions > 0
+    assert sum(out.metrics.num_preemptions for out in outputs) > 0
+    plenty = LLM(model, **OPTIONS)
+    assert_same(outputs, plenty.generate(PROMPTS, params, use_tqdm=False), ATOL)
+    assert stats(plenty).num_preemptions == 0
+
+
+def test_overlapped_is_plain(model, base, expected, assert_same):
+    llm = LLM(model, **OPTIONS, async_scheduling=False)
+    assert stats(base).overlap and not stats(llm).overlap
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected, ATOL)
+
+
+def test_what_aborted_requests_leave_changes_nothing(base, expected, assert_same):
+    noise = SamplingParams(temperature=1.3, max_tokens=100, ignore_eos=True)
+    aborted = base.enqueue(PROMPTS[:4], noise)
+    mine = base.enqueue(PROMPTS, PARAMS)
+    for _ in range(3):
+        base.llm_engine.step()
+    base.llm_engine.abort_request(aborted)
+    by_id = {out.request_id: out for out in base.wait_for_completion(use_tqdm=False)}
+    assert_same([by_id[request_id] for request_id in mine], expected, ATOL)
+
+
+def test_n_answers_are_separate_requests_with_the_same_seeds(base, assert_same_answer):
+    params = SamplingParams(temperature=1, n=3, seed=11, max_tokens=16, logprobs=1)
+    computed = stats(base).num_prompt_tokens
+    [together] = base.generate([PROMPTS[4]], params, use_tqdm=False)
+    # Each computes the prompt: their states could not be shared.
+    assert stats(base).num_prompt_tokens == computed + 3 * 90
+    for i, answer in enumerate(together.outputs):
+        [alone] = base.generate([PROMPTS[4]], params.clone(n=1, seed=11 + i), use_tqdm=False)
+        assert_same_answer(answer, alone.outputs[0], ATOL)

@@ -1,0 +1,80 @@
+"""Plans of models whose layers keep a state of each request: its bytes, and what they refuse."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxllm.config import EngineArgs
+from jaxllm.errors import OutOfMemoryError, ValidationError
+from jaxllm.plan import memory
+from jaxllm.plan.make_plan import make_plan
+from jaxllm.programs.report import roofline
+from jaxllm.programs.summary import summary
+from jaxllm.testing import make_tiny_checkpoint
+
+OPTIONS = {"max_model_len": 64, "num_gpu_blocks_override": 64, "block_size": 16, "max_num_seqs": 4}
+# Of the tiny model's three delta nets, in 16 bits: three inputs of the convolution, and matrices.
+INPUTS, MATRICES = 3 * (2 * 4 * 16 + 8 * 24) * 2, 8 * 16 * 24 * 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return str(make_tiny_checkpoint(path, "qwen3_5", dtype="bfloat16"))
+
+
+def test_a_request_has_a_state_in_every_recurrent_layer(model):
+    plan = make_plan(EngineArgs(model, **OPTIONS))
+    (stage,) = plan.stages
+    assert [[array.shape for array in its] for its in stage.state_shapes] == [
+        [(4, 3, 320), (4, 8, 16, 24)]
+    ] * 3
+    assert [array.dtype.name for array in stage.state_shapes[0]] == ["uint16", "float32"]
+    assert plan.states_bytes == 4 * 3 * (INPUTS + MATRICES)
+    # One layer of four has attention.
+    assert len(stage.cache_shapes) == len(plan.attention_configs) == 1
+    text = summary(plan)
+    assert "recurrent layers 'xla'" in text
+    assert f"{memory.format_bytes(3 * (INPUTS + MATRICES))} for each of max_num_seqs=4" in text
+    assert "no prefix caching" in text and plan.info().keeps_states
+
+
+def test_heads_are_cut_over_devices(model):
+    devices = jax.devices()[:1] * 2
+    plan = make_plan(EngineArgs(model, tensor_parallel_size=2, **OPTIONS), devices)
+    assert plan.states_bytes == 4 * 3 * (INPUTS + MATRICES) // 2
+    with pytest.raises(
+        ValidationError, match="it does not divide the model's linear_num_key_heads"
+    ):
+        options = OPTIONS | {"hf_overrides": {"linear_num_key_heads": 1}}
+        make_plan(EngineArgs(model, tensor_parallel_size=2, **options), devices)
+
+
+def test_each_stage_has_the_states_of_its_layers(model):
+    devices = jax.devices()[:1] * 2
+    plan = make_plan(EngineArgs(model, pipeline_parallel_size=2, **OPTIONS), devices)
+    assert [len(stage.state_shapes) for stage in plan.stages] == [2, 1]
+
+
+def test_states_that_do_not_fit_are_refused_by_their_bytes(model, monkeypatch):
+    monkeypatch.setattr(memory, "_available_host_bytes", lambda: 12 << 20)
+    with pytest.raises(OutOfMemoryError, match=r"MiB of states, .* KiB for each of 256 requests"):
+        make_plan(EngineArgs(model, **OPTIONS | {"max_num_seqs": 256}))
+
+
+def test_a_bound_counts_states_as_read_and_written(model):
+    plan = make_plan(EngineArgs(model, **OPTIONS))
+    chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
+    line = roofline(dataclasses.replace(plan, chip=chip), *plan.stages)
+    assert line.state_bytes_per_row == 2 * 3 * (INPUTS + MATRICES)
+    assert line.attention(1, 0)[0] == line.state_bytes_per_row
+    assert len(line.windows) == 1
+
+
+def test_what_needs_older_states_is_refused(model):
+    with pytest.raises(ValidationError, match="enable_prefix_caching=True: the model has recurr"):
+        make_plan(EngineArgs(model, **OPTIONS, enable_prefix_caching=True))
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(ValidationError, match="speculative_config: the model has recurrent"):
+        make_plan(EngineArgs(model, **OPTIONS, speculative_config=drafts))
