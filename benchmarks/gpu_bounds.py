@@ -29,6 +29,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.mla.gpu_tiles import BLOCK, FRONT, Teams
+from jaxllm_kernels.mla.gpu_tiles import cut_tiles as cut_latent_tiles
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, RaggedBatch
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     PREFILL_TILE_TOKENS,
@@ -36,14 +38,16 @@ from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     num_short_parts,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
+    DecodeSplit,
     cut_prefills,
     item_of_worker,
-    split_decodes,
+    list_items,
 )
 
 NUM_WORKERS = 132
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 8, 128  # of Llama-3.1-8B
 BLOCK_TOKENS, PAGE_TOKENS = 128, 64
+LATENT_BYTES, LATENT_STAGES = (512 + 64) * 2, 2  # of DeepSeek-V3
 REQUEST, ARRIVAL = 0, 1
 BYTES_PER_US = 4.3e6  # of an H200's memory, as measured by others
 OPERATIONS_PER_US = 790e6  # of its tensor cores, likewise
@@ -88,6 +92,25 @@ SHORT_DURATIONS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentDurations:
+    """The same for latent attention with rows of 512 + 64, counted likewise.
+
+    A matrix instruction of 64 columns takes 32 cycles, one of 256 takes 128; both warpgroups use
+    the same tensor cores.
+    """
+
+    start: float = 0.2
+    memory: float = 0.65
+    load: float = 0.17
+    scores: float = 0.69  # 36 matrix instructions
+    softmax: float = 0.27  # until both warpgroups have the weights
+    values: float = 0.65  # 4 matrix instructions of each warpgroup, until the stage is released
+    zero: float = 0.3  # the end of a last block
+    queries: float = 0.9  # read the item and load its queries
+    finish: float = 0.5  # normalise the sums, stage and store them
+
+
 def make_batch(
     rows: list[tuple[int, int]], num_decodes: int = 0, num_short: int = 0
 ) -> RaggedBatch:
@@ -106,8 +129,7 @@ def make_batch(
 
 def decode_items(batch: RaggedBatch, short_parts: int = 1) -> list[list[int]]:
     """For each worker, the numbers of keys of its items."""
-    work = split_decodes(
-        batch,
+    split = DecodeSplit(
         num_kv_heads=NUM_KV_HEADS,
         short_parts=short_parts,
         sliding_window=None,
@@ -115,9 +137,7 @@ def decode_items(batch: RaggedBatch, short_parts: int = 1) -> list[list[int]]:
         load_tokens=PAGE_TOKENS,
         num_workers=NUM_WORKERS,
     )
-    keys = np.asarray(work.items.end - work.items.start).tolist()
-    borders = np.asarray(work.worker_items).tolist()
-    return [keys[first:last] for first, last in itertools.pairwise(borders)]
+    return [[item.end - item.start for item in items] for items in list_items(batch, split)]
 
 
 class Copy(NamedTuple):
@@ -149,8 +169,8 @@ def list_copies(items: list[int], take: Durations) -> list[Copy]:
 class Worker:
     """A thread block: its producer and its reader, by the times that are known so far."""
 
-    def __init__(self, items: list[int], take: Durations):
-        self.copies = list_copies(items, take)
+    def __init__(self, copies: list[Copy], take: "Durations | LatentDurations"):
+        self.copies = copies
         self.num_requested = 0
         self.num_arrived = 0
         self.producer = take.start + take.load
@@ -188,16 +208,23 @@ class Outcome(NamedTuple):
 def simulate_decode(
     items_of_workers: list[list[int]], take: Durations, num_stages: int = NUM_STAGES
 ) -> Outcome:
+    """Simulate workers with these items, whose ring has keys and values of `num_stages` blocks."""
+    return simulate([list_copies(items, take) for items in items_of_workers], take, 2 * num_stages)
+
+
+def simulate(
+    copies_of_workers: list[list[Copy]], take: "Durations | LatentDurations", num_stages: int
+) -> Outcome:
     """Simulate the workers and their memory, which serves all that wait for it at equal rates.
 
     A worker's requests are served one after the other. `served` is what a worker that never ran out
     of requests would have received, in bytes; it grows with the memory's rate divided by the number
     of workers that wait. A request is served when `served` has grown by the bytes of the request.
     """
-    workers = [Worker(items, take) for items in items_of_workers if items]
+    workers = [Worker(copies, take) for copies in copies_of_workers if copies]
     events: list[tuple[float, int, int, int]] = []  # time, kind, worker, bytes
     for index, worker in enumerate(workers):
-        for _ in range(min(2 * num_stages, len(worker.copies))):
+        for _ in range(min(num_stages, len(worker.copies))):
             time, size = worker.request(0.0)
             heapq.heappush(events, (time, REQUEST, index, size))
     waiting = [deque[int]() for _ in workers]
@@ -258,6 +285,43 @@ def short_bound(rows: list[tuple[int, int]], heads_per_kv_head: int) -> DecodeBo
     return _bound([context for _, context in rows], outcome)
 
 
+def latent_copies(contexts: list[int], num_heads: int, take: LatentDurations) -> list[list[Copy]]:
+    """For each worker, its copies in a decode of rows with these contexts."""
+    teams = Teams.of(num_heads, NUM_WORKERS)
+    assert teams.size == 1, "thread blocks of a team share copies in L2, which is not simulated"
+    batch = make_batch([(1, context) for context in contexts], num_decodes=len(contexts))
+    tiles = cut_latent_tiles(batch, teams, num_tokens=len(contexts))
+    share, start, end = int(tiles.share[0]), np.asarray(tiles.start), np.asarray(tiles.end)
+    copies = []
+    for team in range(teams.number):
+        copies.append([])
+        for tile in range(int(tiles.first_tile[team]), int(tiles.last_tile[team])):
+            begin = team * share - int(start[tile]) - FRONT
+            stop = min((begin + share) * BLOCK, int(end[tile]))
+            for first in range(max(begin, 0) * BLOCK, stop, BLOCK):
+                num_rows = min(stop - first, BLOCK)
+                is_first, is_last = first == max(begin, 0) * BLOCK, first + num_rows == stop
+                use = take.scores + take.softmax + take.values
+                copies[-1].append(
+                    Copy(
+                        num_bytes=cdiv(num_rows, PAGE_TOKENS) * PAGE_TOKENS * LATENT_BYTES,
+                        look_up=take.load * (2 if is_first else 1),
+                        before=take.queries if is_first else 0.0,
+                        use=use + (take.zero if num_rows < BLOCK else 0.0),
+                        rest=take.finish if is_last else 0.0,
+                    )
+                )
+    return copies
+
+
+def latent_bound(contexts: list[int], num_heads: int = 16) -> DecodeBound:
+    """Simulate a decode of rows with these contexts, with latents of 512 and keys of 64."""
+    take = LatentDurations()
+    outcome = simulate(latent_copies(contexts, num_heads, take), take, LATENT_STAGES)
+    num_bytes = sum(contexts) * LATENT_BYTES
+    return DecodeBound(outcome.time, num_bytes / BYTES_PER_US / outcome.time, outcome.idle)
+
+
 def _tile_blocks(rows: list[tuple[int, int]], num_heads: int) -> np.ndarray:
     """The blocks of each item of each worker of a prefill; 0 for no item."""
     num_tokens = sum(tokens for tokens, _ in rows)
@@ -315,6 +379,10 @@ def main() -> None:
     print("| decode | of the bandwidth | us with nothing in flight |\n|---|---|---|")
     for name, contexts in DECODES.items():
         bound = decode_bound(contexts)
+        print(f"| {name} | {bound.of_bandwidth:.3f} | {bound.idle_us:.2f} |")
+    print("\n| latents, 16 heads | of the bandwidth | us with nothing in flight |\n|---|---|---|")
+    for name, contexts in DECODES.items():
+        bound = latent_bound(contexts)
         print(f"| {name} | {bound.of_bandwidth:.3f} | {bound.idle_us:.2f} |")
     print("\n| short rows | heads per kv head | us | of the bandwidth | us as tiles |")
     print("|---|---|---|---|---|")

@@ -42,8 +42,10 @@ class ModelConfig:
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of a hub tokenizer.")
     download_dir: str | None = option(None, "Where hub downloads are kept (default: hub cache).")
-    load_format: Literal["auto", "safetensors", "dummy"] = option(
-        "auto", "How weights are read; 'dummy' makes random ones and reads only config.json."
+    load_format: Literal["auto", "safetensors", "dummy", "orbax"] = option(
+        "auto",
+        "How weights are read: 'orbax' as `jaxllm convert` has written them; 'dummy' makes random "
+        "ones and reads only config.json.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Type of weights and activations; 'auto' follows the checkpoint."
@@ -137,12 +139,12 @@ class SpeculationConfig:
 
     speculative_config: Mapping[str, Any] | None = option(
         None,
-        "JSON object that turns it on: method ('ngram' or 'draft_model'), num_speculative_tokens, "
+        "JSON object that turns it on: method (such as 'ngram'), num_speculative_tokens, "
         "num_speculative_tokens_per_batch_size, prompt_lookup_min and _max, model, max_model_len.",
     )
     spec_method: str | None = option(None, "The method alone.")
     spec_model: str | None = option(
-        None, "Local directory or hub name of a model that drafts; 'bundled-draft' is one."
+        None, "Directory or hub name of a model or head that drafts, such as 'bundled-draft'."
     )
     spec_tokens: int | None = option(None, "num_speculative_tokens alone.")
 

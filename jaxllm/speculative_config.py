@@ -10,6 +10,8 @@ from jaxllm.errors import ValidationError, refused
 # A row to verify has one token more, and the attention kernels take rows of up to eight as short.
 MAX_DRAFTS = 7
 _DEFAULT_DRAFTS = 4
+# Of a layer that was trained for one token more.
+_DEFAULT_DRAFTS_OF_MTP = 1
 # Shorter matches are mostly accidents. Longer ones are found as well: they end in a shorter one.
 _DEFAULT_LOOKUP = (2, 4)
 MAX_LOOKUP = 16
@@ -18,22 +20,23 @@ MAX_LOOKUP = 16
 _OTHER_METHODS = {
     "ngram_gpu": "'ngram' already searches on the device",
     "suffix": "'ngram' finds what prompt and answer repeat",
-    "medusa": "heads beside the model's own are not run",
-    "eagle": "heads beside the model's own are not run",
-    "eagle3": "heads beside the model's own are not run",
-    "mtp": "the layers of checkpoints for it are not run",
+    "medusa": "only heads of EAGLE's kinds and those of checkpoints are run",
     "dflash": "a model that drafts several tokens at once is not run",
     "dspark": "a model that drafts several tokens at once is not run",
     "extract_hidden_states": "steps leave no hidden states",
-    "custom_class": "classes of users do not draft",
 }
 _OF_ALL = ("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+_OF_HEAD = (*_OF_ALL, "model", "revision", "draft_tensor_parallel_size")
 _FIELDS = {
     "ngram": (*_OF_ALL, "prompt_lookup_min", "prompt_lookup_max"),
-    "draft_model": (
-        *_OF_ALL, "model", "revision", "max_model_len", "draft_tensor_parallel_size",
-    ),
-}  # fmt: skip
+    "draft_model": (*_OF_HEAD, "max_model_len"),
+    "mtp": (*_OF_ALL, "draft_tensor_parallel_size"),
+    "eagle": _OF_HEAD,
+    "eagle3": _OF_HEAD,
+    "custom_class": (*_OF_ALL, "model"),
+}
+# Those whose drafts are made by weights.
+_WITH_WEIGHTS = ("draft_model", "mtp", "eagle", "eagle3")
 # vLLM's other fields for a draft model: the values at which they change nothing, and what to say of
 # any other.
 _ABSENT_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -61,16 +64,14 @@ class DraftModel:
     revision: str | None = None
     # The longest sequence that gets drafts. The plan fills it in if the user leaves it open.
     max_model_len: int | None = None
-    tensor_parallel_size: int | None = None
 
-    def check(self, tensor_parallel_size: int) -> None:
-        """Refuse another number of devices than the model's."""
-        if self.tensor_parallel_size not in (None, tensor_parallel_size):
-            raise _refused(
-                "draft_tensor_parallel_size",
-                self.tensor_parallel_size,
-                f"the draft is where the model is: tensor_parallel_size={tensor_parallel_size}",
-            )
+
+@dataclass(frozen=True, kw_only=True)
+class AskedHead:
+    """A head that drafts, as it is asked for."""
+
+    model: str | None = None  # where an EAGLE head is; None: in the model's own checkpoint
+    revision: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,10 @@ class Speculation:
     min_lookup: int = 0  # of 'ngram': the fewest last tokens that an earlier place must equal
     max_lookup: int = 0
     draft_model: DraftModel | None = None
+    head: AskedHead | None = None
+    drafter_class: str | None = None  # of 'custom_class': 'module:Class'
+    # Of a draft model or a head: on how many devices it runs; None: on the model's.
+    tensor_parallel_size: int | None = None
     # How many drafts rows get if so many requests run, from 1; more requests get none. The plan
     # fills it in if the user leaves it open.
     drafts_by_requests: tuple[int, ...] = ()
@@ -91,8 +96,18 @@ class Speculation:
         if num_stages > 1:
             why = "a pipeline does not speculate; leave one out"
             raise refused("pipeline_parallel_size", num_stages, why)
-        if self.draft_model is not None:
-            self.draft_model.check(tensor_parallel_size)
+        if self.tensor_parallel_size not in (None, tensor_parallel_size):
+            raise _refused(
+                "draft_tensor_parallel_size",
+                self.tensor_parallel_size,
+                f"the draft is where the model is: tensor_parallel_size={tensor_parallel_size}",
+            )
+
+    @property
+    def proposes(self) -> bool:
+        """Whether a step ends with proposals for the next one, which may be none. Otherwise drafts
+        are made for every row that is to have some."""
+        return self.method not in _WITH_WEIGHTS
 
     @property
     def max_rows(self) -> int:
@@ -120,17 +135,21 @@ def read_speculation(
     method = fields.setdefault("method", "draft_model" if "model" in fields else None)
     if not isinstance(method, str) or method not in _FIELDS:
         reason = _OTHER_METHODS.get(method) if isinstance(method, str) else None
-        methods = " and ".join(map(repr, _FIELDS))
+        if isinstance(method, str) and method.endswith("_mtp"):
+            reason = "write 'mtp', whatever the model"
+        *most, last = map(repr, _FIELDS)
+        methods = f"{', '.join(most)} and {last}"
         raise _refused("method", method, (f"{reason}; " if reason else "") + f"there are {methods}")
     for name, value in fields.items():
         if name in _FIELDS[method]:
             continue
         neutral, reason = _ABSENT_FIELDS.get(name, ((), ""))
-        if method != "draft_model" or not reason:
+        if method not in _WITH_WEIGHTS or not reason:
             raise _refused(name, value, f"{method!r} has {', '.join(_FIELDS[method])}")
         if value not in neutral:
             raise _refused(name, value, reason)
-    num_drafts = _number(fields, "num_speculative_tokens", _DEFAULT_DRAFTS, MAX_DRAFTS)
+    default = _DEFAULT_DRAFTS_OF_MTP if method == "mtp" else _DEFAULT_DRAFTS
+    num_drafts = _number(fields, "num_speculative_tokens", default, MAX_DRAFTS)
     low, high = _lookup(fields) if method == "ngram" else (0, 0)
     return Speculation(
         method=method,
@@ -138,6 +157,9 @@ def read_speculation(
         min_lookup=low,
         max_lookup=high,
         draft_model=_draft_model(fields) if method == "draft_model" else None,
+        head=_head(method, fields),
+        drafter_class=_drafter_class(fields) if method == "custom_class" else None,
+        tensor_parallel_size=fields.get("draft_tensor_parallel_size"),
         drafts_by_requests=_by_requests(fields, num_drafts),
     )
 
@@ -157,22 +179,39 @@ def _lookup(fields: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _draft_model(fields: Mapping[str, Any]) -> DraftModel:
+    model, revision = _checkpoint(fields, "'draft_model' needs the directory or name of a model")
+    longest = fields.get("max_model_len")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise _refused("max_model_len", longest, "give at least 1")
+    return DraftModel(model=model, revision=revision, max_model_len=longest)
+
+
+def _head(method: str, fields: Mapping[str, Any]) -> AskedHead | None:
+    if method == "mtp":
+        return AskedHead()
+    if method not in ("eagle", "eagle3"):
+        return None
+    model, revision = _checkpoint(fields, f"{method!r} needs the directory or name of a head")
+    return AskedHead(model=model, revision=revision)
+
+
+def _checkpoint(fields: Mapping[str, Any], what: str) -> tuple[str, str | None]:
+    """A model's directory or name, and its revision."""
     model, revision = fields.get("model"), fields.get("revision")
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
     if not isinstance(model, str) or not model:
-        raise _refused("model", model, "'draft_model' needs the directory or name of a model")
+        raise _refused("model", model, what)
     if revision is not None and not isinstance(revision, str):
         raise _refused("revision", revision, "give a name")
-    longest = fields.get("max_model_len")
-    if longest is not None and (type(longest) is not int or longest < 1):
-        raise _refused("max_model_len", longest, "give at least 1")
-    return DraftModel(
-        model=model,
-        revision=revision,
-        max_model_len=longest,
-        tensor_parallel_size=fields.get("draft_tensor_parallel_size"),
-    )
+    return model, revision
+
+
+def _drafter_class(fields: Mapping[str, Any]) -> str:
+    name = fields.get("model")
+    if not isinstance(name, str) or not all(name.partition(":")[::2]):
+        raise _refused("model", name, "'custom_class' needs a drafter as 'module:Class'")
+    return name
 
 
 def _by_requests(fields: Mapping[str, Any], num_drafts: int) -> tuple[int, ...]:

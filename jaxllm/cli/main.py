@@ -43,6 +43,12 @@ COMMANDS = {
         "jaxllm.cli.warmup", "Compile an engine's programs now, so that its next start finds them."
     ),
     "train": Command("jaxllm.cli.train", "Train a small model on text."),
+    "convert": Command(
+        "jaxllm.cli.convert", "Write weights as engines hold them, which start from them sooner."
+    ),
+    "quantize": Command(
+        "jaxllm.cli.quantize", "Write a checkpoint in 8 or 4 bits, and tell what that costs."
+    ),
     "make-tiny-model": Command(
         "jaxllm.cli.make_tiny_model", "Write a small model with random weights, to try things out."
     ),

@@ -215,7 +215,7 @@ NAMES = {
 
 # What the four bits of a code mean.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_TABLES = {
+TABLES = {
     "int4": np.arange(-8, 8, dtype=np.float32),
     "float4_e2m1fn": np.concatenate([_E2M1, -_E2M1]),
 }
@@ -223,7 +223,7 @@ _TABLES = {
 
 def values(decoded: Decoded, codes: Codes) -> np.ndarray:
     """The values of blocks, float32 [blocks, size]."""
-    table = _TABLES.get(codes.kind)
+    table = TABLES.get(codes.kind)
     numbers = decoded.codes.astype(np.float32) if table is None else table[decoded.codes]
     grouped = numbers.reshape(*decoded.scales.shape, codes.group) * decoded.scales[..., None]
     if decoded.offsets is not None:

@@ -5,15 +5,28 @@ box by box, out of mapped files.
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxllm.gguf.blocks import TYPES, Codes, Decoded, values
+from jaxllm.gguf.blocks import TABLES, TYPES, Codes, Decoded, values
 from jaxllm.gguf.model import open_model
 from jaxllm.gguf.names import Stored
 
 _ELEMENTS_AT_ONCE = 1 << 21  # that are decoded in one piece
+
+
+_HALVES = "float4_e2m1fn"  # codes that are multiples of a half
+
+
+class Form(Protocol):
+    """The form in which a matrix is held (`jaxllm_kernels.coded.CodeForm`)."""
+
+    @property
+    def codes(self) -> str: ...
+
+    @property
+    def group(self) -> int | None: ...
 
 
 class TensorFacts(NamedTuple):
@@ -47,50 +60,48 @@ class GGUFCheckpoint:
         return target
 
     def copy(
-        self, name: str, box: tuple[slice, ...], target: np.ndarray, kind: str = "float"
+        self, name: str, box: tuple[slice, ...], target: np.ndarray, kind: Any = "float"
     ) -> None:
         """Fill the target with the values of a box of a tensor, piece by piece."""
-        assert kind == "float", name
+        assert kind == "float", (name, kind)
         stored = self._stored[name]
-        blocks_of = TYPES[stored.place.type]
+        its = TYPES[stored.place.type]
         for rows, columns, blocks in self._blocks(stored, box):
-            if blocks_of.codes is None:
-                assert blocks_of.dtype is not None
-                found = blocks.reshape(len(blocks), -1).view(blocks_of.dtype).astype(np.float32)
+            if its.codes is None:
+                assert its.dtype is not None
+                found = blocks.reshape(len(blocks), -1).view(its.dtype).astype(np.float32)
             else:
-                assert blocks_of.decode is not None
-                decoded = blocks_of.decode(blocks.reshape(-1, blocks_of.num_bytes))
-                found = values(decoded, blocks_of.codes).reshape(len(blocks), -1)
+                assert its.decode is not None
+                decoded = its.decode(blocks.reshape(-1, its.num_bytes))
+                found = values(decoded, its.codes).reshape(len(blocks), -1)
             found = found[:, columns] - np.float32(stored.added)
             target[rows] = found if target.ndim > 1 else found[:, 0]
         self.release(name)
 
-    def codes(self, name: str, box: tuple[slice, slice]) -> Iterator[tuple[slice, Decoded]]:
-        """Decode a box of a matrix of blocks, whose columns are whole blocks. Yield pieces and
-        their rows of the box; arrays are [rows, blocks, ...]."""
+    def copy_part(
+        self,
+        name: str,
+        box: tuple[slice, slice],
+        target: np.ndarray,
+        part: Literal["codes", "scales", "offsets"],
+        form: Form,
+    ) -> None:
+        """Fill the target with the codes of a box of inputs, or with what their groups share."""
         stored = self._stored[name]
         kind = TYPES[stored.place.type]
-        assert kind.decode is not None, name
-        for rows, columns, blocks in self._blocks(stored, box):
-            size = kind.size
-            assert columns.start == 0 and columns.stop == blocks.shape[1] * size, (box, name)
+        assert kind.decode is not None and kind.codes is not None, name
+        for rows, inside, blocks in self._blocks(stored, box):
             decoded = kind.decode(blocks.reshape(-1, kind.num_bytes))
-            yield (
-                rows,
-                Decoded(
-                    *(
-                        None if its is None else its.reshape(*blocks.shape[:2], -1)
-                        for its in decoded
-                    )
-                ),
-            )
+            if part == "codes":
+                found = _in_kind(decoded.codes, kind.codes, form).reshape(len(blocks), -1)[
+                    :, inside
+                ]
+            else:
+                assert form.group is not None
+                shared = _shared(decoded, kind.codes, part, form).reshape(len(blocks), -1)
+                found = shared[:, inside.start // form.group : inside.stop // form.group]
+            target[rows] = found
         self.release(name)
-
-    def codes_of(self, name: str) -> Codes:
-        """What the blocks of a tensor have."""
-        codes = TYPES[self._stored[name].place.type].codes
-        assert codes is not None, name
-        return codes
 
     def release(self, name: str) -> None:
         """Free the memory that reading from the tensor's file took."""
@@ -127,6 +138,28 @@ class GGUFCheckpoint:
                 mapping = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             self._maps[file] = mapping
         return mapping
+
+
+def _in_kind(codes: np.ndarray, its: Codes, form: Form) -> np.ndarray:
+    """Codes as those of a form: of 4 bits, or the whole numbers that they stand for. Those of e2m1
+    are doubled."""
+    if its.kind == form.codes:
+        return codes
+    table = TABLES[its.kind] * (2 if its.kind == _HALVES else 1)
+    return table.astype(np.int8)[codes]
+
+
+def _shared(
+    decoded: Decoded, its: Codes, part: Literal["scales", "offsets"], form: Form
+) -> np.ndarray:
+    """Scales or offsets for the groups of a form, which may be smaller."""
+    values = decoded.scales if part == "scales" else decoded.offsets
+    if values is None:
+        values = np.zeros_like(decoded.scales)
+    if part == "scales" and its.kind == _HALVES and form.codes != _HALVES:
+        values = values * np.float32(0.5)
+    assert form.group is not None and its.group % form.group == 0, (its, form.group)
+    return np.repeat(values, its.group // form.group, axis=1)
 
 
 def _facts(stored: Stored) -> TensorFacts:

@@ -19,7 +19,7 @@ from jaxllm.gguf.tokenizer import make_tokenizer
 CACHE = "~/.cache/jaxllm/gguf"
 METHOD = "gguf"  # of quantization_config
 # Modules whose weights are values here, whatever the file has: rows of tables, and routers.
-_VALUES = ("model.embed_tokens", "lm_head", ".mlp.gate", ".block_sparse_moe.gate")
+_VALUES = ("model.embed_tokens", ".mlp.gate", ".block_sparse_moe.gate")
 
 
 def model_directory(path: Path) -> Path:

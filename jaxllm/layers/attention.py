@@ -124,7 +124,17 @@ class Attention(nnx.Module):
     the values, or keys and values, if the layer has none of its own.
     """
 
-    def __init__(self, spec: AttentionSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike):
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        hidden_size: int,
+        *,
+        input_size: int | None = None,
+        num_shards: int,
+        dtype: DTypeLike,
+    ):
+        """Make the layer. It returns vectors of `hidden_size`, and takes those of `input_size`;
+        None: of the same."""
         copies = max(1, num_shards // spec.num_kv_heads)
         # The attention and the cache of one shard.
         self.config = AttentionConfig(
@@ -147,7 +157,7 @@ class Attention(nnx.Module):
         assert not spec.values_are_keys or value_size == spec.head_size, spec
         self.num_parts = len(parts)
         self.qkv_proj = Linear(
-            hidden_size,
+            input_size or hidden_size,
             sum(part.rows * part.copies for part in parts),
             bias=spec.qkv_bias,
             axes=("heads", "hidden"),

@@ -22,8 +22,11 @@ Box = tuple[slice, ...]
 
 
 # What a tensor has: floats of 16 or 32 bits; codes of 8; scales, which may be small floats, too;
-# scales that are powers of two, as their exponents; or words and bytes of several codes.
-Kind = Literal["float", "int8", "float8_e4m3fn", "scale", "power", "int32", "uint8"]
+# scales that are powers of two, as their exponents; words and bytes of several codes; numbers of
+# tokens; or blocks of codes and scales, of which a file knows what they are.
+Kind = Literal[
+    "float", "int8", "float8_e4m3fn", "scale", "power", "int32", "uint8", "int64", "blocks"
+]  # fmt: skip
 
 
 class Tensors(Protocol):
@@ -82,45 +85,6 @@ class Rows:
     def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
         rows = slice(box[0].start + self.first, box[0].stop + self.first)
         self.tensor.copy(tensors, (rows, *box[1:]), target)
-
-
-@dataclass(frozen=True)
-class Span:
-    """Rows `first` up to `end` of a source, which `Beside` names."""
-
-    source: Source
-    first: int
-    end: int
-
-    @property
-    def shape(self) -> Shape:
-        return (self.end - self.first, *self.source.shape[1:])
-
-    def rows(self) -> Iterator[Rows]:
-        return iter(())
-
-    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
-        rows = slice(box[0].start + self.first, box[0].stop + self.first)
-        self.source.copy(tensors, (rows, *box[1:]), target)
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A source that names the tensors of another one: all of its spans."""
-
-    source: Source
-    whole: Source
-
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
-
-    def rows(self) -> Iterator[Rows]:
-        yield from self.source.rows()
-        yield from self.whole.rows()
-
-    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
-        self.source.copy(tensors, box, target)
 
 
 @dataclass(frozen=True)
@@ -183,29 +147,6 @@ class Transposed:
     def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
         *others, rows, columns = box
         self.source.copy(tensors, (*others, columns, rows), target.swapaxes(-1, -2))
-
-
-@dataclass(frozen=True)
-class Interleaved:
-    """Sources of one shape with alternating rows: gate and up of some experts."""
-
-    sources: tuple[Source, ...]
-
-    @property
-    def shape(self) -> Shape:
-        return Concat(self.sources).shape
-
-    def rows(self) -> Iterator[Rows]:
-        return Concat(self.sources).rows()
-
-    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
-        count = len(self.sources)
-        for turn, source in enumerate(self.sources):
-            # The rows of this source in the box: turn, turn + count, turn + 2 * count, ...
-            first, end = (-(-(edge - turn) // count) for edge in (box[0].start, box[0].stop))
-            if first < end:
-                place = first * count + turn - box[0].start
-                source.copy(tensors, (slice(first, end), *box[1:]), target[place::count])
 
 
 @dataclass(frozen=True)
@@ -365,6 +306,8 @@ class CheckpointMap:
     copies: Mapping[str, str] = field(default_factory=dict)
     # The maps of other layouts in which checkpoints of the same models are written.
     others: tuple["CheckpointMap", ...] = ()
+    # The parameter whose tensor every checkpoint of this layout has, and none of another.
+    landmark: str = "model.embed_tokens.weight"
 
     def source(
         self, parameter: str, pieces: tuple[Shape, ...], stored: Stored | None = None
@@ -400,7 +343,7 @@ class CheckpointMap:
 
     def for_tensors(self, names: Collection[str]) -> "CheckpointMap":
         """The map of the layout that a checkpoint with tensors of these names has."""
-        fitting = (its for its in (self, *self.others) if its._tensor(_EMBEDDING) in names)
+        fitting = (its for its in (self, *self.others) if its._tensor(its.landmark) in names)
         return next(fitting, self)
 
     def _tensor(self, parameter: str) -> str:
@@ -424,7 +367,6 @@ class CheckpointMap:
         return dataclasses.replace(self, renamed={**self.renamed, **renamed})
 
 
-# Every decoder has it, and no checkpoint has two.
 _EMBEDDING = "model.embed_tokens.weight"
 
 # Llama's names, which most decoders use.

@@ -82,7 +82,20 @@ class DecoderForCausalLM(nnx.Module):
         caches: tuple[jax.Array, ...],
         context: StepContext,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        return self.model(inputs, positions, caches, context)
+        hidden, _, caches = self.model(inputs, positions, caches, context)
+        return hidden, caches
+
+    def tapped(
+        self,
+        inputs: jax.Array,
+        positions: jax.Array,
+        caches: tuple[jax.Array, ...],
+        context: StepContext,
+        taps: tuple[int, ...],
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """Run the whole model. Return the hidden states, the residual streams [T, D] before the
+        layers `taps`, of which one may be behind the last layer, and the caches."""
+        return self.model(inputs, positions, caches, context, taps)
 
     @property
     def num_logits(self) -> int:
@@ -168,14 +181,14 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         caches: tuple[jax.Array, ...],
         context: StepContext,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        taps: tuple[int, ...] = (),
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """Return the hidden states, the streams before the layers `taps`, and the caches."""
         hidden: Any = inputs
         if self.embeds:
-            assert self.embed_tokens is not None
-            hidden = self.embed_tokens(inputs)
-            if self.embedding_scale != 1.0:
-                hidden = hidden * jnp.asarray(self.embedding_scale, hidden.dtype)
+            hidden = self.embed(inputs)
             if self.embed_positions is not None:
+                assert self.embed_tokens is not None
                 is_real = inputs < self.embed_tokens.vocab_size
                 hidden = hidden + self.embed_positions(jnp.where(is_real, positions, NOWHERE))
         of_layers = None if self.per_layer_inputs is None else self.per_layer_inputs(inputs, hidden)
@@ -183,7 +196,7 @@ class Decoder(nnx.Module):
         ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers.values())
         rotations = {rope: rope and rotary(rope, positions) for rope in ropes}
         context = dataclasses.replace(context, positions=positions)
-        left, held = iter(caches), dict[int, Caches]()
+        left, held, tapped = iter(caches), dict[int, Caches](), dict[int, jax.Array]()
         for index, layer in self.own_layers.items():
             # A layer may go on with the caches of an earlier one (see `LentCache`).
             owner = index if layer.spec.caches_of is None else layer.spec.caches_of
@@ -194,6 +207,8 @@ class Decoder(nnx.Module):
                 rotary=rotations[layer.spec.rope],
                 layer_input=None if of_layers is None else of_layers[:, index],
             )
+            if index in taps:
+                tapped[index] = settle(hidden)
             if not layer.leaves_sums:
                 hidden = settle(hidden)
             graphdef, weights = nnx.split(layer)
@@ -204,9 +219,19 @@ class Decoder(nnx.Module):
             for cache in of_layer
         )
         assert len(updated) == len(caches), f"{len(caches)} caches for {len(updated)} mixers"
+        tapped[len(self.layers)] = settle(hidden)
+        streams = tuple(tapped[index] for index in taps)
         if self.norm is None:
-            return settle(hidden), updated
-        return normalise(hidden, self.norm, context)[1], updated
+            return settle(hidden), streams, updated
+        return normalise(hidden, self.norm, context)[1], streams, updated
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        """The embeddings [T, D] of tokens; zeros for padding."""
+        assert self.embed_tokens is not None, "this part of the model has no embeddings"
+        embedded = self.embed_tokens(token_ids)
+        if self.embedding_scale != 1.0:
+            embedded = embedded * jnp.asarray(self.embedding_scale, embedded.dtype)
+        return embedded
 
 
 def _embedding(

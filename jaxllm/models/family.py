@@ -11,6 +11,7 @@ from jaxllm.layers.mlp import MLPSpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.models.blocks import PreNormBlock
 from jaxllm.models.checkpoint_map import CheckpointMap, rotated_in_pairs
+from jaxllm.models.draft_head import HeadSpec
 from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.rope_parameters import read_rope, rope_number, stretched_length
 from jaxllm.models.specs import Architecture, FFNSpec, LayerSpec, MixerSpec
@@ -37,6 +38,9 @@ class Family:
     tiny_gains: Mapping[str, float] = field(default_factory=dict)
     # Fields of config.json that no reader needs, beside those of `jaxllm.models.harmless`, and why.
     harmless: Mapping[str, str] = field(default_factory=dict)
+    # The computation -> the head in the same checkpoint that drafts (speculation's method "mtp");
+    # it raises an error if the model has none. None: no model of the family has one.
+    draft_head: Callable[[Architecture], HeadSpec] | None = None
 
 
 def read_attention(

@@ -55,6 +55,12 @@ def num_pieces(mesh: Mesh, axes: Axes) -> int:
     return math.prod(mesh.shape[name] for name in partition_spec(axes) if name is not None)
 
 
+def device_bytes(array: jax.ShapeDtypeStruct) -> int:
+    """The bytes of an array on each of its devices."""
+    assert array.sharding is not None, array
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
 def place(shapes: Any, sharding: jax.sharding.Sharding) -> Any:
     """Give all shapes of a tree this sharding."""
     return jax.tree.map(

@@ -17,8 +17,8 @@ from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.tpu import TpuExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS, XlaExperts
 from jaxllm_kernels.mla.api import (
-    DEFAULT_LATENT_BACKENDS,
     LatentConfig,
+    default_latent_backends,
     get_latent_backend,
 )
 from jaxllm_kernels.native import library as native
@@ -224,6 +224,7 @@ def _backends(
         )
     if True not in keep_latents:
         return get_backend, default_backends(chip)
-    if chip.platform != "cpu":
+    defaults = default_latent_backends(chip)
+    if chip.platform != "cpu" and defaults == ("xla",):
         logger.warning("latent attention: XLA's loops, since there is no kernel for %s", chip.name)
-    return get_latent_backend, DEFAULT_LATENT_BACKENDS
+    return get_latent_backend, defaults

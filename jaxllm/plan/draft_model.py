@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
@@ -26,6 +25,8 @@ from jaxllm.models.base import Model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.plan.choose_kv_cache import KVCachePlan, with_kv_cache
+from jaxllm.plan.draft_plan import DraftPlan
+from jaxllm.plural import counted
 from jaxllm.speculative_config import Speculation
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
@@ -36,42 +37,18 @@ _SMALLEST_READ = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelPlan:
+class DraftModelPlan(DraftPlan):
     """The draft model of a plan."""
 
-    model_dir: Path
     architecture: Architecture
     model_class: type[Model]
-    experts: ExpertsOp | None  # None: it has none
     kv_cache: KVCachePlan | None  # None: keys and values are cached in its type
-    attention_configs: tuple[AttentionConfig, ...]  # of one device
-    weights_bytes: int  # on one device
     # The numbers of tokens of the programs in which it reads texts, ascending.
     read_sizes: tuple[int, ...]
-    cache_shapes: tuple[jax.ShapeDtypeStruct, ...] = ()  # by attention, over all devices
-    num_blocks: int = 0
-    block_bytes: int = 0  # of a block of all its layers, on one device
 
     @property
-    def kv_cache_bytes(self) -> int:
-        """The bytes of the caches on one device."""
-        return self.num_blocks * self.block_bytes
-
-    def with_caches(
-        self,
-        cache_shape: Callable[[AttentionConfig, int], jax.ShapeDtypeStruct],
-        num_blocks: int,
-        bytes_of: Callable[[jax.ShapeDtypeStruct], int],
-    ) -> "DraftModelPlan":
-        """The plan with caches of so many blocks."""
-        return dataclasses.replace(
-            self,
-            cache_shapes=tuple(
-                cache_shape(config, num_blocks) for config in self.attention_configs
-            ),
-            num_blocks=num_blocks,
-            block_bytes=sum(bytes_of(cache_shape(config, 1)) for config in self.attention_configs),
-        )
+    def name(self) -> str:
+        return f"{self.architecture.name}, {counted(self.architecture.num_layers, 'layer')}"
 
 
 def plan_draft_model(
@@ -91,10 +68,10 @@ def plan_draft_model(
     num_shards: int,
     choose_products: Callable[[Architecture], Architecture],
     choose_experts: Callable[[Architecture], ExpertsOp | None],
-) -> tuple[Speculation, DraftModelPlan | None]:
-    """Plan the draft model that is asked for, if one is, or refuse it if it does not fit the
-    target. The draft's caches are left open. Return what is asked for as well, with the longest
-    sequence that gets drafts.
+) -> tuple[Speculation, DraftModelPlan]:
+    """Plan the draft model that is asked for, or refuse it if it does not fit the target. The
+    draft's caches are left open. Return what is asked for as well, with the longest sequence that
+    gets drafts.
 
     Args:
       windows: those of the target's cache groups.
@@ -103,8 +80,7 @@ def plan_draft_model(
       reads_weights: whether there are checkpoints of weights.
     """
     asked = speculation.draft_model
-    if asked is None:
-        return speculation, None
+    assert asked is not None, speculation
     model_dir = resolve_model_dir(asked.model, asked.revision, download_dir)
     hf_config = read_json(model_dir / "config.json")
     architecture = read_architecture(hf_config, max_model_len=asked.max_model_len)
@@ -144,6 +120,7 @@ def plan_draft_model(
         experts=choose_experts(architecture),
         kv_cache=kv_cache,
         attention_configs=tuple(configs),
+        windows=(None,) * len(configs),
         weights_bytes=weights_bytes(model, mesh),
         read_sizes=_read_sizes(max_num_batched_tokens),
     )

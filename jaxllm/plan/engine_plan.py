@@ -21,11 +21,14 @@ from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
 from jaxllm.messages import EngineInfo
 from jaxllm.models.base import Model
+from jaxllm.models.draft_head import DraftHead
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.choose_kv_cache import KVCachePlan
+from jaxllm.plan.draft_head import DraftHeadPlan
 from jaxllm.plan.draft_model import DraftModelPlan
+from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
 from jaxllm.plan.stages import (
     StagePlan,
@@ -47,7 +50,7 @@ class EnginePlan:
     model_class: type[Model]
     chip: Chip
     dtype: Any
-    load_format: Literal["auto", "safetensors", "dummy"]
+    load_format: Literal["auto", "safetensors", "dummy", "orbax"]
     seed: int
     max_model_len: int
     max_num_seqs: int
@@ -140,18 +143,30 @@ class EnginePlan:
         return self._with_kernels(model, self.experts)
 
     @property
-    def draft(self) -> DraftModelPlan | None:
-        """The second model, which drafts; None: there is none."""
+    def draft(self) -> DraftPlan | None:
+        """The weights that draft; None: there are none."""
         return self.stages[0].draft
 
-    def abstract_draft(self) -> Model:
-        """The draft model, with shapes in place of weights."""
-        assert self.draft is not None
-        num_shards = self.stages[0].mesh.shape[TENSOR]
-        model = self.draft.model_class.abstract(self.draft.architecture, self.dtype, num_shards)
-        return self._with_kernels(model, self.draft.experts)
+    @property
+    def draft_model(self) -> DraftModelPlan | None:
+        """The second model, which drafts."""
+        return self.draft if isinstance(self.draft, DraftModelPlan) else None
 
-    def _with_kernels(self, model: Model, experts: ExpertsOp | None) -> Model:
+    @property
+    def draft_head(self) -> DraftHeadPlan | None:
+        """The head that drafts from the model's hidden states."""
+        return self.draft if isinstance(self.draft, DraftHeadPlan) else None
+
+    def abstract_draft(self) -> Model | DraftHead:
+        """The model or the head that drafts, with shapes in place of weights."""
+        num_shards = self.stages[0].mesh.shape[TENSOR]
+        if (head := self.draft_head) is not None:
+            return self._with_kernels(head.spec.abstract(self.dtype, num_shards), head.experts)
+        assert (draft := self.draft_model) is not None
+        model = draft.model_class.abstract(draft.architecture, self.dtype, num_shards)
+        return self._with_kernels(model, draft.experts)
+
+    def _with_kernels(self, model: Any, experts: ExpertsOp | None) -> Any:
         """The model, computed by the kernels of the plan."""
         for _, module in nnx.iter_graph(model):
             if isinstance(module, Product):

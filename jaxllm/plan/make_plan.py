@@ -27,7 +27,7 @@ from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.models.whole_experts import with_whole_experts
-from jaxllm.parallel.sharding import TENSOR, num_pieces, sharding
+from jaxllm.parallel.sharding import TENSOR, device_bytes, num_pieces, sharding
 from jaxllm.plan.buckets import make_ladder
 from jaxllm.plan.choose import (
     DEFAULTS,
@@ -47,7 +47,9 @@ from jaxllm.plan.choose_kernels import (
     load_native_kernels,
 )
 from jaxllm.plan.choose_kv_cache import of_draft, with_kv_cache
-from jaxllm.plan.draft_model import DraftModelPlan, plan_draft_model
+from jaxllm.plan.draft_head import DraftHeadPlan, plan_draft_head
+from jaxllm.plan.draft_model import plan_draft_model
+from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.generation_config import (
     read_default_sampling_params,
@@ -61,7 +63,6 @@ from jaxllm.plan.stages import (
     activation_bytes,
     check_num_stages,
     check_parts,
-    device_bytes,
     sampling_bytes,
     stage_meshes,
 )
@@ -125,7 +126,7 @@ def make_plan(
         model_dir,
         hf_config=merge_overrides(hf_config, model.hf_overrides or {}),
         dtype=dtype,
-        reads_weights=model.load_format != "dummy",
+        reads_weights=model.load_format not in ("dummy", "orbax"),
     )
     library = load_native_kernels(config, chip, dtype, kv_cache and kv_cache.codes)
 
@@ -160,32 +161,45 @@ def make_plan(
         max_blocks=cdiv(max_model_len, block_size),
         block_size=block_size,
     )
-    windows = group_windows(map(window_of, attention_configs))
 
     def experts_of(architecture: Architecture) -> ExpertsOp | None:
         return choose_experts(
             chip, library, architecture, num_shards, max_num_batched_tokens, dtype
         )
 
-    draft: DraftModelPlan | None = None
+    draft: DraftPlan | None = None
+    windows = group_windows(map(window_of, attention_configs))
     if speculation is not None:
-        speculation, draft = plan_draft_model(
+        common: dict[str, Any] = {
+            "target": architecture,
+            "target_dir": model_dir,
+            "download_dir": model.download_dir,
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "mesh": meshes[0],
+            "num_shards": num_shards,
+            "choose_experts": experts_of,
+        }
+        draft = plan_draft_head(
             speculation,
-            target=architecture,
-            target_dir=model_dir,
-            windows=windows,
-            has_latents=any(isinstance(c, LatentConfig) for c in attention_configs),
-            download_dir=model.download_dir,
-            cache=None if kv_cache is None else of_draft(config.cache, kv_cache),
-            reads_weights=model.load_format != "dummy",
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            dtype=dtype,
-            mesh=meshes[0],
-            num_shards=num_shards,
-            choose_products=products_of,
-            choose_experts=experts_of,
+            target_class=model_class,
+            target_configs=attention_configs,
+            caches_codes=kv_cache is not None,
+            **common,
         )
+        if draft is not None:
+            windows = group_windows((*map(window_of, attention_configs), *draft.windows))
+        if speculation.draft_model is not None:
+            speculation, draft = plan_draft_model(
+                speculation,
+                windows=windows,
+                has_latents=any(isinstance(c, LatentConfig) for c in attention_configs),
+                cache=None if kv_cache is None else of_draft(config.cache, kv_cache),
+                reads_weights=model.load_format not in ("dummy", "orbax"),
+                max_num_batched_tokens=max_num_batched_tokens,
+                choose_products=products_of,
+                **common,
+            )
     attention = choose_attention(
         config.compilation.attention_backend,
         chip,
@@ -224,9 +238,7 @@ def make_plan(
                 + (0 if draft is None else draft.weights_bytes),
                 draft=None
                 if draft is None
-                else draft.with_caches(
-                    lambda c, n, mesh=mesh: cache(c, n, mesh), num_blocks[None], device_bytes
-                ),
+                else draft.with_caches(lambda c, n, mesh=mesh: cache(c, n, mesh), num_blocks),
             )
             for index, (part, mesh, abstract) in enumerate(
                 zip(parts, meshes, in_parts, strict=True)
@@ -246,6 +258,9 @@ def make_plan(
         samples_late=not model.skip_tokenizer_init,
         max_model_len=max_model_len,
         speculation=speculation,
+        kept_bytes=architecture.hidden_size * jnp.dtype(dtype).itemsize
+        if isinstance(draft, DraftHeadPlan)
+        else 0,
     )
     num_blocks = min(
         size_kv_cache(

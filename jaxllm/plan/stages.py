@@ -20,8 +20,8 @@ from jaxllm.layers.context import MixerConfig
 from jaxllm.layers.moe import MoESpec
 from jaxllm.models.part import ModelPart
 from jaxllm.models.specs import Architecture
-from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
-from jaxllm.plan.draft_model import DraftModelPlan
+from jaxllm.parallel.sharding import device_bytes, make_mesh, num_pieces, sharding
+from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plural import counted
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
@@ -38,34 +38,28 @@ class StagePlan:
     cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # by attention, over all devices
     attention_configs: tuple[MixerConfig, ...]  # of one device
     block_bytes: tuple[int, ...]  # of a block on one device, by attention
-    weights_bytes: int  # on one device, with the draft model's
-    draft: DraftModelPlan | None = None
+    weights_bytes: int  # on one device, with those that draft
+    draft: DraftPlan | None = None
 
     @property
     def model_weights_bytes(self) -> int:
-        """The bytes of weights on one device, without the draft model's."""
+        """The bytes of weights on one device, without those that draft."""
         return self.weights_bytes - (0 if self.draft is None else self.draft.weights_bytes)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """The bytes of the caches on one device, with the draft model's."""
+        """The bytes of the caches on one device, with those of what drafts."""
         of_draft = 0 if self.draft is None else self.draft.kv_cache_bytes
         return of_draft + sum(map(device_bytes, self.cache_shapes))
 
     def cache_bytes(self, groups: Sequence[CacheGroup]) -> int:
         """The bytes on one device if the groups had these sizes."""
         num_blocks = {group.window: group.num_blocks for group in groups}
-        of_draft = 0 if self.draft is None else num_blocks[None] * self.draft.block_bytes
+        of_draft = 0 if self.draft is None else self.draft.cache_bytes(num_blocks)
         return of_draft + sum(
             num_blocks[window_of(config)] * size
             for config, size in zip(self.attention_configs, self.block_bytes, strict=True)
         )
-
-
-def device_bytes(array: jax.ShapeDtypeStruct) -> int:
-    """The bytes of an array on each of its devices."""
-    assert array.sharding is not None, array
-    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def stage_meshes(devices: Sequence[Device], parallel: ParallelConfig) -> list[Mesh]:
@@ -158,9 +152,10 @@ def sampling_bytes(
     samples_late: bool,
     max_model_len: int,
     speculation: Speculation | None = None,
+    kept_bytes: int = 0,
 ) -> int:
     """The bytes for sampling on each device: the state of the slots, and the outputs of the steps
-    in flight and of the next one."""
+    in flight and of the next one. `kept_bytes` are those that a head keeps of a slot."""
     of_device = num_logits // num_pieces(mesh, ("vocab",))
     tables = jax.tree.leaves(SlotState.abstract(num_rows, of_device, max_model_len))
     in_slots = sum(table.size * table.dtype.itemsize for table in tables)
@@ -170,8 +165,8 @@ def sampling_bytes(
     if speculation is not None:
         of_step += num_rows * speculation.num_drafts * of_position
         # The tokens of every request, or the one before its newest, and its drafts.
-        kept = max_model_len if speculation.draft_model is None else 1
-        in_slots += 4 * num_rows * (kept + speculation.num_drafts)
+        kept = max_model_len if speculation.proposes else 1
+        in_slots += num_rows * (4 * (kept + speculation.num_drafts) + kept_bytes)
     host_reads = max_logprobs > MAX_STEP_LOGPROBS
     if host_reads or samples_late:
         logits = logits_sharding(mesh, host_reads=host_reads)

@@ -70,7 +70,8 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         features=device_features(plan),
         num_mask_words=cdiv(plan.num_logits, WORD_BITS) if plan.samples_late else 0,
         speculates=plan.speculation is not None,
-        read_sizes=plan.draft.read_sizes if plan.draft is not None else (),
+        reads_ahead=plan.draft_head is not None,
+        read_sizes=plan.draft_model.read_sizes if plan.draft_model is not None else (),
         num_read_rows=plan.speculation.max_rows if plan.speculation is not None else 0,
     )
 
@@ -98,8 +99,9 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
 def num_programs(plan: EnginePlan) -> int:
     """How many programs are declared: for each stage, its steps and its small programs."""
     late = {bucket.num_rows for bucket in plan.buckets} if plan.samples_late else ()
-    reads = 0 if plan.draft is None else len(plan.draft.read_sizes)
-    drafts = reads or plan.speculation is not None
+    drafts = plan.speculation is not None and plan.speculation.proposes
+    if plan.draft_model is not None:
+        drafts = len(plan.draft_model.read_sizes)
     return drafts + sum(
         len(plan.buckets) + 2 + (1 + len(late)) * stage.part.has_head for stage in plan.stages
     )
@@ -125,9 +127,9 @@ def declare_stage_programs(
     weights, state = abstract_weights(model, stage.mesh), DeviceState.abstract(plan, stage)
     draft = None
     if plan.draft is not None:
-        draft_model = plan.abstract_draft()
-        draft = ModelSpec.of(draft_model)
-        weights += abstract_weights(draft_model, stage.mesh)
+        drafting = plan.abstract_draft()
+        draft = ModelSpec.of(drafting)
+        weights += abstract_weights(drafting, stage.mesh)
     everywhere = sharding(stage.mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
     left = _outputs_shardings(plan, stage) if stage.part.has_head else everywhere
@@ -191,7 +193,8 @@ def declare_stage_programs(
                 donate=(0, 1),
                 out_shardings=(kept.tokens, kept.slots, everywhere),
             )
-    if draft is not None:
+    if plan.draft_model is not None:
+        assert draft is not None
         for layout in reversed(make_packer(plan).read_layouts.values()):
             programs[ReadKey(layout.num_tokens)] = program(
                 f"read_draft_{layout.num_tokens}",
@@ -202,7 +205,7 @@ def declare_stage_programs(
                 donate=(1,),
                 out_shardings=kept,
             )
-    elif plan.speculation is not None:
+    if plan.speculation is not None and plan.speculation.proposes:
         programs[ADMIT_DRAFTS] = program(
             ADMIT_DRAFTS,
             functools.partial(_admit_drafts, make_drafter(plan.speculation)),

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxllm_kernels.platform import Device, processor
 
 import jaxllm
-from jaxllm.plan.draft_model import DraftModelPlan
+from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.speculative_config import Speculation
@@ -84,7 +84,10 @@ def foreign_code(plan: EnginePlan) -> str | None:
     there is none."""
     if plan.logits_processors:
         return "logits processors"
-    models = (plan.model_class, *(() if plan.draft is None else (plan.draft.model_class,)))
+    if plan.speculation is not None and plan.speculation.drafter_class is not None:
+        return plan.speculation.drafter_class
+    draft = plan.draft_model
+    models = (plan.model_class, *(() if draft is None else (draft.model_class,)))
     for part in (*models, type(plan.attention)):
         if part.__module__.partition(".")[0] not in (jaxllm.__name__, jaxllm_kernels.__name__):
             return f"{part.__module__}.{part.__qualname__}"
@@ -101,7 +104,7 @@ def _text(value: Any) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         spec = getattr(value.sharding, "spec", None)
         return f"{value.dtype}{list(value.shape)} {spec}"
-    if isinstance(value, StagePlan | DraftModelPlan):
+    if isinstance(value, StagePlan | DraftPlan):
         fields = (
             getattr(value, field.name)
             for field in dataclasses.fields(value)
@@ -110,8 +113,8 @@ def _text(value: Any) -> str:
         kind = "stage" if isinstance(value, StagePlan) else "draft"
         return f"{kind} {', '.join(map(_text, fields))}"
     if isinstance(value, Speculation):
-        # Where a draft model is does not matter.
-        return repr(dataclasses.replace(value, draft_model=None))
+        # Where a draft model or a head is does not matter.
+        return repr(dataclasses.replace(value, draft_model=None, head=None))
     return repr(value)
 
 

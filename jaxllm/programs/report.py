@@ -10,10 +10,10 @@ import jax
 
 from jaxllm.cache_groups import CacheGroup, room_for
 from jaxllm.models.describe import describe_layers
-from jaxllm.parallel.sharding import TENSOR
+from jaxllm.parallel.sharding import TENSOR, device_bytes
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.plan.stages import StagePlan, activation_bytes, device_bytes, expert_weights
+from jaxllm.plan.stages import StagePlan, activation_bytes, expert_weights
 from jaxllm.programs.compile import Program
 from jaxllm.programs.declare import (
     declare_stage_programs,

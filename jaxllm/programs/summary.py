@@ -22,8 +22,7 @@ def summary(plan: EnginePlan) -> str:
     draft = ""
     if plan.draft is not None:
         draft = (
-            f"draft {plan.draft.architecture.name}, "
-            f"{counted(plan.draft.architecture.num_layers, 'layer')}; of these bytes "
+            f"draft {plan.draft.name}; of these bytes "
             f"{format_bytes(plan.draft.weights_bytes)} of weights and "
             f"{format_bytes(plan.draft.kv_cache_bytes)} of KV cache are its own\n"
         )

@@ -22,6 +22,7 @@ from jaxllm.quantization.fields import (
 )
 from jaxllm.quantization.made import AtLoad
 from jaxllm.quantization.read_compressed_tensors import read_compressed_tensors
+from jaxllm.quantization.read_gguf import read_gguf
 from jaxllm.quantization.read_other_formats import (
     read_awq,
     read_bitsandbytes,
@@ -112,4 +113,5 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "gptq": read_gptq,
     "modelopt": read_modelopt,
     "bitsandbytes": read_bitsandbytes,
+    "gguf": read_gguf,
 }

@@ -28,112 +28,67 @@ from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, RaggedBatch
 from jaxllm.cache_groups import window_of
 from jaxllm.layers.context import StepContext
 from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.runner.drafting import Ends, Forward, Round, draft_in_rounds
 from jaxllm.runner.inputs import PADDING_TOKEN, StepInputs, table_row
 from jaxllm.runner.state import DeviceState, DraftModelState
-from jaxllm.sampling import row_params
-from jaxllm.sampling.sampler import sample
-from jaxllm.scheduler.schedule import NO_TOKEN, DraftReads
-
-# What a draft is not sampled with.
-_NO_LOGPROBS = ~(row_params.LOGPROBS | row_params.MORE_LOGPROBS)
+from jaxllm.scheduler.schedule import DraftReads
 
 
-def draft_ahead(
-    plan: EnginePlan,
-    model: Any,
-    inputs: StepInputs,
-    context_lens: jax.Array,
-    state: DeviceState,
-    newest: jax.Array,
-) -> DeviceState:
-    """Draft as many tokens for each row as the step verifies. `newest` i32 [R] are the tokens
-    before the drafts; the block tables of the state are those of this step."""
-    assert plan.speculation is not None and inputs.num_drafts is not None
-    assert state.drafts is not None and state.slots is not None
-    k, num_rows = plan.speculation.num_drafts, min(len(newest), plan.speculation.max_rows)
-    # The rows with the most drafts first, so that in each round the rows in it are the first.
-    counts, rows = jax.lax.top_k(inputs.num_drafts, num_rows)
-    slots = jnp.where(counts > 0, inputs.slots[rows], plan.max_num_seqs)
-    # How many tokens the row has: those in the caches, and the newest.
-    lengths = (context_lens - inputs.num_drafts)[rows]
-    params = row_params.decode(inputs.row_params[rows], plan.logits_processors)
-    params = dataclasses.replace(params, flags=params.flags & _NO_LOGPROBS)
-    prompt_lens = inputs.prompt_lens[rows]
-    drafter: DraftModelState = state.drafter
-    slot_state = state.slots
-
-    class Carry(NamedTuple):
-        caches: tuple[jax.Array, ...]
-        drafts: jax.Array  # i32 [R, k]
-        before: jax.Array  # i32 [R]: the token before the newest
-        newest: jax.Array  # i32 [R]
-
-    def one_round(index: jax.Array, carry: Carry) -> Carry:
-        is_in = counts > index
-        ends = jnp.where(is_in, lengths + index, 0)
-        tokens = jnp.stack([carry.before, carry.newest], axis=1)
-        hidden, caches = _run(
-            plan,
-            model,
-            carry.caches,
-            state.block_tables,
-            token_ids=jnp.where(is_in[:, None], tokens, PADDING_TOKEN).reshape(-1),
-            positions=jnp.maximum(ends[:, None] - jnp.array([2, 1]), 0).reshape(-1),
-            query_starts=2 * jnp.minimum(jnp.arange(num_rows + 1), jnp.sum(is_in)),
-            context_lens=ends,
-            slots=slots,
-            num_decodes=jnp.int32(0),
-            num_short=jnp.sum(is_in, dtype=jnp.int32),
-        )
-        sampled = sample(
-            _fitted(model.compute_logits(hidden[1::2]), plan.num_logits),
-            params,
-            slots=slots,
-            samples=is_in,
-            output_index=ends - prompt_lens,
-            positions=ends,
-            state=slot_state,
-            num_logprobs=0,
-            layout=plan.sampling,
-            processors=plan.logits_processors,
-            vocab_size=plan.architecture.vocab_size,
-            pending=jnp.where(jnp.arange(k) < index, carry.drafts, NO_TOKEN),
-        )
-        drafts = carry.drafts.at[:, index].set(sampled.tokens)
-        return Carry(caches, drafts, carry.newest, sampled.tokens)
-
-    with jax.named_scope("draft"):
-        carry = Carry(
-            drafter.caches,
-            jnp.full((num_rows, k), NO_TOKEN, jnp.int32),
-            drafter.before.at[slots].get(mode="fill", fill_value=0),
-            newest[rows],
-        )
-        # Without drafts there is no round. The caches of a loop stay where they are, those of a
-        # conditional would be copied.
-        carry = jax.lax.fori_loop(0, counts[0], one_round, carry)
-    return dataclasses.replace(
-        state,
-        drafts=state.drafts.at[slots].set(carry.drafts, mode="drop"),
-        drafter=dataclasses.replace(drafter, caches=carry.caches),
-    )
+class _Carried(NamedTuple):
+    caches: tuple[jax.Array, ...]
+    before: jax.Array  # i32 [R]: the token before the newest
 
 
-def note_before(
-    state: DeviceState,
-    inputs: StepInputs,
-    token_ids: jax.Array,
-    tokens: jax.Array,
-    num_accepted: jax.Array,
-) -> DeviceState:
-    """Note for each row the token before the newest. `token_ids` i32 [T] are those of the step,
-    `tokens` i32 [R, n] those that it has sampled."""
-    num_drafts = 0 if inputs.num_drafts is None else inputs.num_drafts
-    last = token_ids.at[inputs.query_starts[1:] - 1 - num_drafts].get(mode="clip")
-    known = jnp.concatenate([last[:, None], tokens], axis=1)
-    before = jnp.take_along_axis(known, num_accepted[:, None], axis=1)[:, 0]
-    noted = state.drafter.before.at[inputs.slots].set(before, mode="drop")
-    return dataclasses.replace(state, drafter=dataclasses.replace(state.drafter, before=noted))
+@dataclass(frozen=True)
+class ModelDrafting:
+    """Drafts by a second model."""
+
+    plan: EnginePlan
+    model: Any
+    taps: tuple[int, ...] = ()
+
+    def ahead(
+        self, inputs: StepInputs, context_lens: jax.Array, state: DeviceState, newest: jax.Array
+    ) -> DeviceState:
+        drafter: DraftModelState = state.drafter
+
+        def carried(slots: jax.Array) -> _Carried:
+            return _Carried(drafter.caches, drafter.before.at[slots].get(mode="fill", fill_value=0))
+
+        def guess(rows: Round, its: _Carried) -> tuple[jax.Array, _Carried]:
+            num_in = jnp.sum(rows.is_in, dtype=jnp.int32)
+            tokens = jnp.stack([its.before, rows.newest], axis=1)
+            hidden, caches = _run(
+                self.plan,
+                self.model,
+                its.caches,
+                state.block_tables,
+                token_ids=jnp.where(rows.is_in[:, None], tokens, PADDING_TOKEN).reshape(-1),
+                positions=jnp.maximum(rows.ends[:, None] - jnp.array([2, 1]), 0).reshape(-1),
+                query_starts=2 * jnp.minimum(jnp.arange(len(rows.slots) + 1), num_in),
+                context_lens=rows.ends,
+                slots=rows.slots,
+                num_decodes=jnp.int32(0),
+                num_short=num_in,
+            )
+            return self.model.compute_logits(hidden[1::2]), _Carried(caches, rows.newest)
+
+        state, its = draft_in_rounds(self.plan, inputs, context_lens, state, newest, carried, guess)
+        drafter = dataclasses.replace(drafter, caches=its.caches)
+        return dataclasses.replace(state, drafter=drafter)
+
+    def after(
+        self, inputs: StepInputs, forward: Forward, ends: Ends, state: DeviceState
+    ) -> tuple[DeviceState, jax.Array]:
+        """Note for each row the token before the newest."""
+        num_drafts = 0 if inputs.num_drafts is None else inputs.num_drafts
+        last = forward.token_ids.at[inputs.query_starts[1:] - 1 - num_drafts].get(mode="clip")
+        known = jnp.concatenate([last[:, None], ends.tokens], axis=1)
+        before = jnp.take_along_axis(known, ends.num_accepted[:, None], axis=1)[:, 0]
+        drafter: DraftModelState = state.drafter
+        noted = drafter.before.at[inputs.slots].set(before, mode="drop")
+        state = dataclasses.replace(state, drafter=dataclasses.replace(drafter, before=noted))
+        return state, jnp.zeros_like(ends.lengths)
 
 
 @jax.tree_util.register_dataclass
@@ -274,11 +229,3 @@ def _run(
         add_norm=plan.add_norm,
     )
     return model(token_ids, positions, caches, context)
-
-
-def _fitted(logits: jax.Array, width: int) -> jax.Array:
-    """Logits with as many columns as the model's. Ids above the smaller vocabulary are padding."""
-    missing = width - logits.shape[1]
-    if missing <= 0:
-        return logits[:, :width]
-    return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)

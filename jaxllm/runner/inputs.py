@@ -16,7 +16,7 @@ from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW
 
 from jaxllm.plan.buckets import Bucket
 from jaxllm.runner.slices import DeviceSlice
-from jaxllm.scheduler.schedule import Schedule
+from jaxllm.scheduler.schedule import NO_TOKEN, Schedule
 
 # The token of padding. No vocabulary has it, so its embedding is zero.
 PADDING_TOKEN = np.iinfo(np.int32).max
@@ -41,6 +41,9 @@ class StepInputs:
     samples: jax.Array  # bool [R]; late rows sample in `runner.late`
     # i32 [R]: how many of the row's last tokens are drafts; only where rows may have some
     num_drafts: jax.Array | None
+    # i32 [R]: the token behind a row that samples none; NO_TOKEN for others. Only for a head that
+    # drafts, and where rows may have more tokens than one.
+    next_tokens: jax.Array | None
     row_params: jax.Array  # i32 [R, columns]: encoded sampling parameters
     block_updates: jax.Array  # i32 [U, 3]: row of the tables (`table_row`), index in it, block
     slices: dict[str, dict[str, jax.Array]]  # of the features in this program, i32
@@ -73,6 +76,7 @@ class InputLayout:
         num_param_columns: int,
         features: Sequence[DeviceSlice] = (),
         speculates: bool = False,
+        reads_ahead: bool = False,
     ):
         self.bucket = bucket
         # The features in the programs of this bucket, and the fields of this layout by the names
@@ -101,6 +105,9 @@ class InputLayout:
             }
         if self._has_drafts:
             shapes["num_drafts"] = (rows,)
+        self._reads_ahead = reads_ahead and not bucket.decode_only
+        if self._reads_ahead:
+            shapes["next_tokens"] = (rows,)
         for feature in self.features:
             its = feature.fields(bucket)
             keys = {name: f"{feature.name}.{name}" for name in its}
@@ -150,6 +157,10 @@ class InputLayout:
             view["query_starts"][rows + 1 :] = tokens
         if schedule.num_drafts is not None:
             view["num_drafts"][:rows] = schedule.num_drafts
+        if self._reads_ahead:
+            view["next_tokens"][...] = NO_TOKEN
+            if schedule.next_tokens is not None:
+                view["next_tokens"][:rows] = schedule.next_tokens
         for feature in self.features:
             its = {name: view[key] for name, key in self._slices[feature.name].items()}
             feature.pack(its, schedule.slices.get(feature.name))
@@ -187,4 +198,5 @@ class InputLayout:
             feature: {name: field.pop(key) for name, key in names.items()}
             for feature, names in self._slices.items()
         }
-        return StepInputs(**{"num_drafts": None, **field}, slices=slices)
+        absent = {"num_drafts": None, "next_tokens": None}
+        return StepInputs(**{**absent, **field}, slices=slices)

@@ -23,7 +23,7 @@ from jaxllm.layers.context import StepContext
 from jaxllm.logging import init_logger
 from jaxllm.models.base import Model
 from jaxllm.models.specs import Architecture
-from jaxllm.parallel.sharding import sharding
+from jaxllm.parallel.sharding import num_pieces, sharding
 from jaxllm.plan.choose_kv_cache import KVCachePlan
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.quantization.kv_cache import LARGEST_CODE, KVCodes
@@ -91,9 +91,10 @@ def with_calculated_scales(plan: EnginePlan, states: list[nnx.State]) -> list[nn
             model, state = plan.abstract_model(stage), states[stage.index]
             hidden, scales = _read(plan, plan.kv_cache, model, state, hidden, stage.mesh)
             states[stage.index] = _placed(model, state, scales)
-    draft = plan.draft
+    draft = plan.draft_model
     if draft is not None and draft.kv_cache is not None and draft.kv_cache.is_calculated:
-        model, text = plan.abstract_draft(), _made_up_text(plan, draft.architecture)
+        model: Any = plan.abstract_draft()
+        text = _made_up_text(plan, draft.architecture)
         _, scales = _read(plan, draft.kv_cache, model, states[-1], text, plan.stages[0].mesh)
         states[-1] = _placed(model, states[-1], scales)
     return states
@@ -120,7 +121,8 @@ def _read(
     configs = model.attention_configs
     names = [f"{name}.kv_scales" for name in model.cached_mixers]
     backend: Any = _Watcher(XlaBackend().tuned_for(plan.chip))
-    num_heads = [config.num_kv_heads * mesh.size for config in configs]
+    num_shards = num_pieces(mesh, ("heads",))
+    num_heads = [config.num_kv_heads * num_shards for config in configs]
 
     @functools.partial(jax.jit, compiler_options=dict(plan.compiler_options) or None)
     def read(

@@ -38,6 +38,7 @@ from jaxllm.scheduler.schedule import (
     Schedule,
     StepResult,
 )
+from jaxllm.weights import converted
 from jaxllm.weights.loader import load_parts
 
 logger = init_logger(__name__)
@@ -147,7 +148,7 @@ class ModelRunner:
             row = slot_row(admission, self._plan.num_logits, self._plan.max_model_len)
             if row is not None:
                 self._model.write_slot(admission.slot, row)
-            if self._plan.speculation is not None and self._plan.draft is None:
+            if self._plan.speculation is not None and self._plan.speculation.proposes:
                 self._admit_drafts(admission)
         if schedule.draft_reads is not None:
             self._stages[0].read_draft(*self._packer.pack_reads(schedule.draft_reads))
@@ -227,17 +228,17 @@ class ModelRunner:
     def _load_weights(self) -> list[list[jax.Array]]:
         """Load the weights of each stage."""
         plan, start = self._plan, time.perf_counter()
-        states = load_parts(
-            plan.model_dir,
-            [(plan.abstract_model(stage), stage.mesh) for stage in plan.stages],
-            load_format=plan.load_format,
-            seed=plan.seed,
-        )
+        parts = [(plan.abstract_model(stage), stage.mesh) for stage in plan.stages]
+        if plan.load_format == "orbax":
+            states, of_draft = converted.load(plan.model_dir, parts), "auto"
+        else:
+            of_draft = plan.load_format
+            states = load_parts(plan.model_dir, parts, load_format=of_draft, seed=plan.seed)
         if plan.draft is not None:
             states += load_parts(
                 plan.draft.model_dir,
                 [(plan.abstract_draft(), plan.stages[0].mesh)],
-                load_format=plan.load_format,
+                load_format=of_draft,
                 seed=plan.seed,
             )
         logger.info(

@@ -39,6 +39,7 @@ class StepPacker:
         features: Sequence[DeviceSlice] = (),
         num_mask_words: int = 0,
         speculates: bool = False,
+        reads_ahead: bool = False,
         read_sizes: Sequence[int] = (),
         num_read_rows: int = 0,
     ):
@@ -53,6 +54,7 @@ class StepPacker:
                 num_param_columns=columns,
                 features=features,
                 speculates=speculates,
+                reads_ahead=reads_ahead,
             )
             for bucket in buckets
         }

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxllm.models.specs import Caches
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
@@ -33,14 +34,19 @@ def abstract_drafts(plan: EnginePlan, mesh: Mesh) -> tuple[Any, Any]:
     """Shapes and shardings of the drafts and of the drafter's tables."""
     speculation = plan.speculation
     assert speculation is not None
-    drafts = jax.ShapeDtypeStruct((plan.max_num_seqs, speculation.num_drafts), jnp.int32)
+    num_slots, everywhere = plan.max_num_seqs, sharding(mesh)
+    drafts = jax.ShapeDtypeStruct((num_slots, speculation.num_drafts), jnp.int32)
     if plan.draft is not None:
-        before: Any = jax.ShapeDtypeStruct((plan.max_num_seqs,), jnp.int32)
-        drafts, before = place((drafts, before), sharding(mesh))
         caches: Any = plan.draft.cache_shapes
+        before: Any = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
+        size = plan.architecture.hidden_size
+        hidden: Any = jax.ShapeDtypeStruct((num_slots, size), plan.dtype)
+        drafts, before, hidden = place((drafts, before, hidden), everywhere)
+        if plan.draft_head is not None:
+            return drafts, DraftHeadState(caches=caches, hidden=hidden)
         return drafts, DraftModelState(caches=caches, before=before)
     tables = make_drafter(speculation).abstract(plan.max_num_seqs, plan.max_model_len)
-    return jax.tree.map(lambda leaf: place(leaf, sharding(mesh)), (drafts, tables))
+    return jax.tree.map(lambda leaf: place(leaf, everywhere), (drafts, tables))
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +56,16 @@ class DraftModelState:
 
     caches: tuple[jax.Array, ...]  # as those of the model, in the blocks of its first cache group
     before: jax.Array  # i32 [S]: the token before the newest of each slot's request
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftHeadState:
+    """What a head that drafts keeps."""
+
+    caches: Caches  # in the blocks of the cache groups with its layer's windows
+    # [S, D]: what the head has entered of the model's hidden state at the token before the newest.
+    hidden: jax.Array
 
 
 @jax.tree_util.register_dataclass

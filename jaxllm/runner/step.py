@@ -24,9 +24,12 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
 from jaxllm.layers.context import StepContext
 from jaxllm.models.base import Model
+from jaxllm.models.draft_head import DraftHead
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
-from jaxllm.runner.draft_model import draft_ahead
+from jaxllm.runner.draft_head import HeadDrafting
+from jaxllm.runner.draft_model import ModelDrafting
+from jaxllm.runner.drafting import Drafting, Forward, Proposing
 from jaxllm.runner.inputs import InputLayout, StepInputs, table_row
 from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.state import DeviceState
@@ -36,17 +39,18 @@ from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.sampling.sampler import sample
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, NO_TOKEN
+from jaxllm.speculation.drafters import make_drafter
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The static part of a model. Together with the weights it makes the module again."""
+    """The static part of a model or a head. With the weights it makes the module again."""
 
     graphdef: Any
     treedef: Any
 
     @classmethod
-    def of(cls, model: Model) -> "ModelSpec":
+    def of(cls, model: Model | DraftHead) -> "ModelSpec":
         """Take the weights out of a model, concrete or abstract."""
         graphdef, state = nnx.split(model)
         return cls(graphdef, jax.tree.structure(state))
@@ -70,7 +74,7 @@ def make_step(
     draft: ModelSpec | None = None,
 ) -> StepFunction:
     """Make the step of one bucket on one stage. The caller jits it and donates the state. The
-    weights are those of the model, then those of the draft model, if there is one."""
+    weights are those of the model, then those of what drafts, if there are any."""
 
     def step(
         weights: list[jax.Array],
@@ -80,8 +84,10 @@ def make_step(
     ) -> tuple[DeviceState, StepOutputs | jax.Array]:
         inputs = layout.unpack(packed)
         model = spec.merge(weights[: spec.num_weights])
+        head = plan.draft_head
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
         state = dataclasses.replace(state, block_tables=block_tables)
+        drafting = _drafting(plan, model, draft and draft.merge(weights[spec.num_weights :]))
         context_lens = _context_lens(inputs, state.lengths)
         batches = {
             group.window: RaggedBatch(
@@ -100,7 +106,7 @@ def make_step(
         }
         context = StepContext.prepare(
             batches,
-            model.attention_configs,
+            model.attention_configs + (() if head is None else head.attention_configs),
             num_tokens=layout.bucket.num_tokens,
             backend=plan.attention,
             mesh=stage.mesh,
@@ -112,29 +118,47 @@ def make_step(
             assert carried is not None
             entering = _token_ids(inputs, carried)
             if inputs.num_drafts is not None:
-                if draft is not None:
-                    drafter = draft.merge(weights[spec.num_weights :])
-                    newest = inputs.query_starts[1:] - 1 - inputs.num_drafts
-                    newest = entering.at[newest].get(mode="clip")
-                    state = draft_ahead(plan, drafter, inputs, context_lens, state, newest)
+                assert drafting is not None
+                newest = inputs.query_starts[1:] - 1 - inputs.num_drafts
+                newest = entering.at[newest].get(mode="clip")
+                state = drafting.ahead(inputs, context_lens, state, newest)
                 entering = with_drafts(entering, inputs, state)
         positions = _positions(inputs, context_lens)
-        hidden, caches = model(entering, positions, state.caches, context)
+        tapped = ()
+        if drafting is None or not drafting.taps:
+            hidden, caches = model(entering, positions, state.caches, context)
+        else:
+            hidden, tapped, caches = model.tapped(
+                entering, positions, state.caches, context, drafting.taps
+            )
         state = dataclasses.replace(state, caches=caches)
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
-            if plan.speculation is None:
+            if drafting is None:
                 return _sample(plan, model, inputs, context_lens, hidden, state, slices)
             last = functools.partial(
                 _sample, plan, model, inputs, context_lens, hidden, state, slices
             )
             assert entering is not None
+            context = dataclasses.replace(context, positions=positions)
+            forward = Forward(entering, hidden, tapped, context)
             return verify_and_propose(
-                plan, model, inputs, context_lens, entering, hidden, state, slices, last
+                plan, model, drafting, inputs, context_lens, forward, state, slices, last
             )
         return _set_lengths(state, inputs, context_lens), hidden
 
     return step
+
+
+def _drafting(plan: EnginePlan, model: Any, drafts: Any) -> Drafting | None:
+    """What drafts in the engine; `drafts` is the second model or the head, if there is one."""
+    if plan.speculation is None:
+        return None
+    if plan.draft_head is not None:
+        return HeadDrafting(plan, model, drafts)
+    if plan.draft_model is not None:
+        return ModelDrafting(plan, drafts)
+    return Proposing(plan, make_drafter(plan.speculation))
 
 
 def _sample(

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.runner.draft_model import note_before
+from jaxllm.runner.drafting import Drafting, Ends, Forward
 from jaxllm.runner.inputs import StepInputs
 from jaxllm.runner.outputs import DraftedOutputs, StepOutputs
 from jaxllm.runner.state import DeviceState
@@ -28,7 +28,6 @@ from jaxllm.sampling.sampler import record_accepted, sample
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.scheduler.schedule import DRAFT_TOKEN, NO_TOKEN
 from jaxllm.speculation.drafter import NO_DRAFT
-from jaxllm.speculation.drafters import make_drafter
 
 
 def with_drafts(token_ids: jax.Array, inputs: StepInputs, state: DeviceState) -> jax.Array:
@@ -56,28 +55,26 @@ class _Sampled(NamedTuple):
 def verify_and_propose(
     plan: EnginePlan,
     model: Any,
+    drafting: Drafting,
     inputs: StepInputs,
     context_lens: jax.Array,
-    token_ids: jax.Array,
-    hidden: jax.Array,
+    forward: Forward,
     state: DeviceState,
     slices: dict[str, dict[str, jax.Array]],
     sample_last: Callable[[], tuple[DeviceState, StepOutputs]],
 ) -> tuple[DeviceState, StepOutputs]:
-    """End a step of these tokens. `slices` are those of its features. `sample_last` samples one
-    token for each row, after the row's last one: the same in a program without rows with drafts.
-    """
+    """End a step. `slices` are those of its features. `sample_last` samples one token for each row,
+    after the row's last one: the same in a program without rows with drafts."""
     if inputs.num_drafts is None:
         state, outputs = sample_last()
         none = jnp.zeros_like(context_lens)
-        state, proposed = _propose(
-            plan, inputs, token_ids, outputs.tokens[:, None], none, context_lens, state
-        )
+        ends = Ends(outputs.tokens[:, None], none, context_lens)
+        state, proposed = drafting.after(inputs, forward, ends, state)
         figures = jnp.stack([proposed, none], axis=1)
         drafted = DraftedOutputs(figures=figures, logprobs=None)
         return state, dataclasses.replace(outputs, drafted=drafted)
 
-    sampled = _verify(plan, model, inputs, context_lens, hidden, state)
+    sampled = _verify(plan, model, inputs, context_lens, forward.hidden, state)
     lengths = context_lens - inputs.num_drafts + sampled.num_accepted
     state = dataclasses.replace(
         state,
@@ -85,9 +82,8 @@ def verify_and_propose(
         slots=sampled.slots,
         lengths=state.lengths.at[inputs.slots].set(lengths, mode="drop"),
     )
-    state, proposed = _propose(
-        plan, inputs, token_ids, sampled.tokens, sampled.num_accepted, lengths, state
-    )
+    ends = Ends(sampled.tokens, sampled.num_accepted, lengths)
+    state, proposed = drafting.after(inputs, forward, ends, state)
     figures = jnp.concatenate(
         [proposed[:, None], sampled.num_accepted[:, None], sampled.tokens[:, 1:]], axis=1
     )
@@ -170,45 +166,3 @@ def _verify(
         jax.tree.map(lambda x: by_row(x).reshape(-1, *x.shape[1:]), sampled.logprobs),
         logits[:num_rows] if plan.leaves_logits else None,
     )
-
-
-def _propose(
-    plan: EnginePlan,
-    inputs: StepInputs,
-    token_ids: jax.Array,
-    tokens: jax.Array,
-    num_accepted: jax.Array,
-    lengths: jax.Array,
-    state: DeviceState,
-) -> tuple[DeviceState, jax.Array]:
-    """Draft the next tokens of each row. Return how many there are, i32 [R]: none if a model
-    drafts, which does it at the begin of the next step.
-
-    `tokens` i32 [R, n] are those that the rows have sampled, `lengths` i32 [R] the number of those
-    in the caches: of all but the newest. With more rows than may have drafts nothing is proposed.
-    """
-    speculation = plan.speculation
-    assert speculation is not None and state.drafts is not None
-    if plan.draft is not None:
-        state = note_before(state, inputs, token_ids, tokens, num_accepted)
-        return state, jnp.zeros_like(lengths)
-    drafter, k = make_drafter(speculation), speculation.num_drafts
-    num_rows = len(lengths)
-    most = min(num_rows, speculation.max_rows)
-    slots = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
-    ends = lengths + 1
-    with jax.named_scope("propose"):
-        num_tokens = jnp.where(inputs.samples, 1 + num_accepted, 0)
-        tables = drafter.record(state.drafter, tokens, num_tokens, slots, ends)
-        drafts = jax.lax.cond(
-            # Padding rows are the last ones.
-            jnp.any(inputs.samples) & jnp.all(inputs.slots[most:] >= plan.max_num_seqs),
-            lambda: drafter.propose(tables, k, slots[:most], ends[:most]),
-            lambda: jnp.full((most, k), NO_DRAFT, jnp.int32),
-        )
-    are_there = (drafts != NO_DRAFT) & inputs.samples[:most, None]
-    proposed = jnp.sum(are_there, axis=1, dtype=jnp.int32)
-    state = dataclasses.replace(
-        state, drafts=state.drafts.at[slots[:most]].set(drafts, mode="drop"), drafter=tables
-    )
-    return state, jnp.pad(proposed, (0, num_rows - most))

@@ -16,6 +16,7 @@ from jaxllm.scheduler.schedule import (
     CARRIED_TOKEN,
     DRAFT_TOKEN,
     GO_ON,
+    NO_TOKEN,
     Admission,
     DraftReads,
     Schedule,
@@ -28,8 +29,10 @@ class StepDraft:
     """The caller advances `Request.num_computed_tokens` before it adds a row, and counts the
     sampled tokens after `build`. In `build` the features take the step as dispatched."""
 
-    def __init__(self, features: Sequence[Feature] = ()) -> None:
+    def __init__(self, features: Sequence[Feature] = (), *, reads_ahead: bool = False) -> None:
+        """`reads_ahead` is whether the step needs the token behind a part of a prompt."""
         self._features = features
+        self._reads_ahead = reads_ahead
         self.decodes: list[Request] = []  # they compute one token
         # They compute more. The last number is how many of these tokens are drafts.
         self._chunks: list[tuple[Request, int, int]] = []
@@ -126,6 +129,7 @@ class StepDraft:
             token_ids=self._token_ids(),
             num_drafts=num_drafts,
             draft_reads=self.draft_reads,
+            next_tokens=self._next_tokens(samples) if self._reads_ahead else None,
             block_updates=updates,
             admissions=self._admissions,
             wants_logprobs=bool(counts),
@@ -149,6 +153,17 @@ class StepDraft:
             else:
                 flat.fromlist(request.known_tokens(end - size, end))
         return np.frombuffer(flat, np.int32)
+
+    def _next_tokens(self, samples: np.ndarray) -> np.ndarray | None:
+        if samples.all():
+            return None
+        following = np.full(len(samples), NO_TOKEN, np.int32)
+        # A decode samples.
+        for row, (request, _, _) in enumerate(self._chunks, len(self.decodes)):
+            if not samples[row]:
+                end = request.num_computed_tokens
+                (following[row],) = request.known_tokens(end, end + 1)
+        return following
 
     @staticmethod
     def _newest(request: Request, num_drafts: int) -> int:

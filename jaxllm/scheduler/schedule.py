@@ -75,6 +75,9 @@ class Schedule:
     # int32 [rows]: how many of each row's tokens are drafts; None if no row has any.
     num_drafts: np.ndarray | None = None
     draft_reads: DraftReads | None = None
+    # int32 [rows]: the token behind each row that samples none, for a head that drafts; NO_TOKEN
+    # for the other rows. None: no row has one, or nothing asks for it.
+    next_tokens: np.ndarray | None = None
     admissions: list[Admission] = field(default_factory=list)
     wants_logprobs: bool = False  # whether a row that samples wants logprobs
     # Rows that sample late: under a mask that the host makes while the device runs the step. Their

@@ -87,6 +87,7 @@ class Scheduler:
 
         self._places = Places(max_num_seqs=max_num_seqs, kv=kv, features=features, stats=self.stats)
         self._drafting = None
+        self._reads_ahead = speculation is not None and speculation.head is not None
         if speculation is not None:
             assert lanes is None, "a pipeline does not speculate"
             self._drafting = Drafting(
@@ -165,7 +166,7 @@ class Scheduler:
     def schedule(self) -> Schedule | None:
         """Plan the next step, or return None if no request can compute a token now."""
         self._release(wait=False)
-        draft = StepDraft(self._features)
+        draft = StepDraft(self._features, reads_ahead=self._reads_ahead)
         budget, preempted = self._schedule_running(draft, self._max_num_batched_tokens)
         # Blocks that a preemption freed go to running requests, not to new ones.
         if not preempted:

@@ -8,8 +8,8 @@ cache, and which are given back behind a window.
 
 A row with drafts costs more than a decode, even if none is accepted. So a request gets drafts only
 if the drafter had a proposal in its latest step that has come back, and pauses when its drafts have
-brought little; a draft model always has one. The other rows of the step wait for it, too. So nobody
-gets drafts if few of the requests have proposals.
+brought little; a draft model and a head always have one. The other rows of the step wait for it,
+too. So nobody gets drafts if few of the requests have proposals.
 """
 
 from collections.abc import Sequence
@@ -45,6 +45,7 @@ class Drafting:
         max_num_batched_tokens: int,
     ) -> None:
         self._by_requests = speculation.drafts_by_requests
+        self._waits_for_proposals = speculation.proposes
         self._kv = kv
         self._reader: Reader | None = None
         if speculation.draft_model is not None:
@@ -80,7 +81,7 @@ class Drafting:
         for request in running:
             if request.draft_pause:
                 request.draft_pause -= 1
-            elif request.num_proposed or (self._reader is not None and _may_draft(request)):
+            elif request.num_proposed or (not self._waits_for_proposals and _may_draft(request)):
                 gain += request.draft_gain
         if gain < _MIN_GAIN * num_running:
             self._most = 0
@@ -109,7 +110,7 @@ class Drafting:
         """How many drafts a request gets behind its newest token."""
         if not self._most or request.draft_pause or not _may_draft(request):
             return 0
-        if self._reader is None and not request.num_proposed:
+        if self._waits_for_proposals and not request.num_proposed:
             return 0
         count = min(self._most, self._spare, request.max_num_tokens - request.num_tokens - 1)
         if self._reader is not None:

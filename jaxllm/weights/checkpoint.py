@@ -34,16 +34,19 @@ _DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I8": np.dtype(np.int8),
+    "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "U8": np.dtype(np.uint8),
 }
-# Blocks of GGUF are values, too, unless they are asked for their codes.
-_GGUF_VALUES = tuple(NAMES[kind] for kind, its in BLOCK_TYPES.items() if its.codes is not None)
-# The types of tensors of a kind, as `jaxllm.models.checkpoint_map` has it.
+_BLOCKS = tuple(NAMES[kind] for kind, its in BLOCK_TYPES.items() if its.codes is not None)
+# The types of tensors of a kind, as `jaxllm.models.checkpoint_map` has it. Blocks of GGUF are read
+# as what they stand for, unless they are asked for their codes.
 TYPES: dict[Kind, tuple[str, ...]] = {
-    "float": ("F32", "F16", "BF16", *_GGUF_VALUES),
+    "float": ("F32", "F16", "BF16", *_BLOCKS),
+    "blocks": _BLOCKS,
     "int8": ("I8",),
     "float8_e4m3fn": ("F8_E4M3",),
+    "int64": ("I64",),
     "scale": ("F32", "F16", "BF16", "F8_E8M0", "F8_E4M3"),
     "power": ("U8", "F8_E8M0"),
     "int32": ("I32",),

@@ -23,6 +23,7 @@ from jaxllm.errors import CheckpointError, UnsupportedModelError
 from jaxllm.logging import init_logger
 from jaxllm.models.base import Model
 from jaxllm.models.checkpoint_map import CheckpointMap, Rows, Source, Stored
+from jaxllm.models.draft_head import DraftHead
 from jaxllm.parallel.sharding import Axes, Part, make_mesh, num_pieces, sharding
 from jaxllm.plural import counted
 from jaxllm.weights.checkpoint import (
@@ -58,7 +59,7 @@ def load_weights(
 
 def load_parts(
     model_dir: Path,
-    parts: Sequence[tuple[Model, Mesh]],
+    parts: Sequence[tuple[Model | DraftHead, Mesh]],
     *,
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
     seed: int = 0,

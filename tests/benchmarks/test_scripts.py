@@ -18,6 +18,7 @@ SCRIPTS = [
     "offline",
     "plots",
     "predict",
+    "quality",
     "replicas",
     "sampler",
     "serve",

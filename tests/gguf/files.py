@@ -132,8 +132,10 @@ def as_blocks(values: np.ndarray, kind: int, seed: int) -> tuple[np.ndarray, np.
     try:
         data = gguf.quants.quantize(values, qtype)
     except NotImplementedError:
-        data = random_blocks(kind, values.size // its.size, seed)
-        data = data.reshape(*values.shape[:-1], -1)
+        count = values.size // its.size
+        rough = gguf.quants.dequantize(random_blocks(kind, count, seed), qtype)
+        size = 0.1 * values.std() / rough.std()
+        data = random_blocks(kind, count, seed, size).reshape(*values.shape[:-1], -1)
     return data, gguf.quants.dequantize(data, qtype).reshape(values.shape)
 
 

@@ -9,18 +9,18 @@ from jaxllm.gguf.blocks import NAMES, TYPES, values
 CODED = [kind for kind, its in TYPES.items() if its.codes is not None]
 
 
-def random_blocks(kind: int, count: int, seed: int = 0) -> np.ndarray:
-    """Blocks of any bits, whose scales are numbers of a usual size."""
+def random_blocks(kind: int, count: int, seed: int = 0, size: float = 0.1) -> np.ndarray:
+    """Blocks of any bits, whose scales are up to a size."""
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (count, TYPES[kind].num_bytes), np.uint8)
     name = NAMES[kind]
     if name == "MXFP4":
-        data[:, 0] = rng.integers(110, 130, count)
+        data[:, 0] = 127 + int(np.log2(size)) + rng.integers(-2, 2, count)
         return data
     last = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
     places = last.get(name, (0, 2) if TYPES[kind].codes.has_offsets else (0,))
     for place in places:
-        scales = rng.uniform(-0.1, 0.1, count).astype("<f2")
+        scales = rng.uniform(-size, size, count).astype("<f2")
         data[:, place : place + 2] = scales.view(np.uint8).reshape(count, 2)
     return data
 

@@ -1,5 +1,6 @@
 """Models in GGUF files compute what checkpoints with the same weights compute."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -29,6 +30,48 @@ def test_floats_of_16_bits_are_read(kind, tmp_path):
     config = read_json(resolve_model_dir(str(file)) / "config.json")
     assert config["dtype"] == {"F16": "float16", "BF16": "bfloat16"}[kind]
     np.testing.assert_allclose(logits_of(file), logits_of(plain), atol=1e-4, rtol=0)
+
+
+def mixed(name: str) -> str:
+    """As files of many types have it: other ones for values and down projections."""
+    if "attn_v" in name or "ffn_down" in name:
+        return "Q6_K"
+    return "F32" if "token_embd" in name else "Q4_K"
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256}
+# The type of tensors, by their names; architecture; fields; and the codes of q, k and v in layer 0.
+CODED = {
+    "Q8_0": (lambda name: "Q8_0", "llama", {}, np.int8),
+    "Q4_0": (lambda name: "Q4_0", "qwen2", {}, np.uint8),
+    "Q5_1 and Q4_1": (lambda n: "Q5_1" if "_v" in n else "Q4_1", "gemma2", {}, np.int8),
+    "Q4_K and Q6_K": (mixed, "llama", WIDE, np.int8),
+    "Q4_K": (lambda name: "Q4_K", "llama", WIDE, np.uint8),
+    "MXFP4 beside Q8_0": (
+        lambda name: "MXFP4" if "exps" in name else "Q8_0",
+        "qwen3moe", {"hidden_size": 64, "moe_intermediate_size": 32}, np.int8,
+    ),
+    "MXFP4 and IQ4_NL": (
+        lambda name: "IQ4_NL" if "down" in name or "_v" in name else "MXFP4",
+        "mixtral", {"hidden_size": 64, "intermediate_size": 32}, np.int8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_logits_are_those_of_the_weights_that_blocks_stand_for(name, tmp_path):
+    type_of, architecture, fields, codes = CODED[name]
+    file, plain = write_pair(tmp_path, architecture, type_of, **fields)
+    model = SingleRow(resolve_model_dir(str(file)))
+    expected = SingleRow(plain).logits(PROMPT)
+    np.testing.assert_allclose(model.logits(PROMPT), expected, atol=1e-3, rtol=0)
+    # No matrix is there as floats but routers, and what groups share.
+    layer = model.weights["model"]["layers"][0]
+    assert layer["self_attn"]["qkv_proj"]["weight"].dtype == codes
+    for path, leaf in jax.tree.leaves_with_path(layer):
+        name = jax.tree_util.keystr(path)
+        if leaf.ndim > 1 and not any(its in name for its in ("_scale", "_offset", "gate'")):
+            assert leaf.dtype in (np.int8, np.uint8), name
 
 
 def test_frequencies_of_llama_3_are_read(tmp_path):

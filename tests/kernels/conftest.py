@@ -2,14 +2,18 @@
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from jaxllm_kernels.native import library as native_library
 from jaxllm_kernels.native.library import _FLAGS, KV_DTYPES, Library, load
 from jaxllm_kernels.platform import Chip, chip_of, processor
+
+from tests.kernels.sass import tools_dir
 
 
 @pytest.fixture
@@ -85,3 +89,20 @@ def any_library(request, library, native_kernels_dir):
         loaded = load(native_kernels_dir)
     assert isinstance(loaded, Library), loaded
     return loaded
+
+
+@pytest.fixture
+def compile_printing(monkeypatch, capfd):
+    """A function that compiles, and returns the program and what the assembler printed."""
+    tools = tools_dir()
+    assert tools is not None
+    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
+
+    def run(compile_it: Callable[[], Any]) -> tuple[Any, str]:
+        jax.clear_caches()  # what is cached is not printed again
+        capfd.readouterr()
+        return compile_it(), "".join(capfd.readouterr())
+
+    return run

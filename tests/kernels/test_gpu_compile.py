@@ -1,25 +1,14 @@
-"""The GPU kernels become good machine code: compiled for an H200 on a machine without a GPU.
+"""The GPU kernels become good machine code: compiled for an H200 on a machine without a GPU."""
 
-It needs JAX's CUDA plugin and the compiler's wheels, no driver: pip install --no-deps
-jax-cuda13-plugin jax-cuda13-pjrt (of JAX's version) nvidia-cuda-nvcc nvidia-nvvm
-nvidia-cuda-nvdisasm. Without nvidia-nvjitlink: JAX 0.12 would assemble with that, and it leaves
-every warpgroup the registers that it starts with.
-"""
-
-import importlib.util
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights
 from jaxllm_kernels.experts.gpu import MosaicExperts
 from jaxllm_kernels.experts.gpu_tiles import most_tiles
@@ -33,34 +22,16 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 )
 from jaxllm_kernels.topology import topology_devices
 
+from tests.kernels.sass import Kernels, matrix_shapes, why_no_assembler
+
 BACKEND = get_backend("mosaic_sm90")
 NUM_LAYERS = 2
 NUM_BLOCKS = 4096
 
 
-def _tools_dir() -> Path | None:
-    """Where the wheels keep ptxas and nvdisasm."""
-    spec = importlib.util.find_spec("nvidia")
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        for found in Path(location).glob("*/bin/nvdisasm"):
-            if (found.parent / "ptxas").exists():
-                return found.parent
-    return None
-
-
-def _why_not() -> str | None:
-    if why := why_no_mosaic_gpu():
-        return f"the Mosaic GPU backend {why}"
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        return "needs jax-cuda13-plugin and jax-cuda13-pjrt"
-    if _tools_dir() is None:
-        return "needs nvidia-cuda-nvcc, nvidia-nvvm and nvidia-cuda-nvdisasm"
-    return None
-
-
 pytestmark = [
     pytest.mark.gpu_compile,
-    pytest.mark.skipif(bool(_why_not()), reason=str(_why_not())),
+    pytest.mark.skipif(bool(why_no_assembler()), reason=str(why_no_assembler())),
 ]
 
 
@@ -69,31 +40,10 @@ class Compiled:
     """A step of attention layers."""
 
     hlo: str
-    code: dict[str, str]  # of the machine, by kernel
-    is_serialized: bool  # whether the assembler lets no two matrix products overlap
-    spills: dict[str, int]  # bytes, by kernel
-    registers: dict[str, int]  # per thread, at the start
-    register_changes: dict[str, tuple[int, int]]  # to how many: computing, producing
+    kernels: Kernels
     alias_bytes: int
     temp_bytes: int
     cache: jax.ShapeDtypeStruct
-
-
-@pytest.fixture
-def compile_printing(monkeypatch, capfd):
-    """A function that compiles, and returns the program and what the assembler printed."""
-    tools = _tools_dir()
-    assert tools is not None
-    monkeypatch.setenv("PATH", str(tools), prepend=":")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
-
-    def run(compile_it: Callable[[], Any]) -> tuple[Any, str]:
-        jax.clear_caches()  # what is cached is not printed again
-        capfd.readouterr()
-        return compile_it(), "".join(capfd.readouterr())
-
-    return run
 
 
 @pytest.fixture
@@ -116,16 +66,11 @@ def compile_step(compile_printing):
             lambda: _compile(config, limits, dtype, decode_only, of_heads)
         )
         hlo = compiled.as_text()
-        messages, code = _printed(hlo, log)
         memory = compiled.memory_analysis()
         assert memory is not None
         _COMPILED[key] = Compiled(
             hlo=hlo,
-            code=code,
-            is_serialized=_SERIALIZED in log,
-            spills=_numbers(messages, _SPILLS),
-            registers=_numbers(messages, r"Used (\d+) registers"),
-            register_changes=_register_changes(code),
+            kernels=Kernels.of(hlo, log),
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
             cache=cache,
@@ -137,49 +82,6 @@ def compile_step(compile_printing):
 
 # By the arguments of compile_step: some tests look at the same program.
 _COMPILED: dict[tuple, Compiled] = {}
-
-_SERIALIZED = "wgmma.mma_async instructions are serialized"
-_SPILLS = r"(\d+) bytes spill stores, \d+ bytes spill loads"
-
-# By the kernel's hash: what the assembler said, and the machine code. From JAX 0.12 on a process
-# compiles, and prints, a kernel once, whatever is cleared: several shapes have the same merge.
-_PRINTED: dict[str, tuple[str, str]] = {}
-
-
-def _printed(hlo: str, log: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The assembler's messages and the machine code of each kernel of a program."""
-    messages = _sections(log, r"Compiling entry function '(\w+)_mosaic_gpu_kernel'")
-    code = _sections(log, r"\.text\.(\w+)_mosaic_gpu_kernel:")
-    hashes = {}
-    for line in hlo.splitlines():
-        kernel_hash = re.search(r'kernel_hash = "((?:[^"\\]|\\.)*)"', line)
-        name = re.search(r'op_name="[^"]*/(\w+)/\w+"', line)
-        if kernel_hash and name:
-            hashes[name[1]] = kernel_hash[1]
-    _PRINTED.update({hashes[name]: (messages[name], code[name]) for name in messages})
-    found = {name: _PRINTED[kernel_hash] for name, kernel_hash in hashes.items()}
-    return {name: of[0] for name, of in found.items()}, {name: of[1] for name, of in found.items()}
-
-
-def _sections(log: str, start: str) -> dict[str, str]:
-    sections = re.split(start, log)[1:]
-    return dict(zip(sections[::2], sections[1::2], strict=True))
-
-
-def _numbers(messages: dict[str, str], pattern: str) -> dict[str, int]:
-    found = {name: re.search(pattern, text) for name, text in messages.items()}
-    return {name: int(match[1]) for name, match in found.items() if match}
-
-
-def _register_changes(code: dict[str, str]) -> dict[str, tuple[int, int]]:
-    """What setmaxnreg asks for in the machine code of each kernel."""
-    changes = {}
-    for name, instructions in code.items():
-        taken = re.search(r"USETMAXREG\.TRY_ALLOC\S* \S+ (0x\w+)", instructions)
-        kept = re.search(r"USETMAXREG\.DEALLOC\S* (0x\w+)", instructions)
-        if taken and kept:
-            changes[name] = int(taken[1], 16), int(kept[1], 16)
-    return changes
 
 
 def _compile(
@@ -256,32 +158,19 @@ def config_of(head_size: int, **changes) -> AttentionConfig:
     return AttentionConfig(head_size=head_size, **options)
 
 
-def matrix_shapes(code: str) -> set[str]:
-    """The shapes of the matrix instructions in a kernel's machine code."""
-    return set(re.findall(r"HGMMA\.(\d+x\d+x\d+)", code))
-
-
-def assert_good(compiled: Compiled, kernels: set[str]) -> None:
-    assert set(compiled.spills) == kernels
-    assert_registers_suffice(compiled)
-    assert not any(compiled.spills.values()), compiled.spills
-    assert not compiled.is_serialized
-    # Hopper's matrix instruction and copy engine, in each kernel that reads keys and values.
-    for kernel in kernels - {"merge_decode", "place_heads"}:
-        assert "HGMMA" in compiled.code[kernel], kernel
-        assert "UTMALDG" in compiled.code[kernel], kernel
-    assert_caches_in_place(compiled)
-
-
-def assert_registers_suffice(compiled: Compiled) -> None:
-    """No warpgroup waits for more registers than its thread block has."""
+def assert_good(compiled: Compiled, names: set[str]) -> None:
+    kernels = compiled.kernels
+    assert set(kernels.spills) == names
     for name, num_computing in (("paged_decode", 1), ("paged_prefill", 2)):
-        if name not in compiled.registers:
-            continue
-        assert name in compiled.register_changes, f"setmaxnreg of {name} was ignored"
-        taken, kept = compiled.register_changes[name]
-        warpgroups = num_computing + 1
-        assert num_computing * taken + kept <= warpgroups * compiled.registers[name]
+        if name in names:
+            kernels.assert_registers_suffice(name, num_computing)
+    assert not any(kernels.spills.values()), kernels.spills
+    assert not kernels.is_serialized
+    # Hopper's matrix instruction and copy engine, in each kernel that reads keys and values.
+    for name in names - {"merge_decode", "place_heads"}:
+        assert "HGMMA" in kernels.code[name], name
+        assert "UTMALDG" in kernels.code[name], name
+    assert_caches_in_place(compiled)
 
 
 def assert_caches_in_place(compiled: Compiled) -> None:
@@ -374,7 +263,7 @@ def test_a_step_of_decodes_has_no_prefill_kernel(compile_step):
     compiled = compile_step(config_of(128), 64, decode_only=True)
     assert_good(compiled, DECODE)
     # A group of four is eight columns of the matrix instruction.
-    assert matrix_shapes(compiled.code["paged_decode"]) == {"64x8x16"}
+    assert matrix_shapes(compiled.kernels.code["paged_decode"]) == {"64x8x16"}
 
 
 @pytest.mark.parametrize(
@@ -393,14 +282,14 @@ def test_a_step_of_decodes_has_no_prefill_kernel(compile_step):
 def test_short_rows_have_columns_of_their_own(compile_step, config, shapes):
     compiled = compile_step(config, 64)
     assert_good(compiled, MIXED)
-    assert matrix_shapes(compiled.code["paged_decode"]) == shapes
+    assert matrix_shapes(compiled.kernels.code["paged_decode"]) == shapes
 
 
 def test_a_producer_of_16_bits_only_copies(compile_step):
     """It writes nothing to the ring itself, so it never waits for a copy."""
     compiled = compile_step(config_of(128), 64)
     for kernel in ("paged_decode", "paged_prefill"):
-        computing, producing = compiled.code[kernel].split("USETMAXREG.DEALLOC")
+        computing, producing = compiled.kernels.code[kernel].split("USETMAXREG.DEALLOC")
         assert "STSM" in computing
         assert "UTMALDG" in producing
         assert "STS" not in producing
@@ -484,20 +373,15 @@ def test_experts_compile(compile_printing, model, num_tokens, tile_rows, num_gro
     layer = LAYERS[model]
     compiled, log = compile_printing(lambda: _compile_experts(layer, num_tokens))
     hlo = compiled.as_text()
-    messages, code = _printed(hlo, log)
-    spills, registers = (
-        _numbers(messages, pattern) for pattern in (_SPILLS, r"Used (\d+) registers")
-    )
-    assert spills == {"experts_gate_up": 0, "experts_down": 0}
-    assert _SERIALIZED not in log
-    changes = _register_changes(code)
-    for kernel, instructions in code.items():
+    kernels = Kernels.of(hlo, log)
+    assert kernels.spills == {"experts_gate_up": 0, "experts_down": 0}
+    assert not kernels.is_serialized
+    for name, instructions in kernels.code.items():
         assert matrix_shapes(instructions) == {f"64x{tile_rows}x16"}
         assert "UTMALDG" in instructions and "UTMASTG" in instructions
         # A stage's products are waited for while the next one's run.
         assert "gsb0, 0x0" in instructions and re.search(r"gsb0, 0x[12]", instructions)
-        taken, kept = changes[kernel]
-        assert num_groups * taken + kept <= (num_groups + 1) * registers[kernel]
+        kernels.assert_registers_suffice(name, num_groups)
     # No weights are copied: only rows and what experts make of them are in memory.
     num_rows = tile_rows * most_tiles(num_tokens * layer.num_choices, layer.num_experts, tile_rows)
     row_bytes = (2 + 4) * layer.hidden_size + 2 * layer.size

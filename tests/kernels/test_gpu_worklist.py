@@ -2,7 +2,6 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,8 +10,11 @@ from hypothesis import strategies as st
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
+    DecodeSplit,
+    Pair,
     cut_prefills,
     item_of_worker,
+    list_items,
     split_decodes,
 )
 
@@ -36,9 +38,8 @@ def make_batch(decode_contexts, prefills=(), short=()) -> RaggedBatch:
     )
 
 
-def split(batch, sliding_window=None, short_parts=1):
-    return split_decodes(
-        batch,
+def split_of(sliding_window=None, short_parts=1) -> DecodeSplit:
+    return DecodeSplit(
         num_kv_heads=NUM_KV_HEADS,
         short_parts=short_parts,
         sliding_window=sliding_window,
@@ -48,20 +49,27 @@ def split(batch, sliding_window=None, short_parts=1):
     )
 
 
+def flat(of_workers):
+    return list(itertools.chain.from_iterable(of_workers))
+
+
+def num_blocks(item) -> int:
+    return cdiv(item.end - item.start, BLOCK)
+
+
 contexts_of_decodes = st.lists(st.integers(1, 2000), max_size=NUM_ROWS - 1)
 windows = st.sampled_from([None, 1, 5, 300])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(contexts_of_decodes, windows)
 def test_every_key_of_every_decode_is_attended_to_once(contexts, window):
-    work = split(make_batch(contexts, [(5, 5)]), window)
+    of_workers = list_items(make_batch(contexts, [(5, 5)]), split_of(window))
     seen = np.zeros((NUM_ROWS, NUM_KV_HEADS, 2000), int)
-    worker_items = np.asarray(work.worker_items)
-    for i in range(worker_items[0], worker_items[-1]):
-        row, head, start, end, _ = (int(x[i]) for x in work.items)
-        assert start % LOAD == 0
-        seen[row, head, start:end] += 1
+    for item in flat(of_workers):
+        assert item.start % LOAD == 0
+        assert item.start < item.end
+        seen[item.pair.row, item.pair.head, item.start : item.end] += 1
     expected = np.zeros_like(seen)
     for row, context in enumerate(contexts):
         first = max(context - window, 0) // LOAD * LOAD if window else 0
@@ -69,40 +77,38 @@ def test_every_key_of_every_decode_is_attended_to_once(contexts, window):
     np.testing.assert_array_equal(seen, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(contexts_of_decodes)
 def test_no_worker_has_more_than_its_share_of_blocks(contexts):
-    work = split(make_batch(contexts))
-    start, end = np.asarray(work.items.start), np.asarray(work.items.end)
-    blocks = -(-(end - start) // BLOCK)
+    of_workers = list_items(make_batch(contexts), split_of())
     total = NUM_KV_HEADS * sum(cdiv(context, BLOCK) for context in contexts)
-    for first, last in zip(work.worker_items, work.worker_items[1:], strict=False):
-        assert blocks[first:last].sum() <= cdiv(total, NUM_WORKERS)
+    for items in of_workers:
+        assert sum(map(num_blocks, items)) <= cdiv(total, NUM_WORKERS)
 
 
-@settings(max_examples=60, deadline=None)
-@given(contexts_of_decodes, windows)
-def test_no_item_is_empty(contexts, window):
-    work = split(make_batch(contexts, [(5, 5)]), window)
-    num_items = int(work.worker_items[-1])
-    assert (work.items.end > work.items.start)[:num_items].all()
+def assert_merged_where_they_belong(batch, split):
+    """Each pair merges the numbers that its items have."""
+    work = split_decodes(batch, split)
+    shares = split.shares(work)
+    numbers = {}
+    for worker, items in enumerate(list_items(batch, split)):
+        for item in items:
+            numbers.setdefault(item.pair, []).append(int(split.number(shares, item.pair)) + worker)
+    assert len({*flat(numbers.values())}) == len(flat(numbers.values()))
+    for row, head, part in np.ndindex(NUM_ROWS, NUM_KV_HEADS, split.short_parts):
+        pair = Pair(row, head, part)
+        is_decode = row < batch.num_decodes
+        if is_decode and part > 0:
+            continue  # the kernel skips them
+        number = int(split.number(shares, pair))
+        first, last = map(int, split.workers(work, shares, pair))
+        assert numbers.get(pair, []) == [number + worker for worker in range(first, last)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(contexts_of_decodes)
 def test_partial_results_are_merged_where_they_belong(contexts):
-    work = split(make_batch(contexts))
-    merged = []
-    for pair, (first, last) in enumerate(zip(work.pair_first, work.pair_last, strict=True)):
-        for i in range(int(first), int(last)):
-            if work.items.end[i] > work.items.start[i]:
-                row, head = int(work.items.row[i]), int(work.items.head[i])
-                assert pair == row * NUM_KV_HEADS + head
-            assert i < work.worker_items[-1]
-            merged.append(i)
-    with_keys = np.flatnonzero(np.asarray(work.items.end) > np.asarray(work.items.start))
-    assert set(with_keys) <= set(merged)
-    assert len(set(merged)) == len(merged)
+    assert_merged_where_they_belong(make_batch(contexts), split_of())
 
 
 short_rows = st.lists(
@@ -115,57 +121,52 @@ short_rows = st.lists(
 @given(st.lists(st.integers(1, 2000), max_size=2), short_rows, windows, st.sampled_from([1, 3]))
 def test_every_part_of_a_short_row_attends_to_every_key_once(contexts, short, window, parts):
     batch = make_batch(contexts, [(9, 9)], short)
-    work = jax.tree.map(np.asarray, split(batch, window, parts))
-    row, head, start, end, _ = work.items
-    num_items, first_short = work.worker_items[-1], work.short.first_item[0]
-    assert (end > start)[:num_items].all()
-    assert (row[:first_short] < len(contexts)).all()
-
     seen = np.zeros((parts, NUM_ROWS, NUM_KV_HEADS, 2000), int)
-    pairs = zip(work.pair_first, work.pair_last, strict=True)
-    for pair, (first, last) in zip(np.ndindex(seen.shape[:3]), pairs, strict=True):
-        for i in range(first, last):
-            assert pair == (work.short.part[i], row[i], head[i])
-            seen[pair][start[i] : end[i]] += 1
+    for items in list_items(batch, split_of(window, parts)):
+        are_short = [item.pair.row >= len(contexts) for item in items]
+        assert are_short == sorted(are_short)  # decodes come first
+        for item in items:
+            assert item.start < item.end
+            row, head, part = item.pair
+            seen[part, row, head, item.start : item.end] += 1
     expected = np.zeros_like(seen)
     for i, (tokens, context) in enumerate([*((1, context) for context in contexts), *short]):
         first = max(context - tokens + 1 - window, 0) // LOAD * LOAD if window else 0
         expected[: parts if tokens > 1 else 1, i, :, first:context] = 1
     np.testing.assert_array_equal(seen, expected)
 
-    for i in range(first_short, num_items):
-        tokens, context = short[row[i] - len(contexts)]
-        assert work.short.token[i] == batch.query_starts[row[i]]
-        assert work.short.position[i] == context - tokens
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(1, 2000), max_size=2), short_rows, st.sampled_from([1, 3]))
+def test_parts_are_merged_where_they_belong(contexts, short, parts):
+    batch = make_batch(contexts, [(9, 9)], short)
+    assert_merged_where_they_belong(batch, split_of(short_parts=parts))
 
 
 @settings(max_examples=40, deadline=None)
 @given(short_rows)
 def test_parts_are_at_the_same_keys_at_the_same_time(short):
     num_parts = 3
-    work = jax.tree.map(np.asarray, split(make_batch([], short=short), None, num_parts))
-    row, head, start, end, _ = work.items
+    of_workers = list_items(make_batch([], short=short), split_of(None, num_parts))
     times = {}  # of each block, by part: the blocks that its worker has done before
-    for first, last in itertools.pairwise(work.worker_items):
+    for items in of_workers:
         before = itertools.count()
-        for i in range(first, last):
-            for key in range(start[i], end[i], BLOCK):
-                block = row[i], head[i], key
-                times.setdefault(block, {})[work.short.part[i]] = next(before)
+        for item in items:
+            for key in range(item.start, item.end, BLOCK):
+                block = item.pair.row, item.pair.head, key
+                times.setdefault(block, {})[item.pair.part] = next(before)
     for by_part in times.values():
         assert len(by_part) == num_parts
         assert len(set(by_part.values())) == 1
 
 
 def test_a_long_row_is_shared_out():
-    work = split(make_batch([1280]))  # 2 heads of 10 blocks over 5 workers
-    np.testing.assert_array_equal(np.diff(work.worker_items), [1, 1, 2, 1, 1])
+    of_workers = list_items(make_batch([1280]), split_of())  # 2 heads of 10 blocks over 5 workers
+    assert [len(items) for items in of_workers] == [1, 1, 2, 1, 1]
 
 
 def test_a_batch_without_decodes_is_no_work():
-    work = split(make_batch([], [(5, 5)]))
-    assert int(work.worker_items[-1]) == 0
-    np.testing.assert_array_equal(work.pair_first, work.pair_last)
+    assert not flat(list_items(make_batch([], [(5, 5)]), split_of()))
 
 
 @st.composite

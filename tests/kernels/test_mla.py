@@ -66,5 +66,5 @@ def test_a_cache_has_rows_of_whole_lanes():
 
 
 def test_other_backends_are_refused_by_name():
-    with pytest.raises(ValueError, match="latent attention, for which there is 'reference' and"):
-        get_latent_backend("mosaic_sm90")
+    with pytest.raises(ValueError, match="latent attention, for which there is 'mosaic_sm90' and"):
+        get_latent_backend("native")

@@ -9,7 +9,6 @@ from jaxllm.models.checkpoint_map import (
     CheckpointMap,
     Concat,
     InHalves,
-    Interleaved,
     Rows,
     Stack,
     Tensor,
@@ -27,7 +26,7 @@ class Held(dict):
         super().__init__(tensors)
         self.boxes = []
 
-    def copy(self, name, box, target):
+    def copy(self, name, box, target, kind="float"):
         self.boxes.append((name, box))
         target[...] = self[name][box]
 
@@ -55,21 +54,13 @@ CASES = {
     "stacked": (Stack((A, C)), np.stack([a, c])),
     "transposed": (Transposed(A), a.T),
     "transposed cube": (Transposed(CUBE), cube.swapaxes(1, 2)),
+    "view of transposed": (ViewedAs(Transposed(A), (10, 3)), a.T.reshape(10, 3)),
     "stack of transposed": (Stack((Transposed(A), Transposed(C))), np.stack([a.T, c.T])),
-    "interleaved": (Interleaved((A, C)), np.stack([a, c], 1).reshape(12, 5)),
-    "three interleaved": (
-        Interleaved((LINE, LINE, LINE)),
-        np.stack([line, line, line], 1).reshape(18),
-    ),
     "pairs in halves": (InHalves(Concat((A, C)), 6, 4), np.concatenate([a, c])[PAIRED]),
     "pairs of a line in halves": (InHalves(LINE, 3, 2), line),
     "split rows": (ViewedAs(A, (3, 2, 5)), a.reshape(3, 2, 5)),
     "joined rows": (ViewedAs(CUBE, (6, 4)), cube.reshape(6, 4)),
     "rows that end in the middle of rows": (ViewedAs(A, (10, 3)), a.reshape(10, 3)),
-    "view of interleaved": (
-        ViewedAs(Interleaved((A, C)), (6, 10)),
-        np.stack([a, c], 1).reshape(6, 10),
-    ),
     "experts": (
         Stack((Concat((A, B)), Concat((C, B)))),
         np.stack([np.concatenate([a, b]), np.concatenate([c, b])]),

@@ -23,7 +23,7 @@ class Held(dict):
 
     most = 0
 
-    def copy(self, name, box, target):
+    def copy(self, name, box, target, kind="float"):
         target[...] = self[name][box]
         self.most = max(self.most, target.size)
 

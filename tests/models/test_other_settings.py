@@ -4,13 +4,13 @@ The classes of transformers write the checkpoints, so names of tensors and field
 theirs. All constant parameters are made random.
 """
 
+import copy
 import random
 
 import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError
-from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import family_names
 from jaxllm.testing import tiny_config
 
@@ -64,16 +64,19 @@ def draw(family, seed):
     """A config.json near the family's tiny one, with other values for some of its fields."""
     rng = random.Random(f"{family} {seed}")
     fields = {name: value for name, value in tiny_config(family).items() if value is not None}
-    known = class_of(fields)().to_dict().keys()
+    known = class_of(fields)().to_dict()
     others = {name: rng.random() < 0.5 for name in FLAGS}
     others |= {name: rng.choice(values) for name, values in CHOICES.items()}
+    if any("expert" in name for name in known):
+        del others["hidden_act"]  # other functions than the usual one are refused
     others = {name: value for name, value in others.items() if name in known}
     fields |= {name: value for name, value in others.items() if rng.random() < 0.5}
     if "kv_lora_rank" in fields:
         fields.pop("head_dim", None)  # follows from other fields
     elif "num_key_value_heads" in fields:
         fields["num_key_value_heads"] = rng.choice((1, 2, 4))
-    if "rope_theta" in fields and rng.random() < 0.5:
+    has_one_rope = "full_attention" not in (known.get("rope_parameters") or {})
+    if has_one_rope and "rope_theta" in fields and rng.random() < 0.5:
         theta = fields.pop("rope_theta")
         fields.pop("rope_scaling", None)
         fields["rope_parameters"] = rng.choice(SCALINGS) | {"rope_theta": theta}
@@ -92,7 +95,7 @@ def write(fields, path, seed):
     import transformers
 
     model_class = getattr(transformers, fields["architectures"][0])
-    config = class_of(fields)(**fields)
+    config = class_of(fields)(**copy.deepcopy(fields))
     model = model_class._from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     stored = model.state_dict()
@@ -123,7 +126,6 @@ def test_logits_match_transformers_or_the_setting_is_refused(family, seed, tmp_p
     except (ValueError, NotImplementedError) as error:
         pytest.skip(f"transformers refuses {fields}: {error}")
     try:
-        read_architecture(class_of(fields)(**fields).to_dict() | fields)
         model = single_row(tmp_path, num_blocks=40)
     except (CheckpointError, UnsupportedModelError) as error:
         pytest.skip(f"refused: {error}")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.testing import make_tiny_checkpoint
+from tests.heads import make_eagle
 
 # One engine for each number of shards, and others of two shards that take other ways.
 ONE = {}
@@ -21,15 +22,24 @@ OTHER_WAYS = {
     "drafts": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
 }
 
-ITSELF_DRAFTS = "itself drafts"
+ITSELF_DRAFTS, HEAD_DRAFTS = "itself drafts", "a head drafts"
 
 
 @pytest.fixture(scope="module")
-def answered(engines, sharded_model):
+def answered(engines, sharded_model, tmp_path_factory):
     """What each of them answers, by the name or the number above."""
     variants = {1: ONE, **SHARDS, **{name: SHARDS[2] | way for name, way in OTHER_WAYS.items()}}
     drafts = {"method": "draft_model", "model": str(sharded_model), "num_speculative_tokens": 3}
     variants[ITSELF_DRAFTS] = SHARDS[2] | {"speculative_config": drafts}
+    head = make_eagle(
+        tmp_path_factory.mktemp("heads") / "head",
+        sharded_model,
+        "eagle3",
+        draft_vocab_size=100,
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+    )
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    variants[HEAD_DRAFTS] = SHARDS[2] | {"speculative_config": drafts}
     return dict(zip(variants, engines(sharded_model, *variants.values()), strict=True))
 
 
@@ -40,7 +50,7 @@ def test_any_number_of_shards_gives_the_same_tokens(answered, same_answers, size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [*OTHER_WAYS, ITSELF_DRAFTS])
+@pytest.mark.parametrize("way", [*OTHER_WAYS, ITSELF_DRAFTS, HEAD_DRAFTS])
 def test_equalities_of_the_engine_hold_for_two_shards(answered, same_answers, way):
     same_answers(answered[way], answered[2])
 
@@ -49,7 +59,8 @@ def test_equalities_of_the_engine_hold_for_two_shards(answered, same_answers, wa
 def test_its_engines_took_other_ways(answered):
     assert answered[2]["metrics"]["overlap"] and not answered["plain"]["metrics"]["overlap"]
     assert answered["few blocks"]["metrics"]["num_preemptions"] > 0
-    assert answered["drafts"]["metrics"]["spec_decode_num_draft_tokens"] > 0
+    for way in ("drafts", HEAD_DRAFTS):
+        assert answered[way]["metrics"]["spec_decode_num_draft_tokens"] > 0
     metrics = answered[ITSELF_DRAFTS]["metrics"]
     right, drafted = (metrics[f"spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft"))
     assert right == drafted > 0

@@ -58,12 +58,19 @@ def test_a_bound_counts_rows_and_products_with_latents(model):
     assert window.flops_per_attended == 2 * 2 * 4 * (40 + 32)
 
 
-def test_an_accelerator_runs_loops_of_xla_and_says_so(caplog):
-    for name in ("h200", "v6e"):
-        chip = CHIPS[name]
-        backend = choose_attention("auto", chip, NONE, [LATENTS], LIMITS, "bfloat16")
-        assert backend == XlaLatentBackend().tuned_for(chip) != XlaLatentBackend()
-        assert f"latent attention: XLA's loops, since there is no kernel for {name}" in caplog.text
+def test_an_accelerator_without_kernels_runs_loops_of_xla_and_says_so(caplog):
+    chip = CHIPS["v6e"]
+    backend = choose_attention("auto", chip, NONE, [LATENTS], LIMITS, "bfloat16")
+    assert backend == XlaLatentBackend().tuned_for(chip) != XlaLatentBackend()
+    assert "latent attention: XLA's loops, since there is no kernel for v6e" in caplog.text
+
+
+def test_a_gpu_runs_loops_of_xla_where_its_kernels_refuse(caplog):
+    chip = CHIPS["h200"]
+    backend = choose_attention("auto", chip, NONE, [LATENTS], LIMITS, "bfloat16")
+    assert backend == XlaLatentBackend().tuned_for(chip)
+    # Sizes that no model has; or the version of JAX.
+    assert "attention: not 'mosaic_sm90', since attention backend mosaic_sm90" in caplog.text
 
 
 def test_a_model_of_both_kinds_is_refused():

@@ -121,9 +121,10 @@ def make_model(tmp_path, monkeypatch):
     return make_model
 
 
-def compile_largest(model_dir, device, windows=(None, 1024)):
-    """Compile the largest step of a model, which has decodes and chunks. No array of the shape of a
-    weight or cache is copied, and the caches are updated in place. Return the plan."""
+def compile_largest(model_dir, device, windows=(None, 1024), decode_only=False):
+    """Compile the largest step of a model, which has decodes and chunks, or decodes alone. No array
+    of the shape of a weight or cache is copied, and the caches are updated in place. Return the
+    plan."""
     args = EngineArgs(
         model=model_dir,
         max_num_seqs=32,
@@ -135,7 +136,7 @@ def compile_largest(model_dir, device, windows=(None, 1024)):
     )
     plan = make_plan(args, [device])
     assert tuple(group.window for group in plan.cache_groups) == windows
-    bucket = max(bucket for bucket in plan.buckets if not bucket.decode_only)
+    bucket = max(bucket for bucket in plan.buckets if bucket.decode_only == decode_only)
     program = declare_programs(plan, make_packer(plan).layouts)[bucket]
     compiled = program.compile(program.lower())
     weights, state, _ = program.arguments
@@ -174,9 +175,11 @@ def test_a_step_with_latents_for_tpus(make_model):
 
 @pytest.mark.gpu_compile
 @needs_cuda_plugin
-def test_a_step_with_latents_for_an_h200(make_model):
-    plan = compile_largest(make_model("deepseek_v3"), *topology_devices("h200"), (None,))
-    assert plan.attention.name == "xla"
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_a_step_with_latents_for_an_h200(decode_only, make_model):
+    model, (device,) = make_model("deepseek_v3"), topology_devices("h200")
+    plan = compile_largest(model, device, (None,), decode_only)
+    assert plan.attention.name == "mosaic_sm90"
 
 
 @pytest.mark.gpu_compile

@@ -1,10 +1,13 @@
 """What speculative_config may be, and how everything else is refused."""
 
+import sys
+
 import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.plan.choose import choose_speculation
+from jaxllm.speculation.drafters import make_drafter
 
 
 def read(**fields):
@@ -47,9 +50,13 @@ def test_one_end_of_the_lookup_moves_the_other(fields, lookup):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "method=None is not supported: there are 'ngram' and 'draft_model'"),
-        ({"method": "eagle3", "model": "x"}, "method='eagle3' is not supported: heads"),
+        ({}, "method=None is not supported: there are 'ngram', 'draft_model', 'mtp', 'eagle',"),
+        ({"method": "medusa", "model": "x"}, "method='medusa' is not supported: only heads of"),
+        ({"method": "deepseek_mtp"}, "write 'mtp', whatever the model; there are"),
         ({"method": "suffix"}, "'ngram' finds what prompt and answer repeat; there are"),
+        ({"method": "eagle3"}, "model=None is not supported: 'eagle3' needs the directory"),
+        ({"method": "mtp", "model": "x"}, "model='x' is not supported: 'mtp' has method"),
+        ({"method": "custom_class", "model": "x"}, "needs a drafter as 'module:Class'"),
         ({"method": "draft_model"}, "model=None is not supported: 'draft_model' needs"),
         ({"model": "x", "prompt_lookup_max": 3}, "prompt_lookup_max=3 is not supported: 'draft_"),
         ({"model": "x", "quantization": "fp8"}, "quantization='fp8' is not supported: give"),
@@ -78,6 +85,45 @@ def test_other_fields_and_values_are_refused_by_name(fields, message):
         read(**fields)
     assert message in str(refusal.value)
     assert refusal.value.parameter == "speculative_config"
+
+
+def test_heads_are_asked_for():
+    assert read(method="mtp").head.model is None and read(method="mtp").num_drafts == 1
+    head = read(method="eagle3", model="x", revision="main").head
+    assert (head.model, head.revision) == ("x", "main")
+    assert not read(method="eagle", model="x").proposes and read(method="ngram").proposes
+
+
+class Silent:
+    """A drafter that knows nothing."""
+
+    def __init__(self, speculation):
+        self.num_drafts = speculation.num_drafts
+
+    def abstract(self, num_slots, max_model_len): ...
+    def admit(self, state, slot, tokens): ...
+    def record(self, state, tokens, num_tokens, slots, ends): ...
+    def propose(self, state, num_drafts, slots, ends): ...
+
+
+class Unfinished:
+    def __init__(self, speculation): ...
+    def abstract(self, num_slots, max_model_len): ...
+
+
+def test_a_class_of_a_user_drafts(monkeypatch):
+    fields = {"method": "custom_class", "num_speculative_tokens": 2}
+    monkeypatch.setitem(sys.modules, "drafters_of_user", sys.modules[__name__])
+    drafter = make_drafter(read(model="drafters_of_user:Silent", **fields))
+    assert isinstance(drafter, Silent) and drafter.num_drafts == 2
+    for name, message in (
+        ("drafters_of_user:Unfinished", "a drafter has a function admit"),
+        ("drafters_of_user:Missing", "it cannot be made (AttributeError"),
+        ("no_such_module:Drafter", "it cannot be made (ModuleNotFoundError"),
+    ):
+        with pytest.raises(ValidationError, match="model='") as refusal:
+            make_drafter(read(model=name, **fields))
+        assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,20 @@
 """DeepSeek V3, R1, V3.1, Kimi K2: latent attention; experts in groups that a sigmoid scores.
 
 A stored bias is added to the scores for the choice alone. The first layers are dense. Kimi K2 has
-one group, and the same names. The releases of DeepSeek have one more layer, which drafts tokens; it
-is left out.
+one group, and the same names. The releases of DeepSeek have one more layer, which drafts tokens if
+it is asked to; else it is left out.
 """
 
 import dataclasses
 
 from jaxllm.layers.router import RouterSpec
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap
+from jaxllm.models.draft_head import HeadSpec
 from jaxllm.models.expert_tensors import each_expert
 from jaxllm.models.families.glm4_moe import read_sigmoid_router
 from jaxllm.models.family import Family, pre_norm_layer, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.mtp import next_layer
 from jaxllm.models.read_latent_attention import FOLLOWING, read_latent_attention, with_latents
 from jaxllm.models.read_moe import TRAINING, read_moe
 from jaxllm.models.specs import Architecture, MixerSpec
@@ -77,6 +79,10 @@ def checkpoint(architecture: Architecture) -> CheckpointMap:
     return dataclasses.replace(names, ignored=(*names.ignored, drafting))
 
 
+def draft_head(architecture: Architecture) -> HeadSpec:
+    return next_layer(architecture, checkpoint(architecture))
+
+
 # Of the tiny checkpoints of families with latent attention.
 TINY = {
     "num_key_value_heads": 4,
@@ -112,7 +118,7 @@ HARMLESS = (
     | FOLLOWING
     | dict.fromkeys(
         ("num_nextn_predict_layers", "num_mtp_layers"),
-        "counts layers behind the decoder, which draft tokens and are left out",
+        "counts layers behind the decoder, which draft tokens if they are asked to",
     )
     | {"ep_size": "says how experts were spread over devices in training"}
 )
@@ -129,4 +135,5 @@ FAMILY = Family(
     },
     tiny_gains=TINY_GAINS,
     harmless=HARMLESS,
+    draft_head=draft_head,
 )

@@ -1,8 +1,8 @@
 """GLM-4.5, 4.6, 4.7: experts that a sigmoid scores and a shared MLP; the first layers are dense.
 
 A stored bias is added to the scores for the choice alone. Half of each head is rotated, in halves.
-GLM-4.5 of 355B has norms of queries and keys. The releases have one more layer, which drafts
-tokens; it is left out.
+GLM-4.5 of 355B has norms of queries and keys. The releases have one more layer, which drafts tokens
+if it is asked to; else it is left out.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import dataclasses
 from jaxllm.layers.attention import QKNorm
 from jaxllm.layers.router import RouterSpec
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap
+from jaxllm.models.draft_head import HeadSpec
 from jaxllm.models.expert_tensors import each_expert
 from jaxllm.models.family import (
     Family,
@@ -20,6 +21,7 @@ from jaxllm.models.family import (
     read_norm,
 )
 from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.mtp import next_layer
 from jaxllm.models.read_moe import TRAINING, read_moe
 from jaxllm.models.specs import Architecture
 
@@ -80,6 +82,10 @@ def _checkpoint(architecture: Architecture) -> CheckpointMap:
     return dataclasses.replace(names, ignored=(*names.ignored, draft))
 
 
+def _draft_head(architecture: Architecture) -> HeadSpec:
+    return next_layer(architecture, _checkpoint(architecture))
+
+
 FAMILY = Family(
     read=read,
     checkpoint=_checkpoint,
@@ -103,6 +109,7 @@ FAMILY = Family(
     harmless=TRAINING
     | dict.fromkeys(
         ("num_nextn_predict_layers", "num_mtp_layers"),
-        "counts layers behind the decoder, which draft tokens and are left out",
+        "counts layers behind the decoder, which draft tokens if they are asked to",
     ),
+    draft_head=_draft_head,
 )

@@ -1,6 +1,6 @@
 """GLM-4.7-Flash: the experts of GLM-4.5, with the latent attention of DeepSeek V3.
 
-The releases have one more layer, which drafts tokens; it is left out.
+The releases have one more layer, which drafts tokens if it is asked to; else it is left out.
 """
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
@@ -9,6 +9,7 @@ from jaxllm.models.families.deepseek_v3 import (
     TINY,
     TINY_GAINS,
     checkpoint,
+    draft_head,
     read_with_experts,
 )
 from jaxllm.models.families.glm4_moe import read_sigmoid_router
@@ -77,4 +78,5 @@ FAMILY = Family(
     },
     tiny_gains=TINY_GAINS,
     harmless=HARMLESS,
+    draft_head=draft_head,
 )

@@ -2,15 +2,17 @@
 
 Heads of values are smaller than those of keys, and values are scaled. Layers with a window have
 twice the kv heads of the others, a sink for each head, and a rotation with a base of their own. A
-third of each head is rotated. The layers that draft tokens are left out. Releases in 8 bits are
-refused.
+third of each head is rotated. Of the layers that draft tokens, the first does if it is asked to;
+the others are left out. Releases in 8 bits are refused.
 """
 
 import dataclasses
 
-from jaxllm.errors import CheckpointError, shown
+from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.attention import AttentionSpec
+from jaxllm.layers.mlp import MLPSpec
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap, Place, Source
+from jaxllm.models.draft_head import HeadSpec
 from jaxllm.models.expert_tensors import each_expert
 from jaxllm.models.families.glm4_moe import read_sigmoid_router
 from jaxllm.models.family import (
@@ -23,8 +25,9 @@ from jaxllm.models.family import (
     read_mlp,
 )
 from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.mtp import behind_decoder
 from jaxllm.models.read_moe import TRAINING, read_moe, read_numbers
-from jaxllm.models.specs import Architecture
+from jaxllm.models.specs import Architecture, MixerSpec
 
 # Of the class in transformers, where they are not those that most families share.
 _DEFAULTS = {
@@ -145,6 +148,31 @@ def _checkpoint(architecture: Architecture) -> CheckpointMap:
     return dataclasses.replace(names, ignored=(*names.ignored, r"model\.mtp\..*"))
 
 
+def _draft_head(architecture: Architecture) -> HeadSpec:
+    """The first layer that drafts. It has a window, and no experts."""
+    layers = architecture.layers
+    attentions = (mixer for layer in layers for mixer in layer.mixers if _has_sinks(mixer))
+    attention, dense = next(attentions, None), next((f for f in layers[0].ffns), None)
+    if attention is None or not isinstance(dense, MLPSpec):
+        raise UnsupportedModelError(
+            "the layer that drafts has the window of other layers and the MLP of the first one, "
+            "and the model lacks one of them"
+        )
+    return behind_decoder(
+        architecture,
+        _checkpoint(architecture),
+        layer=dataclasses.replace(layers[0], mixers=(attention,)),
+        at="model.mtp.layers.0",
+        norm="final_layernorm",
+        passes_normed=True,
+        renamed={"post_attention_layernorm": "pre_mlp_layernorm"},
+    )
+
+
+def _has_sinks(mixer: MixerSpec) -> bool:
+    return isinstance(mixer, AttentionSpec) and mixer.has_sinks
+
+
 FAMILY = Family(
     read=read,
     checkpoint=_checkpoint,
@@ -182,7 +210,8 @@ FAMILY = Family(
         "hybrid_block_size": "hybrid_layer_pattern says which layers have a window",
         "hybrid_layer_pattern": "layer_types says the same, if both are given",
         "moe_layer_freq": "mlp_layer_types says the same, if both are given",
-        "num_nextn_predict_layers": "counts layers that draft tokens, which are left out",
+        "num_nextn_predict_layers": "counts layers that draft tokens, of which the first may",
         "num_local_experts": "repeats n_routed_experts",
     },
+    draft_head=_draft_head,
 )

@@ -132,8 +132,13 @@ def get_latent_backend(name: str) -> LatentBackend:
     return _backends[name]
 
 
-# The default backends of every platform, best first. None has a kernel of its own yet.
-DEFAULT_LATENT_BACKENDS = ("xla",)
+# The default backends of platforms that have kernels, best first. The others have XLA alone.
+_DEFAULTS = {"gpu": ("mosaic_sm90", "xla")}
+
+
+def default_latent_backends(chip: Chip) -> tuple[str, ...]:
+    """Names of the default backends of a chip, best first."""
+    return _DEFAULTS.get(chip.platform, ("xla",))
 
 
 def check_latent(limits: BatchLimits, *, dtype: DTypeLike) -> None:

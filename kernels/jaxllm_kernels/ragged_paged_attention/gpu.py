@@ -46,6 +46,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     num_short_parts,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
+    DecodeSplit,
     DecodeWork,
     PrefillTiles,
     cut_prefills,
@@ -60,21 +61,12 @@ _BLOCK_SIZES = (16, 32, 64, 128)
 _MAX_GROUP_SIZE = 32
 
 
-class DecodeKey(NamedTuple):
-    """The parameters, besides the batch, that determine how decodes are split."""
-
-    num_kv_heads: int
-    short_parts: int
-    sliding_window: int  # 0 for none
-    block_tokens: int
-
-
 class Prepared(NamedTuple):
     """The values that the layers of a step share."""
 
     positions: jax.Array  # int32 [T]
     write_blocks: jax.Array  # int32 [T]
-    decodes: dict[DecodeKey, DecodeWork]
+    decodes: dict[DecodeSplit, DecodeWork]
     prefills: PrefillTiles | None  # None if the batch is decode_only
 
 
@@ -150,19 +142,8 @@ class MosaicGpuBackend:
         self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
     ) -> Prepared:
         places = locate_tokens(batch, num_tokens)
-        decodes = {}
-        for config in configs:
-            key = self._decode_key(config, batch)
-            if key not in decodes:
-                decodes[key] = split_decodes(
-                    batch,
-                    num_kv_heads=config.num_kv_heads,
-                    short_parts=key.short_parts,
-                    sliding_window=config.sliding_window,
-                    block_tokens=key.block_tokens,
-                    load_tokens=min(batch.block_size, key.block_tokens),
-                    num_workers=self.num_workers,
-                )
+        splits = {self._decode_split(config, batch) for config in configs}
+        decodes = {split: split_decodes(batch, split) for split in splits}
         prefills = None
         if not batch.decode_only:
             prefills = cut_prefills(batch, num_tokens=num_tokens, tile_tokens=PREFILL_TILE_TOKENS)
@@ -271,15 +252,17 @@ class MosaicGpuBackend:
     ) -> None:
         from jaxllm_kernels.ragged_paged_attention.gpu_decode import decode
 
+        split = self._decode_split(config, batch)
         decode(
             grouped,
             q,
             cache,
             batch.block_tables,
-            prepared.decodes[self._decode_key(config, batch)],
+            prepared.decodes[split],
             scalars,
             out,
             config=config,
+            split=split,
             tuning=self._decode_tuning(config, batch),
             interpret=self._interpret_params(),
         )
@@ -313,12 +296,15 @@ class MosaicGpuBackend:
         kernel = "decode" if batch.decode_only else "decode_with_short_rows"
         return choose_tuning(kernel, config, self.chip)
 
-    def _decode_key(self, config: AttentionConfig, batch: RaggedBatch) -> DecodeKey:
-        return DecodeKey(
-            config.num_kv_heads,
-            num_short_parts(config),
-            config.sliding_window or 0,
-            self._decode_tuning(config, batch).block_tokens,
+    def _decode_split(self, config: AttentionConfig, batch: RaggedBatch) -> DecodeSplit:
+        block_tokens = self._decode_tuning(config, batch).block_tokens
+        return DecodeSplit(
+            num_kv_heads=config.num_kv_heads,
+            short_parts=1 if batch.decode_only else num_short_parts(config),
+            sliding_window=config.sliding_window,
+            block_tokens=block_tokens,
+            load_tokens=min(batch.block_size, block_tokens),
+            num_workers=self.num_workers,
         )
 
     def _interpret_params(self):

@@ -1,9 +1,9 @@
 """Loads blocks of keys and values from the paged cache into a GPU's shared memory.
 
-Both attention kernels have a producer warpgroup that only loads. It fills a ring of stages with
+The attention kernels have a producer warpgroup that only loads. It fills a ring of stages with
 blocks of consecutive tokens of a row and kv head, keys and values alternating. The compute
 warpgroups wait for a stage, use it and release it. The ring always has 16-bit numbers, whatever the
-cache's dtype.
+cache's dtype. In latent attention one array is both keys and values, so a block is one stage.
 
 A 16-bit cache is copied directly to the ring, one TMA copy per page. An 8-bit cache is copied to a
 second ring, and the producer converts it: the matrix instruction needs 16 bits in both operands,
@@ -42,13 +42,14 @@ class Span(NamedTuple):
     """Consecutive keys of a row and a kv head; all of its blocks except the last are full."""
 
     row: jax.Array
-    head: jax.Array
+    head: jax.Array | None  # None: the cache has no heads
     start: jax.Array
     end: jax.Array
 
 
 class RingRefs(NamedTuple):
-    """A ring's shared memory. Block j's keys use stage 2j, its values stage 2j + 1."""
+    """A ring's shared memory. Block j's keys use stage 2j, its values stage 2j + 1; if both are one
+    array, it uses stage j."""
 
     stages: Any  # [2 * num_stages, block_tokens, H]
     full: Any  # barriers: a stage may be read
@@ -70,6 +71,7 @@ class BlockRing:
     num_readers: int  # compute warpgroups
     dtype: DTypeLike  # in the ring
     cache_dtype: DTypeLike
+    num_kinds: int = 2  # keys and values; 1 if one array is both
 
     @property
     def load_tokens(self) -> int:
@@ -104,16 +106,18 @@ class BlockRing:
         """The shared memory that a kernel must allocate."""
 
         def blocks(number: int, dtype: DTypeLike):
-            shape = (2 * number, self.block_tokens, self.head_size)
+            shape = (self.num_kinds * number, self.block_tokens, self.head_size)
             return plgpu.SMEM(shape, dtype, transforms=operand_transforms(self.head_size, dtype))
 
         return RingRefs(
             stages=blocks(self.num_stages, self.dtype),
             full=plgpu.Barrier(
                 num_arrivals=1 if self.converts else self.num_copies,
-                num_barriers=2 * self.num_stages,
+                num_barriers=self.num_kinds * self.num_stages,
             ),
-            free=plgpu.Barrier(num_arrivals=self.num_readers, num_barriers=2 * self.num_stages),
+            free=plgpu.Barrier(
+                num_arrivals=self.num_readers, num_barriers=self.num_kinds * self.num_stages
+            ),
             staged=blocks(self.num_staged, self.cache_dtype) if self.converts else None,
             landed=plgpu.Barrier(num_arrivals=self.num_copies, num_barriers=2 * self.num_staged)
             if self.converts
@@ -138,13 +142,13 @@ class BlockRing:
         """Release the keys or values of a block."""
         plgpu.barrier_arrive(refs.free.at[self._stage(which, block)])
 
-    def zero_end(self, refs: RingRefs, block, num_tokens) -> None:
-        """Zero a block's values after its first tokens, for all readers.
+    def zero_end(self, refs: RingRefs, block, num_tokens, columns: range | None = None) -> None:
+        """Zero a block's values after its first tokens, in some columns or in all, for all readers.
 
         One reader calls this, after it has waited for the values. It must signal the other readers
         before they read. A whole block is left as it is.
         """
-        values = refs.stages.at[self._stage(VALUES, block)]
+        values = refs.stages.at[self._stage(self.num_kinds - 1, block)]
 
         @pl.when(num_tokens < self.block_tokens)
         def _():
@@ -152,7 +156,7 @@ class BlockRing:
                 kept = plgpu.load(values.at[part], layout=plgpu.Layout.WGMMA)  # pyright: ignore[reportCallIssue]
                 values[part] = _zero_from(kept, num_tokens - row)
 
-            self._for_each_part(zero, first_row=num_tokens)
+            self._for_each_part(zero, first_row=num_tokens, columns=columns)
             plgpu.commit_smem()
 
     # Operations of the producer.
@@ -186,14 +190,14 @@ class BlockRing:
 
             lax.fori_loop(jnp.int32(0), jnp.int32(2 * self.num_staged), convert, None)
         for age in range(self.num_stages, 0, -1):
-            for which in (KEYS, VALUES):
+            for which in range(self.num_kinds):
 
                 @pl.when(sent >= age)
                 def _(which=which, age=age):
                     plgpu.barrier_wait(refs.free.at[self._stage(which, sent - age)])
 
     def _stage(self, which, block):
-        return lax.rem(2 * block + which, jnp.int32(2 * self.num_stages))
+        return lax.rem(self.num_kinds * block + which, jnp.int32(self.num_kinds * self.num_stages))
 
     def _slot(self, which, block):
         return lax.rem(2 * block + which, jnp.int32(2 * self.num_staged))
@@ -212,7 +216,7 @@ class BlockRing:
         # Look up the pages before waiting for a free place, which hides the latency.
         pages = self._look_up(span, i, block_tables)
         if not self.converts:
-            for which in (KEYS, VALUES):
+            for which in range(self.num_kinds):
                 stage = self._wait_until_free(refs, which, block)
                 self._copy(span, which, i, pages, cache, refs.stages.at[stage], refs.full.at[stage])
             return
@@ -266,7 +270,7 @@ class BlockRing:
 
             @pl.when(token < span.end)
             def _(j=j, token=token, page=page):
-                source = cache.at[page, which, span.head]
+                source = cache.at[page if span.head is None else (page, which, span.head)]
                 if size < self.page_tokens:
                     offset = lax.rem(token, jnp.int32(self.page_tokens))
                     source = source.at[pl.ds(pl.multiple_of(offset, size), size)]
@@ -276,19 +280,20 @@ class BlockRing:
             def _():
                 plgpu.barrier_arrive(barrier)
 
-    def _for_each_part(self, body, first_row=0) -> None:
+    def _for_each_part(self, body, first_row=0, columns: range | None = None) -> None:
         """Call body with the index and the first row of each part of a block, from a row on.
 
         A part fits in few registers. This is a loop, because JAX's search for layouts slows down
         quickly with the number of references.
         """
-        columns = operand_columns(self.head_size)
-        num_across = self.head_size // columns
+        columns = columns or range(self.head_size)
+        width = operand_columns(self.head_size)
+        num_across = len(columns) // width
 
         def visit(i, _):
             row = pl.multiple_of(lax.div(i, jnp.int32(num_across)) * 64, 64)
-            column = pl.multiple_of(lax.rem(i, jnp.int32(num_across)) * columns, columns)
-            body((pl.ds(row, 64), pl.ds(column, columns)), row)
+            column = lax.rem(i, jnp.int32(num_across)) * width + columns.start
+            body((pl.ds(row, 64), pl.ds(pl.multiple_of(column, width), width)), row)
 
         # A division would take a register more, which head size 256 does not have.
         first_part = lax.shift_right_logical(jnp.int32(first_row), jnp.int32(6)) * num_across

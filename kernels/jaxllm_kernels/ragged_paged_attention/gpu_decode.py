@@ -65,7 +65,12 @@ from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     reduction_bytes,
     short_heads,
 )
-from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeItems, DecodeWork
+from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
+    DecodeItem,
+    DecodeSplit,
+    DecodeWork,
+    Shares,
+)
 
 # Per thread. The two warpgroups start with 240 each. If the sum is larger, one waits forever.
 _PRODUCER_REGISTERS = 88
@@ -84,6 +89,7 @@ def decode(
     out: jax.Ref,
     *,
     config: AttentionConfig,
+    split: DecodeSplit,
     tuning: Tuning,
     interpret: Any,
 ) -> None:
@@ -105,11 +111,21 @@ def decode(
         work,
         scalars.key_scales,
         config=config,
+        split=split,
         ring=ring,
         num_short=num_short,
         interpret=interpret,
     )
-    merge(*partials, work, scalars, out, num_rows=num_rows, config=config, interpret=interpret)
+    merge(
+        *partials,
+        work,
+        scalars,
+        out,
+        num_rows=num_rows,
+        config=config,
+        split=split,
+        interpret=interpret,
+    )
 
 
 def group_heads(q: jax.Array, config: AttentionConfig) -> jax.Array:
@@ -128,13 +144,13 @@ def _attend_items(
     key_scales: jax.Array | None,
     *,
     config: AttentionConfig,
+    split: DecodeSplit,
     ring: BlockRing,
     num_short: int,
     interpret: Any,
 ) -> tuple[Partials, Partials | None]:
     """Compute the partial softmaxes of all items: those of decodes, and those of short rows."""
-    num_items = work.items.row.shape[0]
-    num_workers = work.worker_items.shape[0] - 1
+    num_workers = split.num_workers
     num_rows, num_kv_heads, num_columns, head_size = grouped.shape
     group_size = config.num_heads // num_kv_heads
     part_size, num_parts = short_heads(config), num_short_parts(config)
@@ -149,9 +165,7 @@ def _attend_items(
         short_queries_ref,
         cache_ref,
         tables_ref,
-        items_ref,
-        worker_items_ref,
-        short_rows: Any,
+        work_ref: DecodeWork,
         key_scales_ref: Any,
         decodes_ref,
         short_ref,
@@ -164,20 +178,30 @@ def _attend_items(
         short_queries: Any = None,
     ):
         worker = lax.axis_index("worker")
-        first, last = worker_items_ref[worker], worker_items_ref[worker + 1]
-        # Items of decodes come first. Only they have their queries in slots.
-        first_short = last
-        if has_short:
-            first_short = jnp.clip(short_rows.first_item[0], first, last)
 
-        def read_item(i) -> DecodeItems:
-            return DecodeItems(*(ref[i] for ref in items_ref))
+        def read_shares() -> Shares:
+            # Read again for every item: registers are scarce while its blocks are used.
+            return split.shares(work_ref)
 
-        def span_of(item: DecodeItems) -> Span:
-            return Span(item.row, item.head, item.start, item.end)
+        def read_pairs():
+            """The numbers of this worker's pairs: the first, that of short rows, the end.
+
+            Each is an item. Those of decodes come first, and only they have their queries in slots.
+            """
+            first, last = work_ref.first_pair[worker], work_ref.last_pair[worker]
+            if not has_short:
+                return first, last, last
+            return first, jnp.clip(read_shares().first_short, first, last), last
+
+        def read_item(i) -> DecodeItem:
+            return split.item(work_ref, read_shares(), worker, i)
+
+        def span_of(item: DecodeItem) -> Span:
+            return Span(item.pair.row, item.pair.head, item.start, item.end)
 
         def produce():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            first, first_short, last = read_pairs()
 
             def send_queries(i, item):
                 slot = lax.rem(i, query_slots)
@@ -186,9 +210,8 @@ def _attend_items(
                 def _():
                     plgpu.barrier_wait(query_free.at[slot])
 
-                plgpu.copy_gmem_to_smem(
-                    queries_ref.at[item.row, item.head], queries.at[slot], query_full.at[slot]
-                )
+                source = queries_ref.at[item.pair.row, item.pair.head]
+                plgpu.copy_gmem_to_smem(source, queries.at[slot], query_full.at[slot])
 
             def begin_item(i):
                 item = read_item(first + i)
@@ -216,7 +239,7 @@ def _attend_items(
                 """
                 columns = queries.shape[0]
                 weights_t = (weights.at[pl.ds(0, columns)] if has_short else weights).T
-                factor = score_factor(key_scales_ref, item.head, config)
+                factor = score_factor(key_scales_ref, item.pair.head, config)
 
                 def attend_block(j, softmax):
                     weighted, largest, total = softmax
@@ -271,8 +294,8 @@ def _attend_items(
             def attend_decode(i, carry):
                 # Read the next item early, so that this item's blocks hide the latency.
                 item, used = carry
-                next_item = read_item(jnp.minimum(i + 1, num_items - 1))
-                slot = lax.rem(i - first, query_slots)
+                next_item = read_item(jnp.minimum(i + 1, work_ref.last_pair[worker] - 1))
+                slot = lax.rem(i - work_ref.first_pair[worker], query_slots)
 
                 def is_seen(first_key):
                     shape = (block_tokens, num_columns)
@@ -286,13 +309,15 @@ def _attend_items(
                 total = _filled((block_tokens, num_columns), 0, MATRIX)
                 softmax = attend_blocks(item, used, queries.at[slot], is_seen, total)
                 plgpu.barrier_arrive(query_free.at[slot])
-                write(decodes_ref, i, softmax)
+                write(decodes_ref, i + worker, softmax)
                 return next_item, used + ring.count_blocks(span_of(item))
 
             def attend_short(i, used):
                 item = read_item(i)
-                load_short_queries(item.head, short_rows.part[i], short_rows.token[i])
-                position = short_rows.position[i]
+                row, starts = item.pair.row, work_ref.short.query_starts  # pyright: ignore[reportOptionalMemberAccess]
+                first_token, end_token = starts[row], starts[row + 1]
+                load_short_queries(item.pair.head, item.pair.part, first_token)
+                position = work_ref.context_lens[row] - (end_token - first_token)
 
                 def is_seen(first_key):
                     # One number per key and one per column: the compiler does not recognise equal
@@ -310,7 +335,7 @@ def _attend_items(
 
                 total = _filled((short_columns,), 0, PER_COLUMN)
                 softmax = attend_blocks(item, used, short_queries, is_seen, total)
-                write(short_ref, i - short_rows.first_item[0], softmax)
+                write(short_ref, i - read_shares().first_short + worker, softmax)
                 return used + ring.count_blocks(span_of(item))
 
             def load_short_queries(kv_head, part, first_token):
@@ -327,11 +352,14 @@ def _attend_items(
                     store_unoptimized(short_queries.at[pl.ds(i * SHORT_ROW, SHORT_ROW)], x)
                 plgpu.commit_smem()
 
+            first, _, last = read_pairs()
+
             @pl.when(first < last)
             def _():
                 carry = read_item(first), jnp.int32(0)
-                _, used = lax.fori_loop(first, first_short, attend_decode, carry)
+                _, used = lax.fori_loop(first, read_pairs()[1], attend_decode, carry)
                 if has_short:
+                    _, first_short, last = read_pairs()
                     lax.fori_loop(first_short, last, attend_short, used)
 
         pl.when(lax.axis_index("warpgroup") == 0)(compute)
@@ -368,7 +396,7 @@ def _attend_items(
         ),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(grouped, q, cache, block_tables, work.items, work.worker_items, work.short, key_scales)
+    )(grouped, q, cache, block_tables, work, key_scales)
 
 
 def _multiply(a, b):

@@ -23,7 +23,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     padded_group_size,
     short_heads,
 )
-from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeWork
+from jaxllm_kernels.ragged_paged_attention.gpu_worklist import DecodeSplit, DecodeWork, Pair
 
 MATRIX = plgpu.Layout.WGMMA
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -67,6 +67,7 @@ def merge(
     *,
     num_rows: int,
     config: AttentionConfig,
+    split: DecodeSplit,
     interpret: Any,
 ) -> None:
     """Merge the partial softmaxes of every row, kv head and part of its query heads."""
@@ -76,28 +77,28 @@ def merge(
     part_size = short_heads(config)
     num_parts = 1 if short is None else num_short_parts(config)
     last_part_size = group_size - (num_parts - 1) * part_size
-    num_pairs_of_part = work.pair_first.shape[0] // num_parts
     # Panels that do not overlap are merged at the same time: by a thread block each.
     panels_overlap = head_size % PANEL != 0
 
     def kernel(
         decodes_ref,
         short_ref,
-        first_ref,
-        last_ref,
-        short_rows,
+        work_ref: DecodeWork,
         scales_ref: Any,
         sinks_ref: Any,
         out_ref,
         **smem,
     ):
         row, head = lax.axis_index("row"), lax.axis_index("head")
-        part, pair = jnp.int32(0), row * num_kv_heads + head
+        part = jnp.int32(0)
         if num_parts > 1:
             part = lax.div(head, jnp.int32(num_kv_heads))
             head = lax.rem(head, jnp.int32(num_kv_heads))
-            pair = part * num_pairs_of_part + row * num_kv_heads + head
-        first, last = first_ref[pair], last_ref[pair]
+        # The partial results of the pair.
+        shares, pair = split.shares(work_ref), Pair(row, head, part)
+        first_worker, last_worker = split.workers(work_ref, shares, pair)
+        number = split.number(shares, pair)
+        first, last = number + first_worker, number + last_worker
 
         def no_sinks(num_columns):
             return plgpu.layout_cast(jnp.full(num_columns, UNSEEN, jnp.float32), PER_COLUMN)
@@ -144,7 +145,7 @@ def merge(
 
         def merge_short(panel):
             tokens_smem = smem["tokens"]
-            first_item = short_rows.first_item[0]
+            first_item = shares.first_short
             sink = no_sinks(part_size * SHORT_ROW)
             if sinks_ref is not None:
                 sink = _load(sinks_ref[1].at[head, part], PER_COLUMN)
@@ -155,7 +156,8 @@ def merge(
             plgpu.commit_smem()
             first_head = head * group_size + part * part_size
 
-            first_token, end = short_rows.query_starts[row], short_rows.query_starts[row + 1]
+            starts = work_ref.short.query_starts  # pyright: ignore[reportOptionalMemberAccess]
+            first_token, end = starts[row], starts[row + 1]
 
             def store(num_heads):
                 def store_token(token, _):
@@ -185,8 +187,9 @@ def merge(
         if short is None:
             pl.when(has_items)(lambda: merge_panels(merge_decode))
         else:
-            is_short = short_rows.query_starts[row + 1] - short_rows.query_starts[row] > 1
-            pl.when(has_items & ~is_short)(lambda: merge_panels(merge_decode))
+            is_short = row * num_kv_heads >= shares.first_short
+            # A decode has one part.
+            pl.when(has_items & ~is_short & (part == 0))(lambda: merge_panels(merge_decode))
             pl.when(has_items & is_short)(lambda: merge_panels(merge_short))
 
     smem: dict[str, Any] = dict(panel=plgpu.SMEM((padded_size, PANEL), out.dtype))
@@ -219,9 +222,7 @@ def merge(
     )(
         decodes,
         short,
-        work.pair_first,
-        work.pair_last,
-        work.short,
+        work,
         scalars.value_scales,
         column_sinks,
         out,

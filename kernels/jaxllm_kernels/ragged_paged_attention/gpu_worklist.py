@@ -5,6 +5,7 @@ the batch's work. The arrays below have static sizes, but the number of valid en
 All of this is plain JAX.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -14,54 +15,164 @@ from jax import lax
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
-
-class DecodeItems(NamedTuple):
-    """Spans of keys. A worker computes a partial softmax for each.
-
-    The blocks of all pairs (row, kv head) are concatenated. They are cut at the borders of pairs
-    and at the borders of equal shares, one share per worker. So no worker has more than one block
-    above the average, whatever the lengths, and there are at most as many items as pairs plus
-    workers. Shares are rounded up to blocks, so some workers may have nothing. That costs no
-    bandwidth: the others read what is left of it (`benchmarks/gpu_bounds.py`). Shares in pages
-    would have more, shorter items.
-
-    Every item that a worker has is at least one block. (The producer relies on that, see
-    `num_query_slots`.)
-    """
-
-    row: jax.Array  # int32 [W]
-    head: jax.Array  # int32 [W]
-    start: jax.Array  # int32 [W]: position of the first key to load
-    end: jax.Array  # int32 [W]: position after the last key
-    first_seen: jax.Array  # int32 [W]: position of the first key in the first token's window
+# A place past the end of every sequence. Adding a row's blocks to it does not overflow.
+_NEVER = 1 << 30
 
 
 class ShortRows(NamedTuple):
-    """The queries of rows with several tokens, whose items come after those of decodes.
+    """Where the rows with several tokens are."""
 
-    The query heads of a kv head may be too many for one item. Then they are cut into parts, and
-    each part has all of the row's pairs.
-    """
-
-    first_item: jax.Array  # int32 [1]
-    # Of an item; of no meaning for those of decodes.
-    part: jax.Array  # int32 [W]
-    token: jax.Array  # int32 [W]: flat position of the row's first token
-    position: jax.Array  # int32 [W]: position of the row's first token in its context
-    # Of the batch.
+    num_decodes: jax.Array  # int32 [1]: the rows before them
+    num_short: jax.Array  # int32 [1]
     query_starts: jax.Array  # int32 [R + 1]
 
 
 class DecodeWork(NamedTuple):
-    """The items of a step's decodes and short rows."""
+    """A step's decodes and short rows, and who computes what of them: see `DecodeSplit`."""
 
-    items: DecodeItems
-    # Worker w takes the items [worker_items[w], worker_items[w + 1]).
-    worker_items: jax.Array  # int32 [workers + 1]
-    # Pair p = (part * R + row) * K + head has the partial results of the items [first, last).
-    pair_first: jax.Array  # int32 [parts * R * K]
-    pair_last: jax.Array  # int32 [parts * R * K]
+    row_start: jax.Array  # int32 [R + 1]: blocks of a kv head before each row
+    context_lens: jax.Array  # int32 [R]
+    # Worker w has blocks of the pairs [first_pair[w], last_pair[w]), and of each at least one.
+    first_pair: jax.Array  # int32 [workers]
+    last_pair: jax.Array  # int32 [workers]
     short: ShortRows | None  # None if the batch is decode_only
+
+
+class Shares(NamedTuple):
+    """How the sequence of all blocks is cut."""
+
+    share: jax.Array  # blocks of a worker
+    stride: jax.Array  # from a part of the short rows to the next
+    first_short: jax.Array  # the number of the first pair of a short row
+    num_short: jax.Array  # pairs of short rows, in each part
+
+
+class Pair(NamedTuple):
+    """A row and a kv head; of a short row, and a part of the query heads."""
+
+    row: jax.Array
+    head: jax.Array
+    part: jax.Array
+
+
+class DecodeItem(NamedTuple):
+    """What a worker computes of a pair: a partial softmax over consecutive keys."""
+
+    pair: Pair
+    start: jax.Array  # position of the first key to load
+    end: jax.Array  # position after the last key
+    first_seen: jax.Array  # position of the first key in the first token's window
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSplit:
+    """Divides the blocks of keys of decodes and short rows among workers.
+
+    The blocks of all pairs (row, kv head) are one sequence: decodes come first, then short rows,
+    `short_parts` times. It is cut into equal shares, one per worker. So no worker has more than one
+    block above the average, whatever the lengths. Shares are rounded up to blocks, so some workers
+    may have nothing. That costs no bandwidth: the others read what is left of it
+    (`benchmarks/gpu_bounds.py`). Shares in pages would have more, shorter items.
+
+    What a worker has of a pair is an item, of at least one block. (The producer relies on that, see
+    `num_query_slots`.) Item and partial result of worker w and pair p have the number p + w, which
+    no other item has. So the kernels compute what they need from where each row begins in the
+    sequence, and there are no lists of items.
+
+    The parts of a row read the same keys. So there are gaps between the parts: they begin at a
+    multiple of a worker's share from each other. Then each part has workers of its own, and these
+    are at the same keys at the same time: one of them finds in L2 what another has read.
+    """
+
+    num_kv_heads: int
+    short_parts: int
+    sliding_window: int | None
+    block_tokens: int
+    load_tokens: int  # a row's blocks begin at a multiple of it, so none is before the window
+    num_workers: int
+
+    # These work on arrays, and on references to them in a kernel.
+
+    def shares(self, work: DecodeWork) -> Shares:
+        """Cut the sequence."""
+        num_heads, workers = self.num_kv_heads, self.num_workers
+        num_rows = work.context_lens.shape[0]
+        total = num_heads * work.row_start[num_rows]
+        if work.short is None:
+            nothing = jnp.int32(0)
+            return Shares(self._share(total, workers), nothing, nothing, nothing)
+        num_decodes = work.short.num_decodes[0]
+        first_short = num_heads * num_decodes
+        num_short = num_heads * work.short.num_short[0]
+        if self.short_parts == 1:
+            return Shares(self._share(total, workers), jnp.int32(0), first_short, num_short)
+        of_part = total - num_heads * work.row_start[num_decodes]
+        total = total + (self.short_parts - 1) * of_part
+        if workers <= self.short_parts:  # no room for gaps
+            return Shares(self._share(total, workers), of_part, first_short, num_short)
+        # The gaps are less than a share each.
+        with_gaps = self._share(total, workers - self.short_parts)
+        share = jnp.where(of_part > 0, with_gaps, self._share(total, workers))
+        stride = lax.div(of_part + share - 1, share) * share
+        return Shares(share, stride, first_short, num_short)
+
+    def pair(self, shares: Shares, number) -> Pair:
+        """The pair of a number."""
+        heads = jnp.int32(self.num_kv_heads)
+        part = jnp.int32(0)
+        if self.short_parts > 1:
+            # Short pairs are counted through all parts.
+            of_short = jnp.maximum(number - shares.first_short, 0)
+            part = lax.div(of_short, jnp.maximum(shares.num_short, 1))
+            number = number - part * shares.num_short
+        return Pair(lax.div(number, heads), lax.rem(number, heads), part)
+
+    def number(self, shares: Shares, pair: Pair):
+        """The number of a pair."""
+        return pair.row * self.num_kv_heads + pair.head + pair.part * shares.num_short
+
+    def place(self, work: DecodeWork, shares: Shares, pair: Pair):
+        """Where the blocks of a pair begin in the sequence, and how many they are."""
+        before, after = work.row_start[pair.row], work.row_start[pair.row + 1]
+        blocks = after - before
+        start = self.num_kv_heads * before + pair.head * blocks + pair.part * shares.stride
+        return start, blocks
+
+    def workers(self, work: DecodeWork, shares: Shares, pair: Pair):
+        """The first worker that has blocks of a pair, and the one after the last."""
+        start, blocks = self.place(work, shares, pair)
+        first = lax.div(start, shares.share)
+        last = lax.div(start + blocks - 1, shares.share) + 1
+        return first, jnp.where(blocks > 0, last, first)
+
+    def item(self, work: DecodeWork, shares: Shares, worker, number) -> DecodeItem:
+        """What a worker has of the pair of a number."""
+        pair = self.pair(shares, number)
+        place, blocks = self.place(work, shares, pair)
+        length = work.context_lens[pair.row]
+        num_tokens = 1
+        if work.short is not None and self.sliding_window is not None:
+            starts = work.short.query_starts
+            num_tokens = starts[pair.row + 1] - starts[pair.row]
+        first_seen, first_key = self.first_keys(length, num_tokens)
+        begin = worker * shares.share - place
+        stop = jnp.minimum(begin + shares.share, blocks)
+        return DecodeItem(
+            pair,
+            start=first_key + jnp.maximum(begin, 0) * self.block_tokens,
+            end=jnp.minimum(first_key + stop * self.block_tokens, length),
+            first_seen=first_seen,
+        )
+
+    def first_keys(self, length, num_tokens):
+        """Of a row of so many keys and tokens: the first key that is seen, and that is loaded."""
+        if self.sliding_window is None:
+            return jnp.int32(0), jnp.int32(0)
+        seen = jnp.maximum(length - (num_tokens - 1) - self.sliding_window, 0)
+        return seen, lax.div(seen, jnp.int32(self.load_tokens)) * self.load_tokens
+
+    def _share(self, total, num_workers: int):
+        return jnp.maximum(lax.div(total + (num_workers - 1), jnp.int32(num_workers)), 1)
 
 
 class PrefillTiles(NamedTuple):
@@ -74,127 +185,56 @@ class PrefillTiles(NamedTuple):
     num_tiles: jax.Array  # int32 [1]: the rest are padding
 
 
-def split_decodes(
-    batch: RaggedBatch,
-    *,
-    num_kv_heads: int,
-    short_parts: int,
-    sliding_window: int | None,
-    block_tokens: int,
-    load_tokens: int,
-    num_workers: int,
-) -> DecodeWork:
-    """Divide the keys of a batch's decodes and short rows, in blocks, among the workers.
-
-    Decodes come first, then the short rows, `short_parts` times. A row's blocks begin at a multiple
-    of load_tokens, so that no block loads a page before the window.
-    """
+def split_decodes(batch: RaggedBatch, split: DecodeSplit) -> DecodeWork:
+    """Divide the keys of a batch's decodes and short rows among the workers."""
     num_rows = batch.context_lens.shape[0]
     rows = jnp.arange(num_rows)
-    num_parts, num_taken, num_tokens = 1, batch.num_decodes, jnp.ones((), jnp.int32)
+    num_taken, num_tokens, short = batch.num_decodes, jnp.ones_like(batch.context_lens), None
     if not batch.decode_only:
-        num_parts, num_taken = short_parts, batch.num_decodes + batch.num_short
+        num_taken = num_taken + batch.num_short
         num_tokens = jnp.diff(batch.query_starts)
-    lengths = jnp.where(rows < num_taken, batch.context_lens, 0)
-    first_seen = jnp.zeros_like(lengths)
-    if sliding_window is not None:
-        first_seen = jnp.maximum(lengths - (num_tokens - 1) - sliding_window, 0)
-    row_start = first_seen // load_tokens * load_tokens
-    row_blocks = cdiv_array(lengths - row_start, block_tokens)
-
-    is_short = rows >= batch.num_decodes
-    pair_blocks, pair_start, worker_start = _lay_out(
-        row_blocks, is_short, num_kv_heads, num_parts=num_parts, num_workers=num_workers
-    )
-    pair_end = pair_start + pair_blocks
-    total = pair_end[-1]
-
-    # Each cut once: two equal cuts would have an empty item between them. The others become the
-    # end of everything.
-    starts_pair = jnp.any(pair_start == worker_start[:, None], axis=1)
-    worker_cuts = jnp.where(starts_pair, total, jnp.minimum(worker_start, total))
-    pair_cuts = jnp.where(pair_blocks > 0, pair_start, total)
-    cuts = jnp.sort(jnp.concatenate([pair_cuts, worker_cuts[1:-1]]))
-    next_cuts = jnp.append(cuts[1:], total)
-    # Pairs without blocks have the same start as the next pair. This finds the last, with blocks.
-    pair = _count_at_most(pair_start, cuts) - 1
-    row = pair // num_kv_heads
-    if num_parts > 1:
-        row = row % num_rows
-    start = row_start[row] + (cuts - pair_start[pair]) * block_tokens
-    end = start + (next_cuts - cuts) * block_tokens
-    short = None
-    if not batch.decode_only:
-        decode_blocks = jnp.where(is_short, 0, row_blocks).sum() * num_kv_heads
         short = ShortRows(
-            first_item=_count_below(cuts, decode_blocks[None]),
-            part=pair // (num_rows * num_kv_heads),
-            token=batch.query_starts[row],
-            position=(batch.context_lens - num_tokens)[row],
-            query_starts=batch.query_starts,
+            batch.num_decodes[None], jnp.asarray(batch.num_short)[None], batch.query_starts
         )
-    return DecodeWork(
-        DecodeItems(
-            row=row,
-            head=pair % num_kv_heads,
-            start=start,
-            end=jnp.maximum(start, jnp.minimum(end, lengths[row])),
-            first_seen=first_seen[row],
-        ),
-        # The items at the end are empty, and no worker has them.
-        worker_items=_count_below(cuts, jnp.minimum(worker_start, total)),
-        pair_first=_count_below(cuts, pair_start),
-        pair_last=_count_below(cuts, pair_end),
-        short=short,
+    lengths = jnp.where(rows < num_taken, batch.context_lens, 0)
+    _, first_key = jax.vmap(split.first_keys)(lengths, num_tokens)
+    row_start = _sum_before(cdiv_array(lengths - first_key, split.block_tokens))
+    nobody = jnp.zeros(0, jnp.int32)
+    work = DecodeWork(row_start, batch.context_lens, nobody, nobody, short)
+    shares = split.shares(work)
+
+    # The pairs of all parts, in their order; those without blocks have no number.
+    blocks = row_start[1:] - row_start[:-1]
+    heads = jnp.arange(split.num_kv_heads)
+    first = split.num_kv_heads * row_start[:-1, None] + heads * blocks[:, None]
+    starts = [jnp.where(blocks[:, None] > 0, first, _NEVER)]
+    for part in range(1, 1 if short is None else split.short_parts):
+        is_short = (blocks > 0) & (rows >= batch.num_decodes)
+        starts.append(jnp.where(is_short[:, None], first + part * shares.stride, _NEVER))
+    start = jnp.concatenate(starts).reshape(-1)
+    end = start + jnp.tile(jnp.repeat(blocks, split.num_kv_heads), len(starts))
+    border = jnp.arange(split.num_workers, dtype=jnp.int32) * shares.share
+    return work._replace(
+        first_pair=count_at_most(end, border), last_pair=count_below(start, border + shares.share)
     )
 
 
-def _lay_out(
-    row_blocks: jax.Array,
-    is_short: jax.Array,
-    num_kv_heads: int,
-    *,
-    num_parts: int,
-    num_workers: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sequence of all blocks: blocks and starts of the pairs, and starts of the workers.
-
-    The parts of a row read the same keys. So there are gaps between the parts: they begin at a
-    multiple of a worker's share from each other. Then each part has workers of its own, and these
-    are at the same keys at the same time: one of them finds in L2 what another has read. (Except
-    the first worker of a part that would begin in a gap. It is early.)
-    """
-
-    def of_pairs(blocks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Blocks and starts of the pairs of rows with so many blocks, and the number of all."""
-        heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
-        end = _running_sum(blocks)
-        start = num_kv_heads * (end - blocks)[:, None] + heads * blocks[:, None]
-        return jnp.repeat(blocks, num_kv_heads), start.reshape(-1), num_kv_heads * end[-1]
-
-    workers = jnp.arange(num_workers + 1, dtype=jnp.int32)
-    pair_blocks, pair_start, first_blocks = of_pairs(row_blocks)
-    if num_parts == 1:
-        return pair_blocks, pair_start, workers * cdiv_array(first_blocks, num_workers)
-    short_blocks, short_start, part_blocks = of_pairs(jnp.where(is_short, row_blocks, 0))
-    all_blocks = jnp.concatenate([pair_blocks, *[short_blocks] * (num_parts - 1)])
-    others = (short_start + first_blocks + i * part_blocks for i in range(num_parts - 1))
-    all_start = jnp.concatenate([pair_start, *others])
-    total = first_blocks + (num_parts - 1) * part_blocks
-    if num_workers <= num_parts:  # no room for gaps
-        return all_blocks, all_start, workers * cdiv_array(total, num_workers)
-    # The gaps are less than a share each.
-    num_gaps = jnp.where(part_blocks > 0, num_parts, 0)
-    share = jnp.maximum(cdiv_array(total, num_workers - num_gaps), 1)
-    stride = jnp.maximum(cdiv_array(part_blocks, share), 1) * share
-    part = jnp.arange(all_blocks.size, dtype=jnp.int32) // pair_blocks.size
-    start = all_start + part * (stride - part_blocks)
-    # A worker that would begin in a gap begins at its end.
-    first_start = first_blocks - part_blocks
-    part, offset = jnp.divmod(workers * share - first_start, stride)
-    is_in_gap = (part >= 0) & (offset >= part_blocks)
-    worker_start = jnp.where(is_in_gap, first_start + (part + 1) * stride, workers * share)
-    return all_blocks, start, worker_start
+def list_items(batch: RaggedBatch, split: DecodeSplit) -> list[list[DecodeItem]]:
+    """The items of each worker, in numbers: for tests and models of the kernel."""
+    work = split_decodes(batch, split)
+    shares = split.shares(work)
+    ranges = zip(work.first_pair.tolist(), work.last_pair.tolist(), strict=True)
+    workers, pairs = [], []
+    for worker, (first, last) in enumerate(ranges):
+        workers += [worker] * (last - first)
+        pairs += range(first, last)
+    read = jax.vmap(lambda worker, pair: split.item(work, shares, worker, pair))
+    items = read(jnp.asarray(workers, jnp.int32), jnp.asarray(pairs, jnp.int32))
+    columns, tree = jax.tree.flatten(jax.device_get(items))
+    of_workers = [[] for _ in range(split.num_workers)]
+    for worker, *item in zip(workers, *(x.tolist() for x in columns), strict=True):
+        of_workers[worker].append(jax.tree.unflatten(tree, item))
+    return of_workers
 
 
 def cut_prefills(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int) -> PrefillTiles:
@@ -205,7 +245,7 @@ def cut_prefills(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int) -> Pr
     row_tiles = cdiv_array(lengths, tile_tokens)
     row_end = jnp.cumsum(row_tiles, dtype=jnp.int32)
     tiles = jnp.arange(cdiv(num_tokens, tile_tokens) + min(num_rows, num_tokens), dtype=jnp.int32)
-    row = jnp.minimum(_count_at_most(row_end, tiles), num_rows - 1)
+    row = jnp.minimum(count_at_most(row_end, tiles), num_rows - 1)
     offset = (tiles - (row_end - row_tiles)[row]) * tile_tokens
     position = batch.context_lens[row] - lengths[row] + offset
     num_tiles = row_end[-1]
@@ -238,15 +278,21 @@ def cdiv_array(a: jax.Array, b: int | jax.Array) -> jax.Array:
 # sum or a search. Sums go along the last axis; along the first XLA launches the comparisons apart.
 
 
-def _running_sum(x: jax.Array) -> jax.Array:
+def _sum_before(x: jax.Array) -> jax.Array:
+    """The sum of all numbers before each, and of all."""
+    place = jnp.arange(x.size + 1)[:, None]
+    return jnp.sum(jnp.where(jnp.arange(x.size) < place, x, 0), axis=1, dtype=jnp.int32)
+
+
+def running_sum(x: jax.Array) -> jax.Array:
     """The sum of all numbers up to each."""
     place = jnp.arange(x.size)
     return jnp.sum(jnp.where(place <= place[:, None], x, 0), axis=1, dtype=jnp.int32)
 
 
-def _count_below(numbers: jax.Array, x: jax.Array) -> jax.Array:
+def count_below(numbers: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(numbers < x[:, None], axis=1, dtype=jnp.int32)
 
 
-def _count_at_most(numbers: jax.Array, x: jax.Array) -> jax.Array:
+def count_at_most(numbers: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(numbers <= x[:, None], axis=1, dtype=jnp.int32)

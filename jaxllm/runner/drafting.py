@@ -1,0 +1,187 @@
+"""The seam between a step and what drafts: two calls in each step of an engine that speculates.
+
+`ahead` is called at the begin of a step whose rows have drafts, and may make them: a model or a
+head that drafts does it there, since the host has given these rows blocks for their drafts.
+`after` is called at the end of every step. It notes what is needed later of the step's texts, and
+may propose drafts for the next step. A head reads the model's hidden states there.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.layers.context import StepContext
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.runner.inputs import StepInputs
+from jaxllm.runner.state import DeviceState
+from jaxllm.sampling import row_params
+from jaxllm.sampling.sampler import sample
+from jaxllm.scheduler.schedule import NO_TOKEN
+from jaxllm.speculation.drafter import NO_DRAFT, Drafter
+
+# What a draft is not sampled with.
+_NO_LOGPROBS = ~(row_params.LOGPROBS | row_params.MORE_LOGPROBS)
+
+
+class Forward(NamedTuple):
+    """What a step has computed of its tokens before it samples."""
+
+    token_ids: jax.Array  # i32 [T]: with the drafts of rows that have some
+    hidden: jax.Array  # [T, D]: after the final norm
+    tapped: tuple[jax.Array, ...]  # [T, D]: residual streams before the layers `Drafting.taps`
+    context: StepContext
+
+
+class Ends(NamedTuple):
+    """What a step has sampled for its rows. Of a late row nothing is known yet."""
+
+    tokens: jax.Array  # i32 [R, n]; NO_TOKEN if the logits are not finite
+    num_accepted: jax.Array  # i32 [R]: drafts; so many of the tokens before the last one count
+    lengths: jax.Array  # i32 [R]: the tokens in the caches: all but the newest
+
+    @property
+    def newest(self) -> jax.Array:
+        """i32 [R]"""
+        return jnp.take_along_axis(self.tokens, self.num_accepted[:, None], axis=1)[:, 0]
+
+
+class Drafting(Protocol):
+    """Makes the drafts of an engine; traced."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers before which it needs the model's residual stream."""
+        ...
+
+    def ahead(
+        self, inputs: StepInputs, context_lens: jax.Array, state: DeviceState, newest: jax.Array
+    ) -> DeviceState:
+        """Draft as many tokens for each row as the step verifies, if that is still to be done.
+        `newest` i32 [R] are the tokens before the drafts; the block tables of the state are those
+        of this step."""
+        ...
+
+    def after(
+        self, inputs: StepInputs, forward: Forward, ends: Ends, state: DeviceState
+    ) -> tuple[DeviceState, jax.Array]:
+        """Note the end of a step. Return also how many drafts there are for the next one of each
+        row, i32 [R]; zeros if `ahead` makes them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposing:
+    """Proposes at the end of a step, by a `Drafter`, which sees tokens only."""
+
+    plan: EnginePlan
+    drafter: Drafter
+    taps: tuple[int, ...] = ()
+
+    def ahead(
+        self, inputs: StepInputs, context_lens: jax.Array, state: DeviceState, newest: jax.Array
+    ) -> DeviceState:
+        return state
+
+    def after(
+        self, inputs: StepInputs, forward: Forward, ends: Ends, state: DeviceState
+    ) -> tuple[DeviceState, jax.Array]:
+        """With more rows than may have drafts nothing is proposed."""
+        plan, speculation = self.plan, self.plan.speculation
+        assert speculation is not None and state.drafts is not None
+        num_rows, k = len(ends.lengths), speculation.num_drafts
+        most = min(num_rows, speculation.max_rows)
+        slots = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
+        places = ends.lengths + 1
+        with jax.named_scope("propose"):
+            num_tokens = jnp.where(inputs.samples, 1 + ends.num_accepted, 0)
+            tables = self.drafter.record(state.drafter, ends.tokens, num_tokens, slots, places)
+            drafts = jax.lax.cond(
+                # Padding rows are the last ones.
+                jnp.any(inputs.samples) & jnp.all(inputs.slots[most:] >= plan.max_num_seqs),
+                lambda: self.drafter.propose(tables, k, slots[:most], places[:most]),
+                lambda: jnp.full((most, k), NO_DRAFT, jnp.int32),
+            )
+        are_there = (drafts != NO_DRAFT) & inputs.samples[:most, None]
+        proposed = jnp.sum(are_there, axis=1, dtype=jnp.int32)
+        state = dataclasses.replace(
+            state, drafts=state.drafts.at[slots[:most]].set(drafts, mode="drop"), drafter=tables
+        )
+        return state, jnp.pad(proposed, (0, num_rows - most))
+
+
+class Round(NamedTuple):
+    """The rows of a round of drafting; those that are in it are the first."""
+
+    slots: jax.Array  # i32 [R]
+    is_in: jax.Array  # bool [R]
+    ends: jax.Array  # i32 [R]: how many tokens each row has, drafts included; 0 if it is not in
+    newest: jax.Array  # i32 [R]: the last of these
+
+
+def draft_in_rounds(
+    plan: EnginePlan,
+    inputs: StepInputs,
+    context_lens: jax.Array,
+    state: DeviceState,
+    newest: jax.Array,
+    carried: Callable[[jax.Array], Any],
+    guess: Callable[[Round, Any], tuple[jax.Array, Any]],
+) -> tuple[DeviceState, Any]:
+    """Draft token by token, each as its row samples and with the noise of its place.
+
+    `carried(slots)` is what `guess` begins with. In each round it returns the logits of the next
+    token of each row, and what it goes on with. All rounds are alike, so a program has what drafts
+    once, in a loop that has no round if no row has drafts. The caches of a loop stay where they
+    are; those of a conditional would be copied.
+    """
+    assert plan.speculation is not None and inputs.num_drafts is not None
+    assert state.drafts is not None and state.slots is not None
+    k, num_rows = plan.speculation.num_drafts, min(len(newest), plan.speculation.max_rows)
+    # The rows with the most drafts first, so that in each round the rows in it are the first.
+    counts, rows = jax.lax.top_k(inputs.num_drafts, num_rows)
+    slots = jnp.where(counts > 0, inputs.slots[rows], plan.max_num_seqs)
+    # How many tokens the row has: those in the caches, and the newest.
+    lengths = (context_lens - inputs.num_drafts)[rows]
+    params = row_params.decode(inputs.row_params[rows], plan.logits_processors)
+    params = dataclasses.replace(params, flags=params.flags & _NO_LOGPROBS)
+    prompt_lens, slot_state = inputs.prompt_lens[rows], state.slots
+
+    def one_round(index: jax.Array, carry: tuple[Any, jax.Array, jax.Array]):
+        its, drafts, newest = carry
+        is_in = counts > index
+        ends = jnp.where(is_in, lengths + index, 0)
+        logits, its = guess(Round(slots, is_in, ends, newest), its)
+        sampled = sample(
+            _fitted(logits, plan.num_logits),
+            params,
+            slots=slots,
+            samples=is_in,
+            output_index=ends - prompt_lens,
+            positions=ends,
+            state=slot_state,
+            num_logprobs=0,
+            layout=plan.sampling,
+            processors=plan.logits_processors,
+            vocab_size=plan.architecture.vocab_size,
+            pending=jnp.where(jnp.arange(k) < index, drafts, NO_TOKEN),
+        )
+        return its, drafts.at[:, index].set(sampled.tokens), sampled.tokens
+
+    none = jnp.full((num_rows, k), NO_TOKEN, jnp.int32)
+    with jax.named_scope("draft"):
+        its, drafts, _ = jax.lax.fori_loop(
+            0, counts[0], one_round, (carried(slots), none, newest[rows])
+        )
+    drafts = state.drafts.at[slots].set(drafts, mode="drop")
+    return dataclasses.replace(state, drafts=drafts), its
+
+
+def _fitted(logits: jax.Array, width: int) -> jax.Array:
+    """Logits with as many columns as the model's. Ids above the smaller vocabulary are padding."""
+    missing = width - logits.shape[1]
+    if missing <= 0:
+        return logits[:, :width]
+    return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
