@@ -101,12 +101,12 @@ class Library:
         """Load a part that has these sources and functions. Build it first unless the directory has
         it."""
         path = self._directory / f"{part}-{self.build}.so"
-        if path.name in _registered:
-            return
         if not path.exists():
             wanted = [f"-DJAXLLM_{dtype.upper()}" for dtype in self.dtypes]
             _compile(self._compiler, (*self._flags, *wanted, *defines), functions, path)
         _check_ours(path)
+        if path.name in _registered:  # once per process, independent of its directory
+            return
         loaded = ctypes.cdll.LoadLibrary(str(path))
         for name in functions.values():
             for dtype in self.dtypes:
