@@ -124,7 +124,7 @@ def test_model_is_accepted_with_and_without_its_flag_at_any_place():
         (["m", "--enable-lora"], "--enable-lora is not supported yet: merge the"),
         (["m", "--no-enable-lora"], "--no-enable-lora is not supported yet"),
         (["m", "-cc=3"], "-cc is not supported yet: XLA compiles every step"),
-        (["m", "--kv-cache-dtype=fp8"], "--kv-cache-dtype is not supported yet"),
+        (["m", "--kv-cache-dtype=fp9"], "--kv-cache-dtype: invalid choice: 'fp9'"),
         (["m", "--speculative-config.method", "ngram"], "did you mean --speculative-config?"),
         (["m", "--disable-uvicorn-access-log"], "--no-access-log leaves"),
         (["m", "--fingerprint-mode", "full"], "--fingerprint-mode is not supported yet"),

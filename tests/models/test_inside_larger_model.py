@@ -1,6 +1,7 @@
 """A decoder inside a model with towers: read from `text_config`, loaded without the towers."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ WRAPPED = {
     "mistral4": "Mistral3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5-moe": "Qwen3_5MoeForConditionalGeneration",
 }
+GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 
 
 def wrap(plain, path, architecture, layout):
@@ -47,13 +51,13 @@ def wrap(plain, path, architecture, layout):
 
 
 @pytest.mark.parametrize("layout", [RELEASED, BY_TRANSFORMERS], ids=["released", "transformers"])
-@pytest.mark.parametrize("family", WRAPPED)
+@pytest.mark.parametrize("case", WRAPPED)
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_decoder_computes_the_same_without_its_towers(
-    family, layout, is_tied, tmp_path, single_row
-):
-    plain = make_tiny_checkpoint(tmp_path / "plain", family, tie_word_embeddings=is_tied)
-    inside = wrap(plain, tmp_path / "inside", WRAPPED[family], layout)
+def test_decoder_computes_the_same_without_its_towers(case, layout, is_tied, tmp_path, single_row):
+    family, _, variant = case.partition("-")
+    config = GOLDEN[f"qwen3.5-{variant}"]["config"] if variant else {}
+    plain = make_tiny_checkpoint(tmp_path / "plain", family, **config, tie_word_embeddings=is_tied)
+    inside = wrap(plain, tmp_path / "inside", WRAPPED[case], layout)
     expected = single_row(plain).logits(PROMPT)
     np.testing.assert_array_equal(single_row(inside).logits(PROMPT), expected)
 

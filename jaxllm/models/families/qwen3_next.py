@@ -26,6 +26,7 @@ _DEFAULTS = {
     "head_dim": 256,
     "intermediate_size": 5632,
     "max_position_embeddings": 32_768,
+    "norm_topk_prob": True,
 }
 # Tensors of the layers that draft.
 DRAFTS = r"mtp\..*"

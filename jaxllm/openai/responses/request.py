@@ -246,6 +246,8 @@ def _tool_choice(choice: object) -> Any:
 
 def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
     form = text and text.format
+    if form and form.name is not None and not 1 <= len(form.name) <= 64:
+        raise refused("text.format.name", form.name, "a name has 1 to 64 characters")
     if not form or form.type == "text":
         return None
     if form.type == "json_object":

@@ -91,6 +91,7 @@ class ResponseStream:
         self._items: list[Item] = []
         self._texts: list[str] = []  # of the newest item
         self._logprobs: list[ChatTokenLogprob] = []  # of the whole text
+        self._unsent: list[ChatTokenLogprob] = []  # of tokens whose text is held back
         self.response = begun(request, created, served)
 
     def take(self, place: int, output: RequestOutput) -> Sequence[ResponseEvent]:
@@ -109,10 +110,10 @@ class ResponseStream:
         deltas = self._parser.feed(one.text, one.token_ids)
         if one.finish_reason is not None:
             deltas += self._parser.finish()
-        logprobs = self._logprobs_of(one)
-        events += self._events(self._blocks.feed(deltas), logprobs)
+        self._add_logprobs(one)
+        events += self._events(self._blocks.feed(deltas))
         if one.finish_reason is not None:
-            events += self._events(self._blocks.finish(), [], is_cut=is_cut)
+            events += self._events(self._blocks.finish(), is_cut=is_cut)
             self.response = ended(
                 self.response,
                 output,
@@ -136,15 +137,13 @@ class ResponseStream:
         )
         return [self._event(Failed, response=self.response)]
 
-    def _logprobs_of(self, one: CompletionOutput) -> list[ChatTokenLogprob]:
+    def _add_logprobs(self, one: CompletionOutput) -> None:
         found = self._request.chat.logprobs_of(one, self._served)
-        logprobs = [] if found is None else found.content
-        self._logprobs += logprobs
-        return logprobs
+        if found is not None:
+            self._logprobs += found.content
+            self._unsent += found.content
 
-    def _events(
-        self, pieces: Iterable[Piece], logprobs: list[ChatTokenLogprob], *, is_cut: bool = False
-    ) -> list[ResponseEvent]:
+    def _events(self, pieces: Iterable[Piece], *, is_cut: bool = False) -> list[ResponseEvent]:
         events: list[ResponseEvent] = []
         for piece in pieces:
             match piece:
@@ -158,8 +157,8 @@ class ResponseStream:
                         events.append(self._of_part(PartAdded, part=part))
                 case More(text):
                     self._texts.append(text)
-                    events.append(self._delta(text, logprobs))
-                    logprobs = []  # the first piece has those of all
+                    events.append(self._delta(text, self._unsent))
+                    self._unsent = []
                 case End():
                     events += self._done("incomplete" if is_cut else "completed")
         return events

@@ -66,9 +66,10 @@ class Library:
 
     build: str  # hash of everything that determines the library
     dtypes: tuple[str, ...]  # for which it has functions
-    _directory: Path = field(compare=False)
-    _compiler: str = field(compare=False)
-    _flags: tuple[str, ...] = field(compare=False)
+    # Where it is does not matter to programs, which may be found by what a library says of itself.
+    _directory: Path = field(compare=False, repr=False)
+    _compiler: str = field(compare=False, repr=False)
+    _flags: tuple[str, ...] = field(compare=False, repr=False)
     kv_dtypes: tuple[str, ...] = ()  # the codes of caches for which there is attention
 
     def target(self, function: str, dtype: DTypeLike) -> str:

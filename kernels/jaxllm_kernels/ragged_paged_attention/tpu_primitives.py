@@ -46,12 +46,12 @@ def multiple_of(x: int | jax.Array, n: int) -> Any:
     return x if isinstance(x, int) else pl.multiple_of(x, n)
 
 
-def cdiv(a: jax.Array, b: int) -> jax.Array:
+def cdiv(a: int | jax.Array, b: int) -> jax.Array:
     """Divide a non-negative number and round up."""
     return lax.div(a + (b - 1), b)
 
 
-def divide(a: jax.Array, b: int) -> jax.Array:
+def divide(a: int | jax.Array, b: int) -> int | jax.Array:
     """Divide a non-negative number and round down; by a power of two in one instruction."""
     return a >> (b.bit_length() - 1) if b.bit_count() == 1 else lax.div(a, b)
 
