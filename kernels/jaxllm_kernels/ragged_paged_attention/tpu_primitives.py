@@ -51,7 +51,7 @@ def cdiv(a: int | jax.Array, b: int) -> jax.Array:
     return lax.div(a + (b - 1), b)
 
 
-def divide(a: int | jax.Array, b: int) -> int | jax.Array:
+def divide(a: Any, b: int) -> jax.Array:
     """Divide a non-negative number and round down; by a power of two in one instruction."""
     return a >> (b.bit_length() - 1) if b.bit_count() == 1 else lax.div(a, b)
 

@@ -228,11 +228,11 @@ class Row:
             q = scratch.queries[lines].astype(self.q.dtype)
         pieces = keys.cut(num_pieces)
         scores = self._score(q, heads, first_line, pieces[0], masked)
-        for piece, following in itertools.pairwise((*pieces, None)):
+        for piece, following in itertools.pairwise(pieces):
             before = scores
-            if following is not None:
-                scores = self._score(q, heads, first_line, following, masked)
+            scores = self._score(q, heads, first_line, following, masked)
             self._fold(before, lines, piece, masked)
+        self._fold(scores, lines, pieces[-1], masked)
 
     def _score(
         self,
