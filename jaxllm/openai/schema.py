@@ -45,6 +45,8 @@ def request_schemas(kinds: Sequence[type], engine: EngineBounds = ANY_ENGINE) ->
     for kind in kinds:
         properties = schemas[kind.__name__]["properties"]
         properties |= _shapes(engine).get(kind.__name__, {})
+        if kind.__name__ in _REFUSE_NO_TOOLS:
+            properties["tools"] |= {"minItems": 1}
         if issubclass(kind, RequestFields):
             for name, values in neutral_values(kind).items():
                 properties.setdefault(name, _neutral_schema(values))
@@ -78,6 +80,8 @@ def _neutral_schema(values: tuple[Any, ...]) -> Schema:
     return {"enum": [*values, None], "description": "Not supported; these values ask for nothing."}
 
 
+# In other protocols an empty list of tools is none.
+_REFUSE_NO_TOOLS = ("ChatRequest", "TokenizeChat")
 _INT32 = 2**31 - 1
 _TEXT_PART = {
     "type": "object",
@@ -192,7 +196,7 @@ def _bounds(engine: EngineBounds) -> dict[str, Schema]:
         ),
         "cache_salt": {"minLength": 1, "maxLength": Limits.MAX_SALT_CHARS},
         "request_id": {"minLength": 1, "maxLength": 128, "description": REQUEST_ID_IN_WORDS},
-        "tools": {"minItems": 1, "maxItems": MAX_TOOLS},
+        "tools": {"maxItems": MAX_TOOLS},
         "name": {"minLength": 1, "maxLength": 64},  # of a function
         "tokens": token_ids,
     }
