@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,6 +48,13 @@ def split_of(sliding_window=None, short_parts=1) -> DecodeSplit:
         load_tokens=LOAD,
         num_workers=NUM_WORKERS,
     )
+
+
+def test_layers_that_are_divided_otherwise_may_be_in_one_step():
+    """JAX sorts the keys of a dict."""
+    splits = [split_of(sliding_window=window) for window in (None, 64, 32)]
+    leaves = jax.tree.leaves({split: window for window, split in enumerate(splits)})
+    assert sorted(leaves) == [0, 1, 2]
 
 
 def flat(of_workers):

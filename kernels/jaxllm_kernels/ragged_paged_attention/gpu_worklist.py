@@ -5,6 +5,7 @@ the batch's work. The arrays below have static sizes, but the number of valid en
 All of this is plain JAX.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,6 +91,13 @@ class DecodeSplit:
     block_tokens: int
     load_tokens: int  # a row's blocks begin at a multiple of it, so none is before the window
     num_workers: int
+
+    def __lt__(self, other: "DecodeSplit") -> bool:
+        """An order, by which JAX sorts the keys of a dict. A window may be None."""
+        mine, others = (
+            [value or 0 for value in dataclasses.astuple(split)] for split in (self, other)
+        )
+        return mine < others
 
     # These work on arrays, and on references to them in a kernel.
 
