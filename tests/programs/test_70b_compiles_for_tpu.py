@@ -83,7 +83,7 @@ def test_decode_step_of_all_layers(slice_name, num_shards, llama_3_70b):
     assert plan.kv_cache_bytes + plan.weights_bytes > 0.8 * plan.chip.hbm_bytes
 
 
-@pytest.mark.parametrize("slice_name", ["v5p-16", "v6e-16"])
+@pytest.mark.parametrize("slice_name", [pytest.param("v5p-16", marks=pytest.mark.sweep), "v6e-16"])
 def test_mixed_step_of_two_layers(slice_name, llama_3_70b):
     compile_step(llama_3_70b, slice_name, num_layers=2, decode_only=False)
 

@@ -81,10 +81,14 @@ def check_steps(tmp_path, chip, quantization):
     assert plan.weights_bytes == pytest.approx(layers + embedding_and_head + scales, rel=0.003)
 
 
+SWEEP = pytest.mark.sweep
+
+
 @pytest.mark.tpu_compile
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("chip", "quantization"), [("v6e-1", "int8"), ("v7x-8", "fp8"), ("v7x-8", "blocks")]
+    ("chip", "quantization"),
+    [("v6e-1", "int8"), pytest.param("v7x-8", "fp8", marks=SWEEP), ("v7x-8", "blocks")],
 )
 def test_steps_for_tpus_write_no_weights(chip, quantization, tmp_path):
     check_steps(tmp_path, chip, quantization)
@@ -92,6 +96,6 @@ def test_steps_for_tpus_write_no_weights(chip, quantization, tmp_path):
 
 @pytest.mark.gpu_compile
 @needs_cuda_plugin
-@pytest.mark.parametrize("quantization", ["int8", "fp8", "blocks"])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=SWEEP), "blocks"])
 def test_steps_for_gpus_write_no_weights(quantization, tmp_path):
     check_steps(tmp_path, "h200", quantization)

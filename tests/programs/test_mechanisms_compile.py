@@ -72,9 +72,10 @@ DEEPSEEK_SIZES = SIZES | {
     "num_key_value_heads": 16,
     "q_lora_rank": 768,
     "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
+    # Not 128, the tokens of a tile: queries of a tile would have the shape of a weight.
+    "qk_nope_head_dim": 160,
     "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
+    "v_head_dim": 160,
     "moe_intermediate_size": 896,
     "n_routed_experts": 16,
 }
