@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxllm import bundled
 from jaxllm.config import ModelConfig
@@ -81,6 +81,31 @@ class Tokenizer:
         TooLongToTell if that is more than `most` tokens justify."""
         encode = self._encoder(text)
         return encode_end(encode, self._shape, text, num, most, add_special_tokens)
+
+    def encode_cut(
+        self,
+        text: str,
+        pair: str | None,
+        *,
+        num: int | None,
+        side: Literal["left", "right"],
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], list[int]]:
+        """The ids of one text, or of two that belong together, and the types of the ids. With `num`
+        no more than that many are left, with all special tokens: the longer text is cut."""
+        with self._lock:
+            self.hf.truncation_side = side
+            encoded = self.hf(
+                text,
+                pair,
+                add_special_tokens=add_special_tokens,
+                truncation=num is not None,
+                max_length=num,
+                return_token_type_ids=True,
+                verbose=False,
+            )
+        ids: Any = encoded["input_ids"]
+        return list(ids), list(encoded.get("token_type_ids") or [0] * len(ids))
 
     @functools.cached_property
     def _shape(self) -> Shape:
