@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 
 from jaxllm.testing import make_tiny_checkpoint, tiny_config
 
@@ -22,6 +20,9 @@ TEXTS = [
 
 def write_model(path: Path, kind: str, family: str = "qwen3", **fields: Any) -> Path:
     """Write a checkpoint of a class of transformers, with the tokenizer of tiny models."""
+    import torch
+    import transformers
+
     made = make_tiny_checkpoint(path / "made", family)
     config_of = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[family]
     config = config_of(**(tiny_config(family) | {"pad_token_id": 0} | fields))
@@ -59,6 +60,9 @@ def describe(path: Path, pooling: str, *, normalizes: bool = True, **told: Any) 
 
 def hidden_states(path: Path, prompts: list[list[int]]) -> list[np.ndarray]:
     """Of each prompt alone, f32 [tokens, D], behind the last norm."""
+    import torch
+    import transformers
+
     model = transformers.AutoModel.from_pretrained(path).float().eval()
     with torch.no_grad():
         return [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in prompts]

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from jaxllm import LLM, PoolerConfig, PoolingParams, SamplingParams, ValidationError
 from tests.pooling.models import TEXTS, describe, hidden_states, unit, write_model
 from tests.profile import TINY
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.oracle
 
 QUIET = {"use_tqdm": False}
 LONG = " ".join(TEXTS)
