@@ -151,7 +151,7 @@ class BatchLine:
             raise refused("method", method, "it must be 'POST'")
         if not isinstance(url, str):
             raise refused("url", url, f"it must be {' or '.join((*ENDPOINTS, *POOLING_PATHS))}")
-        if url in POOLING_PATHS:
+        if served.pooling is not None and url in POOLING_PATHS:
             return self._read_pooling(POOLING_PATHS[url][0], served)
         self._endpoint = find_endpoint(url)
         self._request = request = self._endpoint.request.read(self._fields.get("body"))

@@ -110,7 +110,7 @@ class PoolRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
 class PooledItem(msgspec.Struct, kw_only=True):
     index: int
     object: Literal["pooling"] = "pooling"
-    data: list[list[float]] | list[float] | str
+    data: list[Any] | str  # numbers, or one list of them for each token
 
 
 class Pooled(msgspec.Struct, kw_only=True):

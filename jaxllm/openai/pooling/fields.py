@@ -10,7 +10,7 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.pooling_length import TextOptions, TextPair
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.openai.chat import ChatRequest
-from jaxllm.openai.errors import AnswerError
+from jaxllm.openai.errors import AnswerError, NotFoundError
 from jaxllm.openai.fields import REQUEST_ID_IN_WORDS, is_request_id, read_fields
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import renamed
@@ -189,11 +189,12 @@ class PoolingUsage(msgspec.Struct, kw_only=True):
 
 
 def pooling_of(served: ServedModel) -> Pooling:
-    """How the served model pools; raise ValidationError if it generates."""
+    """How the served model pools; raise NotFoundError if it generates."""
     if served.pooling is None:
-        raise ValidationError(
-            "the engine generates (runner='generate'), and does not pool; start one with "
-            "--runner pooling"
+        raise NotFoundError(
+            "this is not served here: the engine generates; start one with --runner pooling, or "
+            "with a model that pools",
+            parameter="url",
         )
     return served.pooling
 
