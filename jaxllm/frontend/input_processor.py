@@ -179,6 +179,8 @@ class InputProcessor:
                 )
             check_is_text("prompt", given)
             text, token_ids = given, length.encode(self._tokenizer, given)
+            if not given:
+                token_ids = list(self._tokenizer.start_of_document)
         elif isinstance(given, list | tuple):
             token_ids = length.fit(_integers("prompt_token_ids", given))
         else:

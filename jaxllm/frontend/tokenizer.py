@@ -64,6 +64,14 @@ class Tokenizer:
         token = self.hf.eos_token_id
         return token if isinstance(token, int) else None
 
+    @functools.cached_property
+    def start_of_document(self) -> list[int]:
+        """The ids of an empty prompt, after which a model begins a document: what the tokenizer
+        adds to texts, or else the token that is before a document. That is the end of another one
+        in families that have no token for a beginning."""
+        begin = (self.hf.bos_token_id, self.hf.eos_token_id)
+        return self.encode("") or [token for token in begin if isinstance(token, int)][:1]
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """All ids of a text of any length. Text from requests needs one of the next two methods."""
         return self._encoder(text)(text, add_special_tokens)
@@ -207,9 +215,14 @@ def render_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     render: Callable[[Conversation], str] = render,
     length: "TextLength | None" = None,
+    add_special_tokens: bool = False,
 ) -> TokensPrompt:
     """Turn a conversation into a prompt by the model's chat template, or by `chat_template`.
-    Without `length` the prompt may have any length."""
+    Without `length` the prompt may have any length.
+
+    Templates write the special tokens, so the tokenizer would add a second BOS. A template that
+    does not needs `add_special_tokens`.
+    """
     conversation = _conversation(
         tokenizer,
         messages,
@@ -220,11 +233,10 @@ def render_chat(
         chat_template_kwargs,
     )
     text = render(conversation)
-    # The template has written the special tokens; the tokenizer must not add a second BOS.
     if length is None:
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     else:
-        ids = length.encode(tokenizer, text, add_special_tokens=False)
+        ids = length.encode(tokenizer, text, add_special_tokens=add_special_tokens)
     return TokensPrompt(prompt=text, prompt_token_ids=ids)
 
 
@@ -329,10 +341,7 @@ def _plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     if plain.get("content") is None:
         plain["content"] = ""  # templates would write "None"
     elif isinstance(plain["content"], list):
-        plain["content"] = "\n".join(
-            _text_of_part(part, f"{name}.content[{place}]")
-            for place, part in enumerate(plain["content"])
-        )
+        plain["content"] = text_of_content(plain["content"], f"{name}.content")
     elif not isinstance(plain["content"], str):
         content = plain["content"]
         raise refused(f"{name}.content", content, "it must be text, a list of parts or None")
@@ -347,6 +356,14 @@ def _plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
             for place, call in enumerate(plain["tool_calls"])
         ]
     return plain
+
+
+def text_of_content(content: object, name: str = "content") -> str:
+    """The text of a message's content: a text, or a list of parts. Errors call it `name`."""
+    if isinstance(content, list):
+        parts = (_text_of_part(part, f"{name}[{place}]") for place, part in enumerate(content))
+        return "\n".join(parts)
+    return content if isinstance(content, str) else ""
 
 
 def _text_of_part(part: object, name: str) -> str:
