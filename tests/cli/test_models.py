@@ -21,7 +21,7 @@ def test_readme_has_the_table(capsys):
     _, begin, rest = README.read_text(encoding="utf-8").partition("<!-- jaxllm models -->\n")
     block, end, _ = rest.partition("<!-- end of jaxllm models -->")
     assert begin and end
-    assert block.strip() == table.strip(), "put the output of `jaxllm models` into jaxllm/models/README.md"
+    assert block.strip() == table.strip(), "put the output of `jaxllm models` into this page"
 
 
 @pytest.mark.parametrize("family", family_names())
