@@ -107,6 +107,11 @@ class AsyncLLMEngine:
         return self._client.info
 
     @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an answer unless a request has ignore_eos."""
+        return self._input_processor.eos_token_ids
+
+    @property
     def exit_status(self) -> int | None:
         """The exit status of the engine's process; None while it runs."""
         return self._process.status

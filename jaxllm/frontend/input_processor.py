@@ -97,7 +97,7 @@ class InputProcessor:
             request_id, priority, arrival_time, trace_headers
         )
         length = PromptLength.of(self._info.max_model_len, truncate_prompt_tokens)
-        text, token_ids, cache_salt = self._reader.read(prompt, length)
+        text, token_ids, cache_salt = self._reader.read(prompt, length, may_be_empty=True)
         params = self._resolve_params(params)
         grammar = self._forms.grammar(params.structured_outputs, text, token_ids, reasoning)
         params.structured_outputs = None  # the engine gets the grammar alone

@@ -99,7 +99,7 @@ class PoolingInput:
         if isinstance(prompt, TextPair):
             text, salt, token_ids = None, None, self._read_pair(prompt, length)
         else:
-            text, token_ids, salt = self._reader.read(prompt, length)
+            text, token_ids, salt = self._reader.read(prompt, length, may_be_empty=False)
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,

@@ -67,8 +67,11 @@ class PromptReader:
             )
         return int(priority)
 
-    def read(self, prompt: PromptType, length: Length) -> tuple[str | None, list[int], str | None]:
-        """Return text, token ids and cache salt of a prompt of any kind, truncated if wanted."""
+    def read(
+        self, prompt: PromptType, length: Length, *, may_be_empty: bool
+    ) -> tuple[str | None, list[int], str | None]:
+        """Return text, token ids and cache salt of a prompt of any kind, truncated if wanted. Of an
+        empty text, if there may be one, the ids are those after which a document begins."""
         salt: str | None = None
         given: Any = prompt
         text: Any = None
@@ -95,6 +98,8 @@ class PromptReader:
                 )
             check_is_text("prompt", given)
             text, token_ids = given, length.encode(self._tokenizer, given)
+            if may_be_empty and not given:
+                token_ids = list(self._tokenizer.start_of_document)
         elif isinstance(given, list | tuple):
             token_ids = length.fit(_integers("prompt_token_ids", given))
         else:

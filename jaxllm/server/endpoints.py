@@ -23,7 +23,7 @@ from jaxllm.openai.responses.endpoint import WIRE
 from jaxllm.openai.responses.events import ResponseEvent
 from jaxllm.openai.responses.request import ResponsesBody
 from jaxllm.openai.responses.response import Response as ResponseBody
-from jaxllm.openai.schema import Schema
+from jaxllm.openai.schema import Schema, ref
 from jaxllm.server import admin, responses, status
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Keys
@@ -33,6 +33,7 @@ from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.openapi import describe
 from jaxllm.server.page.files import PAGE
 from jaxllm.server.pooling import PoolingEndpoint
+from jaxllm.server.render import Rendered, render_chat, render_completions
 from jaxllm.server.service import Service
 from jaxllm.server.tokenize import (
     Detokenized,
@@ -43,6 +44,7 @@ from jaxllm.server.tokenize import (
     detokenize,
     tokenize,
 )
+from jaxllm.server.tokenizer_info import tokenizer_info
 
 # Error statuses of any request with a body, and of admin requests.
 _OF_BODIES = (400, 404, 408, 413, 415, 500, 503)
@@ -115,6 +117,10 @@ FOR_USERS = (
              ChatCompletion, ChatChunk),
     _answers("/v1/completions", COMPLETIONS, "The continuations of prompts", CompletionRequest,
              Completion, CompletionChunk),
+    _posted("/v1/chat/completions/render", render_chat, "The prompt of such a conversation",
+            body=(ChatRequest,), answer=Rendered),
+    _posted("/v1/completions/render", render_completions, "The prompts of such a request",
+            body=(CompletionRequest,), answer={"type": "array", "items": ref(Rendered)}),
     _posted("/v1/responses", responses.make_endpoint, "A response to items", body=(ResponsesBody,),
             answer=ResponseBody, chunk=ResponseEvent, wire=WIRE),
     Endpoint("/v1/responses/{id}", by(responses.by_method), "A stored response",
@@ -147,14 +153,21 @@ FOR_OPERATORS = (
            answer=_object(is_sleeping="boolean")),
     _admin("/reset_prefix_cache", admin.reset_prefix_cache, "Forget all prefixes",
            errors=(*_OF_ADMIN, 409)),
+    Endpoint("/abort_requests", by(admin.abort_requests), "End requests by their ids, or all",
+             ("POST",), Access.ADMIN, body=(admin.AbortRequests,),
+             answer=_object(num_aborted="integer"), errors=_OF_BODIES),
     _admin("/server_info", admin.server_info, "How the server was started", "GET",
            answer=_object()),
+)  # fmt: skip
+OF_TOKENIZER = (
+    Endpoint("/tokenizer_info", by(tokenizer_info), "The tokenizer's configuration",
+             answer=_object(), errors=(400,)),
 )  # fmt: skip
 OF_PROFILER = (
     _admin("/start_profile", admin.start_profile, "Begin a profile"),
     _admin("/stop_profile", admin.stop_profile, "End it and write it"),
 )
-ENDPOINTS = (*FOR_USERS, *FOR_POOLING, *PAGE, *FOR_OPERATORS, *OF_PROFILER)
+ENDPOINTS = (*FOR_USERS, *FOR_POOLING, *OF_TOKENIZER, *PAGE, *FOR_OPERATORS, *OF_PROFILER)
 
 
 def offered(service: Service, keys: Keys) -> list[Endpoint]:
@@ -162,6 +175,8 @@ def offered(service: Service, keys: Keys) -> list[Endpoint]:
     found = list(FOR_USERS)
     if service.engine.info.pooling is not None:
         found += FOR_POOLING
+    if service.options.enable_tokenizer_info_endpoint:
+        found += OF_TOKENIZER
     if not service.options.disable_page:
         found += PAGE
     if keys.admin or service.options.admin_without_key:

@@ -25,7 +25,8 @@ def test_a_path_is_there_once():
 @pytest.mark.slow
 def test_every_route_is_in_the_table_and_described_and_open_or_not_as_it_says(host):
     found = {}
-    with host.serve(keys=("of-user",), admin_keys=("of-admin",), access_log=False) as client:
+    keys = {"keys": ("of-user",), "admin_keys": ("of-admin",)}
+    with host.serve(**keys, enable_tokenizer_info_endpoint=True, access_log=False) as client:
         routes = client.server.config.app.routes
         user = {"Authorization": "Bearer of-user"}
         described = client.get("/openapi.json", headers=user).json()["paths"]
@@ -44,7 +45,7 @@ def test_every_route_is_in_the_table_and_described_and_open_or_not_as_it_says(ho
 
 @pytest.mark.slow
 def test_what_only_watches_is_not_counted(host):
-    with host.serve(access_log=False) as client:
+    with host.serve(enable_tokenizer_info_endpoint=True, access_log=False) as client:
         for endpoint in ENDPOINTS:
             if "GET" in endpoint.methods:
                 client.get(endpoint.path.replace("{name:path}", "x"))
