@@ -60,12 +60,13 @@ class PoolingEndpoint:
     async def _answer(self, body: bytes, arrival: _Arrival) -> Response:
         service, size = self._service, len(body)
         request = await self._engine.in_tokenizer_thread(partial(self._read, body), size)
+        names = tuple(filter(None, (arrival.name, request.request_id)))
         try:
             with service.admission.answers(request.num_prompts):
                 prepare = partial(self._prepare, request, arrival)
                 work, inputs = await service.in_text_thread(request.conversation, prepare, size)
                 with service.admission.tokens(sum(len(one.prompt_token_ids) for one in inputs)):
-                    outputs = await self._outputs(inputs)
+                    outputs = await self._outputs(inputs, names)
         except ValidationError as error:
             raise request.in_its_words(error) from error
         answer = partial(work.answer, arrival.name, int(time.time()), outputs)
@@ -101,12 +102,15 @@ class PoolingEndpoint:
             inputs.append(one)
         return work, inputs
 
-    async def _outputs(self, inputs: Sequence[ProcessedInput]) -> list[PoolingRequestOutput[Any]]:
-        """The engine's output for each prompt. Those that are not read are aborted."""
+    async def _outputs(
+        self, inputs: Sequence[ProcessedInput], names: tuple[str, ...]
+    ) -> list[PoolingRequestOutput[Any]]:
+        """The engine's output for each prompt. Those that are not read are aborted. `names` are the
+        ids of the request that its client knows."""
         service, timeout = self._service, self._service.options.request_timeout
         ids = [one.request_id for one in inputs]
         found: dict[int, PoolingRequestOutput[Any]] = {}
-        service.request_ids.update(ids)
+        service.under_way.update(dict.fromkeys(ids, names))
         try:
             async with (
                 asyncio.timeout(timeout),
@@ -119,5 +123,6 @@ class PoolingEndpoint:
         except TimeoutError:
             raise AnswerError(f"the request took longer than {timeout} seconds") from None
         finally:
-            service.request_ids.difference_update(ids)
+            for one in ids:
+                del service.under_way[one]
         return [found[place] for place in range(len(inputs))]

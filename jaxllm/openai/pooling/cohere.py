@@ -52,6 +52,10 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     def conversation(self) -> None:
         return None
 
+    @property
+    def request_id(self) -> None:
+        return None
+
     def work(self, served: ServedModel) -> Work:
         texts = self._texts
         before = _words(pooling_of(served), self.input_type)
