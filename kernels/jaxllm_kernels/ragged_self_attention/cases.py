@@ -55,7 +55,8 @@ def error(op: SelfAttentionOp, case: Case, dtype: DTypeLike = "float32") -> floa
     assert np.isfinite(out).all(), "padding has outputs that are no numbers"
     found = 0.0
     for first, end in zip(starts[:-1], starts[1:], strict=True):
-        exact = _expected(*(np.asarray(x[first:end], np.float64) for x in (q, k, v)), config)
+        its = [np.asarray(x[first:end], np.float64) for x in (q, k, v)]
+        exact = _expected(its[0], its[1], its[2], config)
         found = max(found, float(np.abs(out[first:end] - exact).max(initial=0.0)))
     return found
 
