@@ -5,8 +5,9 @@ The plain form:       {"prompt": ...} or {"prompt_token_ids": [...]}, and sampli
 """
 
 import difflib
+import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from jaxllm.batch.custom_ids import CustomIds
 from jaxllm.batch.input import Item
 from jaxllm.errors import ValidationError, refused
+from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.openai.answer import check_finished
 from jaxllm.openai.endpoints import ENDPOINTS, Endpoint, Request, find_endpoint
 from jaxllm.openai.errors import error_body
@@ -38,6 +40,7 @@ class Line(Protocol):
     """A line in one of the forms, valid or not."""
 
     custom_id: str | None
+    body: object  # of the request, if the line has one
 
     def read(self, served: ServedModel) -> "Prompts":
         """Return the line's prompts; raise ValidationError if it is invalid."""
@@ -64,14 +67,57 @@ class Prompts(msgspec.Struct, frozen=True):
     priority: int
     truncate_prompt_tokens: int | None
     reasoning: Reasoning | None = None  # before the form of the answers, if they have one
+    num_copies: int = 0  # how often the answer contains each prompt
+
+
+def processed(
+    prompts: Prompts,
+    line: Line,
+    number: int,
+    process_input: Callable[..., ProcessedInput],
+    *,
+    name: str,
+    seed: int,
+) -> list[ProcessedInput]:
+    """Validate and tokenize the prompts of a line, as requests `name`-0 and so on. A request
+    without a seed gets one by its place in the batch, so that its answer does not depend on where
+    an earlier run was killed."""
+    inputs = []
+    for place, prompt in enumerate(prompts.prompts):
+        params = prompts.params
+        if params.seed is None:
+            params = params.clone(seed=_seed(seed, number, place))
+        options: dict[str, Any] = {}
+        if prompts.truncate_prompt_tokens is not None:
+            options["truncate_prompt_tokens"] = prompts.truncate_prompt_tokens
+        try:
+            read = process_input(
+                f"{name}-{place}",
+                prompt,
+                params,
+                priority=prompts.priority,
+                tokenization_kwargs=options,
+                reasoning=prompts.reasoning,
+            )
+        except ValidationError as error:
+            raise line.in_its_words(error, place) from error
+        inputs.append(read)
+    return inputs
+
+
+def _seed(seed: int, number: int, place: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {number} {place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 class LineReader:
     """Detects the form of each line, and duplicate custom_ids."""
 
-    def __init__(self, batch_id: str, custom_ids: CustomIds):
+    def __init__(self, batch_id: str, custom_ids: CustomIds, url: str | None = None):
+        """With a `url`, all lines must be requests to it, in OpenAI's form."""
         self._batch_id = batch_id
         self._custom_ids = custom_ids
+        self._url = url
 
     def skip(self, item: Item) -> None:
         """Record the custom_id of a line that an earlier run finished."""
@@ -97,11 +143,21 @@ class LineReader:
                 raise LineError(
                     "duplicate_custom_id", f"custom_id {custom_id!r:.80} is on an earlier line, too"
                 )
+            self._check_url(fields)
         except LineError as error:
             return BadLine(self._batch_id, item, custom_id, error)
         if is_plain:
             return PlainLine(item, fields, custom_id)
         return BatchLine(self._batch_id, item, fields, custom_id)
+
+    def _check_url(self, fields: dict[str, Any]) -> None:
+        if self._url is None:
+            return
+        if not {"custom_id", "url", "body"} <= fields.keys():
+            raise LineError("invalid_line", "'custom_id', 'method', 'url' and 'body' are wanted")
+        if fields["url"] != self._url:
+            given = fields["url"]
+            raise LineError("mismatched_url", f"url={given!r:.80}: this batch is for {self._url}")
 
 
 _NO_FORM = (
@@ -128,6 +184,7 @@ class BatchLine:
     def __init__(self, batch_id: str, item: Item, fields: dict[str, Any], custom_id: str | None):
         self.custom_id = custom_id
         self._fields = fields
+        self.body: object = fields.get("body")
         self._answer_id = f"{batch_id}-{item.number}"
         self._endpoint: Endpoint | None = None
         self._request: Request | None = None
@@ -142,7 +199,7 @@ class BatchLine:
         if not isinstance(url, str):
             raise refused("url", url, f"it must be {' or '.join(ENDPOINTS)}")
         self._endpoint = find_endpoint(url)
-        self._request = request = self._endpoint.request.read(self._fields.get("body"))
+        self._request = request = self._endpoint.request.read(self.body)
         served.check_name(request.model)
         return Prompts(
             request.prompts(served),
@@ -150,6 +207,7 @@ class BatchLine:
             request.priority or 0,
             request.truncate_prompt_tokens,
             request.reasoning(served),
+            request.num_prompt_copies,
         )
 
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
@@ -176,6 +234,7 @@ class BadLine:
 
     def __init__(self, batch_id: str, item: Item, custom_id: str | None, error: LineError):
         self.custom_id = custom_id
+        self.body: object = None
         self._id = f"{batch_id}-{item.number}"
         self._line = item.line
         self._error = error
@@ -212,6 +271,7 @@ class PlainLine:
 
     def __init__(self, item: Item, fields: dict[str, Any], custom_id: str | None):
         self.custom_id = custom_id
+        self.body: object = None
         self._fields = {name: value for name, value in fields.items() if value is not None}
         self._line = item.line
 

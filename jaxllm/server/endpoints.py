@@ -9,6 +9,7 @@ from jaxllm.anthropic.endpoints import ANTHROPIC, MESSAGES
 from jaxllm.anthropic.message import Message
 from jaxllm.anthropic.request import CountTokensRequest, MessagesBody
 from jaxllm.anthropic.stream import MessageEvent
+from jaxllm.openai.batches.objects import Batch, BatchBody, BatchList, DeletedFile, File, FileList
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import ChatCompletion
 from jaxllm.openai.chat_stream import ChatChunk
@@ -23,7 +24,7 @@ from jaxllm.openai.responses.events import ResponseEvent
 from jaxllm.openai.responses.request import ResponsesBody
 from jaxllm.openai.responses.response import Response as ResponseBody
 from jaxllm.openai.schema import Schema, ref
-from jaxllm.server import admin, responses, status
+from jaxllm.server import admin, batches, files, responses, status
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Keys
 from jaxllm.server.count_tokens import TokenCount, count_tokens
@@ -97,6 +98,21 @@ def _object(**properties: str) -> Schema:
     return {"type": "object", "properties": types, "required": list(types)}
 
 
+_PART: tuple[tuple[str, Schema], ...] = (
+    ("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
+    ("after", {"type": "string"}),
+    ("order", {"enum": ["asc", "desc"]}),
+)
+_UPLOAD: Schema = {
+    "type": "object",
+    "properties": {
+        "purpose": {"const": "batch"},
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+    },
+    "required": ["purpose", "file"],
+    "additionalProperties": False,
+}
+
 FOR_USERS = (
     _probe("/health", status.health, "Whether the engine lives", "GET"),
     _probe("/ping", status.health, "Whether the engine lives", "GET", "POST"),
@@ -125,6 +141,24 @@ FOR_USERS = (
              ("GET", "DELETE"), answer=_object(), errors=(400, 404)),
     Endpoint("/v1/responses/{id}/input_items", by(responses.input_items), "What it was made of",
              answer=responses.InputItems, errors=(404,)),
+    Endpoint("/v1/files", by(files.upload_file), "Keep a file of requests", ("POST",),
+             form=_UPLOAD, answer=File, errors=(400, 404, 408, 413, 415)),
+    Endpoint("/v1/files", by(files.list_files), "The files that are kept", answer=FileList,
+             errors=(400, 404), query=(*_PART, ("purpose", {"type": "string"}))),
+    Endpoint("/v1/files/{id}", by(files.show_file), "One of them", answer=File,
+             errors=(400, 404)),
+    Endpoint("/v1/files/{id}", by(files.delete_file), "Delete it", ("DELETE",),
+             answer=DeletedFile, errors=(400, 404)),
+    Endpoint("/v1/files/{id}/content", by(files.file_content), "What is in it",
+             content_type="application/octet-stream", errors=(400, 404)),
+    _posted("/v1/batches", by(batches.create_batch), "Answer the requests of a file",
+            body=(BatchBody,), answer=Batch),
+    Endpoint("/v1/batches", by(batches.list_batches), "The batches", answer=BatchList,
+             errors=(400, 404), query=_PART[:2]),
+    Endpoint("/v1/batches/{id}", by(batches.show_batch), "One of them", answer=Batch,
+             errors=(400, 404)),
+    Endpoint("/v1/batches/{id}/cancel", by(batches.cancel_batch), "End it", ("POST",),
+             answer=Batch, errors=(400, 404)),
     _answers("/v1/messages", MESSAGES, "The next message, in Anthropic's protocol", MessagesBody,
              Message, MessageEvent),
     _posted("/v1/messages/count_tokens", partial(JSONEndpoint, count_tokens, wire=ANTHROPIC),
