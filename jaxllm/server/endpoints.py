@@ -98,16 +98,18 @@ def _object(**properties: str) -> Schema:
     return {"type": "object", "properties": types, "required": list(types)}
 
 
-_PART: tuple[tuple[str, Schema], ...] = (
-    ("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
-    ("after", {"type": "string"}),
-    ("order", {"enum": ["asc", "desc"]}),
-)
+def _part(most: int, **more: Schema) -> tuple[tuple[str, Schema], ...]:
+    """Parameters that choose a part of a list."""
+    limit = {"type": "integer", "minimum": 1, "maximum": most}
+    return ("limit", limit), ("after", {"type": "string"}), *more.items()
+
+
+_OF_FILES = _part(10_000, order={"enum": ["asc", "desc"]}, purpose={"type": "string"})
 _UPLOAD: Schema = {
     "type": "object",
     "properties": {
         "purpose": {"const": "batch"},
-        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "file": {"contentMediaType": "application/octet-stream"},  # bytes, which have no type
     },
     "required": ["purpose", "file"],
     "additionalProperties": False,
@@ -144,7 +146,7 @@ FOR_USERS = (
     Endpoint("/v1/files", by(files.upload_file), "Keep a file of requests", ("POST",),
              form=_UPLOAD, answer=File, errors=(400, 404, 408, 413, 415)),
     Endpoint("/v1/files", by(files.list_files), "The files that are kept", answer=FileList,
-             errors=(400, 404), query=(*_PART, ("purpose", {"type": "string"}))),
+             errors=(400, 404), query=_OF_FILES),
     Endpoint("/v1/files/{id}", by(files.show_file), "One of them", answer=File,
              errors=(400, 404)),
     Endpoint("/v1/files/{id}", by(files.delete_file), "Delete it", ("DELETE",),
@@ -154,7 +156,7 @@ FOR_USERS = (
     _posted("/v1/batches", by(batches.create_batch), "Answer the requests of a file",
             body=(BatchBody,), answer=Batch),
     Endpoint("/v1/batches", by(batches.list_batches), "The batches", answer=BatchList,
-             errors=(400, 404), query=_PART[:2]),
+             errors=(400, 404), query=_part(100)),
     Endpoint("/v1/batches/{id}", by(batches.show_batch), "One of them", answer=Batch,
              errors=(400, 404)),
     Endpoint("/v1/batches/{id}/cancel", by(batches.cancel_batch), "End it", ("POST",),

@@ -30,6 +30,9 @@ def render(endpoint: Endpoint, service: Service, body: object) -> list[Rendered]
     request = endpoint.request.read(body, live=True)
     served.check_name(request.model)
     params = request.sampling_params(served)
+    beams = request.beam_search(params, served)
+    of_prompt = params.n if beams is None else beams.beam_width
+    service.admission.check_answers(request.num_prompts * of_prompt)
     shown = {
         name: value
         for name, value in msgspec.to_builtins(params).items()
