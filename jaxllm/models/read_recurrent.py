@@ -1,7 +1,7 @@
 """Reads recurrent mixers of a config.json, and says where their parameters are in checkpoints."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
@@ -155,18 +155,16 @@ def read_mamba(
 
 def _read_step_limits(config: HFConfig) -> tuple[float, float]:
     value = config.get("time_step_limit", (0.0, math.inf))
-    # transformers 5 writes {"__float__": "Infinity"}.
     items = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
-    limits = [
-        math.inf if isinstance(item, Mapping) and item.get("__float__") == "Infinity" else item
-        for item in items
-    ]
-    are_numbers = all(type(limit) in (int, float) for limit in limits)
-    if len(limits) != 2 or not are_numbers or not 0 <= limits[0] <= limits[1]:
-        raise CheckpointError(
-            f"config.json: time_step_limit={shown(value)} must be the shortest and the longest step"
-        )
-    return float(limits[0]), float(limits[1])
+    # transformers 5 writes an infinite number as an object.
+    limits = [math.inf if item == {"__float__": "Infinity"} else item for item in items]
+    match limits:
+        case [int() | float() as shortest, int() | float() as longest]:
+            if 0 <= shortest <= longest:
+                return float(shortest), float(longest)
+    raise CheckpointError(
+        f"config.json: time_step_limit={shown(value)} must be the shortest and the longest step"
+    )
 
 
 def _check_activation(config: HFConfig, name: str) -> None:
