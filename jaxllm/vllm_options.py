@@ -13,7 +13,6 @@ from jaxllm.errors import refused
 # disable_log_stats says.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_local_media_path": ("", None),
-    "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "disable_log_stats": (True, False),
     "enable_lora": (False,),
@@ -21,7 +20,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "limit_mm_per_prompt": (None, {}),
     "logprobs_mode": ("raw_logprobs",),
     "mm_processor_kwargs": (None,),
-    "runner": ("auto", "generate"),
     "tokenizer_mode": ("auto",),
 }
 
@@ -36,9 +34,6 @@ _ABSENT: dict[str, tuple[str, ...]] = {
         "enable_mm_embeds", "language_model_only", "limit_mm_per_prompt", "media_io_kwargs",
         "mm_encoder_tp_mode", "mm_processor_cache_gb", "mm_processor_kwargs",
         "trust_request_mm_kwargs",
-    ),
-    "models generate text: there are no embeddings, scores or classes": (
-        "convert", "pooler_config", "runner",
     ),
     "prompts are text or token ids": ("enable_prompt_embeds",),
     "--structured-outputs-config has the options of forms of answers": (

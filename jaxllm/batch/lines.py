@@ -5,9 +5,8 @@ The plain form:       {"prompt": ...} or {"prompt_token_ids": [...]}, and sampli
 """
 
 import difflib
-import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -15,14 +14,15 @@ import msgspec
 from jaxllm.batch.custom_ids import CustomIds
 from jaxllm.batch.input import Item
 from jaxllm.errors import ValidationError, refused
-from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.openai.answer import check_finished
 from jaxllm.openai.endpoints import ENDPOINTS, Endpoint, Request, find_endpoint
 from jaxllm.openai.errors import error_body
 from jaxllm.openai.logprobs import Position
+from jaxllm.openai.pooling.endpoints import POOLING_PATHS
+from jaxllm.openai.pooling.fields import PoolingRequest, Work
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import why_not_json
-from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.outputs import CompletionOutput
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -42,7 +42,7 @@ class Line(Protocol):
     custom_id: str | None
     body: object  # of the request, if the line has one
 
-    def read(self, served: ServedModel) -> "Prompts":
+    def read(self, served: ServedModel) -> "Prompts | PooledPrompts":
         """Return the line's prompts; raise ValidationError if it is invalid."""
         ...
 
@@ -50,7 +50,7 @@ class Line(Protocol):
         """Rename the fields in an engine's error to their names in the line."""
         ...
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         """Make the result from the last outputs of all prompts; raise AnswerError."""
         ...
 
@@ -70,44 +70,11 @@ class Prompts(msgspec.Struct, frozen=True):
     num_copies: int = 0  # how often the answer contains each prompt
 
 
-def processed(
-    prompts: Prompts,
-    line: Line,
-    number: int,
-    process_input: Callable[..., ProcessedInput],
-    *,
-    name: str,
-    seed: int,
-) -> list[ProcessedInput]:
-    """Validate and tokenize the prompts of a line, as requests `name`-0 and so on. A request
-    without a seed gets one by its place in the batch, so that its answer does not depend on where
-    an earlier run was killed."""
-    inputs = []
-    for place, prompt in enumerate(prompts.prompts):
-        params = prompts.params
-        if params.seed is None:
-            params = params.clone(seed=_seed(seed, number, place))
-        options: dict[str, Any] = {}
-        if prompts.truncate_prompt_tokens is not None:
-            options["truncate_prompt_tokens"] = prompts.truncate_prompt_tokens
-        try:
-            read = process_input(
-                f"{name}-{place}",
-                prompt,
-                params,
-                priority=prompts.priority,
-                tokenization_kwargs=options,
-                reasoning=prompts.reasoning,
-            )
-        except ValidationError as error:
-            raise line.in_its_words(error, place) from error
-        inputs.append(read)
-    return inputs
+class PooledPrompts(msgspec.Struct, frozen=True):
+    """The input of an engine that pools for a line."""
 
-
-def _seed(seed: int, number: int, place: int) -> int:
-    digest = hashlib.blake2b(f"{seed} {number} {place}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    work: Work
+    priority: int
 
 
 class LineReader:
@@ -187,9 +154,10 @@ class BatchLine:
         self.body: object = fields.get("body")
         self._answer_id = f"{batch_id}-{item.number}"
         self._endpoint: Endpoint | None = None
-        self._request: Request | None = None
+        self._request: Request | PoolingRequest | None = None
+        self._work: Work | None = None  # of a line whose prompts are pooled
 
-    def read(self, served: ServedModel) -> Prompts:
+    def read(self, served: ServedModel) -> Prompts | PooledPrompts:
         unknown = self._fields.keys() - {"custom_id", "method", "url", "body"}
         if unknown:
             raise refused("line", sorted(unknown), "a batch line has no such fields")
@@ -197,7 +165,9 @@ class BatchLine:
         if method != "POST":
             raise refused("method", method, "it must be 'POST'")
         if not isinstance(url, str):
-            raise refused("url", url, f"it must be {' or '.join(ENDPOINTS)}")
+            raise refused("url", url, f"it must be {' or '.join((*ENDPOINTS, *POOLING_PATHS))}")
+        if served.pooling is not None and url in POOLING_PATHS:
+            return self._read_pooling(POOLING_PATHS[url][0], served)
         self._endpoint = find_endpoint(url)
         self._request = request = self._endpoint.request.read(self.body)
         served.check_name(request.model)
@@ -210,13 +180,21 @@ class BatchLine:
             request.num_prompt_copies,
         )
 
+    def _read_pooling(self, kind: type[PoolingRequest], served: ServedModel) -> PooledPrompts:
+        self._request = request = kind.read(self.body)
+        served.check_name(request.model)
+        self._work = request.work(served)
+        return PooledPrompts(self._work, request.priority or 0)
+
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         assert self._request is not None, "it was not read"
         return self._request.in_its_words(error, place)
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
-        assert self._endpoint is not None, "it was not read"
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         created = int(time.time())
+        if self._work is not None:
+            return self._record(200, self._work.answer(self._answer_id, created, outputs))
+        assert self._endpoint is not None, "it was not read"
         body = self._endpoint.answer(self._request, self._answer_id, created, outputs, served)
         return self._record(200, body)
 
@@ -245,7 +223,7 @@ class BadLine:
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         return error
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         raise self._error
 
     def error(self, error: Exception) -> bytes:
@@ -291,7 +269,7 @@ class PlainLine:
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         return error  # plain lines have the engine's field names
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         check_finished(outputs)
         (output,) = outputs
         record = PlainRecord(

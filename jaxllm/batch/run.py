@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from jaxllm.batch.input import Item
 from jaxllm.batch.journal import Journal, Kind
-from jaxllm.batch.lines import Line, LineReader, processed
+from jaxllm.batch.lines import Line, LineReader
+from jaxllm.batch.process import processed
 from jaxllm.batch.progress import Progress
 from jaxllm.batch.signals import StopSignal
 from jaxllm.errors import JaxLLMError
@@ -21,7 +22,7 @@ from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.logging import init_logger
 from jaxllm.openai.errors import AnswerError
 from jaxllm.openai.served_model import ServedModel
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput, RequestOutput
 from jaxllm.watch import Work
 
 logger = init_logger(__name__)
@@ -49,7 +50,7 @@ class _Pending:
     item: Item
     line: Line
     inputs: list[ProcessedInput]
-    outputs: list[RequestOutput | None] = field(default_factory=list)
+    outputs: list[AnyOutput | None] = field(default_factory=list)
     num_left: int = 0
     num_tries: int = 0
 
@@ -187,9 +188,7 @@ class BatchRun:
 
     def _process(self, item: Item, line: Line) -> list[ProcessedInput]:
         prompts = line.read(self._served)
-        seed = self._engine.config.model.seed
-        name, process = f"batch-{item.number}", self._engine.process_input
-        return processed(prompts, line, item.number, process, name=name, seed=seed)
+        return processed(self._engine, prompts, line, item.number, f"batch-{item.number}")
 
     def _submit(self, pending: _Pending) -> None:
         pending.outputs = [None] * len(pending.inputs)
@@ -212,10 +211,10 @@ class BatchRun:
 
     # ---- out
 
-    def _taker(self, pending: _Pending, place: int) -> Callable[[RequestOutput], None]:
+    def _taker(self, pending: _Pending, place: int) -> Callable[[AnyOutput], None]:
         """Make the callback for a request's last output; it must not raise in the engine."""
 
-        def take(output: RequestOutput) -> None:
+        def take(output: AnyOutput) -> None:
             pending.outputs[place] = output
             pending.num_left -= 1
             if not pending.num_left:
@@ -232,7 +231,7 @@ class BatchRun:
             self._num_prompt_tokens -= pending.num_prompt_tokens
             self._take(pending, [output for output in pending.outputs if output is not None])
 
-    def _take(self, pending: _Pending, outputs: list[RequestOutput]) -> None:
+    def _take(self, pending: _Pending, outputs: list[AnyOutput]) -> None:
         was_alone = pending.num_tries == _MAX_TRIES
         try:
             record = pending.line.answer(outputs, self._served)
@@ -256,7 +255,12 @@ class BatchRun:
             self._progress.answer(
                 pending.item.num_bytes,
                 pending.num_prompt_tokens,
-                sum(len(one.token_ids) for output in outputs for one in output.outputs),
+                sum(
+                    len(one.token_ids)
+                    for output in outputs
+                    if isinstance(output, RequestOutput)
+                    for one in output.outputs
+                ),
             )
 
     def _finish(self, item: Item, kind: Kind, record: bytes) -> None:

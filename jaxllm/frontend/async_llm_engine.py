@@ -30,6 +30,8 @@ from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
 from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput, tokenization_options
 from jaxllm.frontend.output_collector import OutputCollector
 from jaxllm.frontend.output_processor import OutputProcessor
+from jaxllm.frontend.pooling_input import PoolingInput, encoding
+from jaxllm.frontend.pooling_length import TextPair
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.frontend.tokenizer_threads import Result, TokenizerThreads
 from jaxllm.logging import init_logger
@@ -45,9 +47,10 @@ from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.memory import EngineMemory
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from jaxllm.parsers.reasoning.base import Reasoning
-from jaxllm.prompts import PromptType
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.prompts import PromptType, size_of
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
@@ -76,7 +79,10 @@ class AsyncLLMEngine:
             self._stop_process(grace_s=0)
             raise
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
-        self._output_processor = OutputProcessor(self.tokenizer, on_end=self._tell_end)
+        self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
+        self._output_processor = OutputProcessor(
+            self.tokenizer, self.info.pooling, on_end=self._tell_end
+        )
         self._collectors: dict[str, OutputCollector] = {}
         self._tokenizer_threads = TokenizerThreads()
         self._reader: asyncio.Task[None] | None = None
@@ -85,7 +91,7 @@ class AsyncLLMEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         # Called with every output, before its consumer gets it, and with every finished request.
-        self.on_output: list[Callable[[RequestOutput], None]] = []
+        self.on_output: list[Callable[[AnyOutput], None]] = []
         self.on_end: list[Callable[[FinishedRequest], None]] = []
         if self.tracer is not None:
             if isinstance(self._process, EngineProcess):  # once for each engine
@@ -151,7 +157,7 @@ class AsyncLLMEngine:
         has_form = getattr(sampling_params, "structured_outputs", None) is not None
         return self._answer(
             request_id,
-            lambda: self.in_tokenizer_thread(process, _size_of(prompt), has_form=has_form),
+            lambda: self.in_tokenizer_thread(process, size_of(prompt), has_form=has_form),
         )
 
     def process_input(
@@ -179,8 +185,19 @@ class AsyncLLMEngine:
             **tokenization_options(tokenization_kwargs),
         )
 
-    def submit(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a request that `process_input` made, as `generate` does."""
+    def encode(
+        self,
+        prompt: PromptType | TextPair,
+        pooling_params: PoolingParams,
+        request_id: str,
+        **how: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput | None], None]:
+        """Pool a prompt, with one output at the end. The options are those of `generate`."""
+        process = encoding(self.pooling_input, prompt, pooling_params, request_id, **how)
+        return self._answer(request_id, lambda: self.in_tokenizer_thread(process, size_of(prompt)))
+
+    def submit(self, processed: ProcessedInput) -> AsyncGenerator[Any, None]:
+        """Answer a request that `process_input` or `pooling_input` made, as `generate` does."""
 
         async def given() -> ProcessedInput:
             return processed
@@ -292,7 +309,7 @@ class AsyncLLMEngine:
 
     async def _answer(
         self, request_id: str, process: Callable[[], Awaitable[ProcessedInput]]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[Any, None]:
         self._check()
         self._start_reading()
         collector = self._reserve(request_id)
@@ -300,7 +317,7 @@ class AsyncLLMEngine:
             processed = await process()
             self._check()
             self._client.own(processed.requests)
-            collector.aggregate = processed.params.output_kind is RequestOutputKind.DELTA
+            collector.aggregate = processed.output_kind is RequestOutputKind.DELTA
             self._output_processor.add_request(processed, on_finish=self._deliver)
             if collector.is_aborted:
                 self._end(request_id)
@@ -362,7 +379,7 @@ class AsyncLLMEngine:
                 # A stop string ended them, which only the frontend sees.
                 self._client.send(Abort(processed.abort_ids))
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver(self, output: AnyOutput) -> None:
         for tell in self.on_output:
             tell(output)
         collector = self._collectors.get(output.request_id)
@@ -380,11 +397,3 @@ class AsyncLLMEngine:
             for collector in self._collectors.values():
                 collector.fail(error)
             self._client.fail_calls(error)
-
-
-def _size_of(prompt: object) -> int:
-    """The rough size of a prompt of any kind, in characters or tokens."""
-    given = prompt
-    if isinstance(prompt, Mapping):
-        given = prompt.get("prompt_token_ids") or prompt.get("prompt")
-    return len(given) if isinstance(given, str | list | tuple) else 0

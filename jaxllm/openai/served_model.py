@@ -14,6 +14,7 @@ from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import NotFoundError
 from jaxllm.parsers.answer_format import AnswerFormat
+from jaxllm.pooler_config import Pooling
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -26,6 +27,7 @@ class ServedModel:
     default_params: SamplingParams  # for fields that a request omits
     fingerprint: str  # of everything that answers depend on, except the request
     max_model_len: int
+    pooling: Pooling | None = None  # how the engine pools; None: it generates
     max_new_tokens: int | None = None  # the model's recommended limit of an answer, if any
     chat_template: str | None = None  # instead of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
@@ -41,6 +43,7 @@ class ServedModel:
             default_params=info.default_sampling_params,
             fingerprint=_fingerprint(info),
             max_model_len=info.max_model_len,
+            pooling=info.pooling,
             max_new_tokens=info.max_new_tokens,
             **options,
         )

@@ -66,6 +66,7 @@ class Request:
         "num_uncertain",
         "order",
         "output_token_ids",
+        "pooling_task",
         "priority",
         "prompt_token_ids",
         "request_id",
@@ -93,6 +94,7 @@ class Request:
         self.stop_token_ids = frozenset(message.stop_token_ids)
         self.bad_word_ids = message.bad_word_ids
         self.grammar = message.grammar
+        self.pooling_task = message.pooling_task
         self.priority = message.priority
         self.arrival_time = message.arrival_time
 

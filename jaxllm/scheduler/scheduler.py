@@ -53,6 +53,7 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         features: Sequence[Feature] = (),
         speculation: Speculation | None = None,
+        pools: bool = False,
         stats: EngineStats | None = None,
         check_invariants: bool = False,
     ) -> None:
@@ -66,7 +67,8 @@ class Scheduler:
                 f"{group} does not hold one request of max_model_len={max_model_len}"
             )
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
+        # Where requests pool, the one token that stands for their end is never computed.
+        self._max_model_len = max_model_len + pools
         self._max_num_seqs = max_num_seqs
         self._kv = kv
         self._lanes = lanes
@@ -94,7 +96,12 @@ class Scheduler:
                 speculation, kv, self.stats, max_num_batched_tokens=max_num_batched_tokens
             )
         self._results = Results(
-            self._places, kv=kv, features=features, stats=self.stats, drafting=self._drafting
+            self._places,
+            kv=kv,
+            features=features,
+            stats=self.stats,
+            drafting=self._drafting,
+            generates=not pools,
         )
         self._num_arrivals = 0
         self._num_steps = 0

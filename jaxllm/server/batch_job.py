@@ -18,14 +18,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from jaxllm.batch.custom_ids import CustomIds
 from jaxllm.batch.input import Item, read_items
 from jaxllm.batch.journal import Journal, Kind
-from jaxllm.batch.lines import BadLine, Line, LineError, LineReader, processed
+from jaxllm.batch.lines import BadLine, Line, LineError, LineReader, PooledPrompts
+from jaxllm.batch.process import processed
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.logging import init_logger
 from jaxllm.openai.batches.objects import Batch, BatchStatus, RequestCounts
 from jaxllm.openai.batches.store import BatchStore
 from jaxllm.openai.errors import AnswerError, NotFoundError, UnavailableError
-from jaxllm.outputs import RequestOutput
 from jaxllm.server.limits import check_logprobs
 from jaxllm.server.merged import merged
 from jaxllm.server.service import Service
@@ -200,15 +200,10 @@ class BatchJob:
         service, engine, size = self._service, self._service.engine, item.num_bytes
         read = partial(line.read, service.served)
         prompts = await service.in_text_thread(line.body, read, size)
-        process = partial(
-            processed,
-            prompts,
-            line,
-            item.number,
-            engine.process_input,
-            name=f"{self._batch.id}-{item.number}-{attempt}",
-            seed=engine.config.model.seed,
-        )
+        name = f"{self._batch.id}-{item.number}-{attempt}"
+        process = partial(processed, engine, prompts, line, item.number, name)
+        if isinstance(prompts, PooledPrompts):
+            return await engine.in_tokenizer_thread(process, size)
         has_form = prompts.params.structured_outputs is not None
         inputs = await engine.in_tokenizer_thread(process, size, has_form=has_form)
         lengths = [len(one.prompt_token_ids) for one in inputs]
@@ -233,8 +228,8 @@ class BatchJob:
                     await asyncio.sleep(_LOOK_S)
             yield
 
-    async def _outputs_of(self, inputs: list[ProcessedInput]) -> list[RequestOutput]:
-        last: dict[int, RequestOutput] = {}
+    async def _outputs_of(self, inputs: list[ProcessedInput]) -> list[Any]:
+        last: dict[int, Any] = {}
         streams = [self._service.engine.submit(one) for one in inputs]
         async with aclosing(merged(streams)) as outputs:
             async for place, output in outputs:

@@ -19,6 +19,7 @@ from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.endpoints import CHAT, COMPLETIONS
 from jaxllm.openai.endpoints import Endpoint as AnsweredEndpoint
 from jaxllm.openai.models import ModelCard, ModelList
+from jaxllm.openai.pooling.endpoints import POOLING_PATHS
 from jaxllm.openai.responses.endpoint import WIRE
 from jaxllm.openai.responses.events import ResponseEvent
 from jaxllm.openai.responses.request import ResponsesBody
@@ -32,6 +33,7 @@ from jaxllm.server.endpoint import Access, Endpoint, Handler, by
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.openapi import describe
 from jaxllm.server.page.files import PAGE
+from jaxllm.server.pooling import PoolingEndpoint
 from jaxllm.server.render import Rendered, render_chat, render_completions
 from jaxllm.server.service import Service
 from jaxllm.server.tokenize import (
@@ -172,6 +174,11 @@ FOR_USERS = (
     _posted("/detokenize", partial(JSONEndpoint, detokenize), "The text of token ids",
             body=(DetokenizeRequest,), answer=Detokenized),
 )  # fmt: skip
+# Of an engine that pools.
+FOR_POOLING = tuple(
+    _posted(path, partial(PoolingEndpoint, kind), summary, body=(kind,), answer=answer)
+    for path, (kind, answer, summary) in POOLING_PATHS.items()
+)
 FOR_OPERATORS = (
     _admin("/sleep", admin.sleep, "Give memory back and let requests wait",
            level={"type": "integer", "default": 1},
@@ -196,12 +203,14 @@ OF_PROFILER = (
     _admin("/start_profile", admin.start_profile, "Begin a profile"),
     _admin("/stop_profile", admin.stop_profile, "End it and write it"),
 )
-ENDPOINTS = (*FOR_USERS, *OF_TOKENIZER, *PAGE, *FOR_OPERATORS, *OF_PROFILER)
+ENDPOINTS = (*FOR_USERS, *FOR_POOLING, *OF_TOKENIZER, *PAGE, *FOR_OPERATORS, *OF_PROFILER)
 
 
 def offered(service: Service, keys: Keys) -> list[Endpoint]:
     """Those that a server has."""
     found = list(FOR_USERS)
+    if service.engine.info.pooling is not None:
+        found += FOR_POOLING
     if service.options.enable_tokenizer_info_endpoint:
         found += OF_TOKENIZER
     if not service.options.disable_page:

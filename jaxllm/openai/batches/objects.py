@@ -7,6 +7,7 @@ import msgspec
 from jaxllm.errors import refused
 from jaxllm.openai.endpoints import ENDPOINTS
 from jaxllm.openai.fields import read_fields
+from jaxllm.openai.pooling.endpoints import POOLING_PATHS
 
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
@@ -107,8 +108,9 @@ class BatchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def read(cls, body: object) -> "BatchBody":
         fields = read_fields(body, cls)
-        if fields.endpoint not in ENDPOINTS:
-            raise refused("endpoint", fields.endpoint, f"use {' or '.join(ENDPOINTS)}")
+        known = (*ENDPOINTS, *POOLING_PATHS)
+        if fields.endpoint not in known:
+            raise refused("endpoint", fields.endpoint, f"use {' or '.join(known)}")
         if len(fields.metadata or ()) > _MAX_METADATA:
             raise refused(
                 "metadata", f"{len(fields.metadata or ())} pairs", f"at most {_MAX_METADATA}"

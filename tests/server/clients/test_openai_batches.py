@@ -218,7 +218,7 @@ def test_limits(keeping):
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/images"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"input_file_id": "file-none"}, "input_file_id"),
         ({"metadata": {str(n): "a" for n in range(17)}}, "metadata"),
