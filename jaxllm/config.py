@@ -18,6 +18,7 @@ from jaxllm import bundled, vllm_options
 from jaxllm.cache_config import CacheConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
+from jaxllm.lora_config import LoRAConfig
 from jaxllm.option_types import check_type, option
 from jaxllm.speculative_config import Speculation, read_speculation
 from jaxllm.structured_output.options import StructuredOutputsConfig
@@ -244,6 +245,7 @@ class EngineConfig:
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    lora: LoRAConfig = LoRAConfig()
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     profiler: ProfilerConfig = ProfilerConfig()
@@ -302,6 +304,7 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        self.lora.check()
         if self.model.structured_outputs_config:
             StructuredOutputsConfig.of(self.model.structured_outputs_config)
         stages = self.parallel.pipeline_parallel_size

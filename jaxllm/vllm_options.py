@@ -16,9 +16,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "disable_log_stats": (True, False),
-    "enable_lora": (False,),
+    "fully_sharded_loras": (False,),
     "enable_sleep_mode": (False, True),  # every engine can sleep
     "limit_mm_per_prompt": (None, {}),
+    "lora_dtype": ("auto", None),
     "logprobs_mode": ("raw_logprobs",),
     "mm_processor_kwargs": (None,),
     "runner": ("auto", "generate"),
@@ -27,9 +28,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # What to say of an option -> the options.
 _ABSENT: dict[str, tuple[str, ...]] = {
-    "merge the adapter into the checkpoint": (
-        "enable_lora", "fully_sharded_loras", "lora_dtype", "lora_modules", "max_cpu_loras",
-        "max_lora_rank", "max_loras",
+    "adapters are cut as the layers that they change, and have the model's type": (
+        "fully_sharded_loras", "lora_dtype",
     ),
     "there are no images, sounds or videos in prompts": (
         "allowed_local_media_path", "allowed_media_domains", "disable_chunked_mm_input",
