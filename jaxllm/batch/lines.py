@@ -1,7 +1,8 @@
 """Input lines: each is a request in one of two forms, and its result has the same form.
 
 OpenAI's batch form:  {"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}
-The plain form:       {"prompt": ...} or {"prompt_token_ids": [...]}, and sampling parameters
+The plain form:       {"prompt": ...} or {"prompt_token_ids": [...]}, and sampling parameters; its
+                      "model" may name an adapter
 """
 
 import difflib
@@ -14,6 +15,7 @@ import msgspec
 from jaxllm.batch.custom_ids import CustomIds
 from jaxllm.batch.input import Item
 from jaxllm.errors import ValidationError, refused
+from jaxllm.lora.request import LoRARequest
 from jaxllm.openai.answer import check_finished
 from jaxllm.openai.endpoints import ENDPOINTS, Endpoint, Request, find_endpoint
 from jaxllm.openai.errors import error_body
@@ -64,6 +66,7 @@ class Prompts(msgspec.Struct, frozen=True):
     priority: int
     truncate_prompt_tokens: int | None
     reasoning: Reasoning | None = None  # before the form of the answers, if they have one
+    lora_request: LoRARequest | None = None
 
 
 class LineReader:
@@ -131,6 +134,7 @@ class BatchLine:
         self._answer_id = f"{batch_id}-{item.number}"
         self._endpoint: Endpoint | None = None
         self._request: Request | None = None
+        self._served: ServedModel | None = None  # as the line names it
 
     def read(self, served: ServedModel) -> Prompts:
         unknown = self._fields.keys() - {"custom_id", "method", "url", "body"}
@@ -143,13 +147,14 @@ class BatchLine:
             raise refused("url", url, f"it must be {' or '.join(ENDPOINTS)}")
         self._endpoint = find_endpoint(url)
         self._request = request = self._endpoint.request.read(self._fields.get("body"))
-        served.check_name(request.model)
+        self._served = served = served.named(request.model)
         return Prompts(
             request.prompts(served),
             request.sampling_params(served),
             request.priority or 0,
             request.truncate_prompt_tokens,
             request.reasoning(served),
+            served.lora_request,
         )
 
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
@@ -158,7 +163,7 @@ class BatchLine:
 
     def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
         assert self._endpoint is not None, "it was not read"
-        created = int(time.time())
+        created, served = int(time.time()), self._served or served
         body = self._endpoint.answer(self._request, self._answer_id, created, outputs, served)
         return self._record(200, body)
 
@@ -225,8 +230,10 @@ class PlainLine:
         fields.pop("custom_id", None)
         priority = fields.pop("priority", 0)
         truncate = fields.pop("truncate_prompt_tokens", None)
+        served = served.named(fields.pop("model", None))
         params = served.default_params.clone(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
-        return Prompts([_as_prompt(prompt)], params, priority, truncate)
+        adapter = served.lora_request
+        return Prompts([_as_prompt(prompt)], params, priority, truncate, lora_request=adapter)
 
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         return error  # plain lines have the engine's field names
@@ -254,6 +261,7 @@ _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 _PLAIN_FIELDS = {
     *_PROMPT_FIELDS,
     "custom_id",
+    "model",
     "priority",
     "truncate_prompt_tokens",
     *SamplingParams.__struct_fields__,

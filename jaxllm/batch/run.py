@@ -207,6 +207,7 @@ class BatchRun:
                     priority=asked.priority,
                     tokenization_kwargs=options,
                     reasoning=asked.reasoning,
+                    lora_request=asked.lora_request,
                 )
             except ValidationError as error:
                 raise line.in_its_words(error, place) from error

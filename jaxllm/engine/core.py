@@ -162,8 +162,11 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A copy of the figures as of now."""
+        running, waiting = ([], []) if self.adapters is None else self.adapters.names()
         return dataclasses.replace(
             self._stats,
+            adapters_running=running,
+            adapters_waiting=waiting,
             num_token_rows=self.executor.num_token_rows,
             pack_s=self.executor.pack_s,
             num_compiles_after_warmup=self.executor.num_compiles_after_warmup,

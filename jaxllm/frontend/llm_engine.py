@@ -35,6 +35,7 @@ from jaxllm.frontend.input_processor import (
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.output_processor import OutputProcessor
 from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.lora.catalog import AdapterCatalog
 from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.stats import EngineStats
@@ -77,6 +78,11 @@ class LLMEngine:
     def eos_token_ids(self) -> list[int]:
         """The tokens that end an answer, the end of sequence proper first."""
         return self._input_processor.eos_token_ids
+
+    @property
+    def adapters(self) -> AdapterCatalog:
+        """The adapters that have been checked."""
+        return self._input_processor.adapters
 
     def is_known(self, request_id: str) -> bool:
         """Whether an unfinished request has this id."""
@@ -238,7 +244,7 @@ class LLMEngine:
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Check an adapter, and let the engine read it before a request needs it."""
-        self.call(AddLora(self._input_processor.adapters.check(lora_request)))
+        self.call(AddLora(self.adapters.check(lora_request)))
         return True
 
     def remove_lora(self, lora_id: int) -> bool:

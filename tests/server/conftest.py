@@ -81,6 +81,7 @@ class Host:
         served = ServedModel.of(
             self.engine,
             options.served_model_name,
+            options.lora_modules,
             trust_request_chat_template=options.trust_request_chat_template,
             answer_format=options.answer_format,
         )
