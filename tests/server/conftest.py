@@ -132,6 +132,13 @@ def host(engine_options, llm):  # after LLM, which fills the cache of compiled p
     host.close()
 
 
+@pytest.fixture(scope="session")
+def host_with_adapters(engine_options, llm):
+    host = Host(engine_options | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8})
+    yield host
+    host.close()
+
+
 @pytest.fixture
 def make_host(llm):
     """A function that makes separate engines."""

@@ -37,13 +37,11 @@ def expected(engine_options, files):
 
 
 @pytest.fixture(scope="module")
-def server(new_host, engine_options, files, expected):
-    host = new_host(engine_options | LORA)
-    with host.serve(
+def server(host_with_adapters, files):
+    with host_with_adapters.serve(
         admin_keys=("of-admin",), lora_modules=(f"sql={files / 'sql'}",), lora_dirs=(str(files),)
     ) as client:
         yield client
-    host.close()
 
 
 def complete(server, model, **more):

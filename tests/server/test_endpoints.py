@@ -23,9 +23,9 @@ def test_a_path_is_there_once():
 
 
 @pytest.mark.slow
-def test_every_route_is_in_the_table_and_described_and_open_or_not_as_it_says(host):
-    found = {}
-    with host.serve(keys=("of-user",), admin_keys=("of-admin",), access_log=False) as client:
+def test_every_route_is_in_the_table_and_described_and_open_or_not_as_it_says(host_with_adapters):
+    found, keys = {}, {"keys": ("of-user",), "admin_keys": ("of-admin",)}
+    with host_with_adapters.serve(**keys, access_log=False) as client:
         routes = client.server.config.app.routes
         user = {"Authorization": "Bearer of-user"}
         described = client.get("/openapi.json", headers=user).json()["paths"]
