@@ -13,6 +13,8 @@ _PUBLIC = {
     "EngineConfig": "jaxllm.config",
     "SamplingParams": "jaxllm.sampling_params",
     "BeamSearchParams": "jaxllm.sampling_params",
+    "PoolingParams": "jaxllm.pooling_params",
+    "PoolerConfig": "jaxllm.pooler_config",
     "RequestOutputKind": "jaxllm.sampling_params",
     "StructuredOutputsParams": "jaxllm.sampling_params",
     "ModelRegistry": "jaxllm.models.registry",
@@ -24,6 +26,14 @@ _PUBLIC = {
     "CompletionOutput": "jaxllm.outputs",
     "Logprob": "jaxllm.outputs",
     "RequestStateStats": "jaxllm.outputs",
+    "PoolingRequestOutput": "jaxllm.outputs",
+    "PoolingOutput": "jaxllm.outputs",
+    "EmbeddingRequestOutput": "jaxllm.outputs",
+    "EmbeddingOutput": "jaxllm.outputs",
+    "ClassificationRequestOutput": "jaxllm.outputs",
+    "ClassificationOutput": "jaxllm.outputs",
+    "ScoringRequestOutput": "jaxllm.outputs",
+    "ScoringOutput": "jaxllm.outputs",
     "BeamSearchOutput": "jaxllm.outputs",
     "BeamSearchSequence": "jaxllm.outputs",
     "LoRARequest": "jaxllm.lora.request",
@@ -58,12 +68,22 @@ if TYPE_CHECKING:
     from jaxllm.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
         Logprob,
+        PoolingOutput,
+        PoolingRequestOutput,
         RequestOutput,
         RequestStateStats,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from jaxllm.parsers.answer_format import AnswerFormat
+    from jaxllm.pooler_config import PoolerConfig
+    from jaxllm.pooling_params import PoolingParams
     from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
     from jaxllm.sampling.logits_processor import LogitsProcessor
     from jaxllm.sampling_params import (

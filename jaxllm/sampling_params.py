@@ -32,6 +32,7 @@ class Limits:
     MAX_BAD_WORD_TOKENS = 16  # sampler table
     MAX_LOGIT_BIAS = 1024  # sampler table
     MAX_SALT_CHARS = 128
+    MAX_TEMPERATURE = 1000.0  # all tokens are about as likely; beyond float32 there are no numbers
 
 
 # How many logprobs of a position a step computes at most: as many as OpenAI's API allows. For a
@@ -109,7 +110,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         processor does again, since a field may have been assigned in between. Numbers become
         Python's own: numpy's numbers, and integers beyond 64 bits, cannot cross processes."""
         self.n = _integer("n", self.n, 1, Limits.MAX_N)
-        self.temperature = _number("temperature", self.temperature, 0.0, 2.0)
+        self.temperature = _number("temperature", self.temperature, 0.0, Limits.MAX_TEMPERATURE)
         if _GREEDY_EPSILON <= self.temperature < _MIN_TEMPERATURE:
             # Dividing float32 logits by less than this overflows before the softmax.
             logger.warning(
@@ -228,7 +229,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, frozen=True):
             )
         _integer("beam_width", self.beam_width, 1, 256)
         _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _number("temperature", self.temperature, 0.0, 2.0)
+        _number("temperature", self.temperature, 0.0, Limits.MAX_TEMPERATURE)
         # It is an exponent of lengths: beyond these bounds scores would overflow.
         _number("length_penalty", self.length_penalty, -32.0, 32.0)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):

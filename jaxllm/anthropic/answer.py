@@ -6,7 +6,6 @@ from jaxllm.anthropic.message import (
     Message,
     add_up,
     hides_thinking,
-    id_of,
     usage_of,
     why_it_stopped,
 )
@@ -35,7 +34,7 @@ def answer_message(
     num_tokens = len(output.prompt_token_ids) + len(one.token_ids)
     stop = why_it_stopped(request, served, one, num_tokens=num_tokens, has_calls=blocks.has_calls)
     return Message(
-        id=id_of(answer_id),
+        id=request.id_of(answer_id),
         model=served.names[0],
         content=add_up(pieces, hides_thinking=hides_thinking(request)),
         stop_reason=stop,

@@ -128,10 +128,6 @@ def why_it_stopped(
     return "tool_use" if has_calls else "end_turn"
 
 
-def id_of(answer_id: str) -> str:
-    return f"msg_{answer_id}"
-
-
 def hides_thinking(request: MessagesRequest) -> bool:
     thinking = request.body.thinking
     return thinking is not None and thinking.display == "omitted"

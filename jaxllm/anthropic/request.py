@@ -183,8 +183,14 @@ class MessagesRequest:
         except ValidationError as error:
             raise in_its_words(error) from error
 
+    def beam_search(self, params: SamplingParams, served: ServedModel) -> None:
+        return None
+
     def reasoning(self, served: ServedModel) -> Reasoning | None:
         return self.chat.reasoning(served)
+
+    def id_of(self, answer_id: str) -> str:
+        return f"msg_{answer_id}"
 
     def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:
         return in_its_words(self.chat.in_its_words(error, place))

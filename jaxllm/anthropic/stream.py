@@ -12,7 +12,6 @@ from jaxllm.anthropic.message import (
     StopReason,
     begun,
     hides_thinking,
-    id_of,
     usage_of,
     why_it_stopped,
 )
@@ -127,7 +126,7 @@ class MessageStream:
 
     def _head(self, output: RequestOutput) -> Message:
         return Message(
-            id=id_of(self._answer_id),
+            id=self._request.id_of(self._answer_id),
             model=self._served.names[0],
             content=[],
             stop_reason=None,

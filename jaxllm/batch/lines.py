@@ -20,9 +20,11 @@ from jaxllm.openai.answer import check_finished
 from jaxllm.openai.endpoints import ENDPOINTS, Endpoint, Request, find_endpoint
 from jaxllm.openai.errors import error_body
 from jaxllm.openai.logprobs import Position
+from jaxllm.openai.pooling.endpoints import POOLING_PATHS
+from jaxllm.openai.pooling.fields import PoolingRequest, Work
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import why_not_json
-from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.outputs import CompletionOutput
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -41,7 +43,7 @@ class Line(Protocol):
 
     custom_id: str | None
 
-    def read(self, served: ServedModel) -> "Prompts":
+    def read(self, served: ServedModel) -> "Prompts | PooledPrompts":
         """Return the line's prompts; raise ValidationError if it is invalid."""
         ...
 
@@ -49,7 +51,7 @@ class Line(Protocol):
         """Rename the fields in an engine's error to their names in the line."""
         ...
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         """Make the result from the last outputs of all prompts; raise AnswerError."""
         ...
 
@@ -67,6 +69,13 @@ class Prompts(msgspec.Struct, frozen=True):
     truncate_prompt_tokens: int | None
     reasoning: Reasoning | None = None  # before the form of the answers, if they have one
     lora_request: LoRARequest | None = None
+
+
+class PooledPrompts(msgspec.Struct, frozen=True):
+    """The input of an engine that pools for a line."""
+
+    work: Work
+    priority: int
 
 
 class LineReader:
@@ -133,10 +142,11 @@ class BatchLine:
         self._fields = fields
         self._answer_id = f"{batch_id}-{item.number}"
         self._endpoint: Endpoint | None = None
-        self._request: Request | None = None
+        self._request: Request | PoolingRequest | None = None
         self._served: ServedModel | None = None  # as the line names it
+        self._work: Work | None = None  # of a line whose prompts are pooled
 
-    def read(self, served: ServedModel) -> Prompts:
+    def read(self, served: ServedModel) -> Prompts | PooledPrompts:
         unknown = self._fields.keys() - {"custom_id", "method", "url", "body"}
         if unknown:
             raise refused("line", sorted(unknown), "a batch line has no such fields")
@@ -144,7 +154,9 @@ class BatchLine:
         if method != "POST":
             raise refused("method", method, "it must be 'POST'")
         if not isinstance(url, str):
-            raise refused("url", url, f"it must be {' or '.join(ENDPOINTS)}")
+            raise refused("url", url, f"it must be {' or '.join((*ENDPOINTS, *POOLING_PATHS))}")
+        if served.pooling is not None and url in POOLING_PATHS:
+            return self._read_pooling(POOLING_PATHS[url][0], served)
         self._endpoint = find_endpoint(url)
         self._request = request = self._endpoint.request.read(self._fields.get("body"))
         self._served = served = served.named(request.model)
@@ -157,13 +169,21 @@ class BatchLine:
             served.lora_request,
         )
 
+    def _read_pooling(self, kind: type[PoolingRequest], served: ServedModel) -> PooledPrompts:
+        self._request = request = kind.read(self._fields.get("body"))
+        served.check_name(request.model)
+        self._work = request.work(served)
+        return PooledPrompts(self._work, request.priority or 0)
+
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         assert self._request is not None, "it was not read"
         return self._request.in_its_words(error, place)
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
-        assert self._endpoint is not None, "it was not read"
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         created, served = int(time.time()), self._served or served
+        if self._work is not None:
+            return self._record(200, self._work.answer(self._answer_id, created, outputs))
+        assert self._endpoint is not None, "it was not read"
         body = self._endpoint.answer(self._request, self._answer_id, created, outputs, served)
         return self._record(200, body)
 
@@ -191,7 +211,7 @@ class BadLine:
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         return error
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         raise self._error
 
     def error(self, error: Exception) -> bytes:
@@ -238,7 +258,7 @@ class PlainLine:
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         return error  # plain lines have the engine's field names
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         check_finished(outputs)
         (output,) = outputs
         record = PlainRecord(

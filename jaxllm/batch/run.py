@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxllm.batch.input import Item
 from jaxllm.batch.journal import Journal, Kind
-from jaxllm.batch.lines import Line, LineReader
+from jaxllm.batch.lines import Line, LineReader, PooledPrompts
 from jaxllm.batch.progress import Progress
 from jaxllm.batch.signals import StopSignal
 from jaxllm.errors import JaxLLMError, ValidationError
@@ -23,7 +23,7 @@ from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.logging import init_logger
 from jaxllm.openai.errors import AnswerError
 from jaxllm.openai.served_model import ServedModel
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput, RequestOutput
 from jaxllm.watch import Work
 
 logger = init_logger(__name__)
@@ -51,7 +51,7 @@ class _Pending:
     item: Item
     line: Line
     inputs: list[ProcessedInput]
-    outputs: list[RequestOutput | None] = field(default_factory=list)
+    outputs: list[AnyOutput | None] = field(default_factory=list)
     num_left: int = 0
     num_tries: int = 0
 
@@ -191,6 +191,8 @@ class BatchRun:
         """Validate and tokenize a line. A request without a seed gets one by its place in the
         batch, so that its answer does not depend on where an earlier run was killed."""
         asked = line.read(self._served)
+        if isinstance(asked, PooledPrompts):
+            return self._process_pooled(item, line, asked)
         inputs = []
         for place, prompt in enumerate(asked.prompts):
             params = asked.params
@@ -208,6 +210,23 @@ class BatchRun:
                     tokenization_kwargs=options,
                     reasoning=asked.reasoning,
                     lora_request=asked.lora_request,
+                )
+            except ValidationError as error:
+                raise line.in_its_words(error, place) from error
+            inputs.append(read)
+        return inputs
+
+    def _process_pooled(self, item: Item, line: Line, asked: PooledPrompts) -> list[ProcessedInput]:
+        inputs, work = [], asked.work
+        for place, prompt in enumerate(work.prompts):
+            try:
+                read = self._engine.pooling_input.process(
+                    f"batch-{item.number}-{place}",
+                    prompt,
+                    work.params,
+                    task=work.task,
+                    priority=asked.priority,
+                    options=work.options,
                 )
             except ValidationError as error:
                 raise line.in_its_words(error, place) from error
@@ -239,10 +258,10 @@ class BatchRun:
 
     # ---- out
 
-    def _taker(self, pending: _Pending, place: int) -> Callable[[RequestOutput], None]:
+    def _taker(self, pending: _Pending, place: int) -> Callable[[AnyOutput], None]:
         """Make the callback for a request's last output; it must not raise in the engine."""
 
-        def take(output: RequestOutput) -> None:
+        def take(output: AnyOutput) -> None:
             pending.outputs[place] = output
             pending.num_left -= 1
             if not pending.num_left:
@@ -259,7 +278,7 @@ class BatchRun:
             self._num_prompt_tokens -= pending.num_prompt_tokens
             self._take(pending, [output for output in pending.outputs if output is not None])
 
-    def _take(self, pending: _Pending, outputs: list[RequestOutput]) -> None:
+    def _take(self, pending: _Pending, outputs: list[AnyOutput]) -> None:
         was_alone = pending.num_tries == _MAX_TRIES
         try:
             record = pending.line.answer(outputs, self._served)
@@ -283,7 +302,12 @@ class BatchRun:
             self._progress.answer(
                 pending.item.num_bytes,
                 pending.num_prompt_tokens,
-                sum(len(one.token_ids) for output in outputs for one in output.outputs),
+                sum(
+                    len(one.token_ids)
+                    for output in outputs
+                    if isinstance(output, RequestOutput)
+                    for one in output.outputs
+                ),
             )
 
     def _finish(self, item: Item, kind: Kind, record: bytes) -> None:

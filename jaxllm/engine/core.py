@@ -63,9 +63,10 @@ class EngineCore:
                 Lanes(num_stages, max_in_flight=1 if overlap else 0) if num_stages > 1 else None
             ),
             policy=policy,
-            features=(*host_features(config), self._structured_output),
+            features=(*host_features(self.info), self._structured_output),
             gate=self.adapters,
             speculation=self.info.speculation,
+            pools=self.info.pooling is not None,
             check_invariants=config.scheduler.check_invariants,
             stats=self._stats,
         )

@@ -7,15 +7,18 @@ from jaxllm.config import EngineConfig
 from jaxllm.lora.adapter_file import Matrices
 from jaxllm.lora.host import Adapters
 from jaxllm.messages import EngineInfo
+from jaxllm.pooling.host import RowPooling, TokenPooling
 from jaxllm.prompt_logprobs.host import PromptLogprobs
 from jaxllm.scheduler.features import Feature
 from jaxllm.structured_output.host import StructuredOutput
 from jaxllm.structured_output.vocabulary import load_vocabulary
 
 
-def host_features(config: EngineConfig) -> tuple[Feature, ...]:
-    """Make the features of an engine with this config. They keep state of its requests, so every
-    engine needs its own."""
+def host_features(info: EngineInfo) -> tuple[Feature, ...]:
+    """Make the features of such an engine. They keep state of its requests, so every engine needs
+    its own."""
+    if info.pooling is not None:
+        return (RowPooling(info.pooling.needs_whole_prompts), TokenPooling())
     return (PromptLogprobs(),)
 
 

@@ -30,6 +30,7 @@ class OpenRequest:
         detokenizer: Detokenizer | None,
         on_finish: Callable[[RequestOutput], None] | None,
     ):
+        assert isinstance(processed.params, SamplingParams), processed
         self.params = params = processed.params
         self._trace_headers = processed.trace_headers
         self._on_finish = on_finish

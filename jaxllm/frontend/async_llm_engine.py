@@ -20,19 +20,21 @@ from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
 from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput, tokenization_options
 from jaxllm.frontend.output_collector import OutputCollector
 from jaxllm.frontend.output_processor import OutputProcessor
+from jaxllm.frontend.pooling_input import PoolingInput, encoding
+from jaxllm.frontend.pooling_length import TextPair
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.frontend.tokenizer_threads import Result, TokenizerThreads
 from jaxllm.logging import init_logger
-from jaxllm.lora.catalog import AdapterCatalog
 from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import Abort, Add, EngineInfo, EngineOutput, Outputs, Stop
 from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.memory import EngineMemory
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from jaxllm.parsers.reasoning.base import Reasoning
-from jaxllm.prompts import PromptType
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.prompts import PromptType, size_of
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
@@ -61,7 +63,11 @@ class AsyncLLMEngine:
             self._stop_process(grace_s=0)
             raise
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
-        self._output_processor = OutputProcessor(self.tokenizer, on_end=self._tell_end)
+        self.adapters = self._input_processor.adapters  # those that have been checked
+        self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
+        self._output_processor = OutputProcessor(
+            self.tokenizer, self.info.pooling, on_end=self._tell_end
+        )
         self._collectors: dict[str, OutputCollector] = {}
         self._tokenizer_threads = TokenizerThreads()
         self._reader: asyncio.Task[None] | None = None
@@ -70,7 +76,7 @@ class AsyncLLMEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         # Called with every output, before its consumer gets it, and with every finished request.
-        self.on_output: list[Callable[[RequestOutput], None]] = []
+        self.on_output: list[Callable[[AnyOutput], None]] = []
         self.on_end: list[Callable[[FinishedRequest], None]] = []
         if self.tracer is not None:
             if isinstance(self._process, EngineProcess):  # once for each engine
@@ -86,9 +92,9 @@ class AsyncLLMEngine:
         return self._client.info
 
     @property
-    def adapters(self) -> AdapterCatalog:
-        """The adapters that have been checked."""
-        return self._input_processor.adapters
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an answer unless a request has ignore_eos."""
+        return self._input_processor.eos_token_ids
 
     @property
     def exit_status(self) -> int | None:
@@ -135,7 +141,7 @@ class AsyncLLMEngine:
         has_form = getattr(sampling_params, "structured_outputs", None) is not None
         return self._answer(
             request_id,
-            lambda: self.in_tokenizer_thread(process, _size_of(prompt), has_form=has_form),
+            lambda: self.in_tokenizer_thread(process, size_of(prompt), has_form=has_form),
         )
 
     def process_input(
@@ -165,8 +171,19 @@ class AsyncLLMEngine:
             **tokenization_options(tokenization_kwargs),
         )
 
-    def submit(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a request that `process_input` made, as `generate` does."""
+    def encode(
+        self,
+        prompt: PromptType | TextPair,
+        pooling_params: PoolingParams,
+        request_id: str,
+        **how: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput | None], None]:
+        """Pool a prompt, with one output at the end. The options are those of `generate`."""
+        process = encoding(self.pooling_input, prompt, pooling_params, request_id, **how)
+        return self._answer(request_id, lambda: self.in_tokenizer_thread(process, size_of(prompt)))
+
+    def submit(self, processed: ProcessedInput) -> AsyncGenerator[Any, None]:
+        """Answer a request that `process_input` or `pooling_input` made, as `generate` does."""
 
         async def given() -> ProcessedInput:
             return processed
@@ -235,8 +252,7 @@ class AsyncLLMEngine:
         return await self.call(commands.IsSleeping())
 
     async def start_profile(self) -> None:
-        """Begin a profile of the engine, for TensorBoard or xprof, in the directory
-        `profile_dir`."""
+        """Begin a profile, for TensorBoard or xprof, in the directory `profile_dir`."""
         await self.call(commands.StartProfile())
 
     async def stop_profile(self) -> None:
@@ -296,15 +312,18 @@ class AsyncLLMEngine:
 
     async def _answer(
         self, request_id: str, process: Callable[[], Awaitable[ProcessedInput]]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[Any, None]:
         self._check()
         self._start_reading()
-        collector = self._reserve(request_id)
+        if request_id in self._collectors:
+            raise refused("request_id", request_id, "an unfinished request has this id")
+        self._idle.clear()
+        collector = self._collectors[request_id] = OutputCollector()
         try:
             processed = await process()
             self._check()
             self._client.own(processed.requests)
-            collector.aggregate = processed.params.output_kind is RequestOutputKind.DELTA
+            collector.aggregate = processed.output_kind is RequestOutputKind.DELTA
             self._output_processor.add_request(processed, on_finish=self._deliver)
             if collector.is_aborted:
                 self._end(request_id)
@@ -321,13 +340,6 @@ class AsyncLLMEngine:
             del self._collectors[request_id]
             if not self._collectors:
                 self._idle.set()
-
-    def _reserve(self, request_id: str) -> OutputCollector:
-        if request_id in self._collectors:
-            raise refused("request_id", request_id, "an unfinished request has this id")
-        self._idle.clear()
-        collector = self._collectors[request_id] = OutputCollector()
-        return collector
 
     def _end(self, request_id: str) -> None:
         """End a request unless it has ended. Its consumer gets a last output."""
@@ -366,7 +378,7 @@ class AsyncLLMEngine:
                 # A stop string ended them, which only the frontend sees.
                 self._client.send(Abort(processed.abort_ids))
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver(self, output: AnyOutput) -> None:
         for tell in self.on_output:
             tell(output)
         collector = self._collectors.get(output.request_id)
@@ -384,11 +396,3 @@ class AsyncLLMEngine:
             for collector in self._collectors.values():
                 collector.fail(error)
             self._client.fail_calls(error)
-
-
-def _size_of(prompt: object) -> int:
-    """The rough size of a prompt of any kind, in characters or tokens."""
-    given = prompt
-    if isinstance(prompt, Mapping):
-        given = prompt.get("prompt_token_ids") or prompt.get("prompt")
-    return len(given) if isinstance(given, str | list | tuple) else 0

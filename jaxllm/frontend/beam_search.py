@@ -36,40 +36,20 @@ def beam_search(
     is_count = isinstance(concurrency_limit, int) and not isinstance(concurrency_limit, bool)
     if not is_count or concurrency_limit < 1:
         raise refused("concurrency_limit", concurrency_limit, "it must be an integer, at least 1")
-    if 2 * params.beam_width > info.max_logprobs:
-        raise ValidationError(
-            f"beam_width={params.beam_width} needs {2 * params.beam_width} logprobs per step, but "
-            f"max_logprobs={info.max_logprobs}; start the engine with "
-            f"max_logprobs={2 * params.beam_width}",
-            parameter="beam_width",
-            value=params.beam_width,
-        )
     for prompt in prompts:
-        if len(prompt) + params.max_tokens > info.max_model_len:
-            raise ValidationError(
-                f"max_tokens={params.max_tokens} with a {len(prompt)}-token prompt exceeds "
-                f"max_model_len={info.max_model_len}; lower max_tokens",
-                parameter="max_tokens",
-                value=params.max_tokens,
-            )
-    step_params = SamplingParams(
-        max_tokens=1,
-        temperature=params.temperature,
-        logprobs=2 * params.beam_width,
-        ignore_eos=True,  # an end of sequence is one candidate among others
-        detokenize=False,
-    )
+        check_beams(params, info, len(prompt))
+    step_params = step_params_of(params)
     searches = [
-        _Search(prompt, salt, params, eos_token_ids)
+        Search(prompt, salt, params, eos_token_ids)
         for prompt, salt in zip(prompts, salts, strict=True)
     ]
     for start in range(0, len(searches), concurrency_limit):
         batch = searches[start : start + concurrency_limit]
         for _ in range(params.max_tokens):
-            beams = [(search, beam) for search in batch for beam in search.beams]
-            if not beams:
+            if not any(search.beams for search in batch):
                 break
-            outputs = generate([search.prompt_of(beam) for search, beam in beams], step_params)
+            of_beams = [prompt for search in batch for prompt in search.prompts]
+            outputs = generate(of_beams, step_params)
             answers = iter(outputs)
             for search in batch:
                 search.advance(list(itertools.islice(answers, len(search.beams))))
@@ -78,8 +58,39 @@ def beam_search(
     return [search.best() for search in searches]
 
 
-class _Search:
-    """The beams of one prompt."""
+def check_beams(params: BeamSearchParams, info: EngineInfo, prompt_len: int) -> None:
+    """Refuse a search that the engine cannot do."""
+    width = params.beam_width
+    if 2 * width > info.max_logprobs:
+        raise ValidationError(
+            f"beam_width={width} needs {2 * width} logprobs per step, but "
+            f"max_logprobs={info.max_logprobs}; start the engine with max_logprobs={2 * width}",
+            parameter="beam_width",
+            value=width,
+        )
+    if prompt_len + params.max_tokens > info.max_model_len:
+        raise ValidationError(
+            f"max_tokens={params.max_tokens} with a {prompt_len}-token prompt exceeds "
+            f"max_model_len={info.max_model_len}; lower max_tokens",
+            parameter="max_tokens",
+            value=params.max_tokens,
+        )
+
+
+def step_params_of(params: BeamSearchParams) -> SamplingParams:
+    """What the engine is asked for at every step of every beam."""
+    return SamplingParams(
+        max_tokens=1,
+        temperature=params.temperature,
+        logprobs=2 * params.beam_width,
+        ignore_eos=True,  # an end of sequence is one candidate among others
+        detokenize=False,
+    )
+
+
+class Search:
+    """The beams of one prompt. Each step asks the engine for the next token of `prompts`, and gives
+    the answers to `advance`."""
 
     def __init__(
         self,
@@ -94,11 +105,13 @@ class _Search:
         self.beams = [BeamSearchSequence(tokens=prompt, logprobs=[])]
         self._ended: list[BeamSearchSequence] = []
 
-    def prompt_of(self, beam: BeamSearchSequence) -> TokensPrompt:
-        prompt = TokensPrompt(prompt_token_ids=beam.tokens)
+    @property
+    def prompts(self) -> list[TokensPrompt]:
+        """The beams as prompts; none if all have ended."""
+        salt = TokensPrompt(prompt_token_ids=[])
         if self._salt is not None:
-            prompt["cache_salt"] = self._salt
-        return prompt
+            salt["cache_salt"] = self._salt
+        return [{**salt, "prompt_token_ids": beam.tokens} for beam in self.beams]
 
     def advance(self, outputs: list[RequestOutput]) -> None:
         """Replace the beams by the best of their continuations."""

@@ -34,14 +34,16 @@ from jaxllm.frontend.input_processor import (
 )
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.output_processor import OutputProcessor
+from jaxllm.frontend.pooling_input import PoolingInput
+from jaxllm.frontend.pooling_length import TextOptions
 from jaxllm.frontend.tokenizer import Tokenizer
-from jaxllm.lora.catalog import AdapterCatalog
 from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput
 from jaxllm.parsers.reasoning.base import Reasoning
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
 
@@ -57,14 +59,17 @@ class LLMEngine:
         self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
         self._engine: EngineClient = start_engine(config)
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
+        self.adapters = self._input_processor.adapters  # those that have been checked
+        self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
+        pooling = self.info.pooling
         if self._tracer is None:
-            self._output_processor = OutputProcessor(self.tokenizer)
+            self._output_processor = OutputProcessor(self.tokenizer, pooling)
         else:
             self._tracer.trace_startup(self._engine.startup, begun, time.time())
             self._output_processor = OutputProcessor(
-                self.tokenizer, on_end=self._tracer.trace_request
+                self.tokenizer, pooling, on_end=self._tracer.trace_request
             )
-        self._outputs: list[RequestOutput] = []  # of a step that Ctrl-C interrupted
+        self._outputs: list[AnyOutput] = []  # of a step that Ctrl-C interrupted
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
@@ -78,11 +83,6 @@ class LLMEngine:
     def eos_token_ids(self) -> list[int]:
         """The tokens that end an answer, the end of sequence proper first."""
         return self._input_processor.eos_token_ids
-
-    @property
-    def adapters(self) -> AdapterCatalog:
-        """The adapters that have been checked."""
-        return self._input_processor.adapters
 
     def is_known(self, request_id: str) -> bool:
         """Whether an unfinished request has this id."""
@@ -124,10 +124,11 @@ class LLMEngine:
         self,
         processed: ProcessedInput,
         *,
-        on_finish: Callable[[RequestOutput], None] | None = None,
+        on_finish: Callable[[Any], None] | None = None,
     ) -> None:
-        """Queue a request that `process_input` made. `on_finish` is called with its last output,
-        in the step that also returns this output, or when the request is aborted."""
+        """Queue a request that `process_input` or `pooling_input` made. `on_finish` is called with
+        its last output, in the step that also returns this output, or when the request is aborted.
+        """
         self._output_processor.add_request(processed, on_finish)
         try:
             for request in processed.requests:
@@ -140,7 +141,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -149,6 +150,18 @@ class LLMEngine:
         lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request, or raise ValidationError and queue nothing."""
+        if isinstance(params, PoolingParams):
+            processed = self.pooling_input.process(
+                request_id,
+                prompt,
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
+                options=TextOptions.of(tokenization_kwargs),
+                trace_headers=trace_headers,
+            )
+            self.submit(processed)
+            return
         self.submit(
             self.process_input(
                 request_id,
@@ -169,7 +182,7 @@ class LLMEngine:
         for request_id in ids:
             self._engine.abort_requests(self._output_processor.abort(request_id))
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[AnyOutput]:
         """Run one step of the engine and return its outputs, if any. Raise ValidationError if the
         engine sleeps while all requests wait for it.
 

@@ -20,6 +20,7 @@ from jaxllm.layers.context import Cache, LentCache, StepContext
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.state import StateArray, StateConfig, StateOps, on_shards
+from jaxllm.layers.taps import Taps
 from jaxllm.parallel.sharding import Axes, Part
 
 _HEADS: Axes = (None, "heads")
@@ -154,20 +155,6 @@ class GatedDeltaNet(nnx.Module):
         beta = jax.nn.sigmoid(b.astype(jnp.float32))
         out, matrices = ops.delta(q, k, v, -jnp.exp(log_rate) * step, beta, matrices, rows)
         return out, (inputs, matrices)
-
-
-class Taps(nnx.Module):
-    """The weights of a convolution of each channel: [C, W]."""
-
-    def __init__(
-        self, channels: int, width: int, *, parts: tuple[Part, ...], bias: bool, dtype: DTypeLike
-    ):
-        self.weight = nnx.Param(
-            jnp.zeros((channels, width), dtype), axes=("heads", None), parts=parts
-        )
-        self.bias = (
-            nnx.Param(jnp.zeros(channels, dtype), axes=("heads",), parts=parts) if bias else None
-        )
 
 
 def _of_length_one(x: jax.Array) -> jax.Array:

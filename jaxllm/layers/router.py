@@ -23,6 +23,7 @@ class RouterSpec:
     # Whether the factors of a token are divided by their sum, which is at least `least_sum`.
     normalises: bool = False
     least_sum: float = 1e-20
+    added_to_sum: float = 0.0
     scale: float = 1.0  # of the factors
     # Whether a stored bias is added to the scores for the choice, but not for the factors.
     has_selection_bias: bool = False
@@ -83,7 +84,8 @@ class Router(Linear):
         if spec.scores == "softmax of chosen":
             factors = jax.nn.softmax(factors, axis=-1)
         if spec.normalises:
-            factors = factors / jnp.maximum(factors.sum(-1, keepdims=True), spec.least_sum)
+            total = factors.sum(-1, keepdims=True) + spec.added_to_sum
+            factors = factors / jnp.maximum(total, spec.least_sum)
         if spec.scale != 1.0:
             factors = factors * spec.scale
         if spec.rounds_factors:

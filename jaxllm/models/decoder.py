@@ -22,6 +22,7 @@ from jaxllm.layers.rope import rotary
 from jaxllm.layers.state import StateConfig
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
+from jaxllm.models.pooling_head import PoolingHead
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture, Caches, Layer, MixerSpec
 from jaxllm.quantization.kv_cache import UNUSED_SCALES
@@ -29,15 +30,20 @@ from jaxllm.quantization.store import store_codes, with_codes
 
 
 class DecoderForCausalLM(nnx.Module):
-    """A decoder with a language model head; implements `jaxllm.models.base.Model`."""
+    """A decoder with a language model head, or with what pooling needs in its place; implements
+    `jaxllm.models.base.PoolingModel`."""
 
     def __init__(self, architecture: Architecture, *, num_shards: int = 1, dtype: DTypeLike):
         self.architecture = architecture
         self.model = Decoder(architecture, num_shards=num_shards, dtype=dtype)
+        head = architecture.pooling_head
+        self.pooling_head: PoolingHead | None = (
+            None if head is None else head.make(architecture.hidden_size, dtype=dtype)
+        )
         # A tied embedding serves as the head, so that there is one array and one leaf.
         self.lm_head = (
             None
-            if architecture.tie_word_embeddings
+            if architecture.tie_word_embeddings or not self._makes_logits
             else _embedding(architecture, num_shards, dtype, bias=architecture.has_head_bias)
         )
 
@@ -87,6 +93,8 @@ class DecoderForCausalLM(nnx.Module):
     @property
     def checkpoint_map(self) -> CheckpointMap:
         names = ModelRegistry.family(self.architecture.name).checkpoint(self.architecture)
+        if self.architecture.pooling_head is not None:
+            names = self.architecture.pooling_head.names(names)
         return with_codes(names, self.architecture.scheme).ignoring(UNUSED_SCALES)
 
     def __call__(
@@ -126,6 +134,15 @@ class DecoderForCausalLM(nnx.Module):
         capped = soft_cap * jnp.tanh(logits / soft_cap)
         return jnp.where(jnp.isneginf(logits), logits, capped)
 
+    def project(self, pooled: jax.Array) -> jax.Array:
+        assert self.pooling_head is not None, "the model generates"
+        return self.pooling_head(pooled, self._head if self._makes_logits else None)
+
+    @property
+    def _makes_logits(self) -> bool:
+        head = self.architecture.pooling_head
+        return head is None or head.tokens is not None
+
     @property
     def _head(self) -> Embedding:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
@@ -134,10 +151,10 @@ class DecoderForCausalLM(nnx.Module):
 
     def _keep(self, part: ModelPart) -> None:
         """Drop the modules of other parts. The first and the last part have a tied embedding."""
-        is_tied = self.lm_head is None
-        self.model.keep(part, is_head=is_tied and part.has_head)
+        is_head = self.lm_head is None and self._makes_logits
+        self.model.keep(part, is_head=is_head and part.has_head)
         if not part.has_head:
-            self.lm_head = None
+            self.lm_head = self.pooling_head = None
 
 
 class Decoder(nnx.Module):

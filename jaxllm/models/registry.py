@@ -4,6 +4,7 @@ Users can add both. This module does not import jax; a family is imported when i
 """
 
 import importlib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ _FAMILIES = {
     "GraniteSWAForCausalLM": "granite_swa",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
@@ -73,6 +76,7 @@ _FAMILIES = {
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
 }
+_WITHOUT_HEAD = re.compile(r"(Model|ForSequenceClassification)$")
 _DECODER = "jaxllm.models.decoder:DecoderForCausalLM"
 _DEFAULT_FAMILY = "jaxllm.models.families.llama:FAMILY"
 
@@ -108,11 +112,14 @@ class ModelRegistry:
         return sorted(cls._classes)
 
     @classmethod
-    def select(cls, architectures: Sequence[str]) -> str:
-        """The first of a config's architectures that can be run."""
+    def select(cls, architectures: Sequence[str], *, pools: bool = False) -> str:
+        """The first of a config's architectures that can be run. An engine that pools also runs
+        those of a decoder's body, with a classifier or without a head."""
         for name in architectures:
             if name in cls._classes:
                 return name
+            if pools and (generating := _WITHOUT_HEAD.sub("ForCausalLM", name)) in cls._classes:
+                return generating
         asked = ", ".join(architectures) or "(config.json names none)"
         raise UnsupportedModelError(
             f"architecture {asked:.200} is not supported; supported are {', '.join(cls.names())}; "

@@ -15,6 +15,7 @@ from jaxllm.layers.context import Cache, StepContext
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.rope import RopeConfig
+from jaxllm.models.pooling_head import PoolingHeadSpec
 from jaxllm.quantization.products import Products
 from jaxllm.quantization.scheme import Scheme
 
@@ -121,6 +122,8 @@ class Architecture:
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     has_head_bias: bool = False
+    # What is behind a pooled hidden state, in place of logits; None: the model generates.
+    pooling_head: PoolingHeadSpec | None = None
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]

@@ -1,10 +1,16 @@
 """Requests to /v1/chat/completions: the next message of a conversation."""
 
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from jaxllm.errors import ValidationError, refused
-from jaxllm.frontend.tokenizer import TextLength, Tokenizer, find_chat_template, render_chat
+from jaxllm.frontend.chat_messages import text_of_content
+from jaxllm.frontend.tokenizer import (
+    TextLength,
+    Tokenizer,
+    find_chat_template,
+    render_chat,
+)
 from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import ChatLogprobs, chat_logprobs
 from jaxllm.openai.message import MessageParser
@@ -28,13 +34,13 @@ MAX_MESSAGES = 8192
 MAX_TEMPLATE_CHARS = 1 << 18
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_EFFORT = "reasoning_effort"  # the field, and the variable of templates
+# Fields, and variables of templates.
+_EFFORT, _DOCUMENTS = "reasoning_effort", "documents"
+_THINKING = ("enable_thinking", "thinking")  # switches of templates, which have either
 
 
 class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a chat request."""
-
-    NEUTRAL: ClassVar = {"add_special_tokens": (False,), "echo": (False,)}
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -49,6 +55,9 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    documents: list[dict[str, Any]] | None = None
 
     @property
     def conversation(self) -> Self:
@@ -101,6 +110,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
                 is_foreign=is_foreign(self.chat_template, self.chat_template_kwargs),
             ),
             length=length,
+            add_special_tokens=bool(self.add_special_tokens),
         )
 
     def sampling_params(self, served: ServedModel) -> SamplingParams:
@@ -152,6 +162,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
             parser,
             parallel_calls=self.parallel_tool_calls is not False,
             show_reasoning=self.include_reasoning is not False,
+            echoed=self._echoed,
         )
 
     def form(self, served: ServedModel) -> StructuredOutputsParams | None:
@@ -187,20 +198,36 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
         return f"chatcmpl-{self.request_id or answer_id}"
 
     def _template_kwargs(self, tokenizer: Tokenizer, served: ServedModel) -> dict[str, Any] | None:
-        """The variables of the template, with the effort for those that know it."""
-        given, effort = self.chat_template_kwargs, self.reasoning_effort
-        if effort is None:
-            return given
+        """The variables of the template, with those that fields of the request say."""
+        given = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is None and self.documents is None:
+            return given or None
         own = self.chat_template or served.chat_template
-        if _EFFORT not in find_chat_template(tokenizer, own, self._tools(served)):
-            raise refused(_EFFORT, effort, "the model's chat template does not know it; omit it")
-        if (given or {}).get(_EFFORT, effort) != effort:
-            raise refused(_EFFORT, effort, "chat_template_kwargs says otherwise; give one of them")
-        return {**(given or {}), _EFFORT: effort}
+        template = find_chat_template(tokenizer, own, self._tools(served))
+        fields: dict[str, Any] = {_EFFORT: self.reasoning_effort, _DOCUMENTS: self.documents}
+        for field, value in fields.items():
+            if value is None:
+                continue
+            known = [name for name in _variables_of(field, value) if name in template]
+            if not known:
+                raise refused(field, value, "the model's chat template does not know it; omit it")
+            for name in known:
+                value = False if name in _THINKING else value
+                if given.setdefault(name, value) != value:
+                    why = "chat_template_kwargs says otherwise; give one of them"
+                    raise refused(field, fields[field], why)
+        return given
 
     @property
     def _enable_thinking(self) -> bool:
-        return (self.chat_template_kwargs or {}).get("enable_thinking") is not False
+        given = (self.chat_template_kwargs or {}).get("enable_thinking")
+        return given is not False and self.reasoning_effort != "none"
+
+    @property
+    def _echoed(self) -> str:
+        """The text that the answer repeats: that of the message which it goes on with."""
+        last = self.messages[-1] if self.echo and self.messages else {}
+        return text_of_content(last.get("content")) if last.get("role") == "assistant" else ""
 
     @property
     def _must_call(self) -> bool:
@@ -231,6 +258,11 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
     def _tools(self, served: ServedModel) -> list[dict[str, Any]] | None:
         can_parse = served.answer_format.tools is not None
         return offered_tools(self.tools, self.tool_choice, can_parse)
+
+
+def _variables_of(field: str, value: object) -> tuple[str, ...]:
+    """The variables of templates that say the same as a field of the request."""
+    return (field, *_THINKING) if field == _EFFORT and value == "none" else (field,)
 
 
 def is_foreign(chat_template: object, chat_template_kwargs: object) -> bool:

@@ -48,7 +48,7 @@ def answer_completion(
     check_finished(outputs)
     choices = [
         _choice(request, len(output.outputs) * place + one.index, one, output, served)
-        for place, output in enumerate(outputs)
+        for place, output in enumerate(map(request.chosen, outputs))
         for one in output.outputs
     ]
     hidden = sum(len(one.token_ids) for output in outputs for one in output.outputs)
@@ -88,7 +88,8 @@ def shown(
 ) -> Shown:
     """Select the parts of an output that the answer shows. With `echo` and `with_prompt`, the
     prompt comes first."""
-    token_ids, positions, text = list(one.token_ids), one.logprobs, one.text
+    token_ids, text = list(one.token_ids), one.text
+    positions = None if request.logprobs is None else one.logprobs
     finish_reason, stop_reason = one.finish_reason, one.stop_reason
     if request.is_mere_echo:
         token_ids, positions, text = [], positions and [], ""

@@ -1,10 +1,13 @@
 """Requests to /v1/completions: the continuations of prompts."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from jaxllm.errors import refused
+from jaxllm.frontend.fill_in_the_middle import fill_in, find_marks
 from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.served_model import ServedModel
+from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
 from jaxllm.sampling_params import SamplingParams
 
@@ -29,10 +32,13 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         "top_logprobs": (),
     }
 
-    prompt: Any  # one prompt or several, each a string or a list of token ids
+    # One prompt or several, each a string or a list of token ids; null is an empty text.
+    prompt: Any
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -54,6 +60,8 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
     def sampling_params(self, served: ServedModel) -> SamplingParams:
         """Return the sampling parameters. With `echo` the prompt has logprobs, too."""
         params: dict[str, Any] = {"logprobs": self.logprobs}
+        if self._is_choosy:
+            params |= {"n": self.best_of, "logprobs": self.logprobs or 0}
         asked = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         # The engine always makes one token. A mere echo does not show it.
         params["max_tokens"] = 1 if self.is_mere_echo else asked
@@ -66,9 +74,30 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         names = {"prompt": name, "prompt_token_ids": name}
         if self.echo and self.prompt_logprobs is None:
             names["prompt_logprobs"] = "logprobs"
-        if self.n in (None, 1):  # then the number of prompts exceeds the limit
+        if self.best_of is not None:
+            names["n"] = "best_of"
+        elif self.n in (None, 1):  # then the number of prompts exceeds the limit
             names["n"] = "prompt"
         return super().names_of_fields(place) | names
+
+    def chosen(self, output: RequestOutput) -> RequestOutput:
+        """The output with the answers that are shown: of `best_of`, the n whose tokens are
+        likeliest."""
+        if not self._is_choosy:
+            return output
+        ranked = sorted(output.outputs, key=_mean_logprob, reverse=True)[: self.n or 1]
+        best = [replace(one, index=index) for index, one in enumerate(ranked)]
+        return replace(output, outputs=best)
+
+    @property
+    def _is_choosy(self) -> bool:
+        if self.best_of is None or self.best_of == (self.n or 1):
+            return False
+        if self.best_of < (self.n or 1):
+            raise refused("best_of", self.best_of, f"it must be at least n={self.n or 1}")
+        if self.stream:
+            raise refused("best_of", self.best_of, "a stream does not wait for the best")
+        return True
 
     @property
     def is_mere_echo(self) -> bool:
@@ -89,7 +118,11 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
 
     def _prompt(self, place: int, given: object, served: ServedModel) -> PromptType:
         prompt: TextPrompt | TokensPrompt
-        if isinstance(given, str):
+        if given is None:
+            given = ""
+        if self.suffix:
+            prompt = TokensPrompt(prompt_token_ids=self._with_suffix(place, given, served))
+        elif isinstance(given, str):
             if self.add_special_tokens is False and served.tokenizer is not None:
                 length = served.prompt_length(self.truncate_prompt_tokens)
                 ids = length.encode(served.tokenizer, given, add_special_tokens=False)
@@ -107,3 +140,27 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         if self.cache_salt is not None:
             prompt["cache_salt"] = self.cache_salt
         return prompt
+
+    def _with_suffix(self, place: int, given: object, served: ServedModel) -> list[int]:
+        marks = None if served.tokenizer is None else find_marks(served.tokenizer)
+        if served.tokenizer is None or marks is None:
+            why = "the model has no tokens for a text between two others; leave it out"
+            raise refused("suffix", self.suffix, why)
+        if not isinstance(given, str):
+            raise refused(self.names_of_fields(place)["prompt"], given, "suffix needs a text")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(self, name):
+                raise refused(name, getattr(self, name), "not with suffix, which is in the prompt")
+        assert self.suffix is not None
+        return fill_in(
+            served.tokenizer,
+            marks,
+            given,
+            self.suffix,
+            served.prompt_length(None),
+            add_special_tokens=self.add_special_tokens is not False,
+        )
+
+
+def _mean_logprob(one: CompletionOutput) -> float:
+    return (one.cumulative_logprob or 0.0) / max(1, len(one.token_ids))

@@ -18,7 +18,7 @@ from jaxllm.openai.wire import OPENAI, Wire
 from jaxllm.outputs import RequestOutput
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 
 
 class Request(Protocol):
@@ -58,6 +58,14 @@ class Request(Protocol):
 
     def reasoning(self, served: ServedModel) -> Reasoning | None:
         """What may come before the form of the answers, if they have one."""
+        ...
+
+    def beam_search(self, params: SamplingParams, served: ServedModel) -> BeamSearchParams | None:
+        """The parameters of a beam search, if the request wants one."""
+        ...
+
+    def id_of(self, answer_id: str) -> str:
+        """The id in the body of the answer with this id."""
         ...
 
     def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:

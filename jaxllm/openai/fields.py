@@ -17,7 +17,12 @@ from jaxllm.openai.response_format import ResponseFormat
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import converted, renamed
 from jaxllm.parsers.reasoning.base import Reasoning
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jaxllm.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from jaxllm.structured_output.params import FORMER_NAMES
 
 
@@ -76,6 +81,8 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Only requests to the server have these.
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
 
     @classmethod
     def read(cls, body: object, *, live: bool = False) -> Self:
@@ -115,14 +122,42 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         }
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
+        if self.use_beam_search:
+            given["n"] = 1  # its n answers are the best of one search
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         try:
             given["structured_outputs"] = self.form(served)
-            params = served.default_params.clone(**given, **more, output_kind=kind)
+            params = served.default_params.clone(**(given | more), output_kind=kind)
         except ValidationError as error:
             raise self.in_its_words(error) from error
         # A second step, so that the requested value is validated, too.
         return params.clone(max_tokens=served.bounded(params.max_tokens))
+
+    def beam_search(self, params: SamplingParams, served: ServedModel) -> BeamSearchParams | None:
+        """The parameters of a search for the likeliest answers, if the request wants that in place
+        of samples with these parameters."""
+        if not self.use_beam_search:
+            if self.length_penalty not in (None, 1):
+                raise refused("length_penalty", self.length_penalty, "it needs use_beam_search")
+            return None
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            neutral = _NOT_OF_BEAMS.get(name)
+            if neutral is None or value is None:
+                continue
+            if not any(_same(value, one) for one in neutral):
+                why = "beam search takes the likeliest tokens, whatever this says; leave it out"
+                raise refused(name, value, why)
+        given = {name: value for name in _OF_BEAMS if (value := getattr(self, name)) is not None}
+        try:
+            return BeamSearchParams(
+                beam_width=self.n or 1,
+                max_tokens=params.max_tokens or served.max_model_len,
+                temperature=self.temperature or 0.0,
+                **given,
+            )
+        except ValidationError as error:
+            raise self.in_its_words(error) from error
 
     def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:
         """Rename the fields in an engine's error to their names in this request.
@@ -134,7 +169,7 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def names_of_fields(self, place: int | None) -> dict[str, str]:
         """Engine parameter -> field of this kind of request, where the names differ."""
-        return {"extra_args": "vllm_xargs"} | (
+        return {"extra_args": "vllm_xargs", "beam_width": "n"} | (
             {} if self.response_format is None else self.response_format.names
         )
 
@@ -172,6 +207,32 @@ _SAMPLING_FIELDS = [
     if name in SamplingParams.__struct_fields__ and name not in ("max_tokens", "structured_outputs")
 ]
 
+# Fields of a beam search with the same name.
+_OF_BEAMS = ("ignore_eos", "include_stop_str_in_output", "length_penalty", "skip_special_tokens")
+
+# Fields that have no effect on the likeliest answers, and the values at which they say so.
+_NOT_OF_BEAMS: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "best_of": (),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": (),
+    "seed": (),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "vllm_xargs": (),
+}
+
 ANY = object()  # stands for every value: the field has no effect
 
 # Known fields that are not supported, and the values at which they have no effect.
@@ -182,7 +243,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "functions": (),
     "kv_transfer_params": (),
-    "length_penalty": (1.0,),
     "logprob_token_ids": (),
     "media_io_kwargs": ({},),
     "metadata": (ANY,),
@@ -205,7 +265,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
-    "use_beam_search": (False,),
     "user": (ANY,),
     "verbosity": (),
     "web_search_options": (),
@@ -214,8 +273,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Fields of requests to a server, and the values at which other requests may have them.
 _LIVE: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
+    "length_penalty": (1.0,),
     "stream": (False,),
     "stream_options": (),
+    "use_beam_search": (False,),
 }
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)

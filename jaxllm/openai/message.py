@@ -55,10 +55,14 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 class MessageParser:
     """Makes a message from the text of an answer, whole or streamed."""
 
-    def __init__(self, parser: AnswerParser, *, parallel_calls: bool, show_reasoning: bool):
+    def __init__(
+        self, parser: AnswerParser, *, parallel_calls: bool, show_reasoning: bool, echoed: str = ""
+    ):
+        """`echoed` is a text in front of the answer's own."""
         self._parser = parser
         self._parallel_calls = parallel_calls
         self._show_reasoning = show_reasoning
+        self._echoed = echoed
 
     @property
     def num_reasoning_tokens(self) -> int | None:
@@ -66,7 +70,7 @@ class MessageParser:
 
     def whole(self, text: str, token_ids: Sequence[int]) -> ChatMessage:
         """Return the message of a whole answer."""
-        deltas = self._parser.feed(text, token_ids) + self._parser.finish()
+        deltas = self._parse(text, token_ids) + self._parser.finish()
         answer = add_up(filter(self._is_shown, deltas))
         return ChatMessage(
             content=None if answer.tool_calls and not answer.content else answer.content,
@@ -84,11 +88,16 @@ class MessageParser:
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[ChatDelta]:
         """Take the next piece of text and its tokens; return the deltas that are certain now."""
-        return self._as_parts(self._parser.feed(text, token_ids))
+        return self._as_parts(self._parse(text, token_ids))
 
     def finish(self) -> list[ChatDelta]:
         """End the answer; return the deltas that were held back."""
         return self._as_parts(self._parser.finish())
+
+    def _parse(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
+        echoed, self._echoed = self._echoed, ""
+        deltas = self._parser.feed(text, token_ids)
+        return [ContentDelta(echoed), *deltas] if echoed else deltas
 
     def _as_parts(self, deltas: Iterable[Delta]) -> list[ChatDelta]:
         return [_as_part(delta) for delta in deltas if self._is_shown(delta)]

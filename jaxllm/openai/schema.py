@@ -142,7 +142,7 @@ def _shapes(engine: EngineBounds) -> dict[str, dict[str, Schema]]:
         "maxItems": min(MAX_PROMPTS, engine.max_n),
     }
     prompt = {
-        "anyOf": [text, token_ids, several],
+        "anyOf": [text, token_ids, several, {"type": "null"}],
         "description": "A text, token ids, or several of these.",
     }
     return {
@@ -160,7 +160,9 @@ def _bounds(engine: EngineBounds) -> dict[str, Schema]:
     token_ids = {"items": _token_id(engine)}
     return {
         "n": {"minimum": 1, "maximum": min(Limits.MAX_N, engine.max_n)},
-        "temperature": {"minimum": 0, "maximum": 2},
+        "best_of": {"minimum": 1, "maximum": min(Limits.MAX_N, engine.max_n)},
+        "length_penalty": {"minimum": -32, "maximum": 32},
+        "temperature": {"minimum": 0, "maximum": Limits.MAX_TEMPERATURE},
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"minimum": -1, "maximum": _INT32},
         "min_p": {"minimum": 0, "maximum": 1},

@@ -18,6 +18,7 @@ from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import NotFoundError
 from jaxllm.openai.served_adapters import ServedAdapters, read_lora_modules
 from jaxllm.parsers.answer_format import AnswerFormat
+from jaxllm.pooler_config import Pooling
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -30,6 +31,7 @@ class ServedModel:
     default_params: SamplingParams  # for fields that a request omits
     fingerprint: str  # of everything that answers depend on, except the request
     max_model_len: int
+    pooling: Pooling | None = None  # how the engine pools; None: it generates
     max_new_tokens: int | None = None  # the model's recommended limit of an answer, if any
     chat_template: str | None = None  # instead of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
@@ -61,6 +63,7 @@ class ServedModel:
             default_params=info.default_sampling_params,
             fingerprint=_fingerprint(info),
             max_model_len=info.max_model_len,
+            pooling=info.pooling,
             max_new_tokens=info.max_new_tokens,
             **options,
         )
@@ -111,12 +114,10 @@ class Engine(Protocol):
     """The attributes of any kind of engine that a served model needs."""
 
     tokenizer: Tokenizer | None
+    adapters: AdapterCatalog
 
     @property
     def info(self) -> EngineInfo: ...
-
-    @property
-    def adapters(self) -> AdapterCatalog: ...
 
 
 def _fingerprint(info: EngineInfo) -> str:

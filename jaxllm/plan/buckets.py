@@ -42,8 +42,10 @@ def make_ladder(
     num_cache_groups: int = 1,
     free_padding: int = 0,
     speculation: Speculation | None = None,
+    has_decodes: bool = True,
 ) -> tuple[Bucket, ...]:
-    """Make all buckets of an engine: decode steps before mixed steps, each from small to large.
+    """Make all buckets of an engine: decode steps before mixed steps, each from small to large. An
+    engine that pools has no decode steps.
 
     No bucket has fewer rows than `min_rows`. Up to `free_padding` tokens, products skip padding: it
     costs time only in the sampler and between products.
@@ -56,7 +58,7 @@ def make_ladder(
             max_block_updates=rows * num_cache_groups,
         )
         for rows in _powers_of_two(min_rows, max_num_seqs)
-        if rows >= min(free_padding, max_num_seqs) or rows in _POWERS_OF_FOUR
+        if has_decodes and (rows >= min(free_padding, max_num_seqs) or rows in _POWERS_OF_FOUR)
     ]
     mixed = [
         Bucket(

@@ -37,6 +37,7 @@ from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
 )
+from jaxllm.pooler_config import Pooling
 from jaxllm.quantization.linear import CodedExperts
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
@@ -84,6 +85,8 @@ class EnginePlan:
     graph_options: tuple[tuple[str, str], ...]
     speculation: Speculation | None = None
     adapters: AdapterPlan | None = None
+    # The tail of a step; None: it samples.
+    pooling: Pooling | None = None
     # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
 
@@ -102,7 +105,7 @@ class EnginePlan:
     @property
     def leaves_logits(self) -> bool:
         """Whether steps leave their logits on the device."""
-        return self.samples_late or self.host_reads_logits
+        return self.samples_late or (self.pooling is None and self.host_reads_logits)
 
     @property
     def host_reads_logits(self) -> bool:
@@ -210,6 +213,7 @@ class EnginePlan:
             cache_groups=self.cache_groups,
             block_size=self.block_size,
             speculation=self.speculation,
+            pooling=self.pooling,
             keeps_states=self.state_ops is not None,
             adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
         )

@@ -21,8 +21,6 @@ from jaxllm.errors import refused
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerBackend, MixerConfig
-from jaxllm.models.architecture import read_architecture
-from jaxllm.models.hf_config import merge_overrides
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
@@ -61,6 +59,7 @@ from jaxllm.plan.generation_config import (
 )
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.memory import size_kv_cache
+from jaxllm.plan.pooling import pooling_bytes, read_model
 from jaxllm.plan.stages import (
     StagePlan,
     activation_bytes,
@@ -111,12 +110,7 @@ def make_plan(
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_json(model_dir / "config.json")
-    architecture = read_architecture(
-        hf_config,
-        overrides=model.hf_overrides,
-        max_model_len=model.max_model_len,
-        quantization=model.quantization,
-    )
+    architecture, pooling = read_model(config, hf_config, model_dir)
     if config.parallel.enable_expert_parallel:
         architecture = with_whole_experts(architecture)
     model_class = ModelRegistry.resolve([architecture.name])
@@ -127,7 +121,7 @@ def make_plan(
         architecture,
         config.cache,
         model_dir,
-        hf_config=merge_overrides(hf_config, model.hf_overrides or {}),
+        hf_config=architecture.hf_config,
         dtype=dtype,
         reads_weights=model.load_format not in ("dummy", "orbax"),
     )
@@ -161,7 +155,7 @@ def make_plan(
     keeps_states = any(abstract.state_configs for abstract in in_parts)
     if keeps_states:
         check_states(config)
-    adapters = plan_adapters(config, in_parts, meshes, dtype)
+    adapters = plan_adapters(config, in_parts, meshes, dtype, pools=pooling is not None)
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
         num_rows=max_num_seqs,
@@ -256,6 +250,7 @@ def make_plan(
             )
         )
 
+    samples_late = not model.skip_tokenizer_init and pooling is None
     vocab_size = architecture.vocab_size
     max_logprobs = model.max_logprobs
     max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
@@ -266,13 +261,20 @@ def make_plan(
         num_rows=max_num_seqs,
         num_logits=num_logits,
         max_logprobs=max_logprobs,
-        samples_late=not model.skip_tokenizer_init,
+        samples_late=samples_late,
         max_model_len=max_model_len,
         speculation=speculation,
         kept_bytes=architecture.hidden_size * jnp.dtype(dtype).itemsize
         if isinstance(draft, DraftHeadPlan)
         else 0,
     )
+    if pooling is not None:
+        sampler_bytes = pooling_bytes(
+            pooling,
+            hidden_size=architecture.hidden_size,
+            num_tokens=max_num_batched_tokens,
+            num_rows=max_num_seqs,
+        )
     num_blocks = min(
         size_kv_cache(
             config.cache,
@@ -306,6 +308,7 @@ def make_plan(
         num_cache_groups=len(cache_groups),
         free_padding=free_padding(attention, matmul, dtype),
         speculation=speculation,
+        has_decodes=pooling is None,
     )
     results = config.compilation.gpu_autotune_results
     return EnginePlan(
@@ -337,8 +340,9 @@ def make_plan(
         stages=plan_stages(cache_groups),
         buckets=buckets if adapters is None else with_adapters(buckets),
         adapters=adapters,
+        pooling=pooling,
         max_logprobs=max_logprobs,
-        samples_late=not model.skip_tokenizer_init,
+        samples_late=samples_late,
         logits_processors=load_logits_processors(model.logits_processors, config),
         eos_token_ids=read_eos_token_ids(
             model_dir, of_config=architecture.eos_token_ids, vocab_size=vocab_size

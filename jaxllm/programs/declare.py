@@ -108,7 +108,8 @@ def num_programs(plan: EnginePlan) -> int:
         drafts = len(plan.draft_model.read_sizes)
     small = 2 + 2 * (plan.adapters is not None)
     return drafts + sum(
-        len(plan.buckets) + small + (1 + len(late)) * stage.part.has_head for stage in plan.stages
+        len(plan.buckets) + small + (1 + len(late)) * (stage.part.has_head and plan.pooling is None)
+        for stage in plan.stages
     )
 
 
@@ -191,7 +192,7 @@ def declare_stage_programs(
         donate=(0,),
         out_shardings=kept,
     )
-    if stage.part.has_head:
+    if stage.part.has_head and plan.pooling is None:
         programs[WRITE_SLOT] = program(
             WRITE_SLOT,
             _write_slot,
@@ -253,8 +254,9 @@ def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
     everywhere: Any = sharding(stage.mesh)
     logits: Any = plan.logits_sharding(stage) if plan.leaves_logits else None
     drafted: Any = everywhere if plan.speculation is not None else None
+    logprobs: Any = everywhere if plan.pooling is None else None
     return StepOutputs(
-        tokens=everywhere, logprobs=everywhere, slices=everywhere, logits=logits, drafted=drafted
+        tokens=everywhere, logprobs=logprobs, slices=everywhere, logits=logits, drafted=drafted
     )
 
 

@@ -177,6 +177,7 @@ class ModelRunner:
         assert step is not None, "no step was executed"
         compiles = compilation_counter.compiles
         outputs = step.outputs
+        assert outputs.logprobs is not None, "the engine pools"
         left = Left(outputs.tokens, outputs.logprobs)
         packed = self._packer.pack_late(step.schedule, len(left.tokens), masks)
         assert outputs.logits is not None, "the plan has no late rows"

@@ -68,6 +68,7 @@ class Request:
         "num_uncertain",
         "order",
         "output_token_ids",
+        "pooling_task",
         "priority",
         "prompt_token_ids",
         "request_id",
@@ -97,6 +98,7 @@ class Request:
         self.grammar = message.grammar
         self.adapter = message.adapter
         self.error: str | None = None  # why it ends in place of running, set by a feature
+        self.pooling_task = message.pooling_task
         self.priority = message.priority
         self.arrival_time = message.arrival_time
 

@@ -54,6 +54,7 @@ class Scheduler:
         features: Sequence[Feature] = (),
         gate: Gate | None = None,
         speculation: Speculation | None = None,
+        pools: bool = False,
         stats: EngineStats | None = None,
         check_invariants: bool = False,
     ) -> None:
@@ -67,7 +68,8 @@ class Scheduler:
                 f"{group} does not hold one request of max_model_len={max_model_len}"
             )
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
+        # Where requests pool, the one token that stands for their end is never computed.
+        self._max_model_len = max_model_len + pools
         self._max_num_seqs = max_num_seqs
         self._kv = kv
         self._lanes = lanes
@@ -100,7 +102,12 @@ class Scheduler:
                 speculation, kv, self.stats, max_num_batched_tokens=max_num_batched_tokens
             )
         self._results = Results(
-            self._places, kv=kv, features=features, stats=self.stats, drafting=self._drafting
+            self._places,
+            kv=kv,
+            features=features,
+            stats=self.stats,
+            drafting=self._drafting,
+            generates=not pools,
         )
         self._num_arrivals = 0
         self._num_steps = 0

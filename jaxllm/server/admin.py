@@ -6,13 +6,17 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 import jaxllm
 from jaxllm.errors import ValidationError, refused
+from jaxllm.openai.errors import UnavailableError
+from jaxllm.openai.fields import read_fields
+from jaxllm.server.body import decode_json, read_body
 from jaxllm.server.endpoint import Handler
-from jaxllm.server.errors import HTTPError, json_response
+from jaxllm.server.errors import Disconnected, HTTPError, json_response
 from jaxllm.server.service import Service
 
 # Options with secret values.
@@ -40,6 +44,25 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
     if not await service.engine.reset_prefix_cache():
         raise HTTPError(409, "ConflictError", "running requests use it; try again later")
     return Response()
+
+
+class AbortRequests(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Ids as a client knows them: in the X-Request-Id of an answer, or in its body."""
+
+    request_ids: list[str] | None = None  # None: all
+
+
+async def abort_requests(service: Service, request: Request) -> Response:
+    with service.admission.body() as admit:
+        try:
+            body = await read_body(request.scope, request.receive, service.body_limits, admit)
+        except Disconnected:
+            return Response(status_code=400)  # for nobody
+        asked = read_fields(decode_json(body, service.options.max_json_depth), AbortRequests)
+    try:
+        return json_response({"num_aborted": await service.abort(asked.request_ids)})
+    except OSError:
+        raise UnavailableError("a frontend does not answer; try again") from None
 
 
 async def server_info(service: Service, request: Request) -> Response:

@@ -21,7 +21,8 @@ from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import RequestOutput
 from jaxllm.prompts import PromptType
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import BeamSearchParams, SamplingParams
+from jaxllm.server.beams import beam_ids, fitting, search
 from jaxllm.server.body import decode_json, read_body
 from jaxllm.server.disconnect import while_connected
 from jaxllm.server.errors import Disconnected, body_of, error_response, json_response, respond
@@ -48,7 +49,18 @@ class _Job(NamedTuple):
     request: Request
     served: ServedModel  # as the request names it
     params: SamplingParams
+    beams: BeamSearchParams | None  # of a search, in place of samples
     trace_headers: dict[str, str] | None  # of the parent span, if tracing is on
+
+    @property
+    def num_answers(self) -> int:
+        of_prompt = self.params.n if self.beams is None else self.beams.beam_width
+        return self.request.num_prompts * of_prompt
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What a client may call it: by the header of its answer, and by the id in its body."""
+        return self.name, self.request.id_of(self.name)
 
 
 class _Arrival(NamedTuple):
@@ -102,7 +114,7 @@ class AnswerEndpoint:
 
     async def _answer_to(self, job: _Job, size: int, events: EventStream) -> Response | None:
         service, request = self._service, job.request
-        with service.admission.answers(request.num_prompts * job.params.n):
+        with service.admission.answers(job.num_answers):
             inputs = await self._inputs(job, size)
             lengths = [len(one.prompt_token_ids) for one in inputs]
             most, shown = service.options.max_request_logprobs, request.num_prompt_copies
@@ -140,6 +152,7 @@ class AnswerEndpoint:
             request=request,
             served=served,
             params=params,
+            beams=request.beam_search(params, served),
             trace_headers=arrival.trace_headers,
         )
 
@@ -163,6 +176,8 @@ class AnswerEndpoint:
                     reasoning=request.reasoning(job.served),
                     lora_request=job.served.lora_request,
                 )
+                if job.beams is not None:
+                    fitting(job.beams, one, self._engine.info)  # refuses
             except ValidationError as error:
                 raise request.in_its_words(error, place) from error
             inputs.append(one)
@@ -202,8 +217,11 @@ class AnswerEndpoint:
         """Yield the engine's outputs with the index of their prompt; abort the rest on close."""
         ids = [one.request_id for one in inputs]
         streams = [self._engine.submit(one) for one in inputs]
+        if job.beams is not None:
+            ids = [id for one in inputs for id in beam_ids(one.request_id, job.beams)]
+            streams = [self._search(job, job.beams, one) for one in inputs]
         service = self._service
-        service.request_ids.update(ids)
+        service.under_way.update(dict.fromkeys(ids, job.names))
         alarm = _Alarm(self._engine, ids, job.deadline)
         try:
             async with contextlib.aclosing(merged(streams)) as outputs:
@@ -217,7 +235,14 @@ class AnswerEndpoint:
                     yield place, output
         finally:
             alarm.cancel()
-            service.request_ids.difference_update(ids)
+            for one in ids:
+                del service.under_way[one]
+
+    def _search(
+        self, job: _Job, params: BeamSearchParams, prompt: ProcessedInput
+    ) -> AsyncGenerator[RequestOutput, None]:
+        fits = fitting(params, prompt, self._engine.info)
+        return search(self._engine, prompt, fits, job.request.priority or 0)
 
 
 class _Alarm:

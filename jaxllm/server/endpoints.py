@@ -18,11 +18,12 @@ from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.endpoints import CHAT, COMPLETIONS
 from jaxllm.openai.endpoints import Endpoint as AnsweredEndpoint
 from jaxllm.openai.models import ModelCard, ModelList
+from jaxllm.openai.pooling.endpoints import POOLING_PATHS
 from jaxllm.openai.responses.endpoint import WIRE
 from jaxllm.openai.responses.events import ResponseEvent
 from jaxllm.openai.responses.request import ResponsesBody
 from jaxllm.openai.responses.response import Response as ResponseBody
-from jaxllm.openai.schema import Schema
+from jaxllm.openai.schema import Schema, ref
 from jaxllm.server import adapters, admin, responses, status
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Keys
@@ -31,6 +32,8 @@ from jaxllm.server.endpoint import Access, Endpoint, Handler, by
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.openapi import describe
 from jaxllm.server.page.files import PAGE
+from jaxllm.server.pooling import PoolingEndpoint
+from jaxllm.server.render import Rendered, render_chat, render_completions
 from jaxllm.server.service import Service
 from jaxllm.server.tokenize import (
     Detokenized,
@@ -41,6 +44,7 @@ from jaxllm.server.tokenize import (
     detokenize,
     tokenize,
 )
+from jaxllm.server.tokenizer_info import tokenizer_info
 
 # Error statuses of any request with a body, and of admin requests.
 _OF_BODIES = (400, 404, 408, 413, 415, 500, 503)
@@ -116,6 +120,10 @@ FOR_USERS = (
              ChatCompletion, ChatChunk),
     _answers("/v1/completions", COMPLETIONS, "The continuations of prompts", CompletionRequest,
              Completion, CompletionChunk),
+    _posted("/v1/chat/completions/render", render_chat, "The prompt of such a conversation",
+            body=(ChatRequest,), answer=Rendered),
+    _posted("/v1/completions/render", render_completions, "The prompts of such a request",
+            body=(CompletionRequest,), answer={"type": "array", "items": ref(Rendered)}),
     _posted("/v1/responses", responses.make_endpoint, "A response to items", body=(ResponsesBody,),
             answer=ResponseBody, chunk=ResponseEvent, wire=WIRE),
     Endpoint("/v1/responses/{id}", by(responses.by_method), "A stored response",
@@ -133,6 +141,11 @@ FOR_USERS = (
     _posted("/detokenize", partial(JSONEndpoint, detokenize), "The text of token ids",
             body=(DetokenizeRequest,), answer=Detokenized),
 )  # fmt: skip
+# Of an engine that pools.
+FOR_POOLING = tuple(
+    _posted(path, partial(PoolingEndpoint, kind), summary, body=(kind,), answer=answer)
+    for path, (kind, answer, summary) in POOLING_PATHS.items()
+)
 FOR_OPERATORS = (
     _admin("/sleep", admin.sleep, "Give memory back and let requests wait",
            level={"type": "integer", "default": 1},
@@ -143,8 +156,15 @@ FOR_OPERATORS = (
            answer=_object(is_sleeping="boolean")),
     _admin("/reset_prefix_cache", admin.reset_prefix_cache, "Forget all prefixes",
            errors=(*_OF_ADMIN, 409)),
+    Endpoint("/abort_requests", by(admin.abort_requests), "End requests by their ids, or all",
+             ("POST",), Access.ADMIN, body=(admin.AbortRequests,),
+             answer=_object(num_aborted="integer"), errors=_OF_BODIES),
     _admin("/server_info", admin.server_info, "How the server was started", "GET",
            answer=_object()),
+)  # fmt: skip
+OF_TOKENIZER = (
+    Endpoint("/tokenizer_info", by(tokenizer_info), "The tokenizer's configuration",
+             answer=_object(), errors=(400,)),
 )  # fmt: skip
 OF_PROFILER = (
     _admin("/start_profile", admin.start_profile, "Begin a profile"),
@@ -156,12 +176,18 @@ OF_ADAPTERS = (
     _admin("/v1/unload_lora_adapter", adapters.unload, "Serve an adapter no longer",
            body=adapters.UnloadAdapter, errors=_OF_BODIES),
 )  # fmt: skip
-ENDPOINTS = (*FOR_USERS, *PAGE, *FOR_OPERATORS, *OF_PROFILER, *OF_ADAPTERS)
+ENDPOINTS = (
+    *FOR_USERS, *FOR_POOLING, *OF_TOKENIZER, *PAGE, *FOR_OPERATORS, *OF_PROFILER, *OF_ADAPTERS
+)  # fmt: skip
 
 
 def offered(service: Service, keys: Keys) -> list[Endpoint]:
     """Those that a server has."""
     found = list(FOR_USERS)
+    if service.engine.info.pooling is not None:
+        found += FOR_POOLING
+    if service.options.enable_tokenizer_info_endpoint:
+        found += OF_TOKENIZER
     if not service.options.disable_page:
         found += PAGE
     if keys.admin or service.options.admin_without_key:

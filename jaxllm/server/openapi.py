@@ -39,7 +39,7 @@ def _bounds(service: Service) -> EngineBounds:
         max_logprobs=info.max_logprobs,
         max_model_len=info.max_model_len,
         **({} if most is None else {"max_n": most}),
-        takes_empty_text=served.tokenizer is not None and bool(served.tokenizer.encode("")),
+        takes_empty_text=served.tokenizer is not None and bool(served.tokenizer.start_of_document),
         has_priorities=service.engine.config.scheduler.scheduling_policy != "fcfs",
     )
 

@@ -83,6 +83,9 @@ class ServerOptions(ParserOptions):
     response_store_bytes: int = option(
         256 << 20, "Most bytes of kept responses; those used longest ago go first."
     )
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "Offer /tokenizer_info: how the tokenizer is configured, and its chat template."
+    )
     # Limits.
     max_body_bytes: int | None = option(
         None,

@@ -8,7 +8,7 @@ in a folder that only this user may enter.
 import asyncio
 import mmap
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 NUM_COUNTS = 3  # answers, tokens, bytes
@@ -24,7 +24,9 @@ class Peers:
         """Join the others in a folder that the first frontend has prepared."""
         self.index = index
         self.num = num
-        self.report: Callable[[], bytes] = bytes  # makes the answer to the others
+        # Make the answers to the others: to the question for a report, and to a message.
+        self.report: Callable[[], bytes] = bytes
+        self.on_told: Callable[[bytes], Awaitable[bytes]] | None = None
         self._directory = Path(directory)
         self._socket: socket.socket | None = None
         if num == 1:
@@ -67,20 +69,30 @@ class Peers:
 
     async def ask(self) -> list[bytes]:
         """Return the reports of all others; raise OSError if one is gone or does not answer."""
+        return await self.tell(b"")
+
+    async def tell(self, message: bytes) -> list[bytes]:
+        """Send a message to all others and return their answers; raise OSError as `ask` does."""
         async with asyncio.timeout(_ASK_TIMEOUT_S):
             others = (index for index in range(self.num) if index != self.index)
-            return list(await asyncio.gather(*map(self._ask, others)))
+            return list(await asyncio.gather(*(self._ask(index, message) for index in others)))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            writer.write(self.report())
+            message = await reader.read()
+            if not message:
+                writer.write(self.report())
+            elif self.on_told is not None:
+                writer.write(await self.on_told(message))
             await writer.drain()
         finally:
             writer.close()
 
-    async def _ask(self, index: int) -> bytes:
+    async def _ask(self, index: int, message: bytes) -> bytes:
         reader, writer = await asyncio.open_unix_connection(self._socket_path(index))
         try:
+            writer.write(message)
+            writer.write_eof()
             return await reader.read()
         finally:
             writer.close()

@@ -164,7 +164,7 @@ class Server(uvicorn.Server):
         """Accept no more requests. Let those under way finish, or abort them after a time limit."""
         self._service.is_stopping = True
         self._frontends.stop(self._service.options.shutdown_timeout + 2 * _LAST_WORDS_S)
-        logger.info("stopping; %d requests are under way", len(self._service.request_ids))
+        logger.info("stopping; %d requests are under way", len(self._service.under_way))
         limit = asyncio.create_task(self._abort_late())
         await super().shutdown(sockets)
         limit.cancel()

@@ -2,8 +2,10 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
+
+import msgspec
 
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.openai.chat import ChatRequest
@@ -42,7 +44,8 @@ class Service:
             None if store is None else ResponseStore(store, options.response_store_bytes)
         )
         self.started = int(time.time())
-        self.request_ids: set[str] = set()  # of requests in the engine
+        # The ids of requests in the engine, and the names that clients know them by.
+        self.under_way: dict[str, tuple[str, ...]] = {}
         self.is_stopping = False
         running = engine.info.max_num_seqs * engine.config.parallel.data_parallel_size
         queued = options.max_queued_requests
@@ -61,6 +64,7 @@ class Service:
             refused=self.admission.num_refused,
         )
         self.peers.report = self.metrics.report
+        self.peers.on_told = self._on_told
         if engine.tracer is not None:
             engine.tracer.model = model
 
@@ -91,4 +95,25 @@ class Service:
 
     async def abort_all(self) -> None:
         """Abort all requests under way; their clients get an error."""
-        await self.engine.abort(list(self.request_ids))
+        await self.engine.abort(list(self.under_way))
+
+    async def abort(self, names: Collection[str] | None) -> int:
+        """Abort the requests of these names, or all, at every frontend; return how many answers
+        there were. Their clients get an error."""
+        found = await self.peers.tell(msgspec.json.encode(names))
+        return await self.abort_here(names) + sum(map(int, found))
+
+    async def abort_here(self, names: Collection[str] | None) -> int:
+        """Abort those of this frontend."""
+        wanted = None if names is None else frozenset(names)
+        found = [
+            one
+            for one, known_as in self.under_way.items()
+            if wanted is None or not wanted.isdisjoint(known_as)
+        ]
+        await self.engine.abort(found)
+        return len(found)
+
+    async def _on_told(self, message: bytes) -> bytes:
+        names = msgspec.json.decode(message, type=list[str] | None)
+        return str(await self.abort_here(names)).encode()

@@ -1,7 +1,7 @@
 """/tokenize and /detokenize: token ids of a text or a conversation, and the text of token ids."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -36,7 +36,8 @@ class TokenizeChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = None
-    add_special_tokens: Literal[False] = False  # the template adds them
+    documents: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = False  # most templates add them
     return_token_strs: bool = False
 
 
@@ -125,6 +126,8 @@ def _chat_ids(request: TokenizeChat, served: ServedModel, most: MostTokens) -> l
         chat_template_kwargs=request.chat_template_kwargs,
         tools=request.tools,
         tool_choice=request.tool_choice,
+        documents=request.documents,
+        add_special_tokens=request.add_special_tokens,
     )
     return chat.prompt(served, most)["prompt_token_ids"]
 

@@ -1,4 +1,4 @@
-"""`jaxllm models` lists what can be run, and README.md has the same table."""
+"""`jaxllm models` lists what can be run, and jaxllm/models/README.md has the same table."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from jaxllm.models.registry import architectures_of, family_names
 from jaxllm.testing import tiny_config
 from tests.models.test_inside_larger_model import WRAPPED
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "jaxllm" / "models" / "README.md"
 GOLDEN = Path(__file__).parents[1] / "models" / "golden.json"
 
 
@@ -21,7 +21,7 @@ def test_readme_has_the_table(capsys):
     _, begin, rest = README.read_text(encoding="utf-8").partition("<!-- jaxllm models -->\n")
     block, end, _ = rest.partition("<!-- end of jaxllm models -->")
     assert begin and end
-    assert block.strip() == table.strip(), "put the output of `jaxllm models` into README.md"
+    assert block.strip() == table.strip(), "put the output of `jaxllm models` into this page"
 
 
 @pytest.mark.parametrize("family", family_names())

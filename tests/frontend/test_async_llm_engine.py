@@ -98,7 +98,7 @@ def test_answers_are_those_of_llm(kind, options, expected):
 def test_what_was_processed_before_is_answered_as_well(options, expected):
     async def use(engine):
         with pytest.raises(ValidationError, match="it is empty"):
-            engine.process_input("0", "", PARAMS[0])
+            engine.process_input("0", [], PARAMS[0])
         processed = [
             engine.process_input(str(index), prompt, params)
             for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))

@@ -14,6 +14,7 @@ import pytest
 
 from jaxllm.files import read_json
 from jaxllm.testing import make_tiny_checkpoint
+from tests.models.conftest import BLOCK_SIZE
 
 CASES = json.loads(Path(__file__).with_name("golden.json").read_text())
 TOLERANCE = 2e-4
@@ -30,7 +31,9 @@ class Case(NamedTuple):
 def case(request, tmp_path_factory, single_row):
     figures = CASES[request.param]
     model_dir = checkpoint(figures, tmp_path_factory.mktemp("model"))
-    return Case(figures["prompt"], figures, model_dir, single_row(model_dir))
+    prompt = figures["prompt"]
+    model = single_row(model_dir, num_blocks=max(16, -(-len(prompt) // BLOCK_SIZE)))
+    return Case(prompt, figures, model_dir, model)
 
 
 def checkpoint(case, path, **options):

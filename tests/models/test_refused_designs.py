@@ -89,6 +89,13 @@ LAYERS = ["full_attention", "sliding_attention"]
             "rotates 12 .* contradicts qk_rope_head_dim=8",
         ),
         ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list=\[1, 0\] is not supported"),
+        ("lfm2", {"conv_dim_out": 32}, "conv_dim_out=32 is not supported; supported is 64"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 is not supported; supported are 2 to 64"),
+        (
+            "lfm2",
+            {"layer_types": None, "full_attn_idxs": [4]},
+            r"full_attn_idxs=\[4\] must be below",
+        ),
     ],
 )
 def test_other_designs(family, fields, message):

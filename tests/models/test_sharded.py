@@ -63,7 +63,9 @@ for name, case in cases.items():
         folder / name, case["family"], seed=case["seed"], **case["config"]
     )
     logits = {
-        str(num_shards): SingleRow(model_dir, num_shards=num_shards).logits(case["prompt"])
+        str(num_shards): SingleRow(
+            model_dir, num_shards=num_shards, num_blocks=max(16, -(-len(case["prompt"]) // 4))
+        ).logits(case["prompt"])
         for num_shards in (1, *case["num_shards"])
     }
     np.savez(folder / name / "logits.npz", **logits)

@@ -1,7 +1,7 @@
 """Rewrites the figures in golden.json from transformers: `python tests/models/write_golden.py`.
 
-The cases are in the same file: edit `family`, `seed` or `config` there, or add a case without
-figures, then run this with torch installed.
+The cases are in the same file: edit `family`, `seed`, `config` or `prompt_len` there, or add a case
+without figures, then run this with torch installed.
 """
 
 import json
@@ -16,11 +16,12 @@ from jaxllm.files import read_json
 from jaxllm.testing import make_tiny_checkpoint
 
 GOLDEN = Path(__file__).with_name("golden.json")
-PROMPT_LEN = 40
+PROMPT_LEN = 40  # of cases that do not say another; those with states exceed a tile
 
 
 def figures(case: dict) -> dict:
-    prompt = np.random.default_rng(case["seed"]).integers(3, 384, PROMPT_LEN).tolist()
+    num_tokens = case.get("prompt_len", PROMPT_LEN)
+    prompt = np.random.default_rng(case["seed"]).integers(3, 384, num_tokens).tolist()
     with tempfile.TemporaryDirectory() as path:
         make_tiny_checkpoint(path, case["family"], seed=case["seed"], **case["config"])
         # Not every decoder has an auto class.
@@ -30,7 +31,7 @@ def figures(case: dict) -> dict:
         )
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0]
-    logprobs = torch.log_softmax(logits, -1)[torch.arange(PROMPT_LEN - 1), prompt[1:]]
+    logprobs = torch.log_softmax(logits, -1)[torch.arange(num_tokens - 1), prompt[1:]]
     return {
         "prompt": prompt,
         "prompt_logprobs": np.round(logprobs.numpy().astype(float), 5).tolist(),

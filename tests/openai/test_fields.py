@@ -1,5 +1,6 @@
 """What a body may say: each field works, is neutral, or is refused by its name."""
 
+import copy
 import dataclasses
 import typing
 
@@ -8,7 +9,9 @@ import pytest
 from jaxllm import SamplingParams, ValidationError
 from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
-from jaxllm.frontend.tokenizer import load_tokenizer
+from jaxllm.frontend.fill_in_the_middle import _FAMILIES, fill_in, find_marks
+from jaxllm.frontend.prompt_length import PromptLength
+from jaxllm.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.openai.endpoints import ENDPOINTS, find_endpoint
 from jaxllm.openai.errors import AnswerError, NotFoundError, error_body
 from jaxllm.openai.served_model import ServedModel
@@ -49,6 +52,12 @@ SAMPLING = {
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
 }
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = str(make_tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+    return load_tokenizer(EngineConfig.create(path).model, path)
 
 
 @pytest.fixture(params=ENDPOINTS)
@@ -109,8 +118,6 @@ def test_neutral_values_are_accepted(path, name, value):
         ("guided_regex", "a", "it is now called structured_outputs.regex"),
         ("response_format", {"type": "xml"}, "response_format.type='xml'"),
         ("structured_outputs", {"regx": "a"}, "regx"),
-        ("best_of", 2, "best_of=2: not supported"),
-        ("best_of", True, "best_of=True: not supported"),
         ("use_beam_search", True, "not supported"),
         ("temprature", 1, "unknown field 'temprature'; did you mean 'temperature'?"),
         ("n", "two", "n='two': Expected int | null, got str"),
@@ -179,7 +186,12 @@ def test_an_error_of_the_engine_names_the_prompt_that_was_sent():
 @pytest.mark.parametrize(
     ("path", "fields", "message"),
     [
-        (CHAT, {"echo": True}, "echo=True: not supported; leave it out or give False"),
+        (CHAT, {"best_of": 2}, "best_of=2: not supported; leave it out or give 1"),
+        (CHAT, {"best_of": True}, "best_of=True: not supported"),
+        (CHAT, {"suffix": "b"}, "suffix='b': not supported"),
+        (COMPLETIONS, {"documents": [{}]}, "documents=[{}]: not supported; leave it out"),
+        (CHAT, {"prompt_embeds": "x"}, "prompt_embeds='x': not supported; leave it out"),
+        (COMPLETIONS, {"prompt_embeds": "x"}, "prompt_embeds='x': not supported; leave it out"),
         (CHAT, {"logprobs": 2}, "logprobs=2: Expected bool"),
         (CHAT, {"messages": "Hi"}, "messages='Hi': Expected array"),
         (CHAT, {"prompt": "Hi"}, "unknown field 'prompt'"),
@@ -194,10 +206,8 @@ def test_fields_of_the_other_endpoint_are_refused(path, fields, message):
     assert message in str(caught.value)
 
 
-def test_the_effort_of_reasoning_is_a_variable_of_the_template(tmp_path):
-    path = str(make_tiny_checkpoint(tmp_path))
-    tokenizer = load_tokenizer(EngineConfig.create(path).model, path)
-    plain = dataclasses.replace(SERVED, tokenizer=tokenizer)
+def test_the_effort_of_reasoning_is_a_variable_of_the_template(tiny):
+    plain = dataclasses.replace(SERVED, tokenizer=tiny)
     template = "{{ reasoning_effort }} {{ messages[0].content }}"
     served = dataclasses.replace(plain, chat_template=template)
 
@@ -210,6 +220,103 @@ def test_the_effort_of_reasoning_is_a_variable_of_the_template(tmp_path):
         other.prompts(served)
     with pytest.raises(ValidationError, match="reasoning_effort='low': .* does not know it"):
         read(CHAT, reasoning_effort="low").prompts(plain)
+
+
+def test_effort_none_turns_thinking_off_in_templates_with_a_switch(tiny):
+    template = "{{ enable_thinking }}{{ documents }} {{ messages[0].content }}"
+    served = dataclasses.replace(SERVED, tokenizer=tiny, chat_template=template)
+    request = read(CHAT, reasoning_effort="none", documents=[{"text": "a"}])
+    assert request.prompts(served)[0]["prompt"] == "False[{'text': 'a'}] Hi"
+    for wrong in (
+        {"reasoning_effort": "low"},
+        {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+    ):
+        with pytest.raises(
+            ValidationError, match=f"^reasoning_effort='{wrong['reasoning_effort']}"
+        ):
+            read(CHAT, **wrong).prompts(served)
+    unread = dataclasses.replace(served, chat_template="{{ messages }}")
+    with pytest.raises(ValidationError, match="documents=.* does not know it"):
+        read(CHAT, documents=[{}]).prompts(unread)
+
+
+def test_special_tokens_are_added_to_a_rendered_prompt_if_asked(tiny):
+    served = dataclasses.replace(SERVED, tokenizer=tiny, chat_template="a")
+    ids = [
+        read(CHAT, add_special_tokens=asked).prompts(served)[0]["prompt_token_ids"]
+        for asked in (None, False, True)
+    ]
+    plain = tiny.encode("a", add_special_tokens=False)
+    assert ids == [plain, plain, tiny.encode("a")]
+
+
+def test_a_text_between_two_others_needs_a_model_that_has_marks_for_it(tiny):
+    fields = {"prompt": "a", "suffix": "b", "add_special_tokens": False}
+    served = dataclasses.replace(SERVED, tokenizer=tiny)
+    with pytest.raises(ValidationError, match="suffix='b': the model has no tokens"):
+        read(COMPLETIONS, **fields).prompts(served)
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    hf = copy.deepcopy(tiny.hf)
+    hf.add_tokens(marks, special_tokens=True)
+    served = dataclasses.replace(SERVED, tokenizer=Tokenizer(hf))
+    before, behind, gap = hf.convert_tokens_to_ids(marks)
+    a, b = (hf.encode(text, add_special_tokens=False) for text in "ab")
+    (prompt,) = read(COMPLETIONS, **fields).prompts(served)
+    assert prompt["prompt_token_ids"] == [before, *a, behind, *b, gap]
+    for name, value in {"prompt": [1], "echo": True, "truncate_prompt_tokens": 5}.items():
+        with pytest.raises(ValidationError, match=f"^{name}="):
+            read(COMPLETIONS, **fields | {name: value}).prompts(served)
+
+
+@pytest.mark.parametrize("marks", _FAMILIES)
+def test_every_family_of_marks_is_found_and_ordered(tiny, marks):
+    tokens = [token for token in marks[:3] if token is not None]
+    hf = copy.deepcopy(tiny.hf)
+    hf.add_tokens(tokens, special_tokens=True)
+    tokenizer = Tokenizer(hf)
+    assert find_marks(tokenizer) == marks
+    ids = fill_in(tokenizer, marks, "a", "b", PromptLength(99), add_special_tokens=False)
+    first, second = marks.before + "a", marks.behind + "b"
+    if marks.has_behind_first:
+        first, second = second, first
+    assert hf.decode(ids, skip_special_tokens=False) == first + second + (marks.gap or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"best_of": 0}, "best_of=0: it must be at least n=1"),
+        ({"best_of": 2, "n": 3}, "best_of=2: it must be at least n=3"),
+        ({"best_of": 2, "stream": True}, "best_of=2: a stream shows"),
+        ({"best_of": 20_000}, "best_of=20000: it must be"),
+        ({"best_of": 2, "temperature": 0}, "best_of=2: greedy"),
+    ],
+)
+def test_the_best_of_several_answers(fields, message):
+    assert read(COMPLETIONS, best_of=3, n=2).sampling_params(SERVED).n == 3
+    assert read(COMPLETIONS, best_of=3).sampling_params(SERVED).logprobs == 0
+    with pytest.raises(ValidationError) as caught:
+        ENDPOINTS[COMPLETIONS].request.read(
+            NEEDED[COMPLETIONS] | fields, live=True
+        ).sampling_params(SERVED)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_search_has_what_it_understands_and_nothing_else(path):
+    def beams(**fields):
+        kind = ENDPOINTS[path].request
+        request = kind.read(NEEDED[path] | {"use_beam_search": True, "n": 3} | fields, live=True)
+        return request.beam_search(request.sampling_params(SERVED), SERVED)
+
+    found = beams(length_penalty=0.5, max_tokens=7, temperature=0, top_p=1, top_k=-1, stop=[])
+    assert (found.beam_width, found.max_tokens, found.length_penalty) == (3, 7, 0.5)
+    for field, value in {"top_p": 0.5, "seed": 1, "stop": ["a"], "min_tokens": 1}.items():
+        with pytest.raises(ValidationError, match=f"^{field}=.*beam search takes"):
+            beams(**{field: value})
+    with pytest.raises(ValidationError, match="^n=300"):
+        beams(n=300)
+    with pytest.raises(ValidationError, match="length_penalty=2.0: it needs use_beam_search"):
+        beams(use_beam_search=False, length_penalty=2)
 
 
 def test_what_is_missing_is_named():

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
@@ -136,6 +137,19 @@ def test_what_is_above_the_limit_of_all_is_refused(server, ask):
     assert server.client.post("/wake_up").status_code == 200
     server.wait_until_idle()
     assert server.metric("admission_rejections_total") == len(answers)
+
+
+@pytest.mark.slow
+def test_whoever_is_asked_ends_the_requests_of_all(server, ask):
+    async def end_all():
+        asked = [await ask(server.port, LONG) for _ in range(4)]
+        async with httpx.AsyncClient(base_url=server.client.base_url, timeout=60) as client:
+            body = (await client.post("/abort_requests", json={})).json()
+        return body, [[data async for data in one.events()] for one in asked]
+
+    body, answers = asyncio.run(end_all())
+    assert body == {"num_aborted": 4}
+    assert all("was aborted" in events[-2] for events in answers)
 
 
 @pytest.mark.slow

@@ -80,7 +80,10 @@ def bounds():
 
 
 # These need more than one field, or are checked by what the engine knows.
-ELSEWHERE = {"priority", "truncate_prompt_tokens", "max_tokens", "min_tokens", "top_logprobs"}
+ELSEWHERE = {
+    "length_penalty", "priority", "truncate_prompt_tokens", "max_tokens", "min_tokens",
+    "top_logprobs",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,6 @@ def test_a_wrong_request_is_told_what_is_wrong(client, path, body, status, messa
         (CHAT, {"messages": [{"role": "user", "content": "x" * 9000}]}, "messages"),
         (CHAT, {"messages": [*HELLO, {"role": "user", "content": 3}]}, "messages[1].content"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 999}, "logprobs"),
-        (COMPLETIONS, {"prompt": ["a", ""]}, "prompt[1]"),
         (COMPLETIONS, {"prompt": [[1], [100_000]], "stream": True}, "prompt[1]"),
         (COMPLETIONS, {"prompt": ["a", "x" * 9000]}, "prompt[1]"),
         (COMPLETIONS, {"prompt": ["a", 3]}, "prompt[1]"),
@@ -83,8 +82,12 @@ def test_an_error_names_the_field_that_was_sent(client, path, body, param):
     [
         (CHAT, {"messages": HELLO, "tool_choice": "auto"}, True),
         ("/tokenize", {"messages": HELLO, "tool_choice": "auto"}, True),
-        (COMPLETIONS, {"prompt": ""}, False),  # where the tokenizer adds nothing to it
-        (COMPLETIONS, {"prompt": ["a", ""]}, False),
+        (COMPLETIONS, {"prompt": ""}, True),  # the beginning of a document
+        (COMPLETIONS, {"prompt": None}, True),
+        (COMPLETIONS, {"prompt": ["a", ""]}, True),
+        (COMPLETIONS, {"prompt": "a", "temperature": 5.5}, True),
+        (COMPLETIONS, {"prompt": "a", "temperature": 1001}, False),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, True),
         (COMPLETIONS, {"prompt": [1, 100_000]}, False),
         (COMPLETIONS, {"prompt": "a", "logprobs": 20}, True),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, False),

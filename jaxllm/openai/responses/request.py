@@ -190,8 +190,14 @@ class ResponsesRequest:
         except ValidationError as error:
             raise _in_its_words(error) from error
 
+    def beam_search(self, params: SamplingParams, served: ServedModel) -> None:
+        return None
+
     def reasoning(self, served: ServedModel) -> Reasoning | None:
         return self.chat.reasoning(served)
+
+    def id_of(self, answer_id: str) -> str:
+        return self.id
 
     def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:
         return _in_its_words(self.chat.in_its_words(error, place))

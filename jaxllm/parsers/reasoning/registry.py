@@ -4,6 +4,7 @@ from jaxllm.errors import refused
 from jaxllm.parsers.reasoning.base import ReasoningFormat, reasoning_parser
 from jaxllm.parsers.reasoning.cohere_command3 import COHERE_COMMAND3
 from jaxllm.parsers.reasoning.deepseek_r1 import DEEPSEEK_R1
+from jaxllm.parsers.reasoning.deepseek_v3 import DEEPSEEK_V3
 from jaxllm.parsers.reasoning.ernie45 import ERNIE45
 from jaxllm.parsers.reasoning.gemma4 import GEMMA4
 from jaxllm.parsers.reasoning.glm45 import GLM45
@@ -21,6 +22,7 @@ from jaxllm.parsers.stream_parser import StreamParser
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "cohere_command3": COHERE_COMMAND3,
     "deepseek_r1": DEEPSEEK_R1,
+    "deepseek_v3": DEEPSEEK_V3,
     "ernie45": ERNIE45,
     "gemma4": GEMMA4,
     "glm45": GLM45,

@@ -35,6 +35,10 @@ export class Api extends EventTarget {
     return (await answer.json()).data;
   }
 
+  async description() {
+    return (await this.#fetch("openapi.json")).json();
+  }
+
   async metrics(signal) {
     return (await this.#fetch("metrics", { signal })).text();
   }

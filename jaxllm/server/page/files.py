@@ -39,8 +39,9 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 
+_PAGES = {"index.html": "/", "docs.html": "/docs"}
 _FILES = {
-    "/" if path.name == "index.html" else f"/page/{path.name}": path
+    _PAGES.get(path.name, f"/page/{path.name}"): path
     for path in sorted(Path(__file__).parent.iterdir())
     if path.suffix in _MEDIA_TYPES
 }

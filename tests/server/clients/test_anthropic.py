@@ -167,7 +167,7 @@ def test_forms(client):
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"extra_body": {"temperature": 3}}, anthropic.BadRequestError, "temperature"),
+        ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError, "temperature"),
         ({"model": "claude"}, anthropic.NotFoundError, "model"),
         ({"max_tokens": -1}, anthropic.BadRequestError, "max_tokens"),
         ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences"),

@@ -57,7 +57,7 @@ def open_page(browser):
     """
     with contextlib.ExitStack() as stack:
 
-        def open_page(server, *, waits_for="#model option", expected="", **options):
+        def open_page(server, *, path="/", waits_for="#model option", expected="", **options):
             context = browser.new_context(**options)
             stack.callback(context.close)
             page = context.new_page()
@@ -66,7 +66,7 @@ def open_page(browser):
             page.on("console", lambda message: complaints.append(message.text))
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.on("request", lambda request: requests.append(request.url))
-            page.goto(str(server.base_url))
+            page.goto(f"{server.base_url}{path}")
             page.wait_for_selector(waits_for, state="attached")
 
             def check():

@@ -383,3 +383,17 @@ def test_one_value_alone_is_a_line(client, open_page):
     }""")
     places = [float(point.split()[0]) for point in drawn.removeprefix("M").split("L")]
     assert len(places) == 2 and places[1] - places[0] > 5
+
+
+def test_the_endpoints_are_listed_for_who_has_the_key(host, open_page):
+    with host.serve(keys=("secret",), access_log=False) as client:
+        page = open_page(client, path="/docs", waits_for="#key-form:not([hidden])", expected="401")
+        page.fill("#key", "secret")
+        page.press("#key", "Enter")
+        chat = page.locator("details", has_text="The next message of a conversation")
+        expect(page, "#paths details >> nth=0").to_be_visible()
+        chat.locator("summary").click()
+        chat.get_by_role("link", name="ChatRequest").click()
+        request = page.locator("#type-ChatRequest")
+        request.get_by_text("messages", exact=True).wait_for()
+        assert "list of string or string" in request.inner_text()  # of stop
