@@ -32,6 +32,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     get_backend,
 )
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
+from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import UnsupportedModelError, ValidationError
@@ -164,7 +165,7 @@ def choose_state_ops(chip: Chip) -> StateOps:
     """The implementations of the ops with states."""
     if chip.platform != "cpu":
         logger.warning("recurrent layers: XLA's loops, since there is no kernel for %s", chip.name)
-    return StateOps(conv=XlaConv(), delta=XlaDelta().tuned_for(chip))
+    return StateOps(conv=XlaConv(), delta=XlaDelta().tuned_for(chip), ssd=XlaSsd().tuned_for(chip))
 
 
 def choose_sampling(chip: Chip, num_shards: int) -> Layout:
