@@ -1,7 +1,8 @@
 """Input lines: each is a request in one of two forms, and its result has the same form.
 
 OpenAI's batch form:  {"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}
-The plain form:       {"prompt": ...} or {"prompt_token_ids": [...]}, and sampling parameters
+The plain form:       {"prompt": ...} or {"prompt_token_ids": [...]}, and sampling parameters; its
+                      "model" may name an adapter
 """
 
 import difflib
@@ -14,6 +15,7 @@ import msgspec
 from jaxllm.batch.custom_ids import CustomIds
 from jaxllm.batch.input import Item
 from jaxllm.errors import ValidationError, refused
+from jaxllm.lora.request import LoRARequest
 from jaxllm.openai.answer import check_finished
 from jaxllm.openai.endpoints import ENDPOINTS, Endpoint, Request, find_endpoint
 from jaxllm.openai.errors import error_body
@@ -68,6 +70,7 @@ class Prompts(msgspec.Struct, frozen=True):
     truncate_prompt_tokens: int | None
     reasoning: Reasoning | None = None  # before the form of the answers, if they have one
     num_copies: int = 0  # how often the answer contains each prompt
+    lora_request: LoRARequest | None = None
 
 
 class PooledPrompts(msgspec.Struct, frozen=True):
@@ -155,6 +158,7 @@ class BatchLine:
         self._answer_id = f"{batch_id}-{item.number}"
         self._endpoint: Endpoint | None = None
         self._request: Request | PoolingRequest | None = None
+        self._served: ServedModel | None = None  # as the line names it
         self._work: Work | None = None  # of a line whose prompts are pooled
 
     def read(self, served: ServedModel) -> Prompts | PooledPrompts:
@@ -170,14 +174,15 @@ class BatchLine:
             return self._read_pooling(POOLING_PATHS[url][0], served)
         self._endpoint = find_endpoint(url)
         self._request = request = self._endpoint.request.read(self.body)
-        served.check_name(request.model)
+        self._served = served = served.named(request.model)
         return Prompts(
             request.prompts(served),
             request.sampling_params(served),
             request.priority or 0,
             request.truncate_prompt_tokens,
             request.reasoning(served),
-            request.num_prompt_copies,
+            num_copies=request.num_prompt_copies,
+            lora_request=served.lora_request,
         )
 
     def _read_pooling(self, kind: type[PoolingRequest], served: ServedModel) -> PooledPrompts:
@@ -191,7 +196,7 @@ class BatchLine:
         return self._request.in_its_words(error, place)
 
     def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
-        created = int(time.time())
+        created, served = int(time.time()), self._served or served
         if self._work is not None:
             return self._record(200, self._work.answer(self._answer_id, created, outputs))
         assert self._endpoint is not None, "it was not read"
@@ -263,8 +268,10 @@ class PlainLine:
         fields.pop("custom_id", None)
         priority = fields.pop("priority", 0)
         truncate = fields.pop("truncate_prompt_tokens", None)
+        served = served.named(fields.pop("model", None))
         params = served.default_params.clone(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
-        return Prompts([_as_prompt(prompt)], params, priority, truncate)
+        adapter = served.lora_request
+        return Prompts([_as_prompt(prompt)], params, priority, truncate, lora_request=adapter)
 
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         return error  # plain lines have the engine's field names
@@ -292,6 +299,7 @@ _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 _PLAIN_FIELDS = {
     *_PROMPT_FIELDS,
     "custom_id",
+    "model",
     "priority",
     "truncate_prompt_tokens",
     *SamplingParams.__struct_fields__,

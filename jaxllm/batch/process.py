@@ -58,6 +58,7 @@ def processed(
                     if truncate is None
                     else {"truncate_prompt_tokens": truncate},
                     reasoning=prompts.reasoning,
+                    lora_request=prompts.lora_request,
                 )
         except ValidationError as error:
             raise line.in_its_words(error, place) from error

@@ -25,7 +25,7 @@ from jaxllm.openai.responses.events import ResponseEvent
 from jaxllm.openai.responses.request import ResponsesBody
 from jaxllm.openai.responses.response import Response as ResponseBody
 from jaxllm.openai.schema import Schema, ref
-from jaxllm.server import admin, batches, files, responses, status
+from jaxllm.server import adapters, admin, batches, files, responses, status
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Keys
 from jaxllm.server.count_tokens import TokenCount, count_tokens
@@ -77,6 +77,7 @@ def _admin(
     summary: str,
     method: str = "POST",
     *,
+    body: type | None = None,
     answer: Schema | None = None,
     errors: tuple[int, ...] = _OF_ADMIN,
     **query: Schema,
@@ -88,6 +89,8 @@ def _admin(
         summary,
         (method,),
         Access.ADMIN,
+        body=() if body is None else (body,),
+        content_type=None if body is None else "text/plain",
         answer=answer,
         errors=errors,
         query=parameters,
@@ -203,7 +206,15 @@ OF_PROFILER = (
     _admin("/start_profile", admin.start_profile, "Begin a profile"),
     _admin("/stop_profile", admin.stop_profile, "End it and write it"),
 )
-ENDPOINTS = (*FOR_USERS, *FOR_POOLING, *OF_TOKENIZER, *PAGE, *FOR_OPERATORS, *OF_PROFILER)
+OF_ADAPTERS = (
+    _admin("/v1/load_lora_adapter", adapters.load, "Serve a further adapter",
+           body=adapters.LoadAdapter, errors=_OF_BODIES),
+    _admin("/v1/unload_lora_adapter", adapters.unload, "Serve an adapter no longer",
+           body=adapters.UnloadAdapter, errors=_OF_BODIES),
+)  # fmt: skip
+ENDPOINTS = (
+    *FOR_USERS, *FOR_POOLING, *OF_TOKENIZER, *PAGE, *FOR_OPERATORS, *OF_PROFILER, *OF_ADAPTERS
+)  # fmt: skip
 
 
 def offered(service: Service, keys: Keys) -> list[Endpoint]:
@@ -219,4 +230,6 @@ def offered(service: Service, keys: Keys) -> list[Endpoint]:
         found += FOR_OPERATORS
         if service.engine.config.profiler.profile_dir is not None:
             found += OF_PROFILER
+        if service.engine.info.adapters is not None:
+            found += OF_ADAPTERS
     return found

@@ -23,6 +23,16 @@ class ServerOptions(ParserOptions):
     served_model_name: tuple[str, ...] = option(
         (), 'What "model" in a request may be; answers carry the first one (default: --model).'
     )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "Adapters, each name=path or a JSON object of name, path and base_model_name: a request "
+        'names one as its "model". Needs --enable-lora.',
+    )
+    lora_dirs: tuple[str, ...] = option(
+        (),
+        "Directories below which an operator may load further adapters from while the server runs, "
+        "at /v1/load_lora_adapter.",
+    )
     api_key: tuple[str, ...] = option(
         (),
         "Keys, one of which every request must bring (but to /health, /ping, /ready and the page).",

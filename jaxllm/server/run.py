@@ -94,6 +94,7 @@ def make_server(
     served = ServedModel.of(
         engine,
         options.served_model_name,
+        options.lora_modules,
         chat_template=chat_template,
         trust_request_chat_template=options.trust_request_chat_template,
         answer_format=options.answer_format,
