@@ -33,6 +33,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 )
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
+from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import UnsupportedModelError, ValidationError
@@ -169,6 +170,7 @@ def choose_state_ops(chip: Chip, *, is_encoder: bool) -> StateOps:
     return StateOps(
         conv=XlaConv(),
         delta=XlaDelta().tuned_for(chip),
+        ssd=XlaSsd().tuned_for(chip),
         self_attention=XlaSelfAttention().tuned_for(chip),
     )
 

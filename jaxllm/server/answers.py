@@ -18,6 +18,7 @@ from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.openai.answer import TIMEOUT
 from jaxllm.openai.endpoints import Endpoint, Request
 from jaxllm.openai.errors import UnavailableError
+from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import RequestOutput
 from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
@@ -46,6 +47,7 @@ class _Job(NamedTuple):
     created: int
     deadline: float | None  # on the clock of the event loop
     request: Request
+    served: ServedModel  # as the request names it
     params: SamplingParams
     beams: BeamSearchParams | None  # of a search, in place of samples
     trace_headers: dict[str, str] | None  # of the parent span, if tracing is on
@@ -129,7 +131,7 @@ class AnswerEndpoint:
         if job.params.structured_outputs is None:
             process = partial(self._process, job)
             return await service.in_text_thread(request.conversation, process, size)
-        read = partial(request.prompts, service.served)
+        read = partial(request.prompts, job.served)
         prompts = await service.in_text_thread(request.conversation, read, size)
         process = partial(self._process, job, prompts)
         return await self._engine.in_tokenizer_thread(process, size, has_form=True)
@@ -138,7 +140,7 @@ class AnswerEndpoint:
         options, served = self._service.options, self._service.served
         value = decode_json(body, options.max_json_depth)
         request = self._endpoint.request.read(value, live=True)
-        served.check_name(request.model)
+        served = served.named(request.model)
         params = request.sampling_params(served)
         return _Job(
             id=uuid.uuid4().hex,
@@ -148,6 +150,7 @@ class AnswerEndpoint:
             if options.request_timeout is None
             else arrival.at + options.request_timeout,
             request=request,
+            served=served,
             params=params,
             beams=request.beam_search(params, served),
             trace_headers=arrival.trace_headers,
@@ -160,7 +163,7 @@ class AnswerEndpoint:
         options = None if truncate is None else {"truncate_prompt_tokens": truncate}
         inputs = []
         if prompts is None:
-            prompts = request.prompts(self._service.served)
+            prompts = request.prompts(job.served)
         for place, prompt in enumerate(prompts):
             try:
                 one = self._engine.process_input(
@@ -170,7 +173,8 @@ class AnswerEndpoint:
                     priority=request.priority or 0,
                     tokenization_kwargs=options,
                     trace_headers=job.trace_headers,
-                    reasoning=request.reasoning(self._service.served),
+                    reasoning=request.reasoning(job.served),
+                    lora_request=job.served.lora_request,
                 )
                 if job.beams is not None:
                     fitting(job.beams, one, self._engine.info)  # refuses
@@ -185,14 +189,12 @@ class AnswerEndpoint:
             async for place, output in outputs:
                 last[place] = output
         in_order = [last[place] for place in range(len(inputs))]
-        served = self._service.served
-        return self._endpoint.answer(job.request, job.name, job.created, in_order, served)
+        return self._endpoint.answer(job.request, job.name, job.created, in_order, job.served)
 
     async def _stream(
         self, job: _Job, inputs: Sequence[ProcessedInput], events: EventStream
     ) -> None:
-        served = self._service.served
-        chunks = self._endpoint.stream(job.request, job.name, job.created, served)
+        chunks = self._endpoint.stream(job.request, job.name, job.created, job.served)
         try:
             async with (
                 events.kept_alive(self._service.options.sse_keep_alive_interval),

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.openai.batches.store import BatchLimits, BatchStore
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.responses.store import ResponseStore
@@ -43,6 +44,9 @@ class Service:
         self.responses = (
             None if store is None else ResponseStore(store, options.response_store_bytes)
         )
+        directory = options.batch_dir
+        limits = BatchLimits(options.batch_dir_bytes, options.max_batches)
+        self.batches = None if directory is None else BatchStore(directory, limits)
         self.started = int(time.time())
         # The ids of requests in the engine, and the names that clients know them by.
         self.under_way: dict[str, tuple[str, ...]] = {}

@@ -90,6 +90,18 @@ LAYERS = ["full_attention", "sliding_attention"]
         ),
         ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list=\[1, 0\] is not supported"),
         ("lfm2", {"conv_dim_out": 32}, "conv_dim_out=32 is not supported; supported is 64"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "8 heads of Mamba2 mixers are not a multiple"),
+        ("granitemoehybrid", {"mamba_d_head": 12}, "8 heads of 12 in Mamba2 mixers are not"),
+        (
+            "granitemoehybrid",
+            {"time_step_limit": [1]},
+            r"time_step_limit=\[1\] must be the",
+        ),
+        ("granitemoehybrid", {"layer_types": ["mlp"] * 4}, "layer type mlp is not supported"),
+        ("bamba", {"attn_layer_indices": [3]}, r"attn_layer_indices=\[3\] must be below num_hid"),
+        ("falcon_h1", {"attention_bias": True}, "attention_bias=True is not supported for Falcon"),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers=\[1\.0\] must be a list of 2"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for convolutions"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 is not supported; supported are 2 to 64"),
         (
             "lfm2",

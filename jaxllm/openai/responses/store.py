@@ -4,17 +4,15 @@ They are in an SQLite database, in memory or in a file that several processes sh
 longest ago goes when there is too much.
 """
 
-import contextlib
 import sqlite3
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxllm.errors import ValidationError
+from jaxllm.openai.database import Database
 from jaxllm.openai.errors import NotFoundError
 
 IN_MEMORY = "memory"
@@ -24,7 +22,6 @@ CREATE TABLE IF NOT EXISTS responses (
     response BLOB NOT NULL, before BLOB NOT NULL, output BLOB NOT NULL
 )
 """
-_WAIT_S = 10.0
 
 
 class Stored(NamedTuple):
@@ -40,22 +37,12 @@ class ResponseStore:
 
     def __init__(self, place: str, max_bytes: int):
         """Open the store in a file, or in this process's memory."""
-        path = ":memory:"
-        if place != IN_MEMORY:
-            path = str(Path(place).expanduser())
-            # Nobody else may read what users have said.
-            Path(path).touch(mode=0o600)
+        path = None if place == IN_MEMORY else Path(place).expanduser()
         try:
-            self._db = sqlite3.connect(path, check_same_thread=False, timeout=_WAIT_S)
-            if place != IN_MEMORY:
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=NORMAL")
-            with self._db:
-                self._db.execute(_TABLE)
+            self._db = Database(path, _TABLE)
         except sqlite3.Error as error:
             raise ValidationError(f"response_store={place!r}: {error}") from error
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
 
     def put(self, response_id: str, response: msgspec.Struct, before: list[Any]) -> None:
         """Store a response; drop those used longest ago if there is too much."""
@@ -64,7 +51,7 @@ class ResponseStore:
         items = msgspec.json.encode(before)
         size = len(whole) + len(output) + len(items)
         row = (response_id, time.time(), size, whole, items, output)
-        with self._writing() as db:
+        with self._db.transaction() as db:
             db.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
             (total,) = db.execute("SELECT TOTAL(size) FROM responses").fetchone()
             while total > self._max_bytes:
@@ -75,7 +62,7 @@ class ResponseStore:
 
     def get(self, response_id: str, field: str) -> Stored:
         """Find a response; raise NotFoundError, which names the field of the request."""
-        with self._writing() as db:
+        with self._db.transaction() as db:
             found = db.execute(
                 "UPDATE responses SET used = ? WHERE id = ? RETURNING response, before, output",
                 (time.time(), response_id),
@@ -86,18 +73,13 @@ class ResponseStore:
         return Stored(whole, msgspec.json.decode(before), msgspec.json.decode(output))
 
     def delete(self, response_id: str, field: str) -> None:
-        with self._writing() as db:
+        with self._db.transaction() as db:
             found = db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
             if not found.rowcount:
                 raise _not_found(response_id, field)
 
     def close(self) -> None:
         self._db.close()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._db as db:
-            yield db
 
 
 def _not_found(response_id: str, field: str) -> NotFoundError:
