@@ -36,6 +36,7 @@ _PUBLIC = {
     "ScoringOutput": "jaxllm.outputs",
     "BeamSearchOutput": "jaxllm.outputs",
     "BeamSearchSequence": "jaxllm.outputs",
+    "LoRARequest": "jaxllm.lora.request",
     "TextPrompt": "jaxllm.prompts",
     "TokensPrompt": "jaxllm.prompts",
     "PromptType": "jaxllm.prompts",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
     from jaxllm.frontend.llm_engine import LLMEngine
     from jaxllm.llm import LLM
+    from jaxllm.lora.request import LoRARequest
     from jaxllm.models.registry import ModelRegistry
     from jaxllm.outputs import (
         BeamSearchOutput,

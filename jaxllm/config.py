@@ -20,6 +20,7 @@ from jaxllm import bundled, vllm_options
 from jaxllm.cache_config import CacheConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
+from jaxllm.lora_config import LoRAConfig
 from jaxllm.option_types import check_type, option
 from jaxllm.pooler_config import PoolerConfig, PoolingConfig
 from jaxllm.speculative_config import Speculation, read_speculation
@@ -247,6 +248,7 @@ class EngineConfig:
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    lora: LoRAConfig = LoRAConfig()
     pooling: PoolingConfig = PoolingConfig()
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
@@ -308,6 +310,7 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        self.lora.check()
         if self.model.structured_outputs_config:
             StructuredOutputsConfig.of(self.model.structured_outputs_config)
         self.pooling.read()

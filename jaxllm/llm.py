@@ -20,6 +20,7 @@ from jaxllm.frontend.progress_bar import Bar
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.scoring import pair_renderer, plan_scores, scored
 from jaxllm.frontend.tokenizer import render_chat
+from jaxllm.lora.request import LoRARequest
 from jaxllm.metrics.reader import Metric, read_metrics
 from jaxllm.outputs import (
     BeamSearchOutput,
@@ -38,6 +39,7 @@ from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
 
 Messages = list[dict[str, Any]]
 OneOrEach = SamplingParams | Sequence[SamplingParams]
+OneOrEachAdapter = LoRARequest | None | Sequence[LoRARequest | None]
 
 
 class LLM:
@@ -65,13 +67,14 @@ class LLM:
         sampling_params: OneOrEach | None = None,
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
-        lora_request: None = None,
+        lora_request: OneOrEachAdapter = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts; the results are in the order of the prompts."""
-        _refuse_lora(lora_request)
-        ids = self._submit(as_prompts(prompts), sampling_params, priority, tokenization_kwargs)
+        ids = self._submit(
+            as_prompts(prompts), sampling_params, priority, tokenization_kwargs, lora_request
+        )
         return self._calls.wait(ids, use_tqdm)
 
     def chat(
@@ -79,7 +82,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: OneOrEach | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
-        lora_request: None = None,
+        lora_request: OneOrEachAdapter = None,
         *,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
@@ -93,7 +96,6 @@ class LLM:
         is returned as it is; an `AnswerFormat` can find calls and reasoning in it."""
         if self.llm_engine.tokenizer is None:
             raise ValidationError("chat needs a tokenizer, but skip_tokenizer_init=True")
-        _refuse_lora(lora_request)
         if not isinstance(messages, list | tuple):
             raise refused("messages", messages, "it must be a list of messages, or several lists")
         if not messages:
@@ -123,6 +125,7 @@ class LLM:
             prompts,
             sampling_params,
             use_tqdm=use_tqdm,
+            lora_request=lora_request,
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
         )
@@ -207,17 +210,16 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool | Callable[..., tqdm] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` likeliest answers to each prompt, best first. At most
         `concurrency_limit` prompts are searched at once."""
-        _refuse_lora(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise refused("params", params, "it must be a BeamSearchParams")
         engine, prompts = self.llm_engine, as_prompts(prompts)
-        processed = self._process(prompts, SamplingParams(), None, None)
+        processed = self._process(prompts, SamplingParams(), None, None, lora_request)
         token_ids = [one.prompt_token_ids for one in processed]
         with contextlib.closing(Bar(use_tqdm, desc="Beam search", unit="token")) as bar:
             outputs = beam_search(
@@ -227,7 +229,7 @@ class LLM:
                 engine.info,
                 engine.eos_token_ids,
                 lambda step_prompts, step_params: self.generate(
-                    step_prompts, step_params, use_tqdm=False
+                    step_prompts, step_params, use_tqdm=False, lora_request=lora_request
                 ),
                 concurrency_limit=concurrency_limit,
                 on_step=bar.advance,
@@ -247,13 +249,14 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         sampling_params: OneOrEach | None = None,
         *,
-        lora_request: None = None,
+        lora_request: OneOrEachAdapter = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts without waiting; `wait_for_completion` returns the results."""
-        _refuse_lora(lora_request)
-        ids = self._submit(as_prompts(prompts), sampling_params, priority, tokenization_kwargs)
+        ids = self._submit(
+            as_prompts(prompts), sampling_params, priority, tokenization_kwargs, lora_request
+        )
         self._queued += ids
         return ids
 
@@ -315,10 +318,11 @@ class LLM:
         sampling_params: OneOrEach | None,
         priority: int | Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
+        lora_request: OneOrEachAdapter,
     ) -> list[str]:
         """Validate all prompts, then queue them all: if one is refused, none is queued."""
         return self._calls.queue(
-            self._process(prompts, sampling_params, priority, tokenization_kwargs)
+            self._process(prompts, sampling_params, priority, tokenization_kwargs, lora_request)
         )
 
     def _process(
@@ -327,12 +331,14 @@ class LLM:
         sampling_params: OneOrEach | None,
         priority: int | Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
+        lora_request: OneOrEachAdapter,
     ) -> list[ProcessedInput]:
         """Validate and tokenise all prompts. An error names the prompt if there are several."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         all_params = for_each("sampling_params", sampling_params, len(prompts))
         priorities = for_each("priority", 0 if priority is None else priority, len(prompts))
+        adapters = for_each("lora_request", lora_request, len(prompts))
         processed = []
         for index, prompt in enumerate(prompts):
             try:
@@ -342,6 +348,7 @@ class LLM:
                     _final_only(all_params[index]),
                     priority=priorities[index],
                     tokenization_kwargs=tokenization_kwargs,
+                    lora_request=adapters[index],
                 )
             except ValidationError as error:
                 if all_params is not sampling_params and error.parameter not in OF_A_PROMPT:
@@ -383,4 +390,4 @@ def _final_only(params: Any) -> Any:
 
 def _refuse_lora(lora_request: object) -> None:
     if lora_request is not None:
-        raise refused("lora_request", lora_request, "LoRA is not supported yet; give None")
+        raise refused("lora_request", lora_request, "an engine that pools has no adapters")

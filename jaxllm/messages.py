@@ -7,6 +7,7 @@ import msgspec
 
 from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import EngineConfig
+from jaxllm.lora.request import Adapter, AdapterLimits
 from jaxllm.metrics.startup import Phase
 from jaxllm.pooler_config import Pooling
 from jaxllm.pooling_params import PoolingTask
@@ -38,6 +39,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     pooling_task: PoolingTask | None = None
     # The form of the answer, from its first token on: a grammar of llguidance.
     grammar: str | None = None
+    adapter: Adapter | None = None
     replica: int = 0  # the replica that serves it; the engine chooses it
 
 
@@ -61,6 +63,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     pooling: Pooling | None = None  # None: the engine generates
     # Whether layers keep a state of each request, which a cached prefix of tokens does not have.
     keeps_states: bool = False
+    adapters: AdapterLimits | None = None  # None: the engine has none
     # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The longest answer that the model recommends, if any; servers enforce it.

@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 import msgspec
 import numpy as np
 
+from jaxllm.lora.request import LoRARequest
+
 
 class Logprob(msgspec.Struct, gc=False):
     """The log probability of a token at one position. There may be very many, so the garbage
@@ -43,7 +45,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    lora_request: None = None  # vLLM's name; there is no LoRA yet
+    lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -70,8 +72,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestStateStats | None = None
     num_cached_tokens: int | None = None
+    lora_request: LoRARequest | None = None
     # vLLM's names for what we do not have yet.
-    lora_request: None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None

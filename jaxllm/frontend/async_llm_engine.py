@@ -11,18 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.commands import (
-    Answer,
-    Command,
-    GetMemory,
-    GetStats,
-    IsSleeping,
-    ResetPrefixCache,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    WakeUp,
-)
+from jaxllm.engine import commands
+from jaxllm.engine.commands import Answer, Command
 from jaxllm.errors import EngineDeadError, ValidationError, refused
 from jaxllm.frontend.async_client import AsyncClient
 from jaxllm.frontend.client import load_engine_tokenizer
@@ -35,14 +25,8 @@ from jaxllm.frontend.pooling_length import TextPair
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.frontend.tokenizer_threads import Result, TokenizerThreads
 from jaxllm.logging import init_logger
-from jaxllm.messages import (
-    Abort,
-    Add,
-    EngineInfo,
-    EngineOutput,
-    Outputs,
-    Stop,
-)
+from jaxllm.lora.request import LoRARequest
+from jaxllm.messages import Abort, Add, EngineInfo, EngineOutput, Outputs, Stop
 from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.memory import EngineMemory
 from jaxllm.metrics.stats import EngineStats
@@ -79,6 +63,7 @@ class AsyncLLMEngine:
             self._stop_process(grace_s=0)
             raise
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
+        self.adapters = self._input_processor.adapters  # those that have been checked
         self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
         self._output_processor = OutputProcessor(
             self.tokenizer, self.info.pooling, on_end=self._tell_end
@@ -138,12 +123,10 @@ class AsyncLLMEngine:
         arrival_time: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, with an output whenever there is news. To close the generator, or to
         cancel the task that reads it, aborts the request."""
-        if lora_request is not None:
-            raise refused("lora_request", lora_request, "LoRA is not supported yet; give None")
         process = functools.partial(
             self.process_input,
             request_id,
@@ -153,6 +136,7 @@ class AsyncLLMEngine:
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
+            lora_request=lora_request,
         )
         has_form = getattr(sampling_params, "structured_outputs", None) is not None
         return self._answer(
@@ -171,6 +155,7 @@ class AsyncLLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         reasoning: Reasoning | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Validate and tokenise; raise ValidationError. Nothing is queued yet. Any thread may call
         this. It may take long, so do not call it on the event loop."""
@@ -182,6 +167,7 @@ class AsyncLLMEngine:
             arrival_time=arrival_time,
             trace_headers=trace_headers,
             reasoning=reasoning,
+            lora_request=lora_request,
             **tokenization_options(tokenization_kwargs),
         )
 
@@ -241,38 +227,55 @@ class AsyncLLMEngine:
 
     async def replica_stats(self) -> list[EngineStats]:
         """The figures of each replica as of now."""
-        return await self.call(GetStats())
+        return await self.call(commands.GetStats())
 
     async def memory(self) -> EngineMemory:
         """The memory use of the engine's process and its devices as of now."""
-        return await self.call(GetMemory())
+        return await self.call(commands.GetMemory())
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt blocks. Return False and change nothing if some are in use."""
-        return await self.call(ResetPrefixCache())
+        return await self.call(commands.ResetPrefixCache())
 
     async def sleep(self, level: int = 1, mode: str = "keep") -> None:
         """Free memory until `wake_up`. Level 1 moves the weights to the host's memory and drops the
         KV cache, level 2 drops the weights too, and level 0 only pauses. Unfinished requests wait
         (mode 'keep') or end ('abort'). New requests wait."""
-        await self.call(Sleep(level, mode))
+        await self.call(commands.Sleep(level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back and go on. Tags name the parts: 'weights', 'kv_cache', 'scheduling'."""
-        await self.call(WakeUp(tags))
+        await self.call(commands.WakeUp(tags))
 
     async def is_sleeping(self) -> bool:
         """Whether a part of the engine sleeps, so that it computes nothing."""
-        return await self.call(IsSleeping())
+        return await self.call(commands.IsSleeping())
 
     async def start_profile(self) -> None:
-        """Begin a profile of the engine, for TensorBoard or xprof, in the directory
-        `profile_dir`."""
-        await self.call(StartProfile())
+        """Begin a profile, for TensorBoard or xprof, in the directory `profile_dir`."""
+        await self.call(commands.StartProfile())
 
     async def stop_profile(self) -> None:
         """End the profile and write it out."""
-        await self.call(StopProfile())
+        await self.call(commands.StopProfile())
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter, and let the engine read it before a request needs it."""
+        check = functools.partial(self.adapters.check, lora_request)
+        await self.call(commands.AddLora(await self.in_tokenizer_thread(check, 0, has_form=True)))
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapters of this number, unless requests use them."""
+        return await self.call(commands.RemoveLora(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """The numbers of the adapters in the host's memory."""
+        return set(await self.call(commands.ListLoras()))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in the host's memory. Return whether it is there."""
+        return await self.call(commands.PinLora(lora_id))
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Wait until every request has ended; return False if some have not within `timeout`."""
@@ -312,7 +315,10 @@ class AsyncLLMEngine:
     ) -> AsyncGenerator[Any, None]:
         self._check()
         self._start_reading()
-        collector = self._reserve(request_id)
+        if request_id in self._collectors:
+            raise refused("request_id", request_id, "an unfinished request has this id")
+        self._idle.clear()
+        collector = self._collectors[request_id] = OutputCollector()
         try:
             processed = await process()
             self._check()
@@ -334,13 +340,6 @@ class AsyncLLMEngine:
             del self._collectors[request_id]
             if not self._collectors:
                 self._idle.set()
-
-    def _reserve(self, request_id: str) -> OutputCollector:
-        if request_id in self._collectors:
-            raise refused("request_id", request_id, "an unfinished request has this id")
-        self._idle.clear()
-        collector = self._collectors[request_id] = OutputCollector()
-        return collector
 
     def _end(self, request_id: str) -> None:
         """End a request unless it has ended. Its consumer gets a last output."""

@@ -17,6 +17,8 @@ from jaxllm.frontend.answer_form import AnswerForms
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.prompt_reader import PromptReader
 from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.lora.catalog import AdapterCatalog
+from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import EngineInfo, EngineRequest
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.plural import counted
@@ -39,6 +41,7 @@ class ProcessedInput(NamedTuple):
     params: SamplingParams | PoolingParams
     requests: list[EngineRequest]  # one for each of n answers; they share the prompt's list
     trace_headers: Mapping[str, str] | None = None  # W3C headers of the request's parent span
+    lora_request: LoRARequest | None = None
 
     @property
     def output_kind(self) -> RequestOutputKind:
@@ -55,6 +58,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._reader = PromptReader(config, info, tokenizer)
         self._seeds = random.Random(config.model.seed)  # for requests without a seed
+        self.adapters = AdapterCatalog(info.adapters)
         self._forms = AnswerForms(config, info, tokenizer)
         self._logits_processors = load_logits_processors(config.model.logits_processors, config)
         of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
@@ -80,6 +84,7 @@ class InputProcessor:
         truncate_prompt_tokens: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
         reasoning: Reasoning | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Turn a prompt into n engine requests; raise ValidationError.
 
@@ -96,6 +101,7 @@ class InputProcessor:
         priority, arrival_time = self._reader.check_request(
             request_id, priority, arrival_time, trace_headers
         )
+        adapter = None if lora_request is None else self.adapters.check(lora_request)
         length = PromptLength.of(self._info.max_model_len, truncate_prompt_tokens)
         text, token_ids, cache_salt = self._reader.read(prompt, length, may_be_empty=True)
         params = self._resolve_params(params)
@@ -135,12 +141,15 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 cache_salt=cache_salt,
                 grammar=grammar,
+                adapter=adapter,
                 prefix_leader_id=ids[0] if i else None,
             )
             for i, engine_id in enumerate(ids)
         ]
         # A second copy, since the user may change the list of the output.
-        return ProcessedInput(request_id, text, list(token_ids), params, requests, trace_headers)
+        return ProcessedInput(
+            request_id, text, list(token_ids), params, requests, trace_headers, lora_request
+        )
 
     # ---- sampling parameters
 

@@ -11,10 +11,14 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.commands import (
+    AddLora,
     Answer,
     Command,
     GetStats,
     IsSleeping,
+    ListLoras,
+    PinLora,
+    RemoveLora,
     ResetPrefixCache,
     Sleep,
     StartProfile,
@@ -33,6 +37,7 @@ from jaxllm.frontend.output_processor import OutputProcessor
 from jaxllm.frontend.pooling_input import PoolingInput
 from jaxllm.frontend.pooling_length import TextOptions
 from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
@@ -54,6 +59,7 @@ class LLMEngine:
         self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
         self._engine: EngineClient = start_engine(config)
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
+        self.adapters = self._input_processor.adapters  # those that have been checked
         self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
         pooling = self.info.pooling
         if self._tracer is None:
@@ -93,6 +99,7 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         reasoning: Reasoning | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Validate and tokenise; raise ValidationError. Nothing is queued yet."""
         if self.is_known(request_id):
@@ -109,6 +116,7 @@ class LLMEngine:
             arrival_time=time.time() if arrival_time is None else arrival_time,
             trace_headers=trace_headers,
             reasoning=reasoning,
+            lora_request=lora_request,
             **tokenization_options(tokenization_kwargs),
         )
 
@@ -139,6 +147,7 @@ class LLMEngine:
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request, or raise ValidationError and queue nothing."""
         if isinstance(params, PoolingParams):
@@ -162,6 +171,7 @@ class LLMEngine:
                 priority=priority,
                 tokenization_kwargs=tokenization_kwargs,
                 trace_headers=trace_headers,
+                lora_request=lora_request,
             )
         )
 
@@ -244,6 +254,24 @@ class LLMEngine:
     def stop_profile(self) -> None:
         """End the profile and write it out."""
         self.call(StopProfile())
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter, and let the engine read it before a request needs it."""
+        self.call(AddLora(self.adapters.check(lora_request)))
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapters of this number, unless requests use them. Return whether there were
+        any."""
+        return self.call(RemoveLora(lora_id))
+
+    def list_loras(self) -> set[int]:
+        """The numbers of the adapters in the host's memory."""
+        return set(self.call(ListLoras()))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in the host's memory. Return whether it is there."""
+        return self.call(PinLora(lora_id))
 
     def stats(self) -> EngineStats:
         """The engine's figures as of now; those of several replicas are summed."""

@@ -141,7 +141,7 @@ def encoding(
 ) -> Callable[[], ProcessedInput]:
     """What makes the request of a call of `encode`, off the event loop."""
     if lora_request is not None:
-        raise refused("lora_request", lora_request, "LoRA is not supported yet; give None")
+        raise refused("lora_request", lora_request, "an engine that pools has no adapters")
     return functools.partial(
         inputs.process,
         request_id,

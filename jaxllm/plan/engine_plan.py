@@ -20,11 +20,13 @@ from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
 from jaxllm.layers.state import StateOps
+from jaxllm.lora.device import AdapterArrays
 from jaxllm.messages import EngineInfo
 from jaxllm.models.base import Model
 from jaxllm.models.draft_head import DraftHead
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR
+from jaxllm.plan.adapters import AdapterPlan
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.choose_kv_cache import KVCachePlan
 from jaxllm.plan.draft_head import DraftHeadPlan
@@ -82,6 +84,7 @@ class EnginePlan:
     autotune_results: AutotuneResults | None
     graph_options: tuple[tuple[str, str], ...]
     speculation: Speculation | None = None
+    adapters: AdapterPlan | None = None
     # The tail of a step; None: it samples.
     pooling: Pooling | None = None
     # The directory of this plan's programs, compiled ahead.
@@ -152,6 +155,11 @@ class EnginePlan:
         )
         return self._with_kernels(model, self.experts)
 
+    def adapter_arrays(self, stage: StagePlan) -> AdapterArrays:
+        """The arrays of adapters in a stage."""
+        assert self.adapters is not None
+        return self.adapters.arrays(self.abstract_model(stage), self.dtype, stage.mesh)
+
     @property
     def draft(self) -> DraftPlan | None:
         """The weights that draft; None: there are none."""
@@ -207,4 +215,5 @@ class EnginePlan:
             speculation=self.speculation,
             pooling=self.pooling,
             keeps_states=self.state_ops is not None,
+            adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
         )

@@ -26,7 +26,8 @@ from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.models.whole_experts import with_whole_experts
 from jaxllm.parallel.sharding import TENSOR, device_bytes, num_pieces, sharding
-from jaxllm.plan.buckets import make_ladder
+from jaxllm.plan.adapters import plan_adapters
+from jaxllm.plan.buckets import make_ladder, with_adapters
 from jaxllm.plan.choose import (
     DEFAULTS,
     check_states,
@@ -154,6 +155,7 @@ def make_plan(
     keeps_states = any(abstract.state_configs for abstract in in_parts)
     if keeps_states:
         check_states(config)
+    adapters = plan_adapters(config, in_parts, meshes, dtype, pools=pooling is not None)
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
         num_rows=max_num_seqs,
@@ -278,6 +280,7 @@ def make_plan(
             config.cache,
             weights_bytes=stage.weights_bytes,
             states_bytes=stage.states_bytes,
+            adapters_bytes=0 if adapters is None else adapters.bytes_by_stage[stage.index],
             other_bytes=(sampler_bytes if stage.part.has_head else 0)
             + activation_bytes(
                 stage,
@@ -297,6 +300,16 @@ def make_plan(
     )
     cache_groups = sizes.divide(windows, num_blocks)
     matmul = choose_matmul(library, num_shards)
+    buckets = make_ladder(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        min_rows=MIN_DOT_ROWS[platform],
+        num_cache_groups=len(cache_groups),
+        free_padding=free_padding(attention, matmul, dtype),
+        speculation=speculation,
+        has_decodes=pooling is None,
+    )
     results = config.compilation.gpu_autotune_results
     return EnginePlan(
         model_name=model.model,
@@ -325,16 +338,8 @@ def make_plan(
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),
-        buckets=make_ladder(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            min_rows=MIN_DOT_ROWS[platform],
-            num_cache_groups=len(cache_groups),
-            free_padding=free_padding(attention, matmul, dtype),
-            speculation=speculation,
-            has_decodes=pooling is None,
-        ),
+        buckets=buckets if adapters is None else with_adapters(buckets),
+        adapters=adapters,
         pooling=pooling,
         max_logprobs=max_logprobs,
         samples_late=samples_late,

@@ -7,7 +7,8 @@ stage before. The first stage gets the last stage's table of sampled tokens.
 
     step(weights, state, packed, arrived) -> (state, hidden states, or StepOutputs at the end)
 
-An engine that pools has vectors of prompts at the end of a step, in place of sampled tokens.
+Steps whose rows may have adapters get the arrays of these as one more argument. An engine that
+pools has vectors of prompts at the end of a step, in place of sampled tokens.
 
 The step is traced once per bucket. Every sampling parameter is in that program, under conditionals
 on the step's rows, so nothing is compiled later.
@@ -25,6 +26,7 @@ from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
 from jaxllm.layers.context import StepContext
+from jaxllm.lora.device import Adapters, adapted
 from jaxllm.models.base import Model
 from jaxllm.models.draft_head import DraftHead
 from jaxllm.plan.engine_plan import EnginePlan
@@ -86,9 +88,13 @@ def make_step(
         state: DeviceState,
         packed: jax.Array,
         arrived: jax.Array | None = None,
+        adapters: Adapters | None = None,
     ) -> tuple[DeviceState, StepOutputs | jax.Array]:
         inputs = layout.unpack(packed)
         model = spec.merge(weights[: spec.num_weights])
+        if adapters is not None:
+            assert inputs.adapters is not None
+            model = adapted(model, adapters, inputs.adapters[inputs.token_rows])
         head = plan.draft_head
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
         state = dataclasses.replace(state, block_tables=block_tables)
