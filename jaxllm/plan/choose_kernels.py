@@ -103,6 +103,9 @@ def choose_experts(
     specs = {ffn for layer in architecture.layers for ffn in layer.ffns if isinstance(ffn, MoESpec)}
     if not specs:
         return None
+    if not all(spec.activation.is_gated for spec in specs):
+        logger.warning("experts: XLA's loop, since no kernel computes experts without gates")
+        return XLA_EXPERTS
     if chip.platform == "tpu":
         return _experts_on_tpu(chip, specs, architecture, num_shards, num_tokens, dtype)
     if chip.platform == "gpu":

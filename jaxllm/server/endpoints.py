@@ -146,6 +146,8 @@ FOR_USERS = (
             answer=ResponseBody, chunk=ResponseEvent, wire=WIRE),
     Endpoint("/v1/responses/{id}", by(responses.by_method), "A stored response",
              ("GET", "DELETE"), answer=_object(), errors=(400, 404)),
+    Endpoint("/v1/responses/{id}/cancel", by(responses.cancel), "End a background response",
+             ("POST",), answer=_object(), errors=(400, 404)),
     Endpoint("/v1/responses/{id}/input_items", by(responses.input_items), "What it was made of",
              answer=responses.InputItems, errors=(404,)),
     Endpoint("/v1/files", by(files.upload_file), "Keep a file of requests", ("POST",),

@@ -1,5 +1,6 @@
 """The state that all endpoints share: the engine, the served model, and the work under way."""
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Collection
@@ -50,6 +51,7 @@ class Service:
         self.started = int(time.time())
         # The ids of requests in the engine, and the names that clients know them by.
         self.under_way: dict[str, tuple[str, ...]] = {}
+        self.background: set[asyncio.Task[None]] = set()  # answers for which no client waits
         self.is_stopping = False
         running = engine.info.max_num_seqs * engine.config.parallel.data_parallel_size
         queued = options.max_queued_requests
@@ -104,7 +106,10 @@ class Service:
     async def abort(self, names: Collection[str] | None) -> int:
         """Abort the requests of these names, or all, at every frontend; return how many answers
         there were. Their clients get an error."""
-        found = await self.peers.tell(msgspec.json.encode(names))
+        try:
+            found = await self.peers.tell(msgspec.json.encode(names))
+        except OSError:
+            raise UnavailableError("a frontend does not answer; try again") from None
         return await self.abort_here(names) + sum(map(int, found))
 
     async def abort_here(self, names: Collection[str] | None) -> int:

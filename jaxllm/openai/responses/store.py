@@ -24,12 +24,31 @@ CREATE TABLE IF NOT EXISTS responses (
 """
 
 
+_JSON = "CAST(response AS TEXT)"
+_STATUS = f"json_extract({_JSON}, '$.status')"
+
+
+class _Status(msgspec.Struct):
+    """What is read of a stored response here."""
+
+    status: str
+    background: bool = False
+
+
 class Stored(NamedTuple):
     """A response as JSON, and the items that a request after it begins with."""
 
     response: bytes
     before: list[Any]  # the items of the request, and those before it
     output: list[Any]
+
+    @property
+    def is_in_progress(self) -> bool:
+        return msgspec.json.decode(self.response, type=_Status).status == "in_progress"
+
+    @property
+    def is_background(self) -> bool:
+        return msgspec.json.decode(self.response, type=_Status).background
 
 
 class ResponseStore:
@@ -59,6 +78,37 @@ class ResponseStore:
                 name, size = oldest.fetchone()
                 db.execute("DELETE FROM responses WHERE id = ?", (name,))
                 total -= size
+
+    def end(self, response_id: str, response: msgspec.Struct) -> None:
+        """Replace a response that is in progress. One that was cancelled or deleted stays so."""
+        whole = msgspec.json.encode(response)
+        output = msgspec.json.encode(msgspec.to_builtins(response)["output"])
+        with self._db.transaction() as db:
+            db.execute(
+                "UPDATE responses SET response = ?, output = ?, "
+                "size = size - length(response) - length(output) + ? "
+                f"WHERE id = ? AND {_STATUS} = 'in_progress'",
+                (whole, output, len(whole) + len(output), response_id),
+            )
+
+    def cancel(self, response_id: str) -> None:
+        """Say of a response in progress that it was cancelled."""
+        with self._db.transaction() as db:
+            db.execute(
+                f"UPDATE responses SET response = CAST(json_set({_JSON}, '$.status', 'cancelled') "
+                f"AS BLOB) WHERE id = ? AND {_STATUS} = 'in_progress'",
+                (response_id,),
+            )
+
+    def end_lost(self) -> None:
+        """Say of responses in progress that they failed: the server that made them has ended."""
+        error = '{"code": "server_error", "message": "the server was restarted"}'
+        with self._db.transaction() as db:
+            db.execute(
+                f"UPDATE responses SET response = CAST(json_set({_JSON}, '$.status', 'failed', "
+                f"'$.error', json(?)) AS BLOB) WHERE {_STATUS} = 'in_progress'",
+                (error,),
+            )
 
     def get(self, response_id: str, field: str) -> Stored:
         """Find a response; raise NotFoundError, which names the field of the request."""
