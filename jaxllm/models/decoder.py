@@ -280,7 +280,7 @@ class Decoder(nnx.Module):
         if self.embed_positions is not None:
             rows = jnp.where(inputs < size, positions + self.first_position, NOWHERE)
             hidden = hidden + self.embed_positions(rows)
-        if self.embed_types is not None:
+        if self.embed_types is not None and types is not None:
             hidden = hidden + self.embed_types(types)
         return inputs, hidden if self.embed_norm is None else self.embed_norm(hidden)
 
