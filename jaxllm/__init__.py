@@ -13,6 +13,8 @@ _PUBLIC = {
     "EngineConfig": "jaxllm.config",
     "SamplingParams": "jaxllm.sampling_params",
     "BeamSearchParams": "jaxllm.sampling_params",
+    "PoolingParams": "jaxllm.pooling_params",
+    "PoolerConfig": "jaxllm.pooler_config",
     "RequestOutputKind": "jaxllm.sampling_params",
     "StructuredOutputsParams": "jaxllm.sampling_params",
     "ModelRegistry": "jaxllm.models.registry",
@@ -24,8 +26,17 @@ _PUBLIC = {
     "CompletionOutput": "jaxllm.outputs",
     "Logprob": "jaxllm.outputs",
     "RequestStateStats": "jaxllm.outputs",
+    "PoolingRequestOutput": "jaxllm.outputs",
+    "PoolingOutput": "jaxllm.outputs",
+    "EmbeddingRequestOutput": "jaxllm.outputs",
+    "EmbeddingOutput": "jaxllm.outputs",
+    "ClassificationRequestOutput": "jaxllm.outputs",
+    "ClassificationOutput": "jaxllm.outputs",
+    "ScoringRequestOutput": "jaxllm.outputs",
+    "ScoringOutput": "jaxllm.outputs",
     "BeamSearchOutput": "jaxllm.outputs",
     "BeamSearchSequence": "jaxllm.outputs",
+    "LoRARequest": "jaxllm.lora.request",
     "TextPrompt": "jaxllm.prompts",
     "TokensPrompt": "jaxllm.prompts",
     "PromptType": "jaxllm.prompts",
@@ -52,16 +63,27 @@ if TYPE_CHECKING:
     from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
     from jaxllm.frontend.llm_engine import LLMEngine
     from jaxllm.llm import LLM
+    from jaxllm.lora.request import LoRARequest
     from jaxllm.models.registry import ModelRegistry
     from jaxllm.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
         Logprob,
+        PoolingOutput,
+        PoolingRequestOutput,
         RequestOutput,
         RequestStateStats,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from jaxllm.parsers.answer_format import AnswerFormat
+    from jaxllm.pooler_config import PoolerConfig
+    from jaxllm.pooling_params import PoolingParams
     from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
     from jaxllm.sampling.logits_processor import LogitsProcessor
     from jaxllm.sampling_params import (

@@ -14,11 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from jaxllm import bundled, vllm_options
 from jaxllm.cache_config import CacheConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
+from jaxllm.lora_config import LoRAConfig
 from jaxllm.option_types import check_type, option
+from jaxllm.pooler_config import PoolerConfig, PoolingConfig
 from jaxllm.speculative_config import Speculation, read_speculation
 from jaxllm.structured_output.options import StructuredOutputsConfig
 
@@ -244,6 +248,8 @@ class EngineConfig:
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    lora: LoRAConfig = LoRAConfig()
+    pooling: PoolingConfig = PoolingConfig()
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     profiler: ProfilerConfig = ProfilerConfig()
@@ -263,6 +269,8 @@ class EngineConfig:
         for name in ("logits_processors", "kv_cache_dtype_skip_layers"):
             if isinstance(options.get(name, ()), list | None):
                 options[name] = tuple(options[name] or ())
+        if isinstance(pooler := options.get("pooler_config"), PoolerConfig):
+            options["pooler_config"] = msgspec.to_builtins(pooler)
         owners = _owners()
         groups: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
@@ -302,8 +310,10 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        self.lora.check()
         if self.model.structured_outputs_config:
             StructuredOutputsConfig.of(self.model.structured_outputs_config)
+        self.pooling.read()
         stages = self.parallel.pipeline_parallel_size
         if (speculation := self.speculation.read()) is not None:
             speculation.check(self.parallel.tensor_parallel_size, stages)

@@ -1,8 +1,6 @@
 """LLM: offline batch inference, as a loop around `LLMEngine`."""
 
 import contextlib
-import itertools
-import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -12,19 +10,36 @@ from tqdm import tqdm
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.beam_search import beam_search
+from jaxllm.frontend.calls import Calls
 from jaxllm.frontend.input_processor import ProcessedInput, tokenization_options
-from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.llm_engine import LLMEngine
-from jaxllm.frontend.progress_bar import Bar, RequestBar
+from jaxllm.frontend.many_prompts import OF_A_PROMPT, as_prompts, for_each, located
+from jaxllm.frontend.pooled import converted, named_prompts
+from jaxllm.frontend.pooling_length import TextOptions, TextPair
+from jaxllm.frontend.progress_bar import Bar
 from jaxllm.frontend.prompt_length import PromptLength
+from jaxllm.frontend.scoring import pair_renderer, plan_scores, scored
 from jaxllm.frontend.tokenizer import render_chat
+from jaxllm.lora.request import LoRARequest
 from jaxllm.metrics.reader import Metric, read_metrics
-from jaxllm.outputs import BeamSearchOutput, RequestOutput
-from jaxllm.prompts import PromptType, TokensPrompt
+from jaxllm.outputs import (
+    BeamSearchOutput,
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from jaxllm.pooling_params import POOLING_TASKS, PoolingParams, PoolingTask
+from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Messages = list[dict[str, Any]]
 OneOrEach = SamplingParams | Sequence[SamplingParams]
+OneOrEachAdapter = LoRARequest | None | Sequence[LoRARequest | None]
 
 
 class LLM:
@@ -36,15 +51,14 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **engine_options: Any):
         self.llm_engine = LLMEngine(EngineConfig.create(model, **engine_options))
-        self._counter = itertools.count()
+        self._calls = Calls(self.llm_engine)
         self._queued: list[str] = []  # ids of `enqueue` that no call has waited for yet
-        self._finished: dict[str, RequestOutput] = {}  # last outputs that no call has returned yet
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
         llm = cls.__new__(cls)
         llm.llm_engine = LLMEngine(engine_args)
-        llm._counter, llm._queued, llm._finished = itertools.count(), [], {}
+        llm._calls, llm._queued = Calls(llm.llm_engine), []
         return llm
 
     def generate(
@@ -53,21 +67,22 @@ class LLM:
         sampling_params: OneOrEach | None = None,
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
-        lora_request: None = None,
+        lora_request: OneOrEachAdapter = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts; the results are in the order of the prompts."""
-        _refuse_lora(lora_request)
-        ids = self._submit(_as_prompts(prompts), sampling_params, priority, tokenization_kwargs)
-        return self._wait(ids, use_tqdm)
+        ids = self._submit(
+            as_prompts(prompts), sampling_params, priority, tokenization_kwargs, lora_request
+        )
+        return self._calls.wait(ids, use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: OneOrEach | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
-        lora_request: None = None,
+        lora_request: OneOrEachAdapter = None,
         *,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
@@ -81,7 +96,6 @@ class LLM:
         is returned as it is; an `AnswerFormat` can find calls and reasoning in it."""
         if self.llm_engine.tokenizer is None:
             raise ValidationError("chat needs a tokenizer, but skip_tokenizer_init=True")
-        _refuse_lora(lora_request)
         if not isinstance(messages, list | tuple):
             raise refused("messages", messages, "it must be a list of messages, or several lists")
         if not messages:
@@ -105,32 +119,107 @@ class LLM:
                     length=length,
                 )
             except ValidationError as error:
-                raise _located(error, "messages", index, len(several)) from error
+                raise located(error, "messages", index, len(several)) from error
             prompts.append(prompt)
         return self.generate(
             prompts,
             sampling_params,
             use_tqdm=use_tqdm,
+            lora_request=lora_request,
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
         )
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: None = None,
+        pooling_task: PoolingTask | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput | None]]:
+        """Pool all prompts. A task names what is wanted: 'embed', 'classify', and 'token_embed' or
+        'token_classify', for one vector at each token."""
+        _refuse_lora(lora_request)
+        if pooling_task is None and pooling_params is None:
+            raise refused("pooling_task", None, f"give one of {', '.join(POOLING_TASKS)}")
+        return self._pool(
+            as_prompts(prompts), pooling_params, pooling_task, use_tqdm, tokenization_kwargs
+        )
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Turn each prompt into a vector. `prompt_name` puts the model's own words for a purpose,
+        such as 'query', before each text."""
+        _refuse_lora(lora_request)
+        given = named_prompts(self.llm_engine.pooling_input.pooling, prompt_name, prompts)
+        outputs = self._pool(given, pooling_params, "embed", use_tqdm, tokenization_kwargs)
+        return [converted(one, lambda data: EmbeddingOutput(data.tolist())) for one in outputs]
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Tell the probabilities of the classes of each prompt."""
+        _refuse_lora(lora_request)
+        given = as_prompts(prompts)
+        outputs = self._pool(given, pooling_params, "classify", use_tqdm, tokenization_kwargs)
+        return [converted(one, lambda data: ClassificationOutput(data.tolist())) for one in outputs]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Tell how well texts go together: one with each of several, or pair by pair. The template
+        gets messages of the roles 'query' and 'document'."""
+        _refuse_lora(lora_request)
+        engine = self.llm_engine
+        queries, documents = ([one] if isinstance(one, str) else one for one in (data_1, data_2))
+        render = None if chat_template is None else pair_renderer(engine.tokenizer, chat_template)
+        scoring = plan_scores(engine.pooling_input.pooling, queries, documents, render)
+        outputs = self._pool(
+            scoring.prompts, pooling_params, scoring.task, use_tqdm, tokenization_kwargs
+        )
+        return scored(scoring, outputs)
 
     def beam_search(
         self,
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool | Callable[..., tqdm] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` likeliest answers to each prompt, best first. At most
         `concurrency_limit` prompts are searched at once."""
-        _refuse_lora(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise refused("params", params, "it must be a BeamSearchParams")
-        engine, prompts = self.llm_engine, _as_prompts(prompts)
-        processed = self._process(prompts, SamplingParams(), None, None)
+        engine, prompts = self.llm_engine, as_prompts(prompts)
+        processed = self._process(prompts, SamplingParams(), None, None, lora_request)
         token_ids = [one.prompt_token_ids for one in processed]
         with contextlib.closing(Bar(use_tqdm, desc="Beam search", unit="token")) as bar:
             outputs = beam_search(
@@ -140,7 +229,7 @@ class LLM:
                 engine.info,
                 engine.eos_token_ids,
                 lambda step_prompts, step_params: self.generate(
-                    step_prompts, step_params, use_tqdm=False
+                    step_prompts, step_params, use_tqdm=False, lora_request=lora_request
                 ),
                 concurrency_limit=concurrency_limit,
                 on_step=bar.advance,
@@ -160,13 +249,14 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         sampling_params: OneOrEach | None = None,
         *,
-        lora_request: None = None,
+        lora_request: OneOrEachAdapter = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts without waiting; `wait_for_completion` returns the results."""
-        _refuse_lora(lora_request)
-        ids = self._submit(_as_prompts(prompts), sampling_params, priority, tokenization_kwargs)
+        ids = self._submit(
+            as_prompts(prompts), sampling_params, priority, tokenization_kwargs, lora_request
+        )
         self._queued += ids
         return ids
 
@@ -175,7 +265,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run until all queued prompts are finished; return results in the order of queueing."""
         ids, self._queued = self._queued, []
-        return self._wait(ids, use_tqdm)
+        return self._calls.wait(ids, use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer."""
@@ -228,17 +318,12 @@ class LLM:
         sampling_params: OneOrEach | None,
         priority: int | Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
+        lora_request: OneOrEachAdapter,
     ) -> list[str]:
         """Validate all prompts, then queue them all: if one is refused, none is queued."""
-        processed = self._process(prompts, sampling_params, priority, tokenization_kwargs)
-        ids = [one.request_id for one in processed]
-        try:
-            for one in processed:
-                self.llm_engine.submit(one, on_finish=self._keep)
-        except BaseException:
-            self._drop(ids)
-            raise
-        return ids
+        return self._calls.queue(
+            self._process(prompts, sampling_params, priority, tokenization_kwargs, lora_request)
+        )
 
     def _process(
         self,
@@ -246,81 +331,53 @@ class LLM:
         sampling_params: OneOrEach | None,
         priority: int | Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
+        lora_request: OneOrEachAdapter,
     ) -> list[ProcessedInput]:
         """Validate and tokenise all prompts. An error names the prompt if there are several."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        all_params = _for_each("sampling_params", sampling_params, len(prompts))
-        priorities = _for_each("priority", 0 if priority is None else priority, len(prompts))
+        all_params = for_each("sampling_params", sampling_params, len(prompts))
+        priorities = for_each("priority", 0 if priority is None else priority, len(prompts))
+        adapters = for_each("lora_request", lora_request, len(prompts))
         processed = []
         for index, prompt in enumerate(prompts):
             try:
                 one = self.llm_engine.process_input(
-                    self._next_id(),
+                    self._calls.next_id(),
                     prompt,
                     _final_only(all_params[index]),
                     priority=priorities[index],
                     tokenization_kwargs=tokenization_kwargs,
+                    lora_request=adapters[index],
                 )
             except ValidationError as error:
-                if all_params is not sampling_params and error.parameter not in _OF_A_PROMPT:
+                if all_params is not sampling_params and error.parameter not in OF_A_PROMPT:
                     raise  # it is about what all prompts share
-                raise _located(error, "prompts", index, len(prompts)) from error
+                raise located(error, "prompts", index, len(prompts)) from error
             processed.append(one)
         return processed
 
-    def _next_id(self) -> str:
-        """An id that no unfinished request has: users may also add requests to `llm_engine`."""
-        return next(id for id in map(str, self._counter) if not self.llm_engine.is_known(id))
-
-    def _keep(self, output: RequestOutput) -> None:
-        """Keep the last output of a request until a call returns it."""
-        self._finished[output.request_id] = output
-
-    def _drop(self, ids: list[str]) -> None:
-        """Abort these requests and forget their outputs."""
-        self.llm_engine.abort_request(ids)
-        for request_id in ids:
-            self._finished.pop(request_id, None)
-
-    def _wait(self, ids: list[str], use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
-        missing = set(ids) - self._finished.keys()
-        progress = None
-        try:
-            progress = RequestBar(len(ids), len(ids) - len(missing), use_tqdm)
-            with InterruptsBetweenSteps() as interrupts:
-                while missing and self.llm_engine.has_unfinished_requests():
-                    for output in self.llm_engine.step():
-                        if output.finished and output.request_id in missing:
-                            missing.remove(output.request_id)
-                            progress.update(output)
-                    interrupts.check()
-            # Steps do not return requests that were aborted meanwhile.
-            missing -= self._finished.keys()
-            assert not missing, f"nobody answers {missing}"
-        except BaseException:
-            # Also on Ctrl-C: the engine stays usable, without requests of this call.
-            self._drop(ids)
-            raise
-        finally:
-            if progress is not None:
-                progress.close()
-        return [self._finished.pop(request_id) for request_id in ids]
-
-
-def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
-    """Return a list of prompts. A string, a dict and a list of ids are one prompt each."""
-    if isinstance(prompts, str | dict):
-        return [cast(PromptType, prompts)]
-    if not isinstance(prompts, Sequence):
-        raise ValidationError(
-            f"prompts has type {type(prompts).__name__}; give a string, a list of token ids, "
-            "a dict or a list of these",
-            parameter="prompts",
-        )
-    if prompts and isinstance(prompts[0], numbers.Integral):  # numpy's, too
-        return [cast(TokensPrompt, {"prompt_token_ids": prompts})]
-    return cast(Sequence[PromptType], prompts)
+    def _pool(
+        self,
+        prompts: Sequence[PromptType | TextPair],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        task: PoolingTask | None,
+        use_tqdm: bool | Callable[..., tqdm],
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> list[PoolingRequestOutput[PoolingOutput | None]]:
+        """Pool all prompts; if one is refused, none is queued."""
+        engine, options = self.llm_engine, TextOptions.of(tokenization_kwargs)
+        all_params, processed = for_each("pooling_params", params, len(prompts)), []
+        for index, prompt in enumerate(prompts):
+            try:
+                processed.append(
+                    engine.pooling_input.process(
+                        self._calls.next_id(), prompt, all_params[index], task=task, options=options
+                    )
+                )
+            except ValidationError as error:
+                raise located(error, "prompts", index, len(prompts)) from error
+        return self._calls.wait(self._calls.queue(processed), use_tqdm)
 
 
 def _final_only(params: Any) -> Any:
@@ -331,31 +388,6 @@ def _final_only(params: Any) -> Any:
     return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
 
 
-def _for_each(name: str, value: Any, count: int) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    if len(value) != count:
-        raise ValidationError(
-            f"{name} has {len(value)} entries for {count} prompts; give one, or one per prompt",
-            parameter=name,
-        )
-    return value
-
-
-# The parameters that errors about one prompt of a batch name.
-_OF_A_PROMPT = ("prompt", "prompt_token_ids", "cache_salt")
-
-
-def _located(error: ValidationError, name: str, index: int, count: int) -> ValidationError:
-    """The error with the index of its prompt in the batch."""
-    return ValidationError(
-        f"{name}[{index}]: {error}" if count > 1 else str(error),
-        parameter=error.parameter,
-        value=error.value,
-        prompt_index=index,
-    )
-
-
 def _refuse_lora(lora_request: object) -> None:
     if lora_request is not None:
-        raise refused("lora_request", lora_request, "LoRA is not supported yet; give None")
+        raise refused("lora_request", lora_request, "an engine that pools has no adapters")

@@ -7,7 +7,10 @@ import msgspec
 
 from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import EngineConfig
+from jaxllm.lora.request import Adapter, AdapterLimits
 from jaxllm.metrics.startup import Phase
+from jaxllm.pooler_config import Pooling
+from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.speculative_config import Speculation
 
@@ -32,8 +35,11 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     # With n > 1 samples of one prompt, all but the first wait until the prompt of the first, the
     # leader, is dispatched, and then share its blocks.
     prefix_leader_id: str | None = None
+    # What is pooled of the prompt; None: the request generates.
+    pooling_task: PoolingTask | None = None
     # The form of the answer, from its first token on: a grammar of llguidance.
     grammar: str | None = None
+    adapter: Adapter | None = None
     replica: int = 0  # the replica that serves it; the engine chooses it
 
 
@@ -54,8 +60,10 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     cache_groups: tuple[CacheGroup, ...]
     block_size: int
     speculation: Speculation | None = None
+    pooling: Pooling | None = None  # None: the engine generates
     # Whether layers keep a state of each request, which a cached prefix of tokens does not have.
     keeps_states: bool = False
+    adapters: AdapterLimits | None = None  # None: the engine has none
     # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The longest answer that the model recommends, if any; servers enforce it.
@@ -103,6 +111,8 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     request_id: str
     new_token_ids: list[int] = []
     new_logprobs: list[PositionLogprobs] | None = None  # one per new token, if asked for
+    # Of a request that pools: f32, little-endian, one vector after another.
+    new_vectors: bytes | None = None
     new_prompt_logprobs: list[PositionLogprobs] | None = None  # prompt positions from 1 on
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -1,8 +1,12 @@
 """What a user gets: the answers to a prompt, as far as they are known. The names are vLLM's."""
 
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import msgspec
+import numpy as np
+
+from jaxllm.lora.request import LoRARequest
 
 
 class Logprob(msgspec.Struct, gc=False):
@@ -41,7 +45,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    lora_request: None = None  # vLLM's name; there is no LoRA yet
+    lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -68,8 +72,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestStateStats | None = None
     num_cached_tokens: int | None = None
+    lora_request: LoRARequest | None = None
     # vLLM's names for what we do not have yet.
-    lora_request: None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
@@ -87,6 +91,65 @@ class RequestOutput:
                 self.outputs[place].extend(answer)
             else:
                 self.outputs[place] = answer
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What was pooled: one vector, f32 [K], or one for each token of the prompt, [tokens, K]."""
+
+    data: np.ndarray
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A vector that stands for the prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The probabilities of the classes."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+Pooled = TypeVar("Pooled")
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Pooled]):
+    """What was pooled of one prompt. `outputs` is None if the request ended with an error or was
+    aborted, which `error` says."""
+
+    request_id: str
+    outputs: Pooled
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    metrics: RequestStateStats | None = None
+    error: str | None = None
+
+
+AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput | None]
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 
 @dataclass(slots=True)

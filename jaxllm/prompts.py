@@ -1,5 +1,6 @@
 """What a user may pass as a prompt."""
 
+from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
 
@@ -19,3 +20,11 @@ class TokensPrompt(TypedDict):
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
+
+
+def size_of(prompt: object) -> int:
+    """The rough size of a prompt of any kind, in characters or tokens."""
+    given = prompt
+    if isinstance(prompt, Mapping):
+        given = prompt.get("prompt_token_ids") or prompt.get("prompt")
+    return len(given) if isinstance(given, str | list | tuple) else 0

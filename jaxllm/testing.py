@@ -8,6 +8,7 @@ does not repeat one token.
 import copy
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,6 +86,53 @@ def make_tiny_checkpoint(
     _write_json(path / "generation_config.json", ids)
     save_file(tiny_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(path)
+    return path
+
+
+def make_tiny_adapter(
+    path: str | Path,
+    model_dir: str | Path,
+    *,
+    seed: int = 1,
+    rank: int = 4,
+    target_modules: Sequence[str] = ("q_proj", "v_proj", "up_proj", "down_proj"),
+    **config: Any,
+) -> Path:
+    """Write an adapter of a model, as PEFT does: random matrices that change every answer.
+
+    Args:
+      target_modules: the last names of the layers that it changes.
+      config: further fields of adapter_config.json, such as use_rslora=True.
+    """
+    from safetensors.numpy import save_file
+
+    from jaxllm.files import read_json
+    from jaxllm.lora.adapter_config import AdapterConfig
+    from jaxllm.lora.device import adaptable_layers
+    from jaxllm.models.architecture import read_architecture
+    from jaxllm.models.registry import ModelRegistry
+
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    fields |= {"target_modules": list(target_modules), "base_model_name_or_path": str(model_dir)}
+    _write_json(path / "adapter_config.json", fields | config)
+    architecture = read_architecture(read_json(Path(model_dir) / "config.json"))
+    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, np.float32)
+    its_config, rng = AdapterConfig.read(path), np.random.default_rng(seed)
+    tensors = {}
+    for layer, (inputs, outputs) in adaptable_layers(model).items():
+        if layer.rpartition(".")[2] in target_modules:
+            of_layer = its_config.rank_of(layer)
+            a = rng.standard_normal((of_layer, inputs)) / inputs**0.5
+            b = rng.standard_normal((outputs, of_layer)) / (4 * of_layer) ** 0.5
+            name = f"base_model.model.{layer}.lora_"
+            tensors |= {f"{name}A.weight": a, f"{name}B.weight": b}
+    save_file(
+        {name: tensor.astype(np.float32) for name, tensor in tensors.items()},
+        path / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
     return path
 
 

@@ -13,32 +13,27 @@ from jaxllm.errors import refused
 # disable_log_stats says.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_local_media_path": ("", None),
-    "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "disable_log_stats": (True, False),
-    "enable_lora": (False,),
+    "fully_sharded_loras": (False,),
     "enable_sleep_mode": (False, True),  # every engine can sleep
     "limit_mm_per_prompt": (None, {}),
+    "lora_dtype": ("auto", None),
     "logprobs_mode": ("raw_logprobs",),
     "mm_processor_kwargs": (None,),
-    "runner": ("auto", "generate"),
     "tokenizer_mode": ("auto",),
 }
 
 # What to say of an option -> the options.
 _ABSENT: dict[str, tuple[str, ...]] = {
-    "merge the adapter into the checkpoint": (
-        "enable_lora", "fully_sharded_loras", "lora_dtype", "lora_modules", "max_cpu_loras",
-        "max_lora_rank", "max_loras",
+    "adapters are cut as the layers that they change, and have the model's type": (
+        "fully_sharded_loras", "lora_dtype",
     ),
     "there are no images, sounds or videos in prompts": (
         "allowed_local_media_path", "allowed_media_domains", "disable_chunked_mm_input",
         "enable_mm_embeds", "language_model_only", "limit_mm_per_prompt", "media_io_kwargs",
         "mm_encoder_tp_mode", "mm_processor_cache_gb", "mm_processor_kwargs",
         "trust_request_mm_kwargs",
-    ),
-    "models generate text: there are no embeddings, scores or classes": (
-        "convert", "pooler_config", "runner",
     ),
     "prompts are text or token ids": ("enable_prompt_embeds",),
     "--structured-outputs-config has the options of forms of answers": (
@@ -77,7 +72,7 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "--hf-overrides replaces fields of config.json": ("hf_config_path",),
     "log in once with `hf auth login`": ("hf_token",),
     "the code of a tokenizer comes with its --tokenizer-revision": ("code_revision",),
-    "the tokenizer is Hugging Face's": ("enable_tokenizer_info_endpoint", "tokenizer_mode"),
+    "the tokenizer is Hugging Face's": ("tokenizer_mode",),
     "logprobs are those of the model, before sampling changes them": ("logprobs_mode",),
     "prefixes are found by SHA-256": ("prefix_caching_hash_algo",),
     "blocks of all layers are of one kind": (

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxllm.cache_groups import CacheGroup
+from jaxllm.lora.request import AdapterLimits
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.scheduler.schedule import Schedule, StepResult
@@ -34,10 +36,11 @@ class StandIn:
         executor: Any = None,
         *,
         number: int = 0,
+        adapters: AdapterLimits | None = None,
         on_execute: Callable[[Schedule], object] = lambda schedule: None,
         on_result: Callable[[Schedule], object] = lambda schedule: None,
     ):
-        self._executor = executor or _NoDevice(number)
+        self._executor = executor or _NoDevice(number, adapters)
         self._on_execute = on_execute  # called before a step is executed
         self._on_result = on_result  # called before its result is there
         self.is_busy = False  # while it is, no step is ready
@@ -75,17 +78,20 @@ class _Pending:
 class _NoDevice:
     """Has a number, and notes what else it is asked to do."""
 
-    info = INFO
     num_token_rows = num_compiles_after_warmup = 0
     pack_s = 0.0
     startup = ()
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, adapters: AdapterLimits | None):
         self.number = number
+        self.info = msgspec.structs.replace(INFO, adapters=adapters)
         self.asked: list[str] = []
 
     def execute(self, schedule: Schedule) -> "_Done":
         return _Done(schedule.num_rows)
+
+    def lay_out_adapter(self, adapter: object) -> object:
+        return adapter
 
     def check(self) -> None: ...
 

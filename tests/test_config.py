@@ -39,7 +39,7 @@ def test_arguments_of_vllm_that_ask_for_nothing_are_accepted():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("enable_lora", True), ("tokenizer_mode", "mistral")],
+    [("fully_sharded_loras", True), ("tokenizer_mode", "mistral")],
 )
 def test_what_they_ask_for_otherwise_is_refused_by_name(name, value):
     with pytest.raises(ValidationError, match=f"{name}={value!r}: not supported yet") as caught:

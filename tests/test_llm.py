@@ -357,11 +357,11 @@ def test_an_error_says_which_of_several_prompts_it_is_about(llm):
 
 
 @pytest.mark.parametrize("call", ["generate", "enqueue", "beam_search"])
-def test_lora_is_refused_and_its_absence_is_not(llm, call):
+def test_an_adapter_is_refused_and_its_absence_is_not(llm, call):
     params = BeamSearchParams(beam_width=1, max_tokens=1) if call == "beam_search" else greedy()
     assert getattr(llm, call)([ids(0, 3)], params, lora_request=None)
     llm.wait_for_completion(use_tqdm=False)
-    with pytest.raises(ValidationError, match="lora_request=.*not supported"):
+    with pytest.raises(ValidationError, match="lora_request='adapter': it must be a LoRARequest"):
         getattr(llm, call)([ids(0, 3)], params, lora_request="adapter")
 
 

@@ -33,6 +33,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.logging import init_logger
+from jaxllm.lora.adapter_file import content_of
+from jaxllm.openai.served_adapters import read_lora_modules
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.parsers.options import ParserOptions
 from jaxllm.watch import Watch
@@ -54,6 +56,7 @@ class BatchOptions:
     grace_period_s: float = 20.0
     price_per_hour: float | None = None
     served_model_name: tuple[str, ...] = ()
+    lora_modules: tuple[str, ...] = ()
     chat_template: str | None = None
     parsers: ParserOptions = ParserOptions()
     max_line_bytes: int = 16 << 20
@@ -116,6 +119,10 @@ class _Job:
             "error_file": PurePath(errors.path).name,
             "ordered": options.ordered,
             "served_model_name": list(options.served_model_name),
+            "lora_modules": [
+                [one.lora_name, content_of(Path(one.lora_path))]
+                for one in read_lora_modules(options.lora_modules)
+            ],
             "chat_template": options.chat_template and _digest(options.chat_template),
             "reasoning_parser": options.parsers.reasoning_parser,
             "tool_call_parser": options.parsers.tool_call_parser,
@@ -196,6 +203,7 @@ class _Job:
                 ServedModel.of(
                     engine,
                     self._options.served_model_name,
+                    self._options.lora_modules,
                     chat_template=self._options.chat_template,
                     answer_format=self._options.parsers.answer_format,
                 ),

@@ -1,7 +1,8 @@
 """Input lines: each is a request in one of two forms, and its result has the same form.
 
 OpenAI's batch form:  {"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}
-The plain form:       {"prompt": ...} or {"prompt_token_ids": [...]}, and sampling parameters
+The plain form:       {"prompt": ...} or {"prompt_token_ids": [...]}, and sampling parameters; its
+                      "model" may name an adapter
 """
 
 import difflib
@@ -14,13 +15,16 @@ import msgspec
 from jaxllm.batch.custom_ids import CustomIds
 from jaxllm.batch.input import Item
 from jaxllm.errors import ValidationError, refused
+from jaxllm.lora.request import LoRARequest
 from jaxllm.openai.answer import check_finished
 from jaxllm.openai.endpoints import ENDPOINTS, Endpoint, Request, find_endpoint
 from jaxllm.openai.errors import error_body
 from jaxllm.openai.logprobs import Position
+from jaxllm.openai.pooling.endpoints import POOLING_PATHS
+from jaxllm.openai.pooling.fields import PoolingRequest, Work
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import why_not_json
-from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.outputs import CompletionOutput
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -38,8 +42,9 @@ class Line(Protocol):
     """A line in one of the forms, valid or not."""
 
     custom_id: str | None
+    body: object  # of the request, if the line has one
 
-    def read(self, served: ServedModel) -> "Prompts":
+    def read(self, served: ServedModel) -> "Prompts | PooledPrompts":
         """Return the line's prompts; raise ValidationError if it is invalid."""
         ...
 
@@ -47,7 +52,7 @@ class Line(Protocol):
         """Rename the fields in an engine's error to their names in the line."""
         ...
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         """Make the result from the last outputs of all prompts; raise AnswerError."""
         ...
 
@@ -64,14 +69,25 @@ class Prompts(msgspec.Struct, frozen=True):
     priority: int
     truncate_prompt_tokens: int | None
     reasoning: Reasoning | None = None  # before the form of the answers, if they have one
+    num_copies: int = 0  # how often the answer contains each prompt
+    lora_request: LoRARequest | None = None
+
+
+class PooledPrompts(msgspec.Struct, frozen=True):
+    """The input of an engine that pools for a line."""
+
+    work: Work
+    priority: int
 
 
 class LineReader:
     """Detects the form of each line, and duplicate custom_ids."""
 
-    def __init__(self, batch_id: str, custom_ids: CustomIds):
+    def __init__(self, batch_id: str, custom_ids: CustomIds, url: str | None = None):
+        """With a `url`, all lines must be requests to it, in OpenAI's form."""
         self._batch_id = batch_id
         self._custom_ids = custom_ids
+        self._url = url
 
     def skip(self, item: Item) -> None:
         """Record the custom_id of a line that an earlier run finished."""
@@ -97,11 +113,21 @@ class LineReader:
                 raise LineError(
                     "duplicate_custom_id", f"custom_id {custom_id!r:.80} is on an earlier line, too"
                 )
+            self._check_url(fields)
         except LineError as error:
             return BadLine(self._batch_id, item, custom_id, error)
         if is_plain:
             return PlainLine(item, fields, custom_id)
         return BatchLine(self._batch_id, item, fields, custom_id)
+
+    def _check_url(self, fields: dict[str, Any]) -> None:
+        if self._url is None:
+            return
+        if not {"custom_id", "url", "body"} <= fields.keys():
+            raise LineError("invalid_line", "'custom_id', 'method', 'url' and 'body' are wanted")
+        if fields["url"] != self._url:
+            given = fields["url"]
+            raise LineError("mismatched_url", f"url={given!r:.80}: this batch is for {self._url}")
 
 
 _NO_FORM = (
@@ -128,11 +154,14 @@ class BatchLine:
     def __init__(self, batch_id: str, item: Item, fields: dict[str, Any], custom_id: str | None):
         self.custom_id = custom_id
         self._fields = fields
+        self.body: object = fields.get("body")
         self._answer_id = f"{batch_id}-{item.number}"
         self._endpoint: Endpoint | None = None
-        self._request: Request | None = None
+        self._request: Request | PoolingRequest | None = None
+        self._served: ServedModel | None = None  # as the line names it
+        self._work: Work | None = None  # of a line whose prompts are pooled
 
-    def read(self, served: ServedModel) -> Prompts:
+    def read(self, served: ServedModel) -> Prompts | PooledPrompts:
         unknown = self._fields.keys() - {"custom_id", "method", "url", "body"}
         if unknown:
             raise refused("line", sorted(unknown), "a batch line has no such fields")
@@ -140,25 +169,37 @@ class BatchLine:
         if method != "POST":
             raise refused("method", method, "it must be 'POST'")
         if not isinstance(url, str):
-            raise refused("url", url, f"it must be {' or '.join(ENDPOINTS)}")
+            raise refused("url", url, f"it must be {' or '.join((*ENDPOINTS, *POOLING_PATHS))}")
+        if served.pooling is not None and url in POOLING_PATHS:
+            return self._read_pooling(POOLING_PATHS[url][0], served)
         self._endpoint = find_endpoint(url)
-        self._request = request = self._endpoint.request.read(self._fields.get("body"))
-        served.check_name(request.model)
+        self._request = request = self._endpoint.request.read(self.body)
+        self._served = served = served.named(request.model)
         return Prompts(
             request.prompts(served),
             request.sampling_params(served),
             request.priority or 0,
             request.truncate_prompt_tokens,
             request.reasoning(served),
+            num_copies=request.num_prompt_copies,
+            lora_request=served.lora_request,
         )
+
+    def _read_pooling(self, kind: type[PoolingRequest], served: ServedModel) -> PooledPrompts:
+        self._request = request = kind.read(self.body)
+        served.check_name(request.model)
+        self._work = request.work(served)
+        return PooledPrompts(self._work, request.priority or 0)
 
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         assert self._request is not None, "it was not read"
         return self._request.in_its_words(error, place)
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
+        created, served = int(time.time()), self._served or served
+        if self._work is not None:
+            return self._record(200, self._work.answer(self._answer_id, created, outputs))
         assert self._endpoint is not None, "it was not read"
-        created = int(time.time())
         body = self._endpoint.answer(self._request, self._answer_id, created, outputs, served)
         return self._record(200, body)
 
@@ -176,6 +217,7 @@ class BadLine:
 
     def __init__(self, batch_id: str, item: Item, custom_id: str | None, error: LineError):
         self.custom_id = custom_id
+        self.body: object = None
         self._id = f"{batch_id}-{item.number}"
         self._line = item.line
         self._error = error
@@ -186,7 +228,7 @@ class BadLine:
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         return error
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         raise self._error
 
     def error(self, error: Exception) -> bytes:
@@ -212,6 +254,7 @@ class PlainLine:
 
     def __init__(self, item: Item, fields: dict[str, Any], custom_id: str | None):
         self.custom_id = custom_id
+        self.body: object = None
         self._fields = {name: value for name, value in fields.items() if value is not None}
         self._line = item.line
 
@@ -225,13 +268,15 @@ class PlainLine:
         fields.pop("custom_id", None)
         priority = fields.pop("priority", 0)
         truncate = fields.pop("truncate_prompt_tokens", None)
+        served = served.named(fields.pop("model", None))
         params = served.default_params.clone(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
-        return Prompts([_as_prompt(prompt)], params, priority, truncate)
+        adapter = served.lora_request
+        return Prompts([_as_prompt(prompt)], params, priority, truncate, lora_request=adapter)
 
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         return error  # plain lines have the engine's field names
 
-    def answer(self, outputs: Sequence[RequestOutput], served: ServedModel) -> bytes:
+    def answer(self, outputs: Sequence[Any], served: ServedModel) -> bytes:
         check_finished(outputs)
         (output,) = outputs
         record = PlainRecord(
@@ -254,6 +299,7 @@ _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 _PLAIN_FIELDS = {
     *_PROMPT_FIELDS,
     "custom_id",
+    "model",
     "priority",
     "truncate_prompt_tokens",
     *SamplingParams.__struct_fields__,

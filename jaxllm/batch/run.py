@@ -5,25 +5,24 @@ lines per step of the engine. A request that fails because of an engine error is
 time alone, so that a request that breaks a step does not fail those that ran beside it.
 """
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxllm.batch.input import Item
 from jaxllm.batch.journal import Journal, Kind
 from jaxllm.batch.lines import Line, LineReader
+from jaxllm.batch.process import processed
 from jaxllm.batch.progress import Progress
 from jaxllm.batch.signals import StopSignal
-from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.errors import JaxLLMError
 from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.logging import init_logger
 from jaxllm.openai.errors import AnswerError
 from jaxllm.openai.served_model import ServedModel
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput, RequestOutput
 from jaxllm.watch import Work
 
 logger = init_logger(__name__)
@@ -51,7 +50,7 @@ class _Pending:
     item: Item
     line: Line
     inputs: list[ProcessedInput]
-    outputs: list[RequestOutput | None] = field(default_factory=list)
+    outputs: list[AnyOutput | None] = field(default_factory=list)
     num_left: int = 0
     num_tries: int = 0
 
@@ -188,34 +187,8 @@ class BatchRun:
             self._submit(_Pending(item, line, inputs))
 
     def _process(self, item: Item, line: Line) -> list[ProcessedInput]:
-        """Validate and tokenize a line. A request without a seed gets one by its place in the
-        batch, so that its answer does not depend on where an earlier run was killed."""
-        asked = line.read(self._served)
-        inputs = []
-        for place, prompt in enumerate(asked.prompts):
-            params = asked.params
-            if params.seed is None:
-                params = params.clone(seed=self._seed(item.number, place))
-            options: dict[str, Any] = {}
-            if asked.truncate_prompt_tokens is not None:
-                options["truncate_prompt_tokens"] = asked.truncate_prompt_tokens
-            try:
-                read = self._engine.process_input(
-                    f"batch-{item.number}-{place}",
-                    prompt,
-                    params,
-                    priority=asked.priority,
-                    tokenization_kwargs=options,
-                    reasoning=asked.reasoning,
-                )
-            except ValidationError as error:
-                raise line.in_its_words(error, place) from error
-            inputs.append(read)
-        return inputs
-
-    def _seed(self, number: int, place: int) -> int:
-        of = f"{self._engine.config.model.seed} {number} {place}".encode()
-        return int.from_bytes(hashlib.blake2b(of, digest_size=8).digest(), "little")
+        prompts = line.read(self._served)
+        return processed(self._engine, prompts, line, item.number, f"batch-{item.number}")
 
     def _submit(self, pending: _Pending) -> None:
         pending.outputs = [None] * len(pending.inputs)
@@ -238,10 +211,10 @@ class BatchRun:
 
     # ---- out
 
-    def _taker(self, pending: _Pending, place: int) -> Callable[[RequestOutput], None]:
+    def _taker(self, pending: _Pending, place: int) -> Callable[[AnyOutput], None]:
         """Make the callback for a request's last output; it must not raise in the engine."""
 
-        def take(output: RequestOutput) -> None:
+        def take(output: AnyOutput) -> None:
             pending.outputs[place] = output
             pending.num_left -= 1
             if not pending.num_left:
@@ -258,7 +231,7 @@ class BatchRun:
             self._num_prompt_tokens -= pending.num_prompt_tokens
             self._take(pending, [output for output in pending.outputs if output is not None])
 
-    def _take(self, pending: _Pending, outputs: list[RequestOutput]) -> None:
+    def _take(self, pending: _Pending, outputs: list[AnyOutput]) -> None:
         was_alone = pending.num_tries == _MAX_TRIES
         try:
             record = pending.line.answer(outputs, self._served)
@@ -282,7 +255,12 @@ class BatchRun:
             self._progress.answer(
                 pending.item.num_bytes,
                 pending.num_prompt_tokens,
-                sum(len(one.token_ids) for output in outputs for one in output.outputs),
+                sum(
+                    len(one.token_ids)
+                    for output in outputs
+                    if isinstance(output, RequestOutput)
+                    for one in output.outputs
+                ),
             )
 
     def _finish(self, item: Item, kind: Kind, record: bytes) -> None:

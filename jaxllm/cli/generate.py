@@ -17,6 +17,7 @@ from jaxllm.cli.arguments import (
 )
 from jaxllm.errors import JaxLLMError, ValidationError, not_utf8
 from jaxllm.files import parse_json, read_given_text
+from jaxllm.lora.request import LoRARequest
 from jaxllm.outputs import RequestOutput
 from jaxllm.plural import counted
 from jaxllm.prompts import PromptType
@@ -38,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="Print one JSON object per answer, for programs."
     )
+    parser.add_argument(
+        "--lora",
+        metavar="DIR",
+        help="An adapter of the model, with which it answers all prompts; turns --enable-lora on.",
+    )
     form = parser.add_argument_group("Form of the answers", "At most one of these.")
     form.add_argument("--json-schema", metavar="FILE", help="JSON that fits the schema in a file.")
     form.add_argument("--regex", metavar="TEXT", help="Text that matches the whole of a regex.")
@@ -53,6 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     options = engine_options_from(args)
+    lora = None
+    if args.lora is not None:
+        lora = LoRARequest(Path(args.lora).name, 1, args.lora)
+        options["enable_lora"] = True
     prompts = [Prompt(f"--prompt {text!r:.40}", text) for text in args.prompt]
     if args.prompts_file is not None:
         prompts += read_prompts(args.prompts_file)
@@ -71,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     if llm.llm_engine.config.profiler.profile_dir is not None:
         llm.start_profile()
     try:
-        outputs = llm.generate(plain, params, use_tqdm=sys.stderr.isatty())
+        outputs = llm.generate(plain, params, lora_request=lora, use_tqdm=sys.stderr.isatty())
     except ValidationError as error:
         if error.prompt_index is None:
             raise

@@ -89,6 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='What "model" in a request may be. Default: --model.',
     )
     parser.add_argument(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="Adapters that requests may name as their model; needs --enable-lora.",
+    )
+    parser.add_argument(
         "--chat-template", metavar="FILE", help="Jinja template in place of the tokenizer's own."
     )
     parser.add_argument(
@@ -118,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
             grace_period_s=args.grace_period,
             price_per_hour=args.price_per_hour,
             served_model_name=tuple(args.served_model_name),
+            lora_modules=tuple(args.lora_modules),
             chat_template=template,
             parsers=ParserOptions(**options_from(args, ParserOptions)),
             max_line_bytes=args.max_line_bytes,

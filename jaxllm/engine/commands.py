@@ -12,6 +12,7 @@ import msgspec
 
 from jaxllm.engine.sleep import KV_CACHE, WEIGHTS, parts_named, parts_of
 from jaxllm.errors import ValidationError, refused
+from jaxllm.lora.request import Adapter
 from jaxllm.messages import EngineOutput, FinishReason
 from jaxllm.metrics.memory import DeviceMemory, EngineMemory, resident_bytes
 from jaxllm.metrics.stats import EngineStats
@@ -19,6 +20,7 @@ from jaxllm.metrics.stats import EngineStats
 if TYPE_CHECKING:  # frontends make commands, and must not import the engine's parts
     from jaxllm.executor.base import Executor
     from jaxllm.executor.profiler import Profiler
+    from jaxllm.lora.host import Adapters
     from jaxllm.scheduler.scheduler import Scheduler
 
 Part = TypeVar("Part")
@@ -34,6 +36,7 @@ class Core(Protocol):
     is_on_one_host: bool
     asleep: frozenset[str]  # parts that sleep; while there are any, no step is dispatched
     late_outputs: list[EngineOutput]  # the next step returns them
+    adapters: "Adapters | None"  # None: the engine has none
 
     def check(self) -> None:
         """Raise if the engine is dead."""
@@ -171,6 +174,56 @@ class IsSleeping(Command[bool, bool], frozen=True):
         return any(answers)
 
 
+class AddLora(Order, frozen=True):
+    """Begin to read an adapter, which a frontend has checked, before a request needs it."""
+
+    adapter: Adapter
+
+    def run(self, core: Core) -> None:
+        _adapters(core).keep(self.adapter)
+
+
+class RemoveLora(Command[bool, bool], frozen=True):
+    """Forget the adapters of a number once no request uses them. Whether there were any."""
+
+    number: int
+
+    def run(self, core: Core) -> bool:
+        return _adapters(core).remove(self.number)
+
+    def join(self, answers: list[bool]) -> bool:
+        return any(answers)
+
+
+class ListLoras(Command[list[int], list[int]], frozen=True):
+    """The numbers of the adapters in the host's memory."""
+
+    def run(self, core: Core) -> list[int]:
+        return sorted(_adapters(core).numbers())
+
+    def join(self, answers: list[list[int]]) -> list[int]:
+        return sorted({number for answer in answers for number in answer})
+
+
+class PinLora(Command[bool, bool], frozen=True):
+    """Keep the adapters of a number in the host's memory. Whether there are any."""
+
+    number: int
+
+    def run(self, core: Core) -> bool:
+        return _adapters(core).pin(self.number)
+
+    def join(self, answers: list[bool]) -> bool:
+        return any(answers)
+
+
+def _adapters(core: Core) -> "Adapters":
+    core.check()
+    if core.adapters is None:
+        raise ValidationError("the engine has no adapters; start it with enable_lora=True")
+    return core.adapters
+
+
 COMMANDS: tuple[type[Command[Any, Any]], ...] = (
     GetStats,
     GetMemory,
@@ -180,6 +233,10 @@ COMMANDS: tuple[type[Command[Any, Any]], ...] = (
     Sleep,
     WakeUp,
     IsSleeping,
+    AddLora,
+    RemoveLora,
+    ListLoras,
+    PinLora,
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.commands import Answer, Command, obey
-from jaxllm.engine.features import host_features, structured_output
+from jaxllm.engine.features import adapters, host_features, structured_output
 from jaxllm.engine.in_flight import InFlight
 from jaxllm.errors import EngineDeadError, JaxLLMError, ValidationError
 from jaxllm.executor.base import Executor
@@ -44,6 +44,7 @@ class EngineCore:
         num_stages = config.parallel.pipeline_parallel_size
         self._stats = EngineStats(overlap=overlap)
         self._structured_output = structured_output(config, self.info)
+        self.adapters = adapters(config, self.info, executor)
         if not overlap:
             logger.info("async_scheduling is off: the device waits for the host at every step")
         self.scheduler = Scheduler(
@@ -51,7 +52,8 @@ class EngineCore:
             max_num_batched_tokens=self.info.max_num_batched_tokens,
             max_model_len=self.info.max_model_len,
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
-            enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+            enable_chunked_prefill=config.scheduler.enable_chunked_prefill
+            and not (self.info.pooling is not None and self.info.pooling.sees_all),
             kv=KVCacheManager(
                 groups=self.info.cache_groups,
                 block_size=self.info.block_size,
@@ -62,8 +64,10 @@ class EngineCore:
                 Lanes(num_stages, max_in_flight=1 if overlap else 0) if num_stages > 1 else None
             ),
             policy=policy,
-            features=(*host_features(config), self._structured_output),
+            features=(*host_features(self.info), self._structured_output),
+            gate=self.adapters,
             speculation=self.info.speculation,
+            pools=self.info.pooling is not None,
             check_invariants=config.scheduler.check_invariants,
             stats=self._stats,
         )
@@ -137,6 +141,7 @@ class EngineCore:
         start = self._clock()
         if self.in_flight.has_room:
             self._dispatch_next()
+            outputs += self.scheduler.take_failed()
         num_kept = self.in_flight.num_kept  # read before the loop, which changes it
         while len(self.in_flight) > num_kept or self.in_flight.awaits_masks:
             if not wait and not self.in_flight.is_ready():
@@ -159,8 +164,11 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A copy of the figures as of now."""
+        running, waiting = ([], []) if self.adapters is None else self.adapters.names()
         return dataclasses.replace(
             self._stats,
+            adapters_running=running,
+            adapters_waiting=waiting,
             num_token_rows=self.executor.num_token_rows,
             pack_s=self.executor.pack_s,
             num_compiles_after_warmup=self.executor.num_compiles_after_warmup,
@@ -182,6 +190,8 @@ class EngineCore:
         self._end = ValidationError("the engine has been shut down; make a new one")
         self.in_flight.lose()
         self._structured_output.close()
+        if self.adapters is not None:
+            self.adapters.close()
         try:
             self.profiler.close()
         finally:

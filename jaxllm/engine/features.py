@@ -1,16 +1,24 @@
 """The host halves of an engine's features. `runner.features` has their device halves."""
 
+from collections.abc import Mapping
+from typing import Any, Protocol
+
 from jaxllm.config import EngineConfig
+from jaxllm.lora.adapter_file import Matrices
+from jaxllm.lora.host import Adapters
 from jaxllm.messages import EngineInfo
+from jaxllm.pooling.host import RowPooling, TokenPooling
 from jaxllm.prompt_logprobs.host import PromptLogprobs
 from jaxllm.scheduler.features import Feature
 from jaxllm.structured_output.host import StructuredOutput
 from jaxllm.structured_output.vocabulary import load_vocabulary
 
 
-def host_features(config: EngineConfig) -> tuple[Feature, ...]:
-    """Make the features of an engine with this config. They keep state of its requests, so every
-    engine needs its own."""
+def host_features(info: EngineInfo) -> tuple[Feature, ...]:
+    """Make the features of such an engine. They keep state of its requests, so every engine needs
+    its own."""
+    if info.pooling is not None:
+        return (RowPooling(info.pooling.needs_whole_prompts), TokenPooling())
     return (PromptLogprobs(),)
 
 
@@ -18,3 +26,17 @@ def structured_output(config: EngineConfig, info: EngineInfo) -> StructuredOutpu
     """Make the feature whose rows sample late. It is not in the list above: it has no device half,
     and the engine core asks it for masks."""
     return StructuredOutput(lambda: load_vocabulary(config.model, info), info.vocab_size)
+
+
+class LaysOut(Protocol):
+    """What arranges adapters for the devices."""
+
+    def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any: ...
+
+
+def adapters(config: EngineConfig, info: EngineInfo, executor: LaysOut) -> Adapters | None:
+    """Make the feature whose requests need slots of their own; None: the engine has no adapters."""
+    if info.adapters is None:
+        return None
+    num_kept = config.lora.num_kept
+    return Adapters(info.adapters, num_kept=num_kept, lay_out=executor.lay_out_adapter)

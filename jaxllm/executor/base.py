@@ -1,9 +1,11 @@
 """The contract of an executor, which runs the steps of an engine core."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
+from jaxllm.lora.adapter_file import Matrices
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
@@ -54,6 +56,10 @@ class Executor(Protocol):
     def sample(self, masks: np.ndarray) -> None:
         """Let the newest step sample its late rows, and return at once. `masks` i32 [late rows,
         words] has a bit for each token that a row may get, lowest first."""
+        ...
+
+    def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:
+        """Arrange an adapter's matrices for `Schedule.adapter_writes`. Any thread may call this."""
         ...
 
     def check(self) -> None:

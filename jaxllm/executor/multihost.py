@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -221,6 +221,9 @@ class MultiHostExecutor:
         except Exception as error:
             raise self._dead(error) from error
         pending.reading = self._reader.read(its)
+
+    def lay_out_adapter(self, adapter: object) -> NoReturn:
+        raise AssertionError("the plan refuses adapters on several hosts")
 
     def check(self) -> None:
         self._inbox.take_in()

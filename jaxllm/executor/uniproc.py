@@ -1,10 +1,14 @@
 """Runs steps in this process, on its devices."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
 from jaxllm.logging import init_logger
+from jaxllm.lora.adapter_file import Matrices
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
@@ -49,6 +53,9 @@ class UniProcExecutor:
 
     def sample(self, masks: np.ndarray) -> None:
         self._runner.sample(masks)
+
+    def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:
+        return self._runner.lay_out_adapter(adapter)
 
     def check(self) -> None:
         """Do nothing: in one process a failure raises in its step."""

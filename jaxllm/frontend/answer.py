@@ -30,10 +30,12 @@ class OpenRequest:
         detokenizer: Detokenizer | None,
         on_finish: Callable[[RequestOutput], None] | None,
     ):
+        assert isinstance(processed.params, SamplingParams), processed
         self.params = params = processed.params
         self._trace_headers = processed.trace_headers
         self._on_finish = on_finish
         self.request_id = processed.request_id
+        self.lora_request = processed.lora_request
         self.prompt = processed.prompt
         self.prompt_token_ids = processed.prompt_token_ids
         self.kind = params.output_kind
@@ -140,6 +142,7 @@ class OpenRequest:
             finished=self.is_finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
+            lora_request=self.lora_request,
         )
 
 
@@ -273,6 +276,7 @@ class Answer:
             logprobs=logprobs,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
             stop_reason=self.stop_reason,
+            lora_request=self.request.lora_request,
         )
 
 

@@ -11,18 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.commands import (
-    Answer,
-    Command,
-    GetMemory,
-    GetStats,
-    IsSleeping,
-    ResetPrefixCache,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    WakeUp,
-)
+from jaxllm.engine import commands
+from jaxllm.engine.commands import Answer, Command
 from jaxllm.errors import EngineDeadError, ValidationError, refused
 from jaxllm.frontend.async_client import AsyncClient
 from jaxllm.frontend.client import load_engine_tokenizer
@@ -30,24 +20,21 @@ from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
 from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput, tokenization_options
 from jaxllm.frontend.output_collector import OutputCollector
 from jaxllm.frontend.output_processor import OutputProcessor
+from jaxllm.frontend.pooling_input import PoolingInput, encoding
+from jaxllm.frontend.pooling_length import TextPair
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.frontend.tokenizer_threads import Result, TokenizerThreads
 from jaxllm.logging import init_logger
-from jaxllm.messages import (
-    Abort,
-    Add,
-    EngineInfo,
-    EngineOutput,
-    Outputs,
-    Stop,
-)
+from jaxllm.lora.request import LoRARequest
+from jaxllm.messages import Abort, Add, EngineInfo, EngineOutput, Outputs, Stop
 from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.memory import EngineMemory
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from jaxllm.parsers.reasoning.base import Reasoning
-from jaxllm.prompts import PromptType
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.prompts import PromptType, size_of
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
@@ -76,7 +63,11 @@ class AsyncLLMEngine:
             self._stop_process(grace_s=0)
             raise
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
-        self._output_processor = OutputProcessor(self.tokenizer, on_end=self._tell_end)
+        self.adapters = self._input_processor.adapters  # those that have been checked
+        self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
+        self._output_processor = OutputProcessor(
+            self.tokenizer, self.info.pooling, on_end=self._tell_end
+        )
         self._collectors: dict[str, OutputCollector] = {}
         self._tokenizer_threads = TokenizerThreads()
         self._reader: asyncio.Task[None] | None = None
@@ -85,7 +76,7 @@ class AsyncLLMEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         # Called with every output, before its consumer gets it, and with every finished request.
-        self.on_output: list[Callable[[RequestOutput], None]] = []
+        self.on_output: list[Callable[[AnyOutput], None]] = []
         self.on_end: list[Callable[[FinishedRequest], None]] = []
         if self.tracer is not None:
             if isinstance(self._process, EngineProcess):  # once for each engine
@@ -132,12 +123,10 @@ class AsyncLLMEngine:
         arrival_time: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, with an output whenever there is news. To close the generator, or to
         cancel the task that reads it, aborts the request."""
-        if lora_request is not None:
-            raise refused("lora_request", lora_request, "LoRA is not supported yet; give None")
         process = functools.partial(
             self.process_input,
             request_id,
@@ -147,11 +136,12 @@ class AsyncLLMEngine:
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
+            lora_request=lora_request,
         )
         has_form = getattr(sampling_params, "structured_outputs", None) is not None
         return self._answer(
             request_id,
-            lambda: self.in_tokenizer_thread(process, _size_of(prompt), has_form=has_form),
+            lambda: self.in_tokenizer_thread(process, size_of(prompt), has_form=has_form),
         )
 
     def process_input(
@@ -165,6 +155,7 @@ class AsyncLLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         reasoning: Reasoning | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Validate and tokenise; raise ValidationError. Nothing is queued yet. Any thread may call
         this. It may take long, so do not call it on the event loop."""
@@ -176,11 +167,23 @@ class AsyncLLMEngine:
             arrival_time=arrival_time,
             trace_headers=trace_headers,
             reasoning=reasoning,
+            lora_request=lora_request,
             **tokenization_options(tokenization_kwargs),
         )
 
-    def submit(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a request that `process_input` made, as `generate` does."""
+    def encode(
+        self,
+        prompt: PromptType | TextPair,
+        pooling_params: PoolingParams,
+        request_id: str,
+        **how: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput | None], None]:
+        """Pool a prompt, with one output at the end. The options are those of `generate`."""
+        process = encoding(self.pooling_input, prompt, pooling_params, request_id, **how)
+        return self._answer(request_id, lambda: self.in_tokenizer_thread(process, size_of(prompt)))
+
+    def submit(self, processed: ProcessedInput) -> AsyncGenerator[Any, None]:
+        """Answer a request that `process_input` or `pooling_input` made, as `generate` does."""
 
         async def given() -> ProcessedInput:
             return processed
@@ -224,38 +227,55 @@ class AsyncLLMEngine:
 
     async def replica_stats(self) -> list[EngineStats]:
         """The figures of each replica as of now."""
-        return await self.call(GetStats())
+        return await self.call(commands.GetStats())
 
     async def memory(self) -> EngineMemory:
         """The memory use of the engine's process and its devices as of now."""
-        return await self.call(GetMemory())
+        return await self.call(commands.GetMemory())
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt blocks. Return False and change nothing if some are in use."""
-        return await self.call(ResetPrefixCache())
+        return await self.call(commands.ResetPrefixCache())
 
     async def sleep(self, level: int = 1, mode: str = "keep") -> None:
         """Free memory until `wake_up`. Level 1 moves the weights to the host's memory and drops the
         KV cache, level 2 drops the weights too, and level 0 only pauses. Unfinished requests wait
         (mode 'keep') or end ('abort'). New requests wait."""
-        await self.call(Sleep(level, mode))
+        await self.call(commands.Sleep(level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back and go on. Tags name the parts: 'weights', 'kv_cache', 'scheduling'."""
-        await self.call(WakeUp(tags))
+        await self.call(commands.WakeUp(tags))
 
     async def is_sleeping(self) -> bool:
         """Whether a part of the engine sleeps, so that it computes nothing."""
-        return await self.call(IsSleeping())
+        return await self.call(commands.IsSleeping())
 
     async def start_profile(self) -> None:
-        """Begin a profile of the engine, for TensorBoard or xprof, in the directory
-        `profile_dir`."""
-        await self.call(StartProfile())
+        """Begin a profile, for TensorBoard or xprof, in the directory `profile_dir`."""
+        await self.call(commands.StartProfile())
 
     async def stop_profile(self) -> None:
         """End the profile and write it out."""
-        await self.call(StopProfile())
+        await self.call(commands.StopProfile())
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter, and let the engine read it before a request needs it."""
+        check = functools.partial(self.adapters.check, lora_request)
+        await self.call(commands.AddLora(await self.in_tokenizer_thread(check, 0, has_form=True)))
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapters of this number, unless requests use them."""
+        return await self.call(commands.RemoveLora(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """The numbers of the adapters in the host's memory."""
+        return set(await self.call(commands.ListLoras()))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in the host's memory. Return whether it is there."""
+        return await self.call(commands.PinLora(lora_id))
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Wait until every request has ended; return False if some have not within `timeout`."""
@@ -292,15 +312,18 @@ class AsyncLLMEngine:
 
     async def _answer(
         self, request_id: str, process: Callable[[], Awaitable[ProcessedInput]]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[Any, None]:
         self._check()
         self._start_reading()
-        collector = self._reserve(request_id)
+        if request_id in self._collectors:
+            raise refused("request_id", request_id, "an unfinished request has this id")
+        self._idle.clear()
+        collector = self._collectors[request_id] = OutputCollector()
         try:
             processed = await process()
             self._check()
             self._client.own(processed.requests)
-            collector.aggregate = processed.params.output_kind is RequestOutputKind.DELTA
+            collector.aggregate = processed.output_kind is RequestOutputKind.DELTA
             self._output_processor.add_request(processed, on_finish=self._deliver)
             if collector.is_aborted:
                 self._end(request_id)
@@ -317,13 +340,6 @@ class AsyncLLMEngine:
             del self._collectors[request_id]
             if not self._collectors:
                 self._idle.set()
-
-    def _reserve(self, request_id: str) -> OutputCollector:
-        if request_id in self._collectors:
-            raise refused("request_id", request_id, "an unfinished request has this id")
-        self._idle.clear()
-        collector = self._collectors[request_id] = OutputCollector()
-        return collector
 
     def _end(self, request_id: str) -> None:
         """End a request unless it has ended. Its consumer gets a last output."""
@@ -362,7 +378,7 @@ class AsyncLLMEngine:
                 # A stop string ended them, which only the frontend sees.
                 self._client.send(Abort(processed.abort_ids))
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver(self, output: AnyOutput) -> None:
         for tell in self.on_output:
             tell(output)
         collector = self._collectors.get(output.request_id)
@@ -380,11 +396,3 @@ class AsyncLLMEngine:
             for collector in self._collectors.values():
                 collector.fail(error)
             self._client.fail_calls(error)
-
-
-def _size_of(prompt: object) -> int:
-    """The rough size of a prompt of any kind, in characters or tokens."""
-    given = prompt
-    if isinstance(prompt, Mapping):
-        given = prompt.get("prompt_token_ids") or prompt.get("prompt")
-    return len(given) if isinstance(given, str | list | tuple) else 0

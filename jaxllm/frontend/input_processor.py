@@ -5,12 +5,8 @@ bound that is checked here: ids exist, lists fit the device tables, prompt and o
 context.
 """
 
-import math
-import numbers
-import operator
 import random
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,13 +15,21 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.answer_form import AnswerForms
 from jaxllm.frontend.prompt_length import PromptLength
+from jaxllm.frontend.prompt_reader import PromptReader
 from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.lora.catalog import AdapterCatalog
+from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import EngineInfo, EngineRequest
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.plural import counted
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.prompts import PromptType
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
-from jaxllm.sampling_params import Limits, SamplingParams, check_is_text
+from jaxllm.sampling_params import (
+    Limits,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 
 class ProcessedInput(NamedTuple):
@@ -34,9 +38,16 @@ class ProcessedInput(NamedTuple):
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     requests: list[EngineRequest]  # one for each of n answers; they share the prompt's list
     trace_headers: Mapping[str, str] | None = None  # W3C headers of the request's parent span
+    lora_request: LoRARequest | None = None
+
+    @property
+    def output_kind(self) -> RequestOutputKind:
+        params = self.params
+        is_pooling = isinstance(params, PoolingParams)
+        return RequestOutputKind.FINAL_ONLY if is_pooling else params.output_kind
 
 
 class InputProcessor:
@@ -45,8 +56,9 @@ class InputProcessor:
     def __init__(self, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None):
         self._info = info
         self._tokenizer = tokenizer
-        self._policy = config.scheduler.scheduling_policy
+        self._reader = PromptReader(config, info, tokenizer)
         self._seeds = random.Random(config.model.seed)  # for requests without a seed
+        self.adapters = AdapterCatalog(info.adapters)
         self._forms = AnswerForms(config, info, tokenizer)
         self._logits_processors = load_logits_processors(config.model.logits_processors, config)
         of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
@@ -72,6 +84,7 @@ class InputProcessor:
         truncate_prompt_tokens: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
         reasoning: Reasoning | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Turn a prompt into n engine requests; raise ValidationError.
 
@@ -79,16 +92,18 @@ class InputProcessor:
           reasoning: what may come before the form of the answer, if the request asks for one;
             None leaves it to the engine's options.
         """
-        if not isinstance(request_id, str) or not request_id:
-            raise refused("request_id", request_id, "it must be a non-empty string")
-        priority = self._checked_priority(priority)
-        if arrival_time is None:
-            arrival_time = time.time()
-        elif not isinstance(arrival_time, numbers.Real) or not math.isfinite(arrival_time):
-            raise refused("arrival_time", arrival_time, "it must be a number, as of time.time()")
-        _check_trace_headers(trace_headers)
+        if self._info.pooling is not None:
+            raise ValidationError(
+                "the engine pools (runner='pooling'), and generates no text; ask it for "
+                f"{' or '.join(self._info.pooling.tasks)}, or start one with runner='generate'",
+                parameter="runner",
+            )
+        priority, arrival_time = self._reader.check_request(
+            request_id, priority, arrival_time, trace_headers
+        )
+        adapter = None if lora_request is None else self.adapters.check(lora_request)
         length = PromptLength.of(self._info.max_model_len, truncate_prompt_tokens)
-        text, token_ids, cache_salt = self._read_prompt(prompt, length)
+        text, token_ids, cache_salt = self._reader.read(prompt, length, may_be_empty=True)
         params = self._resolve_params(params)
         grammar = self._forms.grammar(params.structured_outputs, text, token_ids, reasoning)
         params.structured_outputs = None  # the engine gets the grammar alone
@@ -123,80 +138,18 @@ class InputProcessor:
                 stop_token_ids=stop_token_ids,
                 bad_word_ids=bad_word_ids,
                 priority=priority,
-                arrival_time=float(arrival_time),
+                arrival_time=arrival_time,
                 cache_salt=cache_salt,
                 grammar=grammar,
+                adapter=adapter,
                 prefix_leader_id=ids[0] if i else None,
             )
             for i, engine_id in enumerate(ids)
         ]
         # A second copy, since the user may change the list of the output.
-        return ProcessedInput(request_id, text, list(token_ids), params, requests, trace_headers)
-
-    def _checked_priority(self, priority: object) -> int:
-        if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
-            raise refused("priority", priority, "it must be an integer")
-        if not -(2**63) <= int(priority) < 2**63:
-            raise refused("priority", priority, "it must fit in 64 bits")
-        if priority and self._policy == "fcfs":
-            raise refused(
-                "priority",
-                priority,
-                "the engine serves first come, first served; start it with "
-                "scheduling_policy='priority'",
-            )
-        return int(priority)
-
-    # ---- the prompt
-
-    def _read_prompt(
-        self, prompt: PromptType, length: PromptLength
-    ) -> tuple[str | None, list[int], str | None]:
-        """Return text, token ids and cache salt of a prompt of any kind, truncated if wanted."""
-        salt: str | None = None
-        given: Any = prompt
-        text: Any = None
-        if isinstance(prompt, Mapping):
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown:
-                raise refused(
-                    "prompt",
-                    sorted(map(str, unknown)),
-                    "these keys are not supported; use 'prompt' or 'prompt_token_ids', and "
-                    "'cache_salt'",
-                )
-            text = prompt.get("prompt")
-            given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else text
-            salt = prompt.get("cache_salt")
-            if salt is not None:
-                _check_salt(salt)
-        if isinstance(given, str):
-            if self._tokenizer is None:
-                raise refused(
-                    "prompt",
-                    given,
-                    "there is no tokenizer (skip_tokenizer_init=True); pass prompt_token_ids",
-                )
-            check_is_text("prompt", given)
-            text, token_ids = given, length.encode(self._tokenizer, given)
-            if not given:
-                token_ids = list(self._tokenizer.start_of_document)
-        elif isinstance(given, list | tuple):
-            token_ids = length.fit(_integers("prompt_token_ids", given))
-        else:
-            raise refused(
-                "prompt",
-                given,
-                "it must be a string, a list of token ids, or a dict with 'prompt' or "
-                "'prompt_token_ids'",
-            )
-        if text is not None and not isinstance(text, str):
-            raise refused("prompt", text, "it must be a string")
-        if not token_ids:
-            empty = given if text is None else text
-            raise refused("prompt", empty, "it is empty; give at least one token")
-        self._check_in_vocabulary("prompt_token_ids", token_ids)
-        return text, token_ids, salt
+        return ProcessedInput(
+            request_id, text, list(token_ids), params, requests, trace_headers, lora_request
+        )
 
     # ---- sampling parameters
 
@@ -217,9 +170,9 @@ class InputProcessor:
                     f"the engine gives at most max_logprobs={max_logprobs}; ask for fewer or "
                     f"start it with max_logprobs={wanted if wanted < vocab_size else -1}",
                 )
-        self._check_in_vocabulary("stop_token_ids", params.stop_token_ids or ())
-        self._check_in_vocabulary("logit_bias", params.logit_bias or ())
-        self._check_in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        self._reader.check_in_vocabulary("stop_token_ids", params.stop_token_ids or ())
+        self._reader.check_in_vocabulary("logit_bias", params.logit_bias or ())
+        self._reader.check_in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
         if params.stop and self._tokenizer is None:
             raise refused(
                 "stop",
@@ -274,7 +227,7 @@ class InputProcessor:
                         f"it is {counted(len(ids), 'token')} long; between 1 and "
                         f"{Limits.MAX_BAD_WORD_TOKENS} are allowed",
                     )
-                self._check_in_vocabulary("bad_words", ids)
+                self._reader.check_in_vocabulary("bad_words", ids)
                 if ids not in sequences:
                     sequences.append(ids)
         if len(sequences) > Limits.MAX_BAD_WORDS:
@@ -305,50 +258,6 @@ class InputProcessor:
             params.allowed_token_ids,
             f"{' and '.join(causes)} would leave none of them; allow others",
         )
-
-    def _check_in_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
-        worst = max(token_ids, default=0)
-        if worst >= self._info.vocab_size:
-            raise refused(
-                name,
-                worst,
-                f"no such token; ids of this model are below {self._info.vocab_size}",
-            )
-
-
-def _integers(name: str, values: Sequence[Any]) -> list[int]:
-    """Copy a list of ids; turn numpy's integers into Python's."""
-    if set(map(type, values)) <= {int}:  # the common case, which runs in C
-        token_ids = list(values)
-    else:
-        try:
-            token_ids = [operator.index(value) for value in values]
-        except TypeError:
-            bad = next(value for value in values if not hasattr(value, "__index__"))
-            raise refused(name, bad, "token ids must be integers") from None
-        if any(isinstance(value, bool) for value in values):
-            raise refused(name, values, "token ids must be integers, not booleans")
-    if token_ids and min(token_ids) < 0:
-        raise refused(name, min(token_ids), "token ids must not be negative")
-    return token_ids
-
-
-def _check_salt(salt: object) -> None:
-    if not isinstance(salt, str) or not salt:
-        raise refused("cache_salt", salt, "it must be a non-empty string")
-    check_is_text("cache_salt", salt)
-    if len(salt) > Limits.MAX_SALT_CHARS:
-        raise refused("cache_salt", salt, f"at most {Limits.MAX_SALT_CHARS} characters")
-    if any(char in salt for char in "@/\\\0"):
-        raise refused("cache_salt", salt, "it must not contain '@', '/', '\\' or NUL")
-
-
-def _check_trace_headers(headers: object) -> None:
-    if headers is not None and not (
-        isinstance(headers, Mapping)
-        and all(isinstance(text, str) for item in headers.items() for text in item)
-    ):
-        raise refused("trace_headers", headers, "it must be a dict of strings, or None")
 
 
 def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -11,10 +11,14 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.commands import (
+    AddLora,
     Answer,
     Command,
     GetStats,
     IsSleeping,
+    ListLoras,
+    PinLora,
+    RemoveLora,
     ResetPrefixCache,
     Sleep,
     StartProfile,
@@ -30,12 +34,16 @@ from jaxllm.frontend.input_processor import (
 )
 from jaxllm.frontend.interrupts import InterruptsBetweenSteps
 from jaxllm.frontend.output_processor import OutputProcessor
+from jaxllm.frontend.pooling_input import PoolingInput
+from jaxllm.frontend.pooling_length import TextOptions
 from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.metrics.tracing import start_tracing
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput
 from jaxllm.parsers.reasoning.base import Reasoning
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
 
@@ -51,14 +59,17 @@ class LLMEngine:
         self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
         self._engine: EngineClient = start_engine(config)
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
+        self.adapters = self._input_processor.adapters  # those that have been checked
+        self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
+        pooling = self.info.pooling
         if self._tracer is None:
-            self._output_processor = OutputProcessor(self.tokenizer)
+            self._output_processor = OutputProcessor(self.tokenizer, pooling)
         else:
             self._tracer.trace_startup(self._engine.startup, begun, time.time())
             self._output_processor = OutputProcessor(
-                self.tokenizer, on_end=self._tracer.trace_request
+                self.tokenizer, pooling, on_end=self._tracer.trace_request
             )
-        self._outputs: list[RequestOutput] = []  # of a step that Ctrl-C interrupted
+        self._outputs: list[AnyOutput] = []  # of a step that Ctrl-C interrupted
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
@@ -88,6 +99,7 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         reasoning: Reasoning | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Validate and tokenise; raise ValidationError. Nothing is queued yet."""
         if self.is_known(request_id):
@@ -104,6 +116,7 @@ class LLMEngine:
             arrival_time=time.time() if arrival_time is None else arrival_time,
             trace_headers=trace_headers,
             reasoning=reasoning,
+            lora_request=lora_request,
             **tokenization_options(tokenization_kwargs),
         )
 
@@ -111,10 +124,11 @@ class LLMEngine:
         self,
         processed: ProcessedInput,
         *,
-        on_finish: Callable[[RequestOutput], None] | None = None,
+        on_finish: Callable[[Any], None] | None = None,
     ) -> None:
-        """Queue a request that `process_input` made. `on_finish` is called with its last output,
-        in the step that also returns this output, or when the request is aborted."""
+        """Queue a request that `process_input` or `pooling_input` made. `on_finish` is called with
+        its last output, in the step that also returns this output, or when the request is aborted.
+        """
         self._output_processor.add_request(processed, on_finish)
         try:
             for request in processed.requests:
@@ -127,14 +141,27 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request, or raise ValidationError and queue nothing."""
+        if isinstance(params, PoolingParams):
+            processed = self.pooling_input.process(
+                request_id,
+                prompt,
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
+                options=TextOptions.of(tokenization_kwargs),
+                trace_headers=trace_headers,
+            )
+            self.submit(processed)
+            return
         self.submit(
             self.process_input(
                 request_id,
@@ -144,6 +171,7 @@ class LLMEngine:
                 priority=priority,
                 tokenization_kwargs=tokenization_kwargs,
                 trace_headers=trace_headers,
+                lora_request=lora_request,
             )
         )
 
@@ -154,7 +182,7 @@ class LLMEngine:
         for request_id in ids:
             self._engine.abort_requests(self._output_processor.abort(request_id))
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[AnyOutput]:
         """Run one step of the engine and return its outputs, if any. Raise ValidationError if the
         engine sleeps while all requests wait for it.
 
@@ -226,6 +254,24 @@ class LLMEngine:
     def stop_profile(self) -> None:
         """End the profile and write it out."""
         self.call(StopProfile())
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter, and let the engine read it before a request needs it."""
+        self.call(AddLora(self.adapters.check(lora_request)))
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapters of this number, unless requests use them. Return whether there were
+        any."""
+        return self.call(RemoveLora(lora_id))
+
+    def list_loras(self) -> set[int]:
+        """The numbers of the adapters in the host's memory."""
+        return set(self.call(ListLoras()))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in the host's memory. Return whether it is there."""
+        return self.call(PinLora(lora_id))
 
     def stats(self) -> EngineStats:
         """The engine's figures as of now; those of several replicas are summed."""

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput, RequestOutput
 
 
 class OutputCollector:
@@ -13,14 +13,16 @@ class OutputCollector:
         # Whether the next output is added to the one here; otherwise it replaces that one.
         self.aggregate = False
         self.is_aborted = False  # an abort may come before the request is processed
-        self._output: RequestOutput | None = None
+        self._output: AnyOutput | None = None
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
-    def put(self, output: RequestOutput) -> None:
+    def put(self, output: AnyOutput) -> None:
         if self._output is None:
             self._output = output
         else:
+            # Only requests that generate have more outputs than one.
+            assert isinstance(self._output, RequestOutput) and isinstance(output, RequestOutput)
             self._output.add(output, self.aggregate)
         self._ready.set()
 
@@ -29,7 +31,7 @@ class OutputCollector:
         self._error = error
         self._ready.set()
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> AnyOutput:
         """Wait for an output, and return what has come since the last call."""
         await self._ready.wait()
         output, self._output = self._output, None

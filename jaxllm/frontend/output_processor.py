@@ -5,22 +5,24 @@ This is the frontend's only loop over requests. `answer.py` processes the tokens
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.answer import Answer, OpenRequest
 from jaxllm.frontend.input_processor import ProcessedInput
+from jaxllm.frontend.pooled import PooledRequest
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.messages import EngineOutput
 from jaxllm.metrics.finished_request import FinishedRequest
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput
+from jaxllm.pooler_config import Pooling
 from jaxllm.sampling_params import RequestOutputKind
 
 
 class ProcessedOutputs(NamedTuple):
     """The results of one batch of engine outputs."""
 
-    request_outputs: list[RequestOutput]
+    request_outputs: list[AnyOutput]
     abort_ids: list[str]  # engine requests that a stop string ended: the engine must abort them
 
 
@@ -31,13 +33,18 @@ class OutputProcessor:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
+        pooling: Pooling | None = None,
         on_end: Callable[[FinishedRequest], None] = lambda request: None,
     ):
-        """`on_end` is called with every finished request."""
+        """`pooling` is how the engine pools, if it does; `on_end` is called with every finished
+        request."""
         self._detokenizer = None if tokenizer is None else tokenizer.detokenizer
+        self._pooling = pooling
         self._on_end = on_end
-        self._requests: dict[str, OpenRequest] = {}
-        self._answers: dict[str, Answer] = {}  # by the engine's request id; unfinished only
+        self._requests: dict[str, OpenRequest | PooledRequest] = {}
+        self._answers: dict[
+            str, Answer | PooledRequest
+        ] = {}  # by the engine's request id; unfinished only
 
     def is_known(self, request_id: str) -> bool:
         """Whether an unfinished request has this id."""
@@ -53,7 +60,7 @@ class OutputProcessor:
     def add_request(
         self,
         processed: ProcessedInput,
-        on_finish: Callable[[RequestOutput], None] | None = None,
+        on_finish: Callable[[Any], None] | None = None,
     ) -> None:
         """Add a request, or refuse a duplicate id and change nothing. Its last output also goes to
         `on_finish`."""
@@ -65,7 +72,10 @@ class OutputProcessor:
                 parameter="request_id",
                 value=request_id,
             )
-        request = OpenRequest(processed, self._detokenizer, on_finish)
+        if self._pooling is None:
+            request = OpenRequest(processed, self._detokenizer, on_finish)
+        else:
+            request = PooledRequest(processed, self._pooling, on_finish)
         self._requests[request_id] = request
         self._answers.update(zip(engine_ids, request.answers, strict=True))
 
@@ -73,9 +83,9 @@ class OutputProcessor:
         """Process the outputs of a step. Drop the outputs of requests that have ended."""
         now = time.time()
         abort_ids: list[str] = []
-        touched: dict[str, OpenRequest] = {}
+        touched: dict[str, OpenRequest | PooledRequest] = {}
         for out in outputs:
-            answer = self._answers.get(out.request_id)
+            answer: Any = self._answers.get(out.request_id)
             if answer is None:
                 continue
             request = answer.request
@@ -104,7 +114,7 @@ class OutputProcessor:
         request = self._requests.pop(request_id, None)
         if request is None:
             return []
-        running = [answer for answer in request.answers if answer.finish_reason is None]
+        running: list[Any] = [answer for answer in request.answers if answer.finish_reason is None]
         for answer in running:
             del self._answers[answer.engine_id]
             answer.abort()

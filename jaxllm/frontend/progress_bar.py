@@ -5,7 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput, RequestOutput
 
 
 class Bar:
@@ -31,11 +31,12 @@ class RequestBar(Bar):
         super().__init__(use_tqdm, total=total, initial=done, desc="Requests", unit="req")
         self._input_tokens = self._output_tokens = 0
 
-    def update(self, output: RequestOutput) -> None:
+    def update(self, output: AnyOutput) -> None:
         if self._bar is None:
             return
         self._input_tokens += len(output.prompt_token_ids)
-        self._output_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        if isinstance(output, RequestOutput):
+            self._output_tokens += sum(len(answer.token_ids) for answer in output.outputs)
         elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
         self._bar.set_postfix_str(
             f"in {self._input_tokens / elapsed:.0f} tok/s, "

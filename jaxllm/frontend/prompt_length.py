@@ -23,10 +23,11 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptLength:
-    """The rule for one prompt, which must leave room for one token."""
+    """The rule for one prompt, which must leave room for the tokens that are generated at least."""
 
     max_model_len: int
     truncate: int | None = None  # keep so many last tokens; -1 keeps as many as fit
+    num_generated: int = 1
 
     @classmethod
     def of(cls, max_model_len: int, truncate: object) -> "PromptLength":
@@ -48,7 +49,7 @@ class PromptLength:
     ) -> list[int]:
         """Return the ids of a prompt, truncated if wanted; raise ValidationError if it is too
         long."""
-        most = self.max_model_len - 1
+        most = self.most
         try:
             if self._num_kept is None:
                 ids = tokenizer.encode_at_most(text, most, add_special_tokens=add_special_tokens)
@@ -72,20 +73,25 @@ class PromptLength:
         """Return a prompt of ids, truncated if wanted; raise ValidationError if it is too long."""
         if self._num_kept is not None:
             token_ids = token_ids[-self._num_kept :]
-        if len(token_ids) >= self.max_model_len:
+        if len(token_ids) > self.most:
             raise self._too_long("", len(token_ids))
         return token_ids
 
     @property
+    def most(self) -> int:
+        """The most tokens of a prompt."""
+        return self.max_model_len - self.num_generated
+
+    @property
     def _num_kept(self) -> int | None:
-        return self.max_model_len - 1 if self.truncate == -1 else self.truncate
+        return self.most if self.truncate == -1 else self.truncate
 
     def _too_long(self, about: str, num: int) -> ValidationError:
+        why = ", so that one can be generated" if self.num_generated else ""
         return ValidationError(
             f"the prompt has {about}{num} tokens, but with max_model_len={self.max_model_len}, the "
-            f"maximum context length, it may have at most {self.max_model_len - 1}, so that one "
-            "can be generated; shorten it, have it cut by truncate_prompt_tokens=-1, or start "
-            "with a greater max_model_len",
+            f"maximum context length, it may have at most {self.most}{why}; shorten it, have it "
+            "cut by truncate_prompt_tokens=-1, or start with a greater max_model_len",
             parameter="prompt",
             value=num,
         )

@@ -26,6 +26,9 @@ class MLPSpec:
     activation: str = "silu"  # one of ACTIVATIONS
     # Whether a third matrix makes the factors of what the activation lets through.
     is_gated: bool = True
+    # What multiplies the gate before its activation, and the output, of a gated MLP.
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
 
     def check(self, num_shards: int) -> None:
         if self.intermediate_size % num_shards:
@@ -45,7 +48,7 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, spec: MLPSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike):
         self.num_shards = num_shards
-        self.activation = spec.activation
+        self.spec = spec
         size = spec.intermediate_size
         self.gate_up_proj = Linear(
             hidden_size,
@@ -63,9 +66,12 @@ class GatedMLP(nnx.Module):
         with jax.named_scope("mlp"):
             shards = self.gate_up_proj(x).reshape(len(x), self.num_shards, -1)
             gate, up = jnp.split(shards, 2, axis=-1)
-            passed = ACTIVATIONS[self.activation](gate.astype(jnp.float32))
-            product = (passed * up).astype(x.dtype)
-            return self.down_proj(product.reshape(len(x), -1))
+            gate = gate.astype(jnp.float32)
+            if self.spec.gate_scale != 1.0:
+                gate = gate * self.spec.gate_scale
+            product = (ACTIVATIONS[self.spec.activation](gate) * up).astype(x.dtype)
+            y = self.down_proj(product.reshape(len(x), -1))
+            return y if self.spec.output_scale == 1.0 else y * self.spec.output_scale
 
 
 class MLP(nnx.Module):

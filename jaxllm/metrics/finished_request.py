@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxllm.outputs import RequestStateStats
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -12,7 +13,7 @@ class FinishedRequest:
     """A request that has ended, for whatever reason."""
 
     request_id: str
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     trace_headers: Mapping[str, str] | None
     num_prompt_tokens: int
     num_cached_tokens: int

@@ -22,6 +22,7 @@ import jaxllm
 from jaxllm.logging import init_logger
 from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.startup import Phase
+from jaxllm.sampling_params import SamplingParams
 
 logger = init_logger(__name__)
 
@@ -109,16 +110,17 @@ def _attributes(request: FinishedRequest, model: str) -> dict[str, str | int | f
         "gen_ai.request.id": request.request_id.encode(errors="replace").decode(),
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
-        "gen_ai.request.n": params.n,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
         "gen_ai.usage.prompt_tokens": request.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": sum(request.num_generation_tokens),
         "gen_ai.response.finish_reasons": request.finish_reasons,
         "gen_ai.latency.e2e": request.e2e_s,
     }
-    if params.max_tokens is not None:
-        attributes["gen_ai.request.max_tokens"] = params.max_tokens
+    if isinstance(params, SamplingParams):
+        attributes["gen_ai.request.n"] = params.n
+        attributes["gen_ai.request.temperature"] = params.temperature
+        attributes["gen_ai.request.top_p"] = params.top_p
+        if params.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = params.max_tokens
     if times.scheduled_ts:
         attributes |= {
             "gen_ai.latency.time_to_first_token": times.first_token_latency,

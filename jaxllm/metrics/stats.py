@@ -19,6 +19,9 @@ class EngineStats:
     # Blocks of the KV cache, and the blocks that requests hold, by group of layers.
     group_blocks: list[int] = field(default_factory=list)
     group_blocks_used: list[int] = field(default_factory=list)
+    # The names of the adapters of running requests, and of waiting ones.
+    adapters_running: list[str] = field(default_factory=list)
+    adapters_waiting: list[str] = field(default_factory=list)
     overlap: bool = False  # whether steps are dispatched one ahead
     # counters
     num_steps: int = 0
@@ -60,8 +63,12 @@ class EngineStats:
         total = cls()
         for one in dataclasses.fields(cls):
             values = [getattr(stats, one.name) for stats in replicas]
-            is_list = isinstance(values[0], list)
-            in_all = list(map(sum, zip(*values, strict=True))) if is_list else sum(values)
+            if one.name.startswith("adapters_"):
+                in_all = sorted(set().union(*values))
+            elif isinstance(values[0], list):
+                in_all = list(map(sum, zip(*values, strict=True)))
+            else:
+                in_all = sum(values)
             setattr(total, one.name, in_all)
         total.overlap = all(stats.overlap for stats in replicas)
         return total

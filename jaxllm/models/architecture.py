@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.layers.attention import AttentionSpec
-from jaxllm.models.harmless import HARMLESS
+from jaxllm.models.harmless import HARMLESS, OF_POOLING
 from jaxllm.models.hf_config import HFConfig, merge_overrides
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture, MixerSpec
@@ -22,6 +22,7 @@ def read_architecture(
     overrides: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
     quantization: str | None = None,
+    pools: bool = False,
 ) -> Architecture:
     """Read the contents of a config.json.
 
@@ -31,9 +32,10 @@ def read_architecture(
         depend. None: the longest that the config allows.
       quantization: the codes that weights of 16 bits become, or the method of a checkpoint that has
         codes. None: as the checkpoint.
+      pools: whether the engine pools, so that the model may have no head or that of a classifier.
     """
     config = HFConfig(merge_overrides(hf_config, overrides or {}), max_model_len=max_model_len)
-    name = ModelRegistry.select(config.names("architectures") or ())
+    name = ModelRegistry.select(config.names("architectures") or (), pools=pools)
     config.refuse_unsupported()
     has_own_class = ModelRegistry.has_own_class(name)
     scheme = read_scheme(config.quantization, quantization)
@@ -42,9 +44,14 @@ def read_architecture(
             f"{name} runs by a class of its own, which is not supported with quantisation"
         )
     family = ModelRegistry.family(name)
+    if family.is_encoder and not pools:
+        raise UnsupportedModelError(
+            f"{name} is an encoder, which generates no text; start the engine with runner='pooling'"
+        )
     architecture = family.read(name, config)
     if not has_own_class:
-        config.refuse_unread(HARMLESS.keys() | family.harmless)
+        of_pooling = OF_POOLING if pools else ()
+        config.refuse_unread({*HARMLESS, *family.harmless, *of_pooling})
     architecture = dataclasses.replace(architecture, scheme=scheme)
     return _without_wide_windows(architecture, max_model_len or architecture.max_model_len)
 

@@ -76,3 +76,12 @@ class Model(Protocol):
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
         """Compute float32 logits [n, V] from hidden states [n, D]; padding columns are -inf."""
         ...
+
+
+class PoolingModel(Model, Protocol):
+    """A model that can be run by an engine that pools."""
+
+    def project(self, pooled: jax.Array) -> jax.Array:
+        """Turn pooled hidden states, f32 [n, D], into vectors, f32 [n, K]: for an architecture with
+        a `pooling_head`."""
+        ...

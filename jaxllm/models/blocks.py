@@ -60,6 +60,12 @@ class Block(nnx.Module):
             hidden = hidden + output
         return hidden
 
+    def join(self, hidden: jax.Array, output: jax.Array, context: StepContext) -> Stream:
+        """Add an output to the residual stream, or leave that to the next norm."""
+        if self.spec.residual_scale != 1.0:
+            return self.add(hidden, output)
+        return join(hidden, output, context)
+
     def norm(self, name: str) -> Norm:
         return getattr(self, name)
 
@@ -76,13 +82,24 @@ class PreNormBlock(Block):
         before_mixers, before_ffns = map(self.norm, self.norms)
         hidden, x = normalise(hidden, before_mixers, context)
         mixed, caches = self.mix(x, caches, context)
-        hidden, x = normalise(self._join(hidden, mixed, context), before_ffns, context)
-        return self._join(hidden, self.feed(x, context), context), caches
+        hidden, x = normalise(self.join(hidden, mixed, context), before_ffns, context)
+        return self.join(hidden, self.feed(x, context), context), caches
 
-    def _join(self, hidden: jax.Array, output: jax.Array, context: StepContext) -> Stream:
-        if self.spec.residual_scale != 1.0:
-            return self.add(hidden, output)
-        return join(hidden, output, context)
+
+class SingleBlock(Block):
+    """Mixers or ffns, not both, behind one norm."""
+
+    norms = ("input_layernorm",)
+    leaves_sums: ClassVar[bool] = True
+
+    def __call__(
+        self, hidden: Stream, caches: Caches, context: StepContext
+    ) -> tuple[Stream, Caches]:
+        hidden, x = normalise(hidden, self.norm(self.norms[0]), context)
+        if self.spec.ffns:
+            return self.join(hidden, self.feed(x, context), context), caches
+        mixed, caches = self.mix(x, caches, context)
+        return self.join(hidden, mixed, context), caches
 
 
 class PostNormBlock(Block):
@@ -97,6 +114,21 @@ class PostNormBlock(Block):
         mixed, caches = self.mix(hidden, caches, context)
         hidden = self.add(hidden, behind_mixers(mixed))
         return self.add(hidden, behind_ffns(self.feed(hidden, context))), caches
+
+
+class ResidualNormBlock(Block):
+    """A norm of the sum of the stream and the mixers' output, and another of the sum with the ffns'
+    output. So the stream itself is normalised, as in BERT."""
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        behind_mixers, behind_ffns = map(self.norm, self.norms)
+        mixed, caches = self.mix(hidden, caches, context)
+        hidden = behind_mixers(self.add(hidden, mixed))
+        return behind_ffns(self.add(hidden, self.feed(hidden, context))), caches
 
 
 class SandwichBlock(Block):

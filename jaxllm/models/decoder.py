@@ -22,6 +22,7 @@ from jaxllm.layers.rope import rotary
 from jaxllm.layers.state import StateConfig
 from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.part import ModelPart
+from jaxllm.models.pooling_head import PoolingHead
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture, Caches, Layer, MixerSpec
 from jaxllm.quantization.kv_cache import UNUSED_SCALES
@@ -29,15 +30,20 @@ from jaxllm.quantization.store import store_codes, with_codes
 
 
 class DecoderForCausalLM(nnx.Module):
-    """A decoder with a language model head; implements `jaxllm.models.base.Model`."""
+    """A decoder with a language model head, or with what pooling needs in its place; implements
+    `jaxllm.models.base.PoolingModel`."""
 
     def __init__(self, architecture: Architecture, *, num_shards: int = 1, dtype: DTypeLike):
         self.architecture = architecture
         self.model = Decoder(architecture, num_shards=num_shards, dtype=dtype)
+        head = architecture.pooling_head
+        self.pooling_head: PoolingHead | None = (
+            None if head is None else head.make(architecture.hidden_size, dtype=dtype)
+        )
         # A tied embedding serves as the head, so that there is one array and one leaf.
         self.lm_head = (
             None
-            if architecture.tie_word_embeddings
+            if architecture.tie_word_embeddings or not self._makes_logits
             else _embedding(architecture, num_shards, dtype, bias=architecture.has_head_bias)
         )
 
@@ -87,6 +93,8 @@ class DecoderForCausalLM(nnx.Module):
     @property
     def checkpoint_map(self) -> CheckpointMap:
         names = ModelRegistry.family(self.architecture.name).checkpoint(self.architecture)
+        if self.architecture.pooling_head is not None:
+            names = self.architecture.pooling_head.names(names)
         return with_codes(names, self.architecture.scheme).ignoring(UNUSED_SCALES)
 
     def __call__(
@@ -126,6 +134,15 @@ class DecoderForCausalLM(nnx.Module):
         capped = soft_cap * jnp.tanh(logits / soft_cap)
         return jnp.where(jnp.isneginf(logits), logits, capped)
 
+    def project(self, pooled: jax.Array) -> jax.Array:
+        assert self.pooling_head is not None, "the model generates"
+        return self.pooling_head(pooled, self._head if self._makes_logits else None)
+
+    @property
+    def _makes_logits(self) -> bool:
+        head = self.architecture.pooling_head
+        return head is None or head.tokens is not None
+
     @property
     def _head(self) -> Embedding:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
@@ -134,10 +151,10 @@ class DecoderForCausalLM(nnx.Module):
 
     def _keep(self, part: ModelPart) -> None:
         """Drop the modules of other parts. The first and the last part have a tied embedding."""
-        is_tied = self.lm_head is None
-        self.model.keep(part, is_head=is_tied and part.has_head)
+        is_head = self.lm_head is None and self._makes_logits
+        self.model.keep(part, is_head=is_head and part.has_head)
         if not part.has_head:
-            self.lm_head = None
+            self.lm_head = self.pooling_head = None
 
 
 class Decoder(nnx.Module):
@@ -152,6 +169,15 @@ class Decoder(nnx.Module):
             None
             if architecture.num_positions is None
             else Positions(architecture.num_positions, size, dtype=dtype)
+        )
+        self.first_position = architecture.first_position
+        num_types = architecture.num_token_types
+        self.embed_types: Positions | None = (
+            None if num_types == 0 else Positions(num_types, size, dtype=dtype)
+        )
+        embedding_norm = architecture.embedding_norm
+        self.embed_norm: Norm | None = (
+            None if embedding_norm is None else embedding_norm.make(size, dtype=dtype)
         )
         per_layer_input = architecture.per_layer_input
         self.per_layer_inputs: PerLayerInputs | None = (
@@ -169,7 +195,8 @@ class Decoder(nnx.Module):
             spec.block(spec, size, num_shards=num_shards, dtype=dtype)
             for spec in architecture.layers
         )
-        self.norm: Norm | None = architecture.final_norm.make(size, dtype=dtype)
+        final_norm = architecture.final_norm
+        self.norm: Norm | None = None if final_norm is None else final_norm.make(size, dtype=dtype)
 
     @property
     def own_layers(self) -> dict[int, Layer]:
@@ -180,7 +207,8 @@ class Decoder(nnx.Module):
         """Drop the modules of other parts; keep an embedding that is also the head."""
         self.embeds = part.embeds
         if not part.embeds:
-            self.embed_positions = self.per_layer_inputs = None
+            self.embed_positions = self.embed_types = self.per_layer_inputs = None
+            self.embed_norm = None
         for index in range(len(self.layers)):
             if index not in part.layers:
                 self.layers[index] = None
@@ -200,11 +228,7 @@ class Decoder(nnx.Module):
         """Return the hidden states, the streams before the layers `taps`, and the caches."""
         hidden: Any = inputs
         if self.embeds:
-            hidden = self.embed(inputs)
-            if self.embed_positions is not None:
-                assert self.embed_tokens is not None
-                is_real = inputs < self.embed_tokens.vocab_size
-                hidden = hidden + self.embed_positions(jnp.where(is_real, positions, NOWHERE))
+            inputs, hidden = self._enter(inputs, positions)
         of_layers = None if self.per_layer_inputs is None else self.per_layer_inputs(inputs, hidden)
         # Most models have one rope for all layers; its angles are computed once.
         ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers.values())
@@ -243,6 +267,22 @@ class Decoder(nnx.Module):
         if self.norm is None:
             return settle(hidden), streams, updated
         return normalise(hidden, self.norm, context)[1], streams, updated
+
+    def _enter(self, inputs: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The ids of tokens without their types, and all that is known of the tokens [T, D]."""
+        assert self.embed_tokens is not None
+        size, types = self.embed_tokens.vocab_size, None
+        if self.embed_types is not None:
+            is_real = inputs < size * len(self.embed_types.weight[...])
+            types = jnp.where(is_real, inputs // size, NOWHERE)
+            inputs = jnp.where(is_real, inputs % size, inputs)
+        hidden = self.embed(inputs)
+        if self.embed_positions is not None:
+            rows = jnp.where(inputs < size, positions + self.first_position, NOWHERE)
+            hidden = hidden + self.embed_positions(rows)
+        if self.embed_types is not None and types is not None:
+            hidden = hidden + self.embed_types(types)
+        return inputs, hidden if self.embed_norm is None else self.embed_norm(hidden)
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """The embeddings [T, D] of tokens; zeros for padding."""

@@ -7,6 +7,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.activation import ACTIVATIONS
 from jaxllm.layers.attention import AttentionSpec, QKNorm, Temperature
+from jaxllm.layers.dense import DenseSpec
 from jaxllm.layers.mlp import MLPSpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.models.blocks import PreNormBlock
@@ -15,12 +16,18 @@ from jaxllm.models.draft_head import HeadSpec
 from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.rope_parameters import read_rope, rope_number, stretched_length
 from jaxllm.models.specs import Architecture, FFNSpec, LayerSpec, MixerSpec
+from jaxllm.pooler_config import SeqPooling
 
 # Types of layers, as `layer_types` in a config.json names them.
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 _MAX_HEADS_SIZE = 1 << 20  # of all heads of a layer together
 _MAX_MATRIX_SIZE = 1 << 36  # elements
+
+
+def _score(architecture: Architecture, num_labels: int) -> tuple[DenseSpec, ...]:
+    """The layer that classifies with a decoder."""
+    return (DenseSpec(name="score", out_size=num_labels, bias=False),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +45,12 @@ class Family:
     tiny_gains: Mapping[str, float] = field(default_factory=dict)
     # Fields of config.json that no reader needs, beside those of `jaxllm.models.harmless`, and why.
     harmless: Mapping[str, str] = field(default_factory=dict)
+    # Whether tokens see those behind them, so that the models generate nothing.
+    is_encoder: bool = False
+    # How a prompt is pooled if nothing says otherwise, and, from the computation and the number of
+    # classes, the layers that classify it.
+    pools_by: SeqPooling = "LAST"
+    classifier: Callable[[Architecture, int], tuple[DenseSpec, ...]] = _score
     # The computation -> the head in the same checkpoint that drafts (speculation's method "mtp");
     # it raises an error if the model has none. None: no model of the family has one.
     draft_head: Callable[[Architecture], HeadSpec] | None = None

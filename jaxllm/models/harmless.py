@@ -128,6 +128,16 @@ HARMLESS = {
     **dict.fromkeys(("id2label", "label2id", "num_labels", "finetuning_task"), _LABELS),
 }
 
+# What `jaxllm.plan.pooling` reads, in an engine that pools.
+OF_POOLING = (
+    "classifier_from_token",
+    "is_matryoshka",
+    "is_original_qwen3_reranker",
+    "matryoshka_dimensions",
+    "sbert_ce_default_activation_function",
+    "sentence_transformers",
+)
+
 # Of a model whose decoder is run without its towers.
 AROUND_DECODER: dict[str, str] = dict.fromkeys(
     (

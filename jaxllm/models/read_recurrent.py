@@ -1,40 +1,79 @@
 """Reads recurrent mixers of a config.json, and says where their parameters are in checkpoints."""
 
+import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.gated_delta import GatedDeltaSpec
+from jaxllm.layers.mamba import GatedNormSpec, MambaSpec
 from jaxllm.layers.norm import RMSNormSpec
-from jaxllm.models.checkpoint_map import Concat, Place, Rows, Rule, Source, Tensor, ViewedAs
+from jaxllm.models.checkpoint_map import (
+    Concat,
+    Place,
+    Rows,
+    Rule,
+    Source,
+    Tensor,
+    ViewedAs,
+    as_named,
+)
 from jaxllm.models.family import FULL
 from jaxllm.models.hf_config import HFConfig, check_size
+from jaxllm.models.read_moe import read_numbers
 
 LINEAR = "linear_attention"
+# Names of attention and of Mamba2 in older configs.
+ATTENTION, MAMBA = "attention", "mamba"
 
 _MOST_STATE = 1 << 24  # elements of a layer's state of one request
 _MOST_TAPS = 64
 
+# Fields of Mamba2 mixers that no reader needs.
+MAMBA_HARMLESS = {
+    **dict.fromkeys(
+        ("mamba_chunk_size", "chunk_size", "use_mamba_kernels"),
+        "how transformers computes, not what",
+    ),
+    **dict.fromkeys(
+        (
+            "time_step_min",
+            "time_step_max",
+            "time_step_floor",
+            "time_step_rank",
+            "time_step_scale",
+            "time_step_init_scheme",
+            "rescale_prenorm_residual",
+        ),
+        "acts in training only: how weights begin",
+    ),
+    "num_logits_to_keep": "selects what a call of transformers returns",
+}
 
-def read_kinds(
-    config: HFConfig, *, recurrent: Collection[str] = (LINEAR,), interval: int = 4
-) -> list[bool]:
-    """Whether each layer is recurrent. Every `interval`-th layer has attention, unless the config
-    says otherwise; `recurrent` are the names of other layers."""
+
+def read_kinds(config: HFConfig, recurrent: Collection[str] = (LINEAR, MAMBA)) -> list[bool] | None:
+    """Whether each layer is recurrent, which the layers of these types are; None if the config does
+    not list types."""
     num_layers = config.integer("num_hidden_layers")
-    interval = config.integer("full_attention_interval", interval)
-    kinds = config.layer_types(num_layers, supported=(FULL, *recurrent))
-    if kinds is None:
-        return [(index + 1) % interval != 0 for index in range(num_layers)]
-    return [kind != FULL for kind in kinds]
+    kinds = config.layer_types(num_layers, supported=(FULL, ATTENTION, *recurrent))
+    return None if kinds is None else [kind in recurrent for kind in kinds]
+
+
+def read_layer_numbers(config: HFConfig, name: str) -> list[int] | None:
+    """The numbers of some layers, counted from zero; None if the field is missing."""
+    if config.get(name) is None:
+        return None
+    numbers, num_layers = read_numbers(config, name), config.integer("num_hidden_layers")
+    if not all(0 <= number < num_layers for number in numbers):
+        raise CheckpointError(
+            f"config.json: {name}={shown(numbers)} must be below num_hidden_layers={num_layers}"
+        )
+    return numbers
 
 
 def read_gated_delta(config: HFConfig) -> GatedDeltaSpec:
     """Read a gated delta net, from the field names of Qwen."""
-    function = config.get("hidden_act") or "silu"
-    if function not in ("silu", "swish"):
-        raise UnsupportedModelError(
-            f"hidden_act {shown(function)} is not supported for convolutions; supported is 'silu'"
-        )
+    _check_activation(config, "hidden_act")
     num_key_heads = config.integer("linear_num_key_heads", 16)
     num_heads = config.integer("linear_num_value_heads", 32)
     if num_heads % num_key_heads:
@@ -58,6 +97,84 @@ def read_gated_delta(config: HFConfig) -> GatedDeltaSpec:
     return spec
 
 
+def read_mamba(
+    config: HFConfig,
+    norm: GatedNormSpec | None,
+    *,
+    inner_size: int | None = None,
+    activation: str = "hidden_act",
+    **others: Any,
+) -> MambaSpec:
+    """Read a Mamba2 mixer, from the field names of Bamba.
+
+    `inner_size` is the size of all heads; None: so many times that of hidden states as the config
+    says. `activation` is the field that names the function behind the convolution, `others` are
+    fields of the spec.
+    """
+    _check_activation(config, activation)
+    num_heads = config.integer("mamba_n_heads", 128)
+    num_groups = config.integer("mamba_n_groups", 1)
+    if inner_size is None:
+        inner_size = config.integer("mamba_expand", 2) * config.integer("hidden_size")
+    head_size = inner_size // num_heads
+    if config.get("mamba_d_head") not in (None, "auto"):
+        head_size = config.integer("mamba_d_head")
+    if num_heads * head_size != inner_size:
+        raise CheckpointError(
+            f"config.json: {num_heads} heads of {head_size} in Mamba2 mixers are not their inner "
+            f"size, {inner_size}"
+        )
+    if num_heads % num_groups:
+        raise CheckpointError(
+            f"config.json: {num_heads} heads of Mamba2 mixers are not a multiple of their "
+            f"{num_groups} groups"
+        )
+    has_bias = config.flag("mamba_proj_bias")
+    spec = MambaSpec(
+        **{
+            "num_heads": num_heads,
+            "num_groups": num_groups,
+            "head_size": head_size,
+            "state_size": config.integer("mamba_d_state", 256),
+            "conv_width": read_conv_width(config, "mamba_d_conv", 4),
+            "conv_bias": config.flag("mamba_conv_bias", True),
+            "in_bias": has_bias,
+            "out_bias": has_bias,
+            "norm": norm,
+            "step_limits": _read_step_limits(config),
+        }
+        | others
+    )
+    check_size(
+        "the size of all heads of a Mamba2 mixer times its state size",
+        spec.num_heads * spec.head_size * spec.state_size,
+        _MOST_STATE,
+    )
+    return spec
+
+
+def _read_step_limits(config: HFConfig) -> tuple[float, float]:
+    value = config.get("time_step_limit", (0.0, math.inf))
+    items = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    # transformers 5 writes an infinite number as an object.
+    limits = [math.inf if item == {"__float__": "Infinity"} else item for item in items]
+    match limits:
+        case [int() | float() as shortest, int() | float() as longest]:
+            if 0 <= shortest <= longest:
+                return float(shortest), float(longest)
+    raise CheckpointError(
+        f"config.json: time_step_limit={shown(value)} must be the shortest and the longest step"
+    )
+
+
+def _check_activation(config: HFConfig, name: str) -> None:
+    function = config.get(name) or "silu"
+    if function not in ("silu", "swish"):
+        raise UnsupportedModelError(
+            f"{name} {shown(function)} is not supported for convolutions; supported is 'silu'"
+        )
+
+
 def read_conv_width(config: HFConfig, name: str, default: int) -> int:
     """The number of tokens that a convolution sees, which is at least two."""
     width = config.integer(name, default)
@@ -75,6 +192,17 @@ def taps(place: Place) -> Source:
         return place.plain_tensor(place.module, (channels,))
     (width,) = place.pieces[0][1:]
     return ViewedAs(place.plain_tensor(place.module, (channels, 1, width)), (channels, width))
+
+
+def final_norm_at(name: str) -> Rule:
+    """A rule for modules `norm`, of which the decoder's has this name in checkpoints. Those in
+    mixers are named alike."""
+
+    def rule(place: Place) -> Source:
+        is_final = "." not in place.parent
+        return as_named(place._replace(module=name) if is_final else place)
+
+    return rule
 
 
 def from_groups(module: str, num_groups: int) -> Rule:

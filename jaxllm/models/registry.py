@@ -4,6 +4,7 @@ Users can add both. This module does not import jax; a family is imported when i
 """
 
 import importlib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # Architecture, as config.json names it -> file in `jaxllm.models.families`.
 _FAMILIES = {
+    "BambaForCausalLM": "bamba",
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -23,6 +25,7 @@ _FAMILIES = {
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Exaone4ForCausalLM": "exaone4",
+    "FalconH1ForCausalLM": "falcon_h1",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
@@ -39,6 +42,7 @@ _FAMILIES = {
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "GraniteSWAForCausalLM": "granite_swa",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
@@ -47,6 +51,7 @@ _FAMILIES = {
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
+    "Mamba2ForCausalLM": "mamba2",
     "MiMoV2FlashForCausalLM": "mimo_v2",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "mistral3",
@@ -55,6 +60,7 @@ _FAMILIES = {
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "NemotronForCausalLM": "nemotron",
+    "NemotronHForCausalLM": "nemotron_h",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "OlmoeForCausalLM": "olmoe",
@@ -75,6 +81,16 @@ _FAMILIES = {
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
 }
+# Likewise, of models that only an engine that pools can run.
+_ENCODERS = {
+    **{f"Bert{head}": "bert" for head in ("Model", "ForMaskedLM", "ForSequenceClassification")},
+    **{
+        f"{model}{head}": "roberta"
+        for model in ("Roberta", "XLMRoberta")
+        for head in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    },
+}
+_WITHOUT_HEAD = re.compile(r"(Model|ForSequenceClassification)$")
 _DECODER = "jaxllm.models.decoder:DecoderForCausalLM"
 _DEFAULT_FAMILY = "jaxllm.models.families.llama:FAMILY"
 
@@ -83,9 +99,10 @@ class ModelRegistry:
     """Architectures that can be run."""
 
     _families: dict[str, "Family | str"] = {
-        name: f"jaxllm.models.families.{file}:FAMILY" for name, file in _FAMILIES.items()
+        name: f"jaxllm.models.families.{file}:FAMILY"
+        for name, file in (_FAMILIES | _ENCODERS).items()
     }
-    _classes: dict[str, type | str] = dict.fromkeys(_FAMILIES, _DECODER)
+    _classes: dict[str, type | str] = dict.fromkeys(_FAMILIES | _ENCODERS, _DECODER)
 
     @classmethod
     def register_model(
@@ -110,11 +127,14 @@ class ModelRegistry:
         return sorted(cls._classes)
 
     @classmethod
-    def select(cls, architectures: Sequence[str]) -> str:
-        """The first of a config's architectures that can be run."""
+    def select(cls, architectures: Sequence[str], *, pools: bool = False) -> str:
+        """The first of a config's architectures that can be run. An engine that pools also runs
+        those of a decoder's body, with a classifier or without a head."""
         for name in architectures:
             if name in cls._classes:
                 return name
+            if pools and (generating := _WITHOUT_HEAD.sub("ForCausalLM", name)) in cls._classes:
+                return generating
         asked = ", ".join(architectures) or "(config.json names none)"
         raise UnsupportedModelError(
             f"architecture {asked:.200} is not supported; supported are {', '.join(cls.names())}; "

@@ -4,12 +4,12 @@ from functools import partial
 from typing import Any, Literal, Self, get_args
 
 from jaxllm.errors import ValidationError, refused
+from jaxllm.frontend.chat_messages import text_of_content
 from jaxllm.frontend.tokenizer import (
     TextLength,
     Tokenizer,
     find_chat_template,
     render_chat,
-    text_of_content,
 )
 from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.logprobs import ChatLogprobs, chat_logprobs

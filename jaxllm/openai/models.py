@@ -11,7 +11,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "jaxllm"
     root: str
-    parent: None = None
+    parent: str | None = None  # of an adapter: the model that it changes
     max_model_len: int
 
 

@@ -2,18 +2,23 @@
 
 import hashlib
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
 
 import jaxllm
+from jaxllm.errors import refused
 from jaxllm.frontend.chat_template import Renderer
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.lora.catalog import AdapterCatalog
+from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import NotFoundError
+from jaxllm.openai.served_adapters import ServedAdapters, read_lora_modules
 from jaxllm.parsers.answer_format import AnswerFormat
+from jaxllm.pooler_config import Pooling
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -26,34 +31,62 @@ class ServedModel:
     default_params: SamplingParams  # for fields that a request omits
     fingerprint: str  # of everything that answers depend on, except the request
     max_model_len: int
+    pooling: Pooling | None = None  # how the engine pools; None: it generates
     max_new_tokens: int | None = None  # the model's recommended limit of an answer, if any
     chat_template: str | None = None  # instead of the tokenizer's own
     trust_request_chat_template: bool = False  # a template is a program
     renderer: Renderer = Renderer()
     answer_format: AnswerFormat = AnswerFormat()
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)
+    lora_request: LoRARequest | None = None  # the adapter that `named` has found
 
     @classmethod
-    def of(cls, engine: "Engine", names: tuple[str, ...] = (), **options: Any) -> "ServedModel":
+    def of(
+        cls,
+        engine: "Engine",
+        names: tuple[str, ...] = (),
+        lora_modules: tuple[str, ...] = (),
+        **options: Any,
+    ) -> "ServedModel":
+        """The model of an engine, with the adapters that --lora-modules names."""
         info = engine.info
+        names = names or (info.model,)
+        adapters = read_lora_modules(lora_modules)
+        for adapter in adapters:
+            if adapter.lora_name in names:
+                raise refused("lora_modules", adapter.lora_name, "it is a name of the model")
+            engine.adapters.check(adapter)
         return cls(
-            names=names or (info.model,),
+            names=names,
+            adapters=ServedAdapters(adapters),
             tokenizer=engine.tokenizer,
             default_params=info.default_sampling_params,
             fingerprint=_fingerprint(info),
             max_model_len=info.max_model_len,
+            pooling=info.pooling,
             max_new_tokens=info.max_new_tokens,
             **options,
         )
 
     def check_name(self, name: str | None) -> None:
         """Refuse a request for another model. A request may omit the name."""
-        if name is not None and name not in self.names:
-            raise NotFoundError(
-                f"model={name!r:.80} is not served here; the names are "
-                f"{', '.join(map(repr, self.names))} (--served-model-name sets them)",
-                parameter="model",
-                value=name,
-            )
+        self.named(name)
+
+    def named(self, name: str | None) -> "ServedModel":
+        """The model, or the model with the adapter that has this name, as its answers name it;
+        raise NotFoundError."""
+        if name is None or name in self.names:
+            return self
+        adapter = self.adapters.get(name)
+        if adapter is not None:
+            return replace(self, names=(name,), lora_request=adapter)
+        names = [*self.names, *(one.lora_name for one in self.adapters)]
+        raise NotFoundError(
+            f"model={name!r:.80} is not served here; the names are "
+            f"{', '.join(map(repr, names))} (--served-model-name and --lora-modules set them)",
+            parameter="model",
+            value=name,
+        )
 
     def bounded(self, max_tokens: int | None) -> int | None:
         """The largest number of tokens of an answer; None means as many as the context holds."""
@@ -81,6 +114,7 @@ class Engine(Protocol):
     """The attributes of any kind of engine that a served model needs."""
 
     tokenizer: Tokenizer | None
+    adapters: AdapterCatalog
 
     @property
     def info(self) -> EngineInfo: ...

@@ -7,7 +7,8 @@ is the sum of short ladders and never a product. Where padding costs next to not
 left out, since each is a program to compile.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from jaxllm_kernels.common import cdiv
 
@@ -22,10 +23,14 @@ class Bucket:
     num_tokens: int
     num_rows: int
     max_block_updates: int  # block-table changes that travel with the step
+    # Whether rows may have adapters. Steps in which no row has one run in the other program of the
+    # same shape, which is that of an engine without adapters.
+    has_adapters: bool = False
 
     def __str__(self) -> str:
         kind = "decode" if self.decode_only else "mixed"
-        return f"{kind} {self.num_tokens}x{self.num_rows}"
+        adapters = " with adapters" if self.has_adapters else ""
+        return f"{kind} {self.num_tokens}x{self.num_rows}{adapters}"
 
 
 def make_ladder(
@@ -37,8 +42,10 @@ def make_ladder(
     num_cache_groups: int = 1,
     free_padding: int = 0,
     speculation: Speculation | None = None,
+    has_decodes: bool = True,
 ) -> tuple[Bucket, ...]:
-    """Make all buckets of an engine: decode steps before mixed steps, each from small to large.
+    """Make all buckets of an engine: decode steps before mixed steps, each from small to large. An
+    engine that pools has no decode steps.
 
     No bucket has fewer rows than `min_rows`. Up to `free_padding` tokens, products skip padding: it
     costs time only in the sampler and between products.
@@ -51,7 +58,7 @@ def make_ladder(
             max_block_updates=rows * num_cache_groups,
         )
         for rows in _powers_of_two(min_rows, max_num_seqs)
-        if rows >= min(free_padding, max_num_seqs) or rows in _POWERS_OF_FOUR
+        if has_decodes and (rows >= min(free_padding, max_num_seqs) or rows in _POWERS_OF_FOUR)
     ]
     mixed = [
         Bucket(
@@ -78,6 +85,12 @@ def make_ladder(
     return (*decode, *mixed)
 
 
+def with_adapters(ladder: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """Add the variant of each bucket whose rows may have adapters."""
+    plain = tuple(ladder)
+    return plain + tuple(replace(bucket, has_adapters=True) for bucket in plain)
+
+
 def _verify_buckets(
     speculation: Speculation, min_rows: int, block_size: int, num_cache_groups: int
 ) -> list[Bucket]:
@@ -100,11 +113,15 @@ class BucketTable:
     """Finds the smallest bucket that holds a step."""
 
     def __init__(self, ladder: tuple[Bucket, ...]):
-        self._decode = sorted(bucket for bucket in ladder if bucket.decode_only)
-        self._mixed = sorted(bucket for bucket in ladder if not bucket.decode_only)
+        self._kinds: dict[tuple[bool, bool], list[Bucket]] = {}
+        for bucket in sorted(ladder):
+            kind = bucket.decode_only, bucket.has_adapters
+            self._kinds.setdefault(kind, []).append(bucket)
 
-    def find(self, *, num_tokens: int, num_rows: int, decode_only: bool) -> Bucket:
-        for bucket in self._decode if decode_only else self._mixed:
+    def find(
+        self, *, num_tokens: int, num_rows: int, decode_only: bool, has_adapters: bool = False
+    ) -> Bucket:
+        for bucket in self._kinds.get((decode_only, has_adapters), ()):
             if bucket.num_tokens >= num_tokens and bucket.num_rows >= num_rows:
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens in {num_rows} rows")

@@ -20,11 +20,13 @@ from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
 from jaxllm.layers.state import StateOps
+from jaxllm.lora.device import AdapterArrays
 from jaxllm.messages import EngineInfo
 from jaxllm.models.base import Model
 from jaxllm.models.draft_head import DraftHead
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR
+from jaxllm.plan.adapters import AdapterPlan
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.choose_kv_cache import KVCachePlan
 from jaxllm.plan.draft_head import DraftHeadPlan
@@ -35,6 +37,7 @@ from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
 )
+from jaxllm.pooler_config import Pooling
 from jaxllm.quantization.linear import CodedExperts
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
@@ -81,6 +84,9 @@ class EnginePlan:
     autotune_results: AutotuneResults | None
     graph_options: tuple[tuple[str, str], ...]
     speculation: Speculation | None = None
+    adapters: AdapterPlan | None = None
+    # The tail of a step; None: it samples.
+    pooling: Pooling | None = None
     # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
 
@@ -99,7 +105,7 @@ class EnginePlan:
     @property
     def leaves_logits(self) -> bool:
         """Whether steps leave their logits on the device."""
-        return self.samples_late or self.host_reads_logits
+        return self.samples_late or (self.pooling is None and self.host_reads_logits)
 
     @property
     def host_reads_logits(self) -> bool:
@@ -148,6 +154,11 @@ class EnginePlan:
             self.architecture, self.dtype, stage.mesh.shape[TENSOR], stage.part
         )
         return self._with_kernels(model, self.experts)
+
+    def adapter_arrays(self, stage: StagePlan) -> AdapterArrays:
+        """The arrays of adapters in a stage."""
+        assert self.adapters is not None
+        return self.adapters.arrays(self.abstract_model(stage), self.dtype, stage.mesh)
 
     @property
     def draft(self) -> DraftPlan | None:
@@ -202,5 +213,7 @@ class EnginePlan:
             cache_groups=self.cache_groups,
             block_size=self.block_size,
             speculation=self.speculation,
+            pooling=self.pooling,
             keeps_states=self.state_ops is not None,
+            adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
         )

@@ -21,14 +21,13 @@ from jaxllm.errors import refused
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerBackend, MixerConfig
-from jaxllm.models.architecture import read_architecture
-from jaxllm.models.hf_config import merge_overrides
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.models.whole_experts import with_whole_experts
 from jaxllm.parallel.sharding import TENSOR, device_bytes, num_pieces, sharding
-from jaxllm.plan.buckets import make_ladder
+from jaxllm.plan.adapters import plan_adapters
+from jaxllm.plan.buckets import make_ladder, with_adapters
 from jaxllm.plan.choose import (
     DEFAULTS,
     check_states,
@@ -60,6 +59,7 @@ from jaxllm.plan.generation_config import (
 )
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.memory import size_kv_cache
+from jaxllm.plan.pooling import pooling_bytes, read_model
 from jaxllm.plan.stages import (
     StagePlan,
     activation_bytes,
@@ -110,12 +110,7 @@ def make_plan(
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_json(model_dir / "config.json")
-    architecture = read_architecture(
-        hf_config,
-        overrides=model.hf_overrides,
-        max_model_len=model.max_model_len,
-        quantization=model.quantization,
-    )
+    architecture, pooling = read_model(config, hf_config, model_dir)
     if config.parallel.enable_expert_parallel:
         architecture = with_whole_experts(architecture)
     model_class = ModelRegistry.resolve([architecture.name])
@@ -126,7 +121,7 @@ def make_plan(
         architecture,
         config.cache,
         model_dir,
-        hf_config=merge_overrides(hf_config, model.hf_overrides or {}),
+        hf_config=architecture.hf_config,
         dtype=dtype,
         reads_weights=model.load_format not in ("dummy", "orbax"),
     )
@@ -144,8 +139,9 @@ def make_plan(
     architecture = products_of(architecture)
     max_model_len = choose_max_model_len(model.max_model_len, architecture)
     max_num_seqs = config.scheduler.max_num_seqs or DEFAULTS[platform].max_num_seqs
+    is_encoder = pooling is not None and pooling.sees_all
     max_num_batched_tokens = choose_max_num_batched_tokens(
-        config, platform, max_num_seqs, max_model_len
+        config, platform, max_num_seqs, max_model_len, is_encoder=is_encoder
     )
     block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
     speculation = choose_speculation(config, platform, max_num_seqs, max_num_batched_tokens)
@@ -158,8 +154,9 @@ def make_plan(
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
     keeps_states = any(abstract.state_configs for abstract in in_parts)
-    if keeps_states:
+    if keeps_states and not is_encoder:
         check_states(config)
+    adapters = plan_adapters(config, in_parts, meshes, dtype, pools=pooling is not None)
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
         num_rows=max_num_seqs,
@@ -254,6 +251,7 @@ def make_plan(
             )
         )
 
+    samples_late = not model.skip_tokenizer_init and pooling is None
     vocab_size = architecture.vocab_size
     max_logprobs = model.max_logprobs
     max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
@@ -264,18 +262,26 @@ def make_plan(
         num_rows=max_num_seqs,
         num_logits=num_logits,
         max_logprobs=max_logprobs,
-        samples_late=not model.skip_tokenizer_init,
+        samples_late=samples_late,
         max_model_len=max_model_len,
         speculation=speculation,
         kept_bytes=architecture.hidden_size * jnp.dtype(dtype).itemsize
         if isinstance(draft, DraftHeadPlan)
         else 0,
     )
+    if pooling is not None:
+        sampler_bytes = pooling_bytes(
+            pooling,
+            hidden_size=architecture.hidden_size,
+            num_tokens=max_num_batched_tokens,
+            num_rows=max_num_seqs,
+        )
     num_blocks = min(
         size_kv_cache(
             config.cache,
             weights_bytes=stage.weights_bytes,
             states_bytes=stage.states_bytes,
+            adapters_bytes=0 if adapters is None else adapters.bytes_by_stage[stage.index],
             other_bytes=(sampler_bytes if stage.part.has_head else 0)
             + activation_bytes(
                 stage,
@@ -295,6 +301,16 @@ def make_plan(
     )
     cache_groups = sizes.divide(windows, num_blocks)
     matmul = choose_matmul(library, num_shards)
+    buckets = make_ladder(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        min_rows=MIN_DOT_ROWS[platform],
+        num_cache_groups=len(cache_groups),
+        free_padding=free_padding(attention, matmul, dtype),
+        speculation=speculation,
+        has_decodes=pooling is None,
+    )
     results = config.compilation.gpu_autotune_results
     return EnginePlan(
         model_name=model.model,
@@ -319,21 +335,15 @@ def make_plan(
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
-        state_ops=choose_state_ops(chip) if keeps_states else None,
+        state_ops=choose_state_ops(chip, is_encoder=is_encoder) if keeps_states else None,
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),
-        buckets=make_ladder(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            min_rows=MIN_DOT_ROWS[platform],
-            num_cache_groups=len(cache_groups),
-            free_padding=free_padding(attention, matmul, dtype),
-            speculation=speculation,
-        ),
+        buckets=buckets if adapters is None else with_adapters(buckets),
+        adapters=adapters,
+        pooling=pooling,
         max_logprobs=max_logprobs,
-        samples_late=not model.skip_tokenizer_init,
+        samples_late=samples_late,
         logits_processors=load_logits_processors(model.logits_processors, config),
         eos_token_ids=read_eos_token_ids(
             model_dir, of_config=architecture.eos_token_ids, vocab_size=vocab_size

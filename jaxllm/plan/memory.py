@@ -31,6 +31,7 @@ def size_kv_cache(
     device: Device,
     num_devices: int = 1,
     states_bytes: int = 0,
+    adapters_bytes: int = 0,
     program_bytes: int | None = None,
 ) -> int:
     """Choose the number of KV blocks, or refuse with the shortfall before anything is loaded.
@@ -47,7 +48,7 @@ def size_kv_cache(
     """
     useful = min_blocks * max_num_seqs
     free = _free_bytes(config, device, num_devices)
-    fixed = weights_bytes + other_bytes + states_bytes
+    fixed = weights_bytes + other_bytes + states_bytes + adapters_bytes
     has_blocks = cache_bytes(1) > 0  # no layer has, if there is no attention
     needed = fixed + cache_bytes(min_blocks)
     if config.num_gpu_blocks_override is not None:
@@ -78,11 +79,13 @@ def size_kv_cache(
         raise OutOfMemoryError(
             f"each device has {format_bytes(free)} free and needs {format_bytes(needed)}: weights "
             f"{format_bytes(weights_bytes)}, a KV cache of at least {format_bytes(needed - fixed)} "
-            f"{_of_states(states_bytes, max_num_seqs)}and {format_bytes(other_bytes)} of sampler "
+            f"{_of_states(states_bytes, max_num_seqs)}{_of_adapters(adapters_bytes)}"
+            f"and {format_bytes(other_bytes)} of sampler "
             "state and outputs; "
             f"{format_bytes(needed - free)} are missing. Use more devices (tensor_parallel_size), "
             "or a smaller model or dtype, or lower max_model_len or kv_cache_memory_bytes"
             f"{' or max_num_seqs' if states_bytes else ''}"
+            f"{' or max_loras' if adapters_bytes else ''}"
         )
     if num_blocks < min_blocks:
         raise ValidationError(
@@ -100,6 +103,10 @@ def _of_states(states_bytes: int, max_num_seqs: int) -> str:
         return ""
     each = format_bytes(states_bytes // max_num_seqs)
     return f"{format_bytes(states_bytes)} of states, {each} for each of {max_num_seqs} requests, "
+
+
+def _of_adapters(adapters_bytes: int) -> str:
+    return f"{format_bytes(adapters_bytes)} for adapters, " if adapters_bytes else ""
 
 
 def format_bytes(count: int) -> str:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxllm_kernels.common import cdiv
 
+from jaxllm.lora.device import AdapterArrays, write_adapter
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
@@ -37,6 +38,8 @@ MAKE_STATE = "make_state"
 WRITE_TABLES = "write_block_tables"
 WRITE_SLOT = "write_slot"
 ADMIT_DRAFTS = "admit_drafts"
+MAKE_ADAPTERS = "make_adapters"
+WRITE_ADAPTER = "write_adapter"
 
 
 class LateKey(NamedTuple):
@@ -73,6 +76,7 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         reads_ahead=plan.draft_head is not None,
         read_sizes=plan.draft_model.read_sizes if plan.draft_model is not None else (),
         num_read_rows=plan.speculation.max_rows if plan.speculation is not None else 0,
+        max_adapters=0 if plan.adapters is None else plan.adapters.max_loras,
     )
 
 
@@ -102,8 +106,10 @@ def num_programs(plan: EnginePlan) -> int:
     drafts = plan.speculation is not None and plan.speculation.proposes
     if plan.draft_model is not None:
         drafts = len(plan.draft_model.read_sizes)
+    small = 2 + 2 * (plan.adapters is not None)
     return drafts + sum(
-        len(plan.buckets) + 2 + (1 + len(late)) * stage.part.has_head for stage in plan.stages
+        len(plan.buckets) + small + (1 + len(late)) * (stage.part.has_head and plan.pooling is None)
+        for stage in plan.stages
     )
 
 
@@ -133,6 +139,7 @@ def declare_stage_programs(
     everywhere = sharding(stage.mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
     left = _outputs_shardings(plan, stage) if stage.part.has_head else everywhere
+    adapters = None if plan.adapters is None else plan.adapter_arrays(stage)
 
     def program(name: str, function: Callable[..., Any], *arguments: Any, **how: Any) -> Program:
         return Program(
@@ -155,12 +162,26 @@ def declare_stage_programs(
             weights,
             state,
             place(layout.abstract(), everywhere),
-            *_arriving(plan, stage, bucket),
+            *_arguments(_arriving(plan, stage, bucket), bucket, adapters),
             donate=(1,),
             out_shardings=(kept, left),
         )
         for bucket, layout in reversed(list(layouts.items()))
     }
+    if adapters is not None:
+        slots = adapters.abstract()
+        their = jax.tree.map(lambda leaf: leaf.sharding, slots)
+        zeros = functools.partial(_zeros, slots)
+        programs[MAKE_ADAPTERS] = program(MAKE_ADAPTERS, zeros, donate=(), out_shardings=their)
+        programs[WRITE_ADAPTER] = program(
+            WRITE_ADAPTER,
+            write_adapter,
+            slots,
+            place(jax.ShapeDtypeStruct((), np.int32), everywhere),
+            adapters.abstract_one(),
+            donate=(0,),
+            out_shardings=their,
+        )
     programs[MAKE_STATE] = program(MAKE_STATE, make_state, donate=(), out_shardings=kept)
     updates = jax.ShapeDtypeStruct((TABLE_WRITES, 3), np.int32)
     programs[WRITE_TABLES] = program(
@@ -171,7 +192,7 @@ def declare_stage_programs(
         donate=(0,),
         out_shardings=kept,
     )
-    if stage.part.has_head:
+    if stage.part.has_head and plan.pooling is None:
         programs[WRITE_SLOT] = program(
             WRITE_SLOT,
             _write_slot,
@@ -233,8 +254,9 @@ def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
     everywhere: Any = sharding(stage.mesh)
     logits: Any = plan.logits_sharding(stage) if plan.leaves_logits else None
     drafted: Any = everywhere if plan.speculation is not None else None
+    logprobs: Any = everywhere if plan.pooling is None else None
     return StepOutputs(
-        tokens=everywhere, logprobs=everywhere, slices=everywhere, logits=logits, drafted=drafted
+        tokens=everywhere, logprobs=logprobs, slices=everywhere, logits=logits, drafted=drafted
     )
 
 
@@ -248,6 +270,20 @@ def _arriving(
         return (abstract_tokens(plan, stage),)
     hidden = (bucket.num_tokens, plan.architecture.hidden_size)
     return (place(jax.ShapeDtypeStruct(hidden, plan.dtype), sharding(stage.mesh)),)
+
+
+def _arguments(
+    arriving: tuple[Any, ...], bucket: Bucket, adapters: AdapterArrays | None
+) -> tuple[Any, ...]:
+    """The last arguments of a step."""
+    if not bucket.has_adapters:
+        return arriving
+    assert adapters is not None
+    return (*(arriving or (None,)), adapters.abstract())
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def _write_tables(state: DeviceState, updates: jax.Array) -> DeviceState:

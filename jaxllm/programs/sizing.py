@@ -74,7 +74,9 @@ def _program_bytes(plan: EnginePlan, stage: StagePlan) -> int:
     of the final plan have another number of blocks, and one was seen to need a thousandth of the
     memory more."""
     programs = declare_stage_programs(plan, stage, make_packer(plan).layouts)
-    largest = programs[max(plan.buckets, key=lambda bucket: bucket.num_tokens)]
+    largest = programs[
+        max(plan.buckets, key=lambda bucket: (bucket.num_tokens, bucket.has_adapters))
+    ]
     memory = largest.compile(largest.lower()).memory_analysis()
     if memory is None:
         return 0

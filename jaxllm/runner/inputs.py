@@ -16,7 +16,7 @@ from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW
 
 from jaxllm.plan.buckets import Bucket
 from jaxllm.runner.slices import DeviceSlice
-from jaxllm.scheduler.schedule import NO_TOKEN, Schedule
+from jaxllm.scheduler.schedule import NO_ADAPTER, NO_TOKEN, Schedule
 
 # The token of padding. No vocabulary has it, so its embedding is zero.
 PADDING_TOKEN = np.iinfo(np.int32).max
@@ -45,6 +45,8 @@ class StepInputs:
     # drafts, and where rows may have more tokens than one.
     next_tokens: jax.Array | None
     row_params: jax.Array  # i32 [R, columns]: encoded sampling parameters
+    # i32 [R]: the slot of each row's adapter, or their number; only in programs with adapters
+    adapters: jax.Array | None
     block_updates: jax.Array  # i32 [U, 3]: row of the tables (`table_row`), index in it, block
     slices: dict[str, dict[str, jax.Array]]  # of the features in this program, i32
 
@@ -53,7 +55,9 @@ class SlotTable:
     """What the host keeps about the request in each slot, to send it with each row. It is one
     array, since a step reads the rows of its slots in one operation."""
 
-    def __init__(self, num_slots: int, num_param_columns: int):
+    def __init__(self, num_slots: int, num_param_columns: int, max_adapters: int = 0):
+        self.max_adapters = max_adapters
+        self.adapters = np.full(num_slots, NO_ADAPTER, np.int32)  # of the requests in the slots
         self.columns = np.zeros((num_slots, 1 + num_param_columns), np.int32)
         self.prompt_lens = self.columns[:, 0]
         self.params = self.columns[:, 1:]  # encoded for the sampler
@@ -108,6 +112,8 @@ class InputLayout:
         self._reads_ahead = reads_ahead and not bucket.decode_only
         if self._reads_ahead:
             shapes["next_tokens"] = (rows,)
+        if bucket.has_adapters:
+            shapes["adapters"] = (rows,)
         for feature in self.features:
             its = feature.fields(bucket)
             keys = {name: f"{feature.name}.{name}" for name in its}
@@ -146,6 +152,10 @@ class InputLayout:
         if schedule.late_rows is not None:
             view["samples"][schedule.late_rows] = 0
         view["slot_columns"][:, :rows] = table.columns[schedule.slots].T
+        if self.bucket.has_adapters:
+            adapters = table.adapters[schedule.slots]
+            view["adapters"][...] = table.max_adapters
+            view["adapters"][:rows][adapters != NO_ADAPTER] = adapters[adapters != NO_ADAPTER]
         updates = schedule.block_updates[: self.bucket.max_block_updates]
         self._write_updates(updates, view["block_updates"])
         if not self.bucket.decode_only:
@@ -198,5 +208,5 @@ class InputLayout:
             feature: {name: field.pop(key) for name, key in names.items()}
             for feature, names in self._slices.items()
         }
-        absent = {"num_drafts": None, "next_tokens": None}
+        absent = {"num_drafts": None, "next_tokens": None, "adapters": None}
         return StepInputs(**{**absent, **field}, slices=slices)

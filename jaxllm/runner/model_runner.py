@@ -8,6 +8,7 @@ later. The model's stage, or each stage of a pipeline, owns its weights and its 
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
+from jaxllm.lora.adapter_file import Matrices
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
 from jaxllm.plan.engine_plan import EnginePlan
@@ -128,6 +130,9 @@ class ModelRunner:
             ]
         self._model = self._stages[0] if len(self._stages) == 1 else Pipeline(plan, self._stages)
         self._host_weights: list[list[HostArray]] = []  # by stage, while the engine sleeps
+        self._adapter_arrays = (
+            [plan.adapter_arrays(stage) for stage in plan.stages] if plan.adapters else []
+        )
         self._newest: PendingStep | None = None
         self.num_compiles_after_warmup = 0
         self.num_token_rows = 0
@@ -152,6 +157,9 @@ class ModelRunner:
                 self._admit_drafts(admission)
         if schedule.draft_reads is not None:
             self._stages[0].read_draft(*self._packer.pack_reads(schedule.draft_reads))
+        for write in schedule.adapter_writes:
+            for stage, arrays in zip(self._stages, write.arrays, strict=True):
+                stage.write_adapter(write.slot, arrays)
         packed = self._packer.pack(schedule)
         self._model.write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start
@@ -169,6 +177,7 @@ class ModelRunner:
         assert step is not None, "no step was executed"
         compiles = compilation_counter.compiles
         outputs = step.outputs
+        assert outputs.logprobs is not None, "the engine pools"
         left = Left(outputs.tokens, outputs.logprobs)
         packed = self._packer.pack_late(step.schedule, len(left.tokens), masks)
         assert outputs.logits is not None, "the plan has no late rows"
@@ -181,6 +190,10 @@ class ModelRunner:
         tokens = np.zeros(self._plan.max_model_len, np.int32)
         tokens[: len(known)] = known
         self._stages[0].admit_drafts(admission.slot, tokens)  # there is one: see EngineConfig
+
+    def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:
+        """Arrange an adapter, by layer, as AdapterWrite has it. Any thread may call this."""
+        return [arrays.lay_out(adapter) for arrays in self._adapter_arrays]
 
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""

@@ -25,7 +25,8 @@ class StepOutputs:
     """What a step leaves for the host, by row (padding rows included)."""
 
     tokens: jax.Array  # i32 [R]; NO_TOKEN if the logits are not finite
-    logprobs: LogprobOutput  # [R, 1 + k]; zeros when no row asked
+    # [R, 1 + k]; zeros when no row asked. None in an engine that pools.
+    logprobs: LogprobOutput | None
     slices: dict[str, dict[str, jax.Array]]  # of the features in this program
     # f32 [R, V], after each row's last token; only if requests may want more than k logprobs.
     # To leave the logits costs nothing: they stay on the device unless a row wants that many.

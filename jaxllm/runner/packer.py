@@ -12,7 +12,7 @@ from jaxllm.runner.late import LateLayout
 from jaxllm.runner.slices import DeviceSlice
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logits_processor import LogitsProcessor
-from jaxllm.scheduler.schedule import Admission, DraftReads, Schedule
+from jaxllm.scheduler.schedule import NO_ADAPTER, Admission, DraftReads, Schedule
 
 
 class PackedStep(NamedTuple):
@@ -42,6 +42,7 @@ class StepPacker:
         reads_ahead: bool = False,
         read_sizes: Sequence[int] = (),
         num_read_rows: int = 0,
+        max_adapters: int = 0,
     ):
         """Without words in a mask, no step has late rows. A draft model reads at most
         `num_read_rows` texts at a time, in programs of `read_sizes` tokens."""
@@ -74,11 +75,12 @@ class StepPacker:
         }
         self._buckets = BucketTable(buckets)
         self._processors = processors
-        self._table = SlotTable(num_slots, columns)
+        self._table = SlotTable(num_slots, columns, max_adapters)
 
     def admit(self, admission: Admission) -> None:
         """Note what the rows of a newly admitted request need."""
         slot = admission.slot
+        self._table.adapters[slot] = admission.adapter
         self._table.prompt_lens[slot] = len(admission.prompt_token_ids)
         self._table.params[slot] = row_params.encode(
             admission.sampling_params, admission.seed, self._processors
@@ -90,6 +92,8 @@ class StepPacker:
             num_tokens=schedule.total_tokens,
             num_rows=schedule.num_rows,
             decode_only=schedule.decode_only,
+            has_adapters=self._table.max_adapters > 0
+            and bool((self._table.adapters[schedule.slots] != NO_ADAPTER).any()),
         )
         layout = self.layouts[bucket]
         return PackedStep(

@@ -5,6 +5,7 @@ class holds the device state: each program consumes the state and leaves a new o
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +16,10 @@ from jaxllm.plan.stages import StagePlan
 from jaxllm.programs.compile import Programs
 from jaxllm.programs.declare import (
     ADMIT_DRAFTS,
+    MAKE_ADAPTERS,
     MAKE_STATE,
     TABLE_WRITES,
+    WRITE_ADAPTER,
     WRITE_SLOT,
     WRITE_TABLES,
     LateKey,
@@ -41,6 +44,7 @@ class Stage:
         self._programs = programs
         self.weights = weights  # empty while the engine sleeps
         self._state: DeviceState | None = programs[program_key(stage, MAKE_STATE)]()
+        self._adapters: Any = None  # made when the first one is written
         self.everywhere = sharding(stage.mesh)
 
     @property
@@ -53,9 +57,21 @@ class Stage:
         """Dispatch a step; in a pipeline, with the array that arrived from another stage. Return
         the step's output, for the next stage or for the host."""
         program = self._programs[program_key(self._stage, packed.bucket)]
+        arguments: tuple[Any, ...] = arrived
+        if packed.bucket.has_adapters:
+            assert self._adapters is not None, "rows have adapters, and none was written"
+            arguments = (*(arrived or (None,)), self._adapters)
         state = self._take_state()
-        self._state, left = program(self.weights, state, packed.buffer, *arrived)
+        self._state, left = program(self.weights, state, packed.buffer, *arguments)
         return left
+
+    def write_adapter(self, slot: int, one: Any) -> None:
+        """Put an adapter into a slot. Steps that were dispatched before still have the old one."""
+        adapters, self._adapters = self._adapters, None
+        if adapters is None:
+            adapters = self._programs[program_key(self._stage, MAKE_ADAPTERS)]()
+        program = self._programs[program_key(self._stage, WRITE_ADAPTER)]
+        self._adapters = program(adapters, np.int32(slot), one)
 
     def sample_late(self, left: Left, logits: jax.Array, packed: np.ndarray) -> Left:
         """Sample the late rows of the newest step, which has left these outputs. Return its
@@ -96,6 +112,7 @@ class Stage:
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
         self._state = None  # the next step makes it: there may be no room for two caches
+        self._adapters = None  # they are written again before a step needs them
 
     def ensure_state(self) -> None:
         """Make the state now if it is missing. Otherwise the next step would make it."""
@@ -103,7 +120,7 @@ class Stage:
 
     def free(self) -> None:
         """Free the devices' memory. Nothing can run any more."""
-        self.weights, self._state = [], None
+        self.weights, self._state, self._adapters = [], None, None
 
     def _take_state(self) -> DeviceState:
         """Return the state, for a program that consumes it."""

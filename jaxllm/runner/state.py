@@ -91,6 +91,8 @@ class DeviceState:
     # and its own tables.
     drafts: jax.Array | None = None
     drafter: Any = None
+    # Only in an engine that pools: what it keeps of each slot's prompt so far, f32 [S, D].
+    sums: jax.Array | None = None
 
     @classmethod
     def abstract(cls, plan: EnginePlan, stage: StagePlan) -> "DeviceState":
@@ -104,8 +106,11 @@ class DeviceState:
             "tokens": abstract_tokens(plan, stage) if samples else None,
             "lengths": place(lengths, sharding(stage.mesh)),
             "block_tables": place(tables, sharding(stage.mesh)),
-            "slots": abstract_slots(plan, stage.mesh) if samples else None,
+            "slots": abstract_slots(plan, stage.mesh) if samples and not plan.pooling else None,
         }
+        if plan.pooling is not None and plan.pooling.needs_whole_prompts and samples:
+            sums = jax.ShapeDtypeStruct((slots, plan.architecture.hidden_size), jnp.float32)
+            shapes["sums"] = place(sums, sharding(stage.mesh))
         if plan.speculation is not None:
             shapes["drafts"], shapes["drafter"] = abstract_drafts(plan, stage.mesh)
         return cls(**shapes)

@@ -7,6 +7,9 @@ stage before. The first stage gets the last stage's table of sampled tokens.
 
     step(weights, state, packed, arrived) -> (state, hidden states, or StepOutputs at the end)
 
+Steps whose rows may have adapters get the arrays of these as one more argument. An engine that
+pools has vectors of prompts at the end of a step, in place of sampled tokens.
+
 The step is traced once per bucket. Every sampling parameter is in that program, under conditionals
 on the step's rows, so nothing is compiled later.
 """
@@ -23,10 +26,14 @@ from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
 from jaxllm.layers.context import StepContext
+from jaxllm.lora.device import Adapters, adapted
 from jaxllm.models.base import Model
 from jaxllm.models.draft_head import DraftHead
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
+from jaxllm.pooler_config import Pooling
+from jaxllm.pooling.device import pool_rows
+from jaxllm.pooling.slice import ROWS
 from jaxllm.runner.draft_head import HeadDrafting
 from jaxllm.runner.draft_model import ModelDrafting
 from jaxllm.runner.drafting import Drafting, Forward, Proposing
@@ -81,9 +88,13 @@ def make_step(
         state: DeviceState,
         packed: jax.Array,
         arrived: jax.Array | None = None,
+        adapters: Adapters | None = None,
     ) -> tuple[DeviceState, StepOutputs | jax.Array]:
         inputs = layout.unpack(packed)
         model = spec.merge(weights[: spec.num_weights])
+        if adapters is not None:
+            assert inputs.adapters is not None
+            model = adapted(model, adapters, inputs.adapters[inputs.token_rows])
         head = plan.draft_head
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
         state = dataclasses.replace(state, block_tables=block_tables)
@@ -137,6 +148,8 @@ def make_step(
         state = dataclasses.replace(state, caches=caches)
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
+            if plan.pooling is not None:
+                return _pool(plan.pooling, model, inputs, context_lens, hidden, state, slices)
             if drafting is None:
                 return _sample(plan, model, inputs, context_lens, hidden, state, slices)
             last = functools.partial(
@@ -196,6 +209,38 @@ def _sample(
         logprobs=its.logprobs,
         slices=slices,
         logits=logits if plan.leaves_logits else None,
+    )
+
+
+def _pool(
+    pooling: Pooling,
+    model: Any,
+    inputs: StepInputs,
+    context_lens: jax.Array,
+    hidden: jax.Array,
+    state: DeviceState,
+    slices: dict[str, dict[str, jax.Array]],
+) -> tuple[DeviceState, StepOutputs]:
+    """The end of a step in an engine that pools: from hidden states to vectors. The tokens only say
+    whether these are finite."""
+    with jax.named_scope("pool"):
+        pooled = pool_rows(
+            pooling.seq_pooling,
+            model,
+            hidden,
+            token_rows=inputs.token_rows,
+            query_starts=inputs.query_starts,
+            context_lens=context_lens,
+            slots=inputs.slots,
+            sums=state.sums,
+        )
+    is_finite = jnp.isfinite(pooled.vectors).all(axis=1)
+    state = dataclasses.replace(state, sums=pooled.sums)
+    return _set_lengths(state, inputs, context_lens), StepOutputs(
+        tokens=jnp.where(is_finite, 0, NO_TOKEN).astype(jnp.int32),
+        logprobs=None,
+        slices={**slices, ROWS: {"vectors": pooled.vectors}},
+        logits=None,
     )
 
 

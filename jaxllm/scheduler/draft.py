@@ -16,6 +16,7 @@ from jaxllm.scheduler.schedule import (
     CARRIED_TOKEN,
     DRAFT_TOKEN,
     GO_ON,
+    NO_ADAPTER,
     NO_TOKEN,
     Admission,
     DraftReads,
@@ -65,9 +66,9 @@ class StepDraft:
                 updates[:, 3] = blocks
                 self._long_updates.append(updates)
 
-    def admit(self, request: Request, num_cached_tokens: int) -> None:
-        """Note that the request has taken a slot and blocks. The first `num_cached_tokens` tokens
-        in these blocks are already computed."""
+    def admit(self, request: Request, num_cached_tokens: int, adapter: int = NO_ADAPTER) -> None:
+        """Note that the request has taken a slot and blocks, and a slot for its adapter. The first
+        `num_cached_tokens` tokens in these blocks are already computed."""
         self.add_blocks(request)
         self._starts[request.slot] = num_cached_tokens
         self._admissions.append(
@@ -79,6 +80,7 @@ class StepDraft:
                 bad_word_ids=request.bad_word_ids,
                 prompt_token_ids=request.prompt_token_ids,
                 output_token_ids=request.output_token_ids.copy(),
+                adapter=adapter,
             )
         )
 
@@ -132,6 +134,7 @@ class StepDraft:
             next_tokens=self._next_tokens(samples) if self._reads_ahead else None,
             block_updates=updates,
             admissions=self._admissions,
+            adapter_writes=[write for its in drafted.values() for write in its.adapter_writes],
             wants_logprobs=bool(counts),
             late_rows=late[0] if late else None,
             wants_logits=(

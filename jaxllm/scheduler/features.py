@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.messages import EngineOutput
 from jaxllm.scheduler.request import Request
-from jaxllm.scheduler.schedule import Schedule, Slice, StepResult
+from jaxllm.scheduler.schedule import AdapterWrite, Schedule, Slice, StepResult
 
 
 class Drafted(NamedTuple):
@@ -31,6 +31,8 @@ class Drafted(NamedTuple):
     # Rows that sample late (`Schedule.late_rows`), under masks of the feature. One feature of an
     # engine may have such rows.
     late_rows: np.ndarray | None = None
+    # What takes slots of the device before the step (`Schedule.adapter_writes`).
+    adapter_writes: Sequence[AdapterWrite] = ()
 
 
 class Brought(Protocol):
@@ -111,4 +113,26 @@ class Feature(Protocol):
         """Read the result of a step that has a slice of this feature. Steps come back in the order
         in which they were drafted; failed steps do not come back. A row is None if its request has
         started over since. The request of a row may have ended."""
+        ...
+
+
+class Gate(Feature, Protocol):
+    """A feature with slots of its own on the device, which some requests need while they run. An
+    engine has one or none."""
+
+    def admits(self, request: Request) -> bool:
+        """Whether a waiting request may run now. If not, the feature holds it, as in `add`, and
+        others overtake it."""
+        ...
+
+    def admitted(self, request: Request) -> int:
+        """Note that a request runs from now on. Return its slot (`Admission.adapter`)."""
+        ...
+
+    def left(self, request: Request) -> None:
+        """Note that a request runs no longer: it has ended, or was preempted."""
+        ...
+
+    def lose(self) -> None:
+        """Note that the device's slots are lost. No request runs."""
         ...

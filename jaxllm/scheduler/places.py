@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from jaxllm.messages import EngineOutput, FinishReason
 from jaxllm.metrics.stats import EngineStats
-from jaxllm.scheduler.features import Feature
+from jaxllm.scheduler.features import Feature, Gate
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.request import NO_LANE, Request, RequestStatus
 from jaxllm.scheduler.waiting_queue import WaitingQueue
@@ -26,6 +26,7 @@ class Places:
         kv: KVCacheManager,
         features: Sequence[Feature],
         stats: EngineStats,
+        gate: Gate | None = None,
     ) -> None:
         self.requests: dict[str, Request] = {}  # all unfinished requests
         self.running: list[Request] = []  # in policy order
@@ -33,6 +34,7 @@ class Places:
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))  # the last is taken first
         self._kv = kv
         self._features = features
+        self._gate = gate  # one of the features
         self._stats = stats
 
     @property
@@ -69,6 +71,10 @@ class Places:
         request.status = RequestStatus.RUNNING
         request.slot = self.free_slots.pop()
         bisect.insort(self.running, request, key=attrgetter("order"))
+
+    def hold_first(self) -> None:
+        """Park the first waiting request, which the gate holds."""
+        self.waiting.pop().status = RequestStatus.PARKED
 
     def wait(self, request: Request) -> None:
         """Put a request that was parked, or that ran, in the waiting queue."""
@@ -144,5 +150,7 @@ class Places:
     def _give_back(self, request: Request) -> None:
         """Take slot and blocks from a request that ran."""
         self._kv.free(request)
+        if self._gate is not None:
+            self._gate.left(request)
         self.free_slots.append(request.slot)
         request.slot, request.lane = -1, NO_LANE

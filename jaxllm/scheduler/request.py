@@ -35,12 +35,14 @@ class Request:
     scheduler's own."""
 
     __slots__ = (
+        "adapter",
         "arrival_time",
         "bad_word_ids",
         "block_hashes",
         "draft_gain",
         "draft_pause",
         "eos_token_ids",
+        "error",
         "followers",
         "grammar",
         "had_drafts",
@@ -66,6 +68,7 @@ class Request:
         "num_uncertain",
         "order",
         "output_token_ids",
+        "pooling_task",
         "priority",
         "prompt_token_ids",
         "request_id",
@@ -93,6 +96,9 @@ class Request:
         self.stop_token_ids = frozenset(message.stop_token_ids)
         self.bad_word_ids = message.bad_word_ids
         self.grammar = message.grammar
+        self.adapter = message.adapter
+        self.error: str | None = None  # why it ends in place of running, set by a feature
+        self.pooling_task = message.pooling_task
         self.priority = message.priority
         self.arrival_time = message.arrival_time
 

@@ -39,13 +39,16 @@ class Results:
         features: Sequence[Feature],
         stats: EngineStats,
         drafting: Drafting | None = None,
+        generates: bool = True,
     ) -> None:
+        """`generates` is whether the tokens of results are counted as generated ones."""
         self.dispatched: deque[Dispatched] = deque()  # the oldest first
         self._places = places
         self._kv = kv
         self._features = features
         self._stats = stats
         self._drafting = drafting
+        self._generates = generates
 
     def update(self, schedule: Schedule, result: StepResult) -> list[EngineOutput]:
         """Take in the result of the oldest dispatched step; return the new outputs."""
@@ -127,7 +130,8 @@ class Results:
                 any_finished = True
             elif request.status is parked and not request.num_in_flight:
                 self._places.wait(request)
-        self._stats.num_generation_tokens += num_new_tokens
+        if self._generates:
+            self._stats.num_generation_tokens += num_new_tokens
         if any_finished:
             self._places.drop_finished()
         return outputs

@@ -6,7 +6,7 @@ single one, come first.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ DRAFT_TOKEN = -2
 GO_ON = -1
 # In StepResult.token_ids: the logits were not finite, so no token was sampled.
 NO_TOKEN = -1
+
+# In Admission.adapter: the request has no adapter.
+NO_ADAPTER = -1
 
 # A feature's part of a Schedule or of a StepResult: its arrays by name. It is plain data, since it
 # travels between hosts.
@@ -39,6 +42,14 @@ class Admission:
     prompt_token_ids: list[int]
     # Not empty when a preempted request comes back.
     output_token_ids: list[int]
+    adapter: int = NO_ADAPTER  # the slot of its adapter, while it runs
+
+
+class AdapterWrite(NamedTuple):
+    """An adapter that takes a slot of the device before the step runs."""
+
+    slot: int
+    arrays: Any  # as the executor has laid it out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +90,7 @@ class Schedule:
     # for the other rows. None: no row has one, or nothing asks for it.
     next_tokens: np.ndarray | None = None
     admissions: list[Admission] = field(default_factory=list)
+    adapter_writes: list[AdapterWrite] = field(default_factory=list)
     wants_logprobs: bool = False  # whether a row that samples wants logprobs
     # Rows that sample late: under a mask that the host makes while the device runs the step. Their
     # tokens come from a second program, for which the executor waits (`Executor.sample`).

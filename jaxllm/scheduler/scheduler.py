@@ -24,7 +24,7 @@ from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler import invariants
 from jaxllm.scheduler.draft import StepDraft
-from jaxllm.scheduler.features import Feature
+from jaxllm.scheduler.features import Feature, Gate
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.limits import make_limits
@@ -32,7 +32,7 @@ from jaxllm.scheduler.places import Places
 from jaxllm.scheduler.policy import SchedulingPolicy, checked_key, fcfs
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.results import Dispatched, Results
-from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.scheduler.schedule import NO_ADAPTER, Schedule, StepResult
 from jaxllm.scheduler.speculation import Drafting
 from jaxllm.speculative_config import Speculation
 
@@ -52,7 +52,9 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
         features: Sequence[Feature] = (),
+        gate: Gate | None = None,
         speculation: Speculation | None = None,
+        pools: bool = False,
         stats: EngineStats | None = None,
         check_invariants: bool = False,
     ) -> None:
@@ -66,12 +68,16 @@ class Scheduler:
                 f"{group} does not hold one request of max_model_len={max_model_len}"
             )
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
+        # Where requests pool, the one token that stands for their end is never computed.
+        self._max_model_len = max_model_len + pools
         self._max_num_seqs = max_num_seqs
         self._kv = kv
         self._lanes = lanes
         self._policy = policy
+        if gate is not None:
+            features = (*features, gate)
         self._features = features
+        self._gate = gate
         self._limits = (
             *(feature.limit for feature in features),
             *make_limits(
@@ -85,7 +91,9 @@ class Scheduler:
         self.stats.group_blocks_used = kv.num_blocks_used
         self.stats.group_shortages = [*kv.num_shortages]
 
-        self._places = Places(max_num_seqs=max_num_seqs, kv=kv, features=features, stats=self.stats)
+        self._places = Places(
+            max_num_seqs=max_num_seqs, kv=kv, features=features, stats=self.stats, gate=gate
+        )
         self._drafting = None
         self._reads_ahead = speculation is not None and speculation.head is not None
         if speculation is not None:
@@ -94,10 +102,16 @@ class Scheduler:
                 speculation, kv, self.stats, max_num_batched_tokens=max_num_batched_tokens
             )
         self._results = Results(
-            self._places, kv=kv, features=features, stats=self.stats, drafting=self._drafting
+            self._places,
+            kv=kv,
+            features=features,
+            stats=self.stats,
+            drafting=self._drafting,
+            generates=not pools,
         )
         self._num_arrivals = 0
         self._num_steps = 0
+        self._failed: list[EngineOutput] = []  # of requests that ended before they ran
 
     # ---- adding and ending requests
 
@@ -121,7 +135,8 @@ class Scheduler:
                 parameter="request_id",
                 value=message.request_id,
             )
-        request = Request(message, hash_root=self._kv.hash_root(message.cache_salt))
+        hash_root = self._kv.hash_root(message.cache_salt, message.adapter)
+        request = Request(message, hash_root=hash_root)
         assert 0 < request.num_prompt_tokens, f"{request}: empty prompt"
         assert 0 < message.max_tokens, f"{request}: max_tokens={message.max_tokens}"
         assert request.max_num_tokens <= self._max_model_len, (
@@ -149,6 +164,8 @@ class Scheduler:
         assert not dispatched, f"{len(dispatched)} steps are on their way"
         while running:
             self._places.preempt(running.pop())
+        if self._gate is not None:
+            self._gate.lose()
         forgotten = self.reset_prefix_cache()
         assert forgotten, "blocks are in use, and no request runs"
         self._settle()
@@ -200,8 +217,16 @@ class Scheduler:
         """Queue the requests that features hold no longer. Return whether there are any."""
         ready = [one for feature in self._features for one in feature.ready(wait=wait)]
         for request in ready:
-            self._places.release(request)
+            if request.error is None or request.is_finished:
+                self._places.release(request)
+            else:
+                self._failed.append(self._places.end(request, FinishReason.ERROR, request.error))
         return bool(ready)
+
+    def take_failed(self) -> list[EngineOutput]:
+        """Return the outputs of requests that have ended since the last call without running."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def _schedule_running(self, draft: StepDraft, budget: int) -> tuple[int, bool]:
         """Serve running requests. Return the budget left, and whether one was preempted."""
@@ -269,6 +294,9 @@ class Scheduler:
             request = places.waiting.peek()
             if request is None:
                 break
+            if self._gate is not None and not self._gate.admits(request):
+                places.hold_first()
+                continue
             prefix = self._kv.find_prefix(request)
             num_cached = prefix * self._kv.block_size
             n = self._limit(request, request.num_tokens - num_cached, budget)
@@ -285,7 +313,8 @@ class Scheduler:
                     self.stats.prefix_cache_queries += request.num_tokens
             request.num_computed_tokens = num_cached + n
             budget -= n
-            draft.admit(request, num_cached)
+            adapter = NO_ADAPTER if self._gate is None else self._gate.admitted(request)
+            draft.admit(request, num_cached, adapter)
             draft.add_row(request, n)
             self.stats.num_prompt_tokens += request.count_prompt_tokens(n)
         return budget

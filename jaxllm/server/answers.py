@@ -16,8 +16,9 @@ from jaxllm.errors import ValidationError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.openai.answer import TIMEOUT
-from jaxllm.openai.endpoints import Endpoint, Request
+from jaxllm.openai.endpoints import Background, Endpoint, Request
 from jaxllm.openai.errors import UnavailableError
+from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import RequestOutput
 from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
@@ -46,6 +47,7 @@ class _Job(NamedTuple):
     created: int
     deadline: float | None  # on the clock of the event loop
     request: Request
+    served: ServedModel  # as the request names it
     params: SamplingParams
     beams: BeamSearchParams | None  # of a search, in place of samples
     trace_headers: dict[str, str] | None  # of the parent span, if tracing is on
@@ -111,17 +113,55 @@ class AnswerEndpoint:
             raise job.request.in_its_words(error) from error
 
     async def _answer_to(self, job: _Job, size: int, events: EventStream) -> Response | None:
-        service, request = self._service, job.request
+        if job.request.is_background:
+            return await self._begin(job, size)
+        async with self._admitted(job, size) as inputs:
+            if not job.request.stream:
+                return json_response(await self._whole(job, inputs))
+            await self._stream(job, inputs, events)
+            return None
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, job: _Job, size: int) -> AsyncGenerator[list[ProcessedInput], None]:
+        """Prepare the prompts, and count the request as under way within this context."""
+        service = self._service
         with service.admission.answers(job.num_answers):
             inputs = await self._inputs(job, size)
             lengths = [len(one.prompt_token_ids) for one in inputs]
-            most, shown = service.options.max_request_logprobs, request.num_prompt_copies
+            most, shown = service.options.max_request_logprobs, job.request.num_prompt_copies
             check_logprobs(job.params, lengths, self._engine.info, most, num_shown=shown)
             with service.admission.tokens(sum(lengths)):
-                if not request.stream:
-                    return json_response(await self._whole(job, inputs))
-                await self._stream(job, inputs, events)
-                return None
+                yield inputs
+
+    async def _begin(self, job: _Job, size: int) -> Response:
+        """Begin an answer for which the client does not wait."""
+        background = self._endpoint.background
+        assert background is not None, "this endpoint reads no such requests"
+        stack = contextlib.AsyncExitStack()
+        inputs = await stack.enter_async_context(self._admitted(job, size))
+        body = background.begin(job.request, job.created, job.served)
+        task = asyncio.create_task(self._go_on(background, job, inputs, stack))
+        self._service.background.add(task)
+        task.add_done_callback(self._service.background.discard)
+        return json_response(body)
+
+    async def _go_on(
+        self,
+        background: Background,
+        job: _Job,
+        inputs: Sequence[ProcessedInput],
+        stack: contextlib.AsyncExitStack,
+    ) -> None:
+        """Make an answer in the background. The stack is what counts it as under way."""
+        async with stack:
+            try:
+                await self._whole(job, inputs)
+            except asyncio.CancelledError:
+                error = UnavailableError("the server is stopping")
+                background.fail(job.request, job.created, job.served, body_of(error))
+                raise
+            except Exception as error:
+                background.fail(job.request, job.created, job.served, body_of(error))
 
     async def _inputs(self, job: _Job, size: int) -> list[ProcessedInput]:
         """Validate and tokenize all prompts, off the event loop."""
@@ -129,7 +169,7 @@ class AnswerEndpoint:
         if job.params.structured_outputs is None:
             process = partial(self._process, job)
             return await service.in_text_thread(request.conversation, process, size)
-        read = partial(request.prompts, service.served)
+        read = partial(request.prompts, job.served)
         prompts = await service.in_text_thread(request.conversation, read, size)
         process = partial(self._process, job, prompts)
         return await self._engine.in_tokenizer_thread(process, size, has_form=True)
@@ -138,7 +178,7 @@ class AnswerEndpoint:
         options, served = self._service.options, self._service.served
         value = decode_json(body, options.max_json_depth)
         request = self._endpoint.request.read(value, live=True)
-        served.check_name(request.model)
+        served = served.named(request.model)
         params = request.sampling_params(served)
         return _Job(
             id=uuid.uuid4().hex,
@@ -148,6 +188,7 @@ class AnswerEndpoint:
             if options.request_timeout is None
             else arrival.at + options.request_timeout,
             request=request,
+            served=served,
             params=params,
             beams=request.beam_search(params, served),
             trace_headers=arrival.trace_headers,
@@ -160,7 +201,7 @@ class AnswerEndpoint:
         options = None if truncate is None else {"truncate_prompt_tokens": truncate}
         inputs = []
         if prompts is None:
-            prompts = request.prompts(self._service.served)
+            prompts = request.prompts(job.served)
         for place, prompt in enumerate(prompts):
             try:
                 one = self._engine.process_input(
@@ -170,7 +211,8 @@ class AnswerEndpoint:
                     priority=request.priority or 0,
                     tokenization_kwargs=options,
                     trace_headers=job.trace_headers,
-                    reasoning=request.reasoning(self._service.served),
+                    reasoning=request.reasoning(job.served),
+                    lora_request=job.served.lora_request,
                 )
                 if job.beams is not None:
                     fitting(job.beams, one, self._engine.info)  # refuses
@@ -185,14 +227,12 @@ class AnswerEndpoint:
             async for place, output in outputs:
                 last[place] = output
         in_order = [last[place] for place in range(len(inputs))]
-        served = self._service.served
-        return self._endpoint.answer(job.request, job.name, job.created, in_order, served)
+        return self._endpoint.answer(job.request, job.name, job.created, in_order, job.served)
 
     async def _stream(
         self, job: _Job, inputs: Sequence[ProcessedInput], events: EventStream
     ) -> None:
-        served = self._service.served
-        chunks = self._endpoint.stream(job.request, job.name, job.created, served)
+        chunks = self._endpoint.stream(job.request, job.name, job.created, job.served)
         try:
             async with (
                 events.kept_alive(self._service.options.sse_keep_alive_interval),

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.openai.errors import NotFoundError
+from jaxllm.openai.pooling.endpoints import POOLING_PATHS
 from jaxllm.server.auth import Authentication, Keys
 from jaxllm.server.endpoint import Access
 from jaxllm.server.endpoints import offered
@@ -84,11 +85,29 @@ def make_app(service: Service, keys: Keys, lifespan: Lifespan) -> Starlette:
 async def _of_starlette(request: Request, error: Exception) -> Response:
     """The path does not exist, or not with this method."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 404 and request.url.path in POOLING_PATHS:
+        return error_response(
+            NotFoundError(
+                f"there is no {request.url.path!r} here: the engine generates; start one with "
+                "--runner pooling, or a model that pools"
+            )
+        )
     if error.status_code == 404:
         return error_response(NotFoundError(f"there is no {request.url.path!r:.80} here"))
-    return error_response(
-        HTTPError(error.status_code, "BadRequestError", error.detail, error.headers)
-    )
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(sorted(_methods(request)))
+    return error_response(HTTPError(error.status_code, "BadRequestError", error.detail, headers))
+
+
+def _methods(request: Request) -> set[str]:
+    """The methods of a path, which may be those of several routes."""
+    return {
+        method
+        for route in request.app.routes
+        if route.path_regex.match(request.url.path)
+        for method in route.methods
+    }
 
 
 async def _of_ours(request: Request, error: Exception) -> Response:

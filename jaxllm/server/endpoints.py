@@ -9,6 +9,7 @@ from jaxllm.anthropic.endpoints import ANTHROPIC, MESSAGES
 from jaxllm.anthropic.message import Message
 from jaxllm.anthropic.request import CountTokensRequest, MessagesBody
 from jaxllm.anthropic.stream import MessageEvent
+from jaxllm.openai.batches.objects import Batch, BatchBody, BatchList, DeletedFile, File, FileList
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import ChatCompletion
 from jaxllm.openai.chat_stream import ChatChunk
@@ -18,12 +19,13 @@ from jaxllm.openai.completions import CompletionRequest
 from jaxllm.openai.endpoints import CHAT, COMPLETIONS
 from jaxllm.openai.endpoints import Endpoint as AnsweredEndpoint
 from jaxllm.openai.models import ModelCard, ModelList
+from jaxllm.openai.pooling.endpoints import POOLING_PATHS
 from jaxllm.openai.responses.endpoint import WIRE
 from jaxllm.openai.responses.events import ResponseEvent
 from jaxllm.openai.responses.request import ResponsesBody
 from jaxllm.openai.responses.response import Response as ResponseBody
 from jaxllm.openai.schema import Schema, ref
-from jaxllm.server import admin, responses, status
+from jaxllm.server import adapters, admin, batches, files, responses, status
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Keys
 from jaxllm.server.count_tokens import TokenCount, count_tokens
@@ -31,6 +33,7 @@ from jaxllm.server.endpoint import Access, Endpoint, Handler, by
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.openapi import describe
 from jaxllm.server.page.files import PAGE
+from jaxllm.server.pooling import PoolingEndpoint
 from jaxllm.server.render import Rendered, render_chat, render_completions
 from jaxllm.server.service import Service
 from jaxllm.server.tokenize import (
@@ -74,6 +77,7 @@ def _admin(
     summary: str,
     method: str = "POST",
     *,
+    body: type | None = None,
     answer: Schema | None = None,
     errors: tuple[int, ...] = _OF_ADMIN,
     **query: Schema,
@@ -85,6 +89,8 @@ def _admin(
         summary,
         (method,),
         Access.ADMIN,
+        body=() if body is None else (body,),
+        content_type=None if body is None else "text/plain",
         answer=answer,
         errors=errors,
         query=parameters,
@@ -96,6 +102,23 @@ def _object(**properties: str) -> Schema:
     types = {name: {"type": type_} for name, type_ in properties.items()}
     return {"type": "object", "properties": types, "required": list(types)}
 
+
+def _part(most: int, **more: Schema) -> tuple[tuple[str, Schema], ...]:
+    """Parameters that choose a part of a list."""
+    limit = {"type": "integer", "minimum": 1, "maximum": most}
+    return ("limit", limit), ("after", {"type": "string"}), *more.items()
+
+
+_OF_FILES = _part(10_000, order={"enum": ["asc", "desc"]}, purpose={"type": "string"})
+_UPLOAD: Schema = {
+    "type": "object",
+    "properties": {
+        "purpose": {"const": "batch"},
+        "file": {"contentMediaType": "application/octet-stream"},  # bytes, which have no type
+    },
+    "required": ["purpose", "file"],
+    "additionalProperties": False,
+}
 
 FOR_USERS = (
     _probe("/health", status.health, "Whether the engine lives", "GET"),
@@ -123,8 +146,28 @@ FOR_USERS = (
             answer=ResponseBody, chunk=ResponseEvent, wire=WIRE),
     Endpoint("/v1/responses/{id}", by(responses.by_method), "A stored response",
              ("GET", "DELETE"), answer=_object(), errors=(400, 404)),
+    Endpoint("/v1/responses/{id}/cancel", by(responses.cancel), "End a background response",
+             ("POST",), answer=_object(), errors=(400, 404)),
     Endpoint("/v1/responses/{id}/input_items", by(responses.input_items), "What it was made of",
              answer=responses.InputItems, errors=(404,)),
+    Endpoint("/v1/files", by(files.upload_file), "Keep a file of requests", ("POST",),
+             form=_UPLOAD, answer=File, errors=(400, 404, 408, 413, 415)),
+    Endpoint("/v1/files", by(files.list_files), "The files that are kept", answer=FileList,
+             errors=(400, 404), query=_OF_FILES),
+    Endpoint("/v1/files/{id}", by(files.show_file), "One of them", answer=File,
+             errors=(400, 404)),
+    Endpoint("/v1/files/{id}", by(files.delete_file), "Delete it", ("DELETE",),
+             answer=DeletedFile, errors=(400, 404)),
+    Endpoint("/v1/files/{id}/content", by(files.file_content), "What is in it",
+             content_type="application/octet-stream", errors=(400, 404)),
+    _posted("/v1/batches", by(batches.create_batch), "Answer the requests of a file",
+            body=(BatchBody,), answer=Batch),
+    Endpoint("/v1/batches", by(batches.list_batches), "The batches", answer=BatchList,
+             errors=(400, 404), query=_part(100)),
+    Endpoint("/v1/batches/{id}", by(batches.show_batch), "One of them", answer=Batch,
+             errors=(400, 404)),
+    Endpoint("/v1/batches/{id}/cancel", by(batches.cancel_batch), "End it", ("POST",),
+             answer=Batch, errors=(400, 404)),
     _answers("/v1/messages", MESSAGES, "The next message, in Anthropic's protocol", MessagesBody,
              Message, MessageEvent),
     _posted("/v1/messages/count_tokens", partial(JSONEndpoint, count_tokens, wire=ANTHROPIC),
@@ -136,6 +179,11 @@ FOR_USERS = (
     _posted("/detokenize", partial(JSONEndpoint, detokenize), "The text of token ids",
             body=(DetokenizeRequest,), answer=Detokenized),
 )  # fmt: skip
+# Of an engine that pools.
+FOR_POOLING = tuple(
+    _posted(path, partial(PoolingEndpoint, kind), summary, body=(kind,), answer=answer)
+    for path, (kind, answer, summary) in POOLING_PATHS.items()
+)
 FOR_OPERATORS = (
     _admin("/sleep", admin.sleep, "Give memory back and let requests wait",
            level={"type": "integer", "default": 1},
@@ -160,12 +208,22 @@ OF_PROFILER = (
     _admin("/start_profile", admin.start_profile, "Begin a profile"),
     _admin("/stop_profile", admin.stop_profile, "End it and write it"),
 )
-ENDPOINTS = (*FOR_USERS, *OF_TOKENIZER, *PAGE, *FOR_OPERATORS, *OF_PROFILER)
+OF_ADAPTERS = (
+    _admin("/v1/load_lora_adapter", adapters.load, "Serve a further adapter",
+           body=adapters.LoadAdapter, errors=_OF_BODIES),
+    _admin("/v1/unload_lora_adapter", adapters.unload, "Serve an adapter no longer",
+           body=adapters.UnloadAdapter, errors=_OF_BODIES),
+)  # fmt: skip
+ENDPOINTS = (
+    *FOR_USERS, *FOR_POOLING, *OF_TOKENIZER, *PAGE, *FOR_OPERATORS, *OF_PROFILER, *OF_ADAPTERS
+)  # fmt: skip
 
 
 def offered(service: Service, keys: Keys) -> list[Endpoint]:
     """Those that a server has."""
     found = list(FOR_USERS)
+    if service.engine.info.pooling is not None:
+        found += FOR_POOLING
     if service.options.enable_tokenizer_info_endpoint:
         found += OF_TOKENIZER
     if not service.options.disable_page:
@@ -174,4 +232,6 @@ def offered(service: Service, keys: Keys) -> list[Endpoint]:
         found += FOR_OPERATORS
         if service.engine.config.profiler.profile_dir is not None:
             found += OF_PROFILER
+        if service.engine.info.adapters is not None:
+            found += OF_ADAPTERS
     return found

@@ -67,6 +67,7 @@ class EngineMetrics:
             *families.of_stats(self._stats),
             *families.of_groups(self._stats, self._engine.info.cache_groups),
             *families.of_memory(self._memory, resident_bytes()),
+            *families.of_adapters(self._engine.info, self._stats),
             families.of_cache(self._engine.config.cache, self._engine.info, len(self._stats)),
         ]
 
@@ -112,6 +113,20 @@ class Figures:
                     labels = (self._model, str(number), str(index), window)
                     family.add_metric(labels, count)
             yield family
+
+    def of_adapters(self, info: EngineInfo, replicas: Sequence[EngineStats]) -> Iterator[Metric]:
+        """The adapters of running and of waiting requests, in the labels."""
+        if info.adapters is None:
+            return
+        family = GaugeMetricFamily(
+            f"{self._prefix}:lora_requests_info",
+            "Adapters in use, in the labels.",
+            labels=(*_LABELS, "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
+        for number, stats in enumerate(replicas):
+            names = (",".join(stats.adapters_running), ",".join(stats.adapters_waiting))
+            family.add_metric((self._model, str(number), str(info.adapters.max_loras), *names), 1)
+        yield family
 
     def of_memory(self, engine: EngineMemory | None, server_bytes: int) -> Iterator[Metric]:
         """Metrics of processes, and of devices whose backend reports its memory."""

@@ -15,7 +15,8 @@ from prometheus_client.registry import Collector
 
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.metrics.finished_request import FinishedRequest
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import AnyOutput, RequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.server.histogram import Histogram
 from jaxllm.server.summed_metrics import added, report
@@ -87,8 +88,10 @@ class ServerMetrics:
         engine.on_output.remove(self.observe_output)
         engine.on_end.remove(self.observe_end)
 
-    def observe_output(self, output: RequestOutput) -> None:
+    def observe_output(self, output: AnyOutput) -> None:
         """Observe an output. Every output except a request's last one is a piece of a stream."""
+        if not isinstance(output, RequestOutput):
+            return
         if output.metrics is None or not output.metrics.num_generation_tokens:
             return
         now = time.monotonic()
@@ -108,6 +111,9 @@ class ServerMetrics:
         for reason in request.finish_reasons:
             self._success.labels(self._model, str(times.replica), reason).inc()
         num_tokens = sum(request.num_generation_tokens)
+        if isinstance(params, PoolingParams):
+            self._observe_pooling(request)
+            return
         if not num_tokens:
             return  # it was aborted before its first token
         observed: dict[str, float] = {
@@ -135,8 +141,23 @@ class ServerMetrics:
                 observed["request_time_per_output_token_seconds"] = mean
                 if params.output_kind is RequestOutputKind.FINAL_ONLY:
                     observed["inter_token_latency_seconds"] = mean
+        self._note(times.replica, observed)
+
+    def _observe_pooling(self, request: FinishedRequest) -> None:
+        if request.times.scheduled_ts:
+            self._note(
+                request.times.replica,
+                {
+                    "e2e_request_latency_seconds": request.e2e_s,
+                    "request_prompt_tokens": request.num_prompt_tokens,
+                    "request_queue_time_seconds": request.queue_s,
+                    "request_inference_time_seconds": request.inference_s,
+                },
+            )
+
+    def _note(self, replica: int, observed: dict[str, float]) -> None:
         for name, value in observed.items():
-            self._histograms[times.replica][name].observe(max(value, 0.0))
+            self._histograms[replica][name].observe(max(value, 0.0))
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics; the registry calls this."""

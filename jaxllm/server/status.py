@@ -27,7 +27,8 @@ async def load(service: Service, request: Request) -> Response:
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    return json_response(ModelList(data=[_model(service, name) for name in service.served.names]))
+    names = [*service.served.names, *(one.lora_name for one in service.served.adapters)]
+    return json_response(ModelList(data=[_model(service, name) for name in names]))
 
 
 async def show_model(service: Service, request: Request) -> Response:
@@ -47,9 +48,12 @@ async def expose_metrics(service: Service, request: Request) -> Response:
 
 
 def _model(service: Service, name: str) -> ModelCard:
+    adapter = service.served.adapters.get(name)
+    parent = None if adapter is None else adapter.base_model_name or service.served.names[0]
     return ModelCard(
         id=name,
         created=service.started,
-        root=service.engine.info.model,
+        root=service.engine.info.model if adapter is None else adapter.lora_path,
+        parent=parent,
         max_model_len=service.engine.info.max_model_len,
     )

@@ -82,6 +82,9 @@ class SimulatedExecutor:
         self.now += self._num_collected * self._half_host_s
         self._num_collected = 0
 
+    def lay_out_adapter(self, adapter: object) -> object:
+        return adapter  # no step reads it
+
     def check(self) -> None: ...
 
     def reset(self) -> None:

@@ -7,7 +7,7 @@ tensor is read on access, and `release` frees its memory.
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol, Self
@@ -156,19 +156,20 @@ def open_checkpoint(model_dir: Path) -> OpenCheckpoint:
 
 
 class Checkpoint:
-    """The tensors of safetensors files."""
+    """The tensors of safetensors files: all of a model, or the given ones of a directory."""
 
-    def __init__(self, model_dir: Path):
+    def __init__(self, model_dir: Path, *, files: Sequence[Path] | None = None):
         self.tensors: dict[str, TensorInfo] = {}
         self._maps: dict[Path, mmap.mmap] = {}
-        for file in _weight_files(model_dir):
+        for file in _weight_files(model_dir) if files is None else files:
             for name, info in _read_header(file).items():
                 if name in self.tensors:
                     raise CheckpointError(
                         f"tensor {name} is both in {self.tensors[name].file.name} and {file.name}"
                     )
                 self.tensors[name] = info
-        _check_index(model_dir / _INDEX, self.tensors)
+        if files is None:
+            _check_index(model_dir / _INDEX, self.tensors)
 
     def __enter__(self) -> "Checkpoint":
         return self

@@ -11,11 +11,15 @@ from jaxllm.engine import commands
 from jaxllm.engine.busy_loop import EVERYBODY, BusyLoop, Letter
 from jaxllm.engine.commands import (
     COMMANDS,
+    AddLora,
     Command,
     GetMemory,
     GetStats,
     IsSleeping,
+    ListLoras,
     Order,
+    PinLora,
+    RemoveLora,
     ResetPrefixCache,
     Sleep,
     StartProfile,
@@ -27,8 +31,11 @@ from jaxllm.engine.commands import (
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.replicas import Replicas
 from jaxllm.errors import EngineDeadError
+from jaxllm.lora.adapter_file import content_of
+from jaxllm.lora.request import Adapter
 from jaxllm.messages import Call, CallFailed, EngineRequest, FromEngine, Stop, ToEngine
 from jaxllm.metrics.memory import DeviceMemory
+from tests.adapters import LIMITS, write
 from tests.stand_in import StandIn
 
 
@@ -65,7 +72,7 @@ class Die(Order, frozen=True):
 
 @pytest.fixture
 def devices():
-    return [StandIn(number=0), StandIn(number=1)]
+    return [StandIn(number=number, adapters=LIMITS) for number in range(2)]
 
 
 @pytest.fixture
@@ -131,7 +138,7 @@ def drain(engine):
     return tokens
 
 
-def test_each_command_reaches_each_core(engine, cores, devices):
+def test_each_command_reaches_each_core(engine, cores, devices, tmp_path):
     num_cores = 1 if engine is cores[0] else 2
     done = []
 
@@ -155,6 +162,12 @@ def test_each_command_reaches_each_core(engine, cores, devices):
     assert memory.devices == [[DeviceMemory(i, 5, 7, 9)] for i in range(num_cores)]
     assert call(StartProfile()) is None
     assert call(StopProfile()) is None
+    adapter = Adapter("sql", 3, str(write(tmp_path)), content_of(tmp_path))
+    assert call(AddLora(adapter)) is None
+    assert call(ListLoras()) == [3]
+    assert call(PinLora(3)) is True and call(PinLora(4)) is False
+    assert all(core.adapters.numbers() == {3} for core in cores[:num_cores])
+    assert call(RemoveLora(3)) is True
     assert set(done) == set(COMMANDS)
 
 

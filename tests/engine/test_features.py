@@ -183,7 +183,7 @@ def test_the_two_lists_name_the_same_features(model):
     config = EngineConfig.create(model=model, **OPTIONS)
     plan = make_plan(config)
     on_device = [feature.name for feature in device_features(plan)]
-    assert [feature.name for feature in host_features(config)] == on_device
+    assert [feature.name for feature in host_features(make_plan(config).info())] == on_device
     assert len(set(on_device)) == len(on_device) > 0
 
 

@@ -9,6 +9,7 @@ import random
 
 import numpy as np
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError
 from jaxllm.models.registry import family_names
@@ -112,7 +113,7 @@ def write(fields, path, seed):
         model.tie_weights()
         model.save_pretrained(path)
         model = model_class.from_pretrained(path, dtype="float32", attn_implementation="eager")
-        return prompt, model(torch.tensor([prompt])).logits[0].numpy()
+        return prompt, model(torch.tensor([prompt]), use_cache=False).logits[0].numpy()
 
 
 @pytest.mark.sweep
@@ -124,7 +125,11 @@ def test_logits_match_transformers_or_the_setting_is_refused(family, seed, tmp_p
     fields = draw(family, seed)
     try:
         prompt, expected = write(fields, tmp_path, seed)
-    except (ValueError, RuntimeError) as error:  # sizes that do not fit each other, too
+    except (
+        ValueError,
+        RuntimeError,
+        StrictDataclassError,
+    ) as error:  # sizes that do not fit each other, too
         pytest.skip(f"transformers refuses {fields}: {error}")
     try:
         model = single_row(tmp_path, num_blocks=40)

@@ -29,6 +29,10 @@ FURTHER = (
     "deepseek-v3-plain-queries-biases-halves-tied",
     "deepseek-v2-lite-plain-queries-mlp-biases",
     "mistral4-no-groups-all-sparse-halves",
+    "falcon-h1-norm-first-biases",
+    "falcon-h1-no-norm",
+    "mamba2-one-group-biases-tied",
+    "nemotron-3-super-latent-biases-types",
 )
 # Norms over all of six heads. Three kv heads are in two devices each, and one is in three or six.
 _SIX = {"num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 96}

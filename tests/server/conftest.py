@@ -81,6 +81,7 @@ class Host:
         served = ServedModel.of(
             self.engine,
             options.served_model_name,
+            options.lora_modules,
             trust_request_chat_template=options.trust_request_chat_template,
             answer_format=options.answer_format,
         )
@@ -127,6 +128,13 @@ async def _shut_down(engine):
 @pytest.fixture(scope="session")
 def host(engine_options, llm):  # after LLM, which fills the cache of compiled programs
     host = Host(engine_options)
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def host_with_adapters(engine_options, llm):
+    host = Host(engine_options | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8})
     yield host
     host.close()
 

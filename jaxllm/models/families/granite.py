@@ -11,7 +11,7 @@ from jaxllm.layers.attention import AttentionSpec
 from jaxllm.models.checkpoint_map import LLAMA_NAMES
 from jaxllm.models.family import Family, pre_norm_layer, read_attention, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
-from jaxllm.models.specs import Architecture, FFNSpec
+from jaxllm.models.specs import Architecture, FFNSpec, MixerSpec
 
 
 def read(name: str, config: HFConfig) -> Architecture:
@@ -27,16 +27,16 @@ def read_attention_of_granite(config: HFConfig) -> AttentionSpec:
 
 
 def read_granite(
-    name: str, config: HFConfig, ffn: FFNSpec, attentions: Sequence[AttentionSpec] | None = None
+    name: str, config: HFConfig, ffn: FFNSpec, mixers: Sequence[MixerSpec] | None = None
 ) -> Architecture:
-    """Read a Granite with this ffn in all layers. Without `attentions` all layers have the same."""
-    if attentions is None:
+    """Read a Granite with this ffn in all layers. Without `mixers` all have the same attention."""
+    if mixers is None:
         num_layers = config.integer("num_hidden_layers")
-        attentions = [read_attention_of_granite(config)] * num_layers
+        mixers = [read_attention_of_granite(config)] * num_layers
     scale = config.positive("residual_multiplier", 1.0)
     layers = [
-        dataclasses.replace(pre_norm_layer(config, attention, ffn), residual_scale=scale)
-        for attention in attentions
+        dataclasses.replace(pre_norm_layer(config, mixer, ffn), residual_scale=scale)
+        for mixer in mixers
     ]
     return read_decoder(
         name,

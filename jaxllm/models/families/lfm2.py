@@ -7,19 +7,16 @@ says: two thirds of it, rounded up.
 import dataclasses
 from collections.abc import Iterable
 
-from jaxllm.errors import CheckpointError, shown
 from jaxllm.layers.attention import QKNorm
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.layers.short_conv import ShortConvSpec
 from jaxllm.models.blocks import PreNormBlock
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, concatenated
-from jaxllm.models.family import FULL, Family, read_attention, read_decoder, read_mlp
+from jaxllm.models.family import Family, read_attention, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
-from jaxllm.models.read_moe import read_numbers
-from jaxllm.models.read_recurrent import read_conv_width, taps
+from jaxllm.models.read_recurrent import read_conv_width, read_kinds, read_layer_numbers, taps
 from jaxllm.models.specs import Architecture, FFNSpec, LayerSpec
 
-_CONV = "conv"  # in `layer_types`
 # Of the class in transformers, where they are not those that most families share.
 DEFAULTS = {
     "vocab_size": 65_536,
@@ -74,19 +71,12 @@ def read_lfm2(name: str, config: HFConfig, ffns: Iterable[FFNSpec]) -> Architect
 
 def _read_kinds(config: HFConfig) -> list[bool]:
     """Whether each layer has a convolution."""
-    num_layers = config.integer("num_hidden_layers")
-    kinds = config.layer_types(num_layers, supported=(FULL, _CONV))
-    with_attention = read_numbers(config, "full_attn_idxs")
+    kinds = read_kinds(config, ("conv",))
+    with_attention = read_layer_numbers(config, "full_attn_idxs")
     if kinds is not None:
-        return [kind == _CONV for kind in kinds]
-    if config.get("full_attn_idxs") is None:
-        return [False] * num_layers
-    if not all(0 <= index < num_layers for index in with_attention):
-        raise CheckpointError(
-            f"config.json: full_attn_idxs={shown(with_attention)} must be below "
-            f"num_hidden_layers={num_layers}"
-        )
-    return [index not in with_attention for index in range(num_layers)]
+        return kinds
+    indices = range(config.integer("num_hidden_layers"))
+    return [with_attention is not None and index not in with_attention for index in indices]
 
 
 def _read_width(config: HFConfig, size: int) -> int:

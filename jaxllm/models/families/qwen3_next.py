@@ -17,7 +17,7 @@ from jaxllm.models.families.qwen3_moe import read_router
 from jaxllm.models.family import Family, read_attention, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.read_moe import TRAINING, read_moe, read_numbers
-from jaxllm.models.read_recurrent import from_groups, read_gated_delta, read_kinds, taps
+from jaxllm.models.read_recurrent import LINEAR, from_groups, read_gated_delta, read_kinds, taps
 from jaxllm.models.specs import Architecture, FFNSpec, LayerSpec
 
 # Of the class in transformers, where they are not those that most families share.
@@ -60,6 +60,9 @@ def read_hybrid(name: str, config: HFConfig, ffns: list[FFNSpec]) -> Architectur
     """Read a Qwen of gated delta nets and gated attention, with these ffns."""
     norm = RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6), offset=1.0, rounds_first=False)
     attention, delta = _read_attention(config, norm), read_gated_delta(config)
+    kinds, interval = read_kinds(config, (LINEAR,)), config.integer("full_attention_interval", 4)
+    if kinds is None:
+        kinds = [(index + 1) % interval != 0 for index in range(len(ffns))]
     layers = [
         LayerSpec(
             mixers=(delta if is_recurrent else attention,),
@@ -67,7 +70,7 @@ def read_hybrid(name: str, config: HFConfig, ffns: list[FFNSpec]) -> Architectur
             norm=norm,
             block=PreNormBlock,
         )
-        for is_recurrent, ffn in zip(read_kinds(config), ffns, strict=True)
+        for is_recurrent, ffn in zip(kinds, ffns, strict=True)
     ]
     return read_decoder(name, config, layers)
 

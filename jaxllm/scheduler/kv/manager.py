@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from jaxllm.cache_groups import CacheGroup
+from jaxllm.lora.request import Adapter
 from jaxllm.scheduler.kv.block_pool import BlockPool
 from jaxllm.scheduler.kv.prefix_hash import block_hashes, group_root_hash, root_hash
 from jaxllm.scheduler.kv.tables import BlockTable
@@ -51,9 +52,10 @@ class KVCacheManager:
         """Blocks that requests hold, by group."""
         return [pool.num_used for pool in self._pools]
 
-    def hash_root(self, cache_salt: str | None) -> bytes | None:
+    def hash_root(self, cache_salt: str | None, adapter: Adapter | None = None) -> bytes | None:
         """Return the root of a request's chain of hashes; None if it shares no blocks."""
-        return root_hash(cache_salt) if self.enable_prefix_caching else None
+        content = None if adapter is None else adapter.content
+        return root_hash(cache_salt, content) if self.enable_prefix_caching else None
 
     def let_share(self, leader: Request, follower: Request) -> None:
         """Let the follower find the leader's blocks even if prefix caching is off."""

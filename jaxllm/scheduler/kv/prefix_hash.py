@@ -9,10 +9,12 @@ from array import array
 from hashlib import sha256
 
 
-def root_hash(cache_salt: str | None) -> bytes:
-    """Return the parent of the first block: only requests with the same salt share blocks."""
+def root_hash(cache_salt: str | None, adapter: str | None = None) -> bytes:
+    """Return the parent of the first block: only requests with the same salt and the same content
+    of an adapter share blocks."""
     kind, salt = (b"open", "") if cache_salt is None else (b"salt", cache_salt)
-    return sha256(kind + salt.encode("utf-8", "surrogatepass")).digest()
+    root = sha256(kind + salt.encode("utf-8", "surrogatepass")).digest()
+    return root if adapter is None else sha256(b"lora" + root + adapter.encode()).digest()
 
 
 def group_root_hash(group: int) -> bytes:

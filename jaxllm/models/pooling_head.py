@@ -1,0 +1,67 @@
+"""What turns a pooled hidden state into what a request gets: in place of a head for logits."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxllm.layers.dense import DenseSpec
+from jaxllm.layers.embedding import Embedding
+from jaxllm.models.checkpoint_map import CheckpointMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingHeadSpec:
+    """The layers behind the pooling, from the hidden size on; none: the state itself is wanted."""
+
+    layers: tuple[DenseSpec, ...] = ()
+    # Scores by the language model head instead: how much likelier the first token is than the
+    # second. Rerankers that answer "yes" or "no" do so.
+    tokens: tuple[int, int] | None = None
+
+    def size(self, hidden_size: int) -> int:
+        """How many numbers there are for a prompt."""
+        if self.tokens is not None:
+            return 1
+        return self.layers[-1].out_size if self.layers else hidden_size
+
+    def make(self, hidden_size: int, *, dtype: DTypeLike) -> "PoolingHead":
+        return PoolingHead(self, hidden_size, dtype=dtype)
+
+    def names(self, names: CheckpointMap) -> CheckpointMap:
+        """The map of a model with this head. Embedders are also written without the names of what
+        is around the decoder, and with or without a head for logits."""
+        if self.tokens is not None:
+            return names
+        layouts = [dataclasses.replace(its, others=()) for its in (names, *names.others)]
+        layouts += [
+            its.with_names(model="", **{its.renamed["model"]: ""} if "model" in its.renamed else {})
+            for its in layouts
+        ]
+        first, *others = [
+            its.with_names(pooling_head="").ignoring(r"(.*\.)?lm_head\..*") for its in layouts
+        ]
+        return dataclasses.replace(first, others=tuple(others))
+
+
+class PoolingHead(nnx.Module):
+    """f32 [n, D] -> f32 [n, K]."""
+
+    def __init__(self, spec: PoolingHeadSpec, hidden_size: int, *, dtype: DTypeLike):
+        self.spec = spec
+        size = hidden_size
+        for layer in spec.layers:
+            setattr(self, layer.name, layer.make(size, dtype=dtype))
+            size = layer.out_size
+
+    def __call__(self, pooled: jax.Array, lm_head: Embedding | None) -> jax.Array:
+        if self.spec.tokens is not None:
+            assert lm_head is not None, "this part of the model has no head"
+            rows = lm_head.weight[...][jnp.array(self.spec.tokens)].astype(jnp.float32)
+            return jnp.matmul(pooled, (rows[:1] - rows[1:]).T, precision=jax.lax.Precision.HIGHEST)
+        for layer in self.spec.layers:
+            pooled = getattr(self, layer.name)(pooled)
+        return pooled

@@ -1,0 +1,1 @@
+"""Embeddings, classes and scores: requests to prompts of an engine that pools; answers."""

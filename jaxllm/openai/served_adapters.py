@@ -1,0 +1,65 @@
+"""The adapters that requests may name as their model, beside the model itself."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+from jaxllm.errors import ValidationError, refused
+from jaxllm.files import parse_json
+from jaxllm.lora.request import LoRARequest
+
+_FIELDS = {"name", "path", "base_model_name"}
+
+
+class ServedAdapters:
+    """Adapters by their names. The names of a server change while it runs."""
+
+    def __init__(self, adapters: Iterable[LoRARequest] = ()):
+        self._by_name = {one.lora_name: one for one in adapters}
+        self._numbers = itertools.count(1 + max((a.lora_int_id for a in self), default=0))
+
+    def __iter__(self) -> Iterator[LoRARequest]:
+        return iter(self._by_name.values())
+
+    def get(self, name: str) -> LoRARequest | None:
+        return self._by_name.get(name)
+
+    def make(self, name: str, path: str) -> LoRARequest:
+        """An adapter with a number of its own; it is not served yet."""
+        known = self._by_name.get(name)
+        number = next(self._numbers) if known is None else known.lora_int_id
+        return LoRARequest(name, number, path)
+
+    def add(self, adapter: LoRARequest) -> None:
+        self._by_name[adapter.lora_name] = adapter
+
+    def remove(self, name: str) -> LoRARequest:
+        return self._by_name.pop(name)
+
+
+def read_lora_modules(modules: Iterable[str]) -> list[LoRARequest]:
+    """The adapters that --lora-modules names: name=path, or a JSON object."""
+    adapters: dict[str, LoRARequest] = {}
+    for number, text in enumerate(modules, 1):
+        adapter = _read_module(text, number)
+        if adapter.lora_name in adapters:
+            raise refused("lora_modules", text, "two adapters have this name")
+        adapters[adapter.lora_name] = adapter
+    return list(adapters.values())
+
+
+def _read_module(text: str, number: int) -> LoRARequest:
+    if not text.lstrip().startswith("{"):
+        name, is_there, path = text.partition("=")
+        if not (name and is_there and path):
+            raise refused("lora_modules", text, "write name=path, or a JSON object")
+        return LoRARequest(name, number, path)
+    try:
+        fields = parse_json(text)
+    except ValueError as error:
+        raise refused("lora_modules", text, f"it is not JSON: {error}") from None
+    if not fields.keys() <= _FIELDS or not {"name", "path"} <= fields.keys():
+        raise refused("lora_modules", text, "an object has name and path, and base_model_name")
+    try:
+        return LoRARequest(fields["name"], number, fields["path"], fields.get("base_model_name"))
+    except ValidationError as error:
+        raise refused("lora_modules", text, str(error)) from error

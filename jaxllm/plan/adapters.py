@@ -1,0 +1,76 @@
+"""What adapters an engine has room for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UnsupportedModelError, refused
+from jaxllm.lora.device import AdapterArrays, adaptable_layers, adapters_bytes
+from jaxllm.lora.request import AdapterLimits
+from jaxllm.models.base import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterPlan:
+    """The slots of adapters on the devices, and the layers that adapters may change."""
+
+    max_loras: int
+    max_lora_rank: int
+    # Name in a checkpoint, inputs, outputs.
+    layers: tuple[tuple[str, int, int], ...]
+    bytes_by_stage: tuple[int, ...]  # on one device
+
+    def arrays(self, model: Model, dtype: Any, mesh: Mesh) -> AdapterArrays:
+        """The arrays for an abstract part of the model."""
+        return AdapterArrays.of(
+            model, num_slots=self.max_loras, rank=self.max_lora_rank, dtype=dtype, mesh=mesh
+        )
+
+    def limits(self, dtype: Any) -> AdapterLimits:
+        return AdapterLimits(
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            dtype=jnp.dtype(dtype).name,
+            layers={name: (inputs, outputs) for name, inputs, outputs in self.layers},
+        )
+
+
+def plan_adapters(
+    config: EngineConfig,
+    in_parts: Sequence[Model],
+    meshes: Sequence[Mesh],
+    dtype: Any,
+    *,
+    pools: bool,
+) -> AdapterPlan | None:
+    """Plan the slots for the parts of a model. None: no adapters are asked for."""
+    lora = config.lora
+    if not lora.enable_lora:
+        return None
+    if pools:
+        raise refused("enable_lora", True, "an engine that pools has no adapters")
+    if config.parallel.nnodes != 1:
+        raise refused("enable_lora", True, "an engine on several hosts has no adapters")
+    layers = {name: sizes for part in in_parts for name, sizes in adaptable_layers(part).items()}
+    if not layers:
+        raise UnsupportedModelError("enable_lora: the model has no layer that adapters can change")
+    plan = AdapterPlan(
+        max_loras=lora.max_loras,
+        max_lora_rank=lora.max_lora_rank,
+        layers=tuple((name, *sizes) for name, sizes in layers.items()),
+        bytes_by_stage=(),
+    )
+    sizes = (
+        adapters_bytes(plan.arrays(part, dtype, mesh).abstract())
+        for part, mesh in zip(in_parts, meshes, strict=True)
+    )
+    return AdapterPlan(
+        max_loras=plan.max_loras,
+        max_lora_rank=plan.max_lora_rank,
+        layers=plan.layers,
+        bytes_by_stage=tuple(sizes),
+    )

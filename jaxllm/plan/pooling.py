@@ -1,0 +1,238 @@
+"""Decides whether an engine pools, and how: by the model's files, and by what the user says."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import (
+    CheckpointError,
+    UnsupportedModelError,
+    ValidationError,
+    refused,
+    shown,
+)
+from jaxllm.files import read_json
+from jaxllm.models.architecture import read_architecture
+from jaxllm.models.hf_config import merge_overrides
+from jaxllm.models.pooling_head import PoolingHeadSpec
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.specs import Architecture
+from jaxllm.pooler_config import Pooling, PoolingConfig, SeqPooling
+from jaxllm.pooling.files import SentenceModel, read_sentence_model
+
+Activation = Literal["softmax", "sigmoid", "none"]
+
+_CLASSIFIER = "ForSequenceClassification"
+_MAX_CLASSES = 1 << 16
+_MAX_TOKENIZER_BYTES = 1 << 28
+# Fields in which a cross-encoder names its activation, and what they may say.
+_ACTIVATION_FIELDS = ("activation_fn", "sbert_ce_default_activation_function")
+_ACTIVATIONS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid"}
+
+
+class _Chosen(NamedTuple):
+    pooling: Pooling
+    head: PoolingHeadSpec
+
+
+def read_model(
+    config: EngineConfig, hf_config: Mapping[str, Any], model_dir: Path
+) -> tuple[Architecture, Pooling | None]:
+    """Read what a model computes, and how the engine pools it; None: it generates."""
+    merged = merge_overrides(hf_config, config.model.hf_overrides or {})
+    pools = _pools(config.pooling, merged, model_dir)
+    sentence = read_sentence_model(model_dir) if pools else None
+    longest = None if sentence is None else sentence.max_seq_length
+    architecture = read_architecture(
+        merged,
+        max_model_len=config.model.max_model_len or longest,
+        quantization=config.model.quantization,
+        pools=pools,
+    )
+    if not pools:
+        return architecture, None
+    is_encoder = ModelRegistry.family(architecture.name).is_encoder
+    _check(config, is_encoder)
+    pooling, head = _choose(config, architecture, model_dir, sentence)
+    if longest is not None and config.model.max_model_len is None:
+        longest = min(longest, architecture.max_model_len)
+        architecture = dataclasses.replace(architecture, max_model_len=longest)
+    pooling = msgspec.structs.replace(
+        pooling, sees_all=is_encoder, num_token_types=architecture.num_token_types
+    )
+    return dataclasses.replace(architecture, pooling_head=head), pooling
+
+
+def pooling_bytes(pooling: Pooling, *, hidden_size: int, num_tokens: int, num_rows: int) -> int:
+    """The bytes for pooling on each device: what slots keep, and the vectors of the steps in flight
+    and of the next one."""
+    in_slots = num_rows * hidden_size if pooling.needs_whole_prompts else 0
+    return 4 * (in_slots + 2 * (num_tokens + num_rows) * pooling.size)
+
+
+def _pools(config: PoolingConfig, hf_config: Mapping[str, Any], model_dir: Path) -> bool:
+    """Whether the engine pools."""
+    if config.runner == "pooling":
+        return True
+    if config.runner == "auto":
+        names = [str(name) for name in hf_config.get("architectures") or ()]
+        if any(map(_is_headless, names)) or read_sentence_model(model_dir) is not None:
+            return True
+    for name, neutral in (("convert", ("auto", "none")), ("pooler_config", (None, {}))):
+        if (value := getattr(config, name)) not in neutral:
+            raise refused(name, value, "the engine generates; start it with runner='pooling'")
+    return False
+
+
+def _is_headless(name: str) -> bool:
+    return name.endswith((_CLASSIFIER, "Model")) and not name.endswith("LMHeadModel")
+
+
+def _check(config: EngineConfig, is_encoder: bool) -> None:
+    """Refuse what does not go with an engine that pools."""
+    if is_encoder and config.cache.enable_prefix_caching:
+        raise refused(
+            "enable_prefix_caching",
+            True,
+            "the model is an encoder: what it computes of a token depends on those behind it; "
+            "leave it out",
+        )
+    if config.speculation.read() is not None:
+        raise ValidationError(
+            "speculative_config: the engine pools (runner='pooling') and generates nothing that "
+            "could be drafted; leave it out",
+            parameter="speculative_config",
+        )
+    if config.model.logits_processors:
+        raise refused(
+            "logits_processors",
+            config.model.logits_processors,
+            "the engine pools (runner='pooling') and samples no tokens; leave it out",
+        )
+
+
+def _choose(
+    config: EngineConfig,
+    architecture: Architecture,
+    model_dir: Path,
+    sentence: SentenceModel | None,
+) -> _Chosen:
+    hf_config, asked = architecture.hf_config, config.pooling.read()
+    family = ModelRegistry.family(architecture.name)
+    how: SeqPooling = asked.of_sequences or (sentence.seq_pooling if sentence else family.pools_by)
+    convert = config.pooling.convert
+    if convert in ("auto", "none"):
+        names = hf_config.get("architectures") or ()
+        convert = "classify" if any(_CLASSIFIER in str(name) for name in names) else "embed"
+    if convert == "classify":
+        pooling, head = _classifier(architecture, model_dir, how)
+    else:
+        pooling, head = _embedder(architecture, sentence, how)
+    changes: dict[str, Any] = {}
+    if asked.task is not None:
+        if asked.task not in pooling.tasks:
+            known = " and ".join(pooling.tasks)
+            raise refused("pooler_config.task", asked.task, f"the model is run for {known}")
+        changes["default_task"] = asked.task
+    if asked.use_activation is not None:
+        changes["use_activation"] = asked.use_activation
+    if asked.dimensions is not None:
+        pooling.check_dimensions(asked.dimensions)
+        changes["dimensions"] = asked.dimensions
+    return _Chosen(msgspec.structs.replace(pooling, **changes), head)
+
+
+def _embedder(
+    architecture: Architecture, sentence: SentenceModel | None, how: SeqPooling
+) -> _Chosen:
+    if sentence is not None and sentence.denses:
+        raise UnsupportedModelError(
+            f"modules.json: layers behind the pooling ({', '.join(sentence.denses):.80}) are not "
+            "supported yet"
+        )
+    hf_config, head = architecture.hf_config, PoolingHeadSpec()
+    cuts = hf_config.get("matryoshka_dimensions") or ()
+    pooling = Pooling(
+        tasks=("embed", "token_embed"),
+        default_task="embed",
+        seq_pooling=how,
+        size=head.size(architecture.hidden_size),
+        activation="normalize",
+        use_activation=sentence is None or sentence.normalizes,
+        may_be_cut=bool(hf_config.get("is_matryoshka")) and not cuts,
+        cuts=tuple(cuts),
+        dimensions=None if sentence is None else sentence.truncate_dim,
+        prompts=() if sentence is None else sentence.prompts,
+    )
+    return _Chosen(pooling, head)
+
+
+def _classifier(architecture: Architecture, model_dir: Path, how: SeqPooling) -> _Chosen:
+    hf_config = architecture.hf_config
+    if (words := hf_config.get("classifier_from_token")) is not None:
+        head, labels = _by_tokens(words, model_dir), ("LABEL_0",)
+    else:
+        labels = _labels(hf_config)
+        layers = ModelRegistry.family(architecture.name).classifier(architecture, len(labels))
+        head = PoolingHeadSpec(layers=layers)
+    pooling = Pooling(
+        tasks=("classify", "token_classify"),
+        default_task="classify",
+        seq_pooling=how,
+        size=len(labels),
+        activation=_activation(hf_config, len(labels)),
+        labels=labels,
+    )
+    return _Chosen(pooling, head)
+
+
+def _by_tokens(words: object, model_dir: Path) -> PoolingHeadSpec:
+    """The head of a reranker that answers with one of two tokens, such as ["no", "yes"]."""
+    if not (isinstance(words, list | tuple) and len(words) == 2):
+        raise CheckpointError(f"classifier_from_token={shown(words)} must be a list of two tokens")
+    told = read_json(model_dir / "tokenizer.json", most=_MAX_TOKENIZER_BYTES)
+    vocabulary = (told.get("model") or {}).get("vocab")
+    ids = vocabulary if isinstance(vocabulary, dict) else {}
+    unknown = [word for word in words if not isinstance(ids.get(word), int)]
+    if unknown:
+        raise CheckpointError(f"classifier_from_token: tokenizer.json has no token {unknown[0]!r}")
+    no, yes = (ids[word] for word in words)
+    return PoolingHeadSpec(tokens=(yes, no))
+
+
+def _labels(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the classes."""
+    named, count = hf_config.get("id2label"), hf_config.get("num_labels")
+    if isinstance(named, dict) and count in (None, len(named)):
+        try:
+            return tuple(str(named[key]) for key in sorted(named, key=int))
+        except ValueError as error:
+            raise CheckpointError(f"config.json: id2label={shown(named)}: {error}") from None
+    count = 2 if count is None else count  # as in transformers
+    if not isinstance(count, int) or not 1 <= count <= _MAX_CLASSES:
+        raise CheckpointError(f"config.json: num_labels={shown(count)} must be an integer from 1")
+    return tuple(f"LABEL_{index}" for index in range(count))
+
+
+def _activation(hf_config: Mapping[str, Any], num_labels: int) -> Activation:
+    """What makes probabilities of the scores of classes."""
+    told = hf_config.get("sentence_transformers") or {}
+    for name in _ACTIVATION_FIELDS:
+        function = told.get(name) if isinstance(told, dict) else None
+        function = function or hf_config.get(name)
+        if function is not None:
+            kind = _ACTIVATIONS.get(str(function).rpartition(".")[2])
+            if kind is None:
+                raise UnsupportedModelError(
+                    f"config.json: {name}={shown(function)} is not supported; supported are "
+                    f"{' and '.join(_ACTIVATIONS)}"
+                )
+            return kind
+    problem = hf_config.get("problem_type")
+    if problem == "regression":
+        return "none"
+    return "sigmoid" if num_labels == 1 or problem == "multi_label_classification" else "softmax"

@@ -1,0 +1,1 @@
+"""Low-rank products of adapters: each token with the matrices of its own adapter."""

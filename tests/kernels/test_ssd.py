@@ -1,0 +1,53 @@
+"""The state space of Mamba2: every implementation computes every batch of every kind of layer."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.recurrent.cases import CASES
+from jaxllm_kernels.ssd.cases import LAYERS, TOLERANCE, error, outputs
+from jaxllm_kernels.ssd.reference import ReferenceSsd
+from jaxllm_kernels.ssd.xla import XlaSsd
+
+XLA = XlaSsd()
+# As on accelerators, but with fewer decodes at once than a step has.
+BATCHED = XlaSsd(name="batched", at_once=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_xla_is_right(name):
+    assert error(XLA, name, LAYERS["usual"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["decodes", "mixed", "rows without tokens", "slots pass on"])
+def test_several_decodes_at_once_are_right(name):
+    assert error(BATCHED, name, LAYERS["usual"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_xla_is_right_for_other_layers(layer):
+    assert error(XLA, "mixed", LAYERS[layer]) < TOLERANCE
+
+
+def test_reference_is_right():
+    assert error(ReferenceSsd(), "mixed", LAYERS["usual"]) < TOLERANCE
+
+
+def test_operands_of_16_bits_are_computed_in_float32():
+    assert error(XLA, "mixed", LAYERS["usual"], "bfloat16") < TOLERANCE
+
+
+def test_a_request_alone_has_the_bits_that_it_has_in_a_crowd():
+    crowd = CASES["mixed"]
+    alone = dataclasses.replace(
+        crowd, steps=tuple(tuple(row for row in step if row[0] == 1) for step in crowd.steps)
+    )
+    # Its row of one token is a decode in both.
+    own, among_others = (outputs(XLA, case, LAYERS["usual"])[1] for case in (alone, crowd))
+    np.testing.assert_array_equal(own, among_others)
+
+
+def test_decodes_at_once_follow_the_chip():
+    assert XLA.tuned_for(CHIPS["cpu"]).at_once == 1
+    assert XLA.tuned_for(CHIPS["h200"]).at_once > 1

@@ -1,0 +1,72 @@
+"""Tiny models to pool with: transformers writes their checkpoints, and says what is right."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.testing import make_tiny_checkpoint, tiny_config
+
+TEXTS = [
+    "The engine keeps a queue of requests.",
+    "once",
+    "Each request is a prompt and the tokens that were made of it, one after another, in order.",
+    "A",
+    "the scheduler chooses which requests run, and in which blocks their keys are written",
+]
+
+
+def write_model(path: Path, kind: str, family: str = "qwen3", **fields: Any) -> Path:
+    """Write a checkpoint of a class of transformers, with the tokenizer of tiny models."""
+    import torch
+    import transformers
+
+    made = make_tiny_checkpoint(path / "made", family)
+    config_of = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[family]
+    config = config_of(**(tiny_config(family) | {"pad_token_id": 0} | fields))
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config).float()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(made / name, path / name)
+    shutil.rmtree(made)
+    return path
+
+
+def describe(path: Path, pooling: str, *, normalizes: bool = True, **told: Any) -> Path:
+    """Add the files of sentence-transformers to a checkpoint."""
+    of = "sentence_transformers.models."
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    if normalizes:
+        modules.append(("2_Normalize", "Normalize"))
+    listed = [
+        {"idx": i, "name": str(i), "path": where, "type": of + kind}
+        for i, (where, kind) in enumerate(modules)
+    ]
+    (path / "1_Pooling").mkdir()
+    for name, value in (
+        ("modules.json", listed),
+        ("1_Pooling/config.json", {"word_embedding_dimension": 64, pooling: True}),
+        ("config_sentence_transformers.json", told),
+    ):
+        (path / name).write_text(json.dumps(value))
+    return path
+
+
+def hidden_states(path: Path, prompts: list[list[int]]) -> list[np.ndarray]:
+    """Of each prompt alone, f32 [tokens, D], behind the last norm."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(path).float().eval()
+    with torch.no_grad():
+        return [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in prompts]
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)

@@ -1,0 +1,193 @@
+"""Decoders that pool: equal to transformers, and to themselves however the steps are cut."""
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, PoolerConfig, PoolingParams, SamplingParams, ValidationError
+from tests.pooling.models import TEXTS, describe, hidden_states, unit, write_model
+from tests.profile import TINY
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.oracle
+
+QUIET = {"use_tqdm": False}
+LONG = " ".join(TEXTS)
+WORDS = {"query": "Find: ", "document": ""}
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    path = write_model(tmp_path_factory.mktemp("embedder"), "Qwen3Model", is_matryoshka=True)
+    return describe(path, "pooling_mode_lasttoken", prompts=WORDS)
+
+
+@pytest.fixture(scope="module")
+def llm(embedder):
+    return LLM(embedder, **TINY, check_invariants=True)
+
+
+def embeddings(llm, prompts, **how):
+    outputs = llm.embed(prompts, **how, **QUIET)
+    return np.array([output.outputs.embedding for output in outputs])
+
+
+def ids_of(llm, texts):
+    return [llm.llm_engine.tokenizer.encode(text) for text in texts]
+
+
+def expected(path, ids, pool):
+    return np.array([unit(pool(hidden)) for hidden in hidden_states(path, ids)])
+
+
+def test_last_tokens_are_those_of_transformers(llm, embedder):
+    texts = [*TEXTS, LONG]  # the longest takes several steps
+    want = expected(embedder, ids_of(llm, texts), lambda hidden: hidden[-1])
+    np.testing.assert_allclose(embeddings(llm, texts), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["MEAN", "CLS"])
+def test_sums_over_chunks_are_those_of_whole_prompts(embedder, how):
+    llm = LLM(embedder, **TINY, pooler_config=PoolerConfig(pooling_type=how))
+    texts = [*TEXTS, LONG]
+    pool = {"MEAN": lambda hidden: hidden.mean(0), "CLS": lambda hidden: hidden[0]}[how]
+    want = expected(embedder, ids_of(llm, texts), pool)
+    # The second time nothing is taken from the prefix cache: it has no hidden states.
+    for _ in range(2):
+        np.testing.assert_allclose(embeddings(llm, texts), want, atol=1e-5)
+
+
+def test_a_cached_prefix_changes_nothing(llm):
+    llm.reset_prefix_cache()
+    first, second = (llm.embed([LONG], **QUIET)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0 and second.num_cached_tokens > 0
+    np.testing.assert_allclose(first.outputs.embedding, second.outputs.embedding, atol=1e-6)
+
+
+def test_alone_and_in_a_crowd(llm):
+    llm.reset_prefix_cache()
+    together = embeddings(llm, TEXTS * 3)
+    alone = np.concatenate([embeddings(llm, text) for text in TEXTS])
+    np.testing.assert_allclose(together, np.tile(alone, (3, 1)), atol=1e-6)
+
+
+def test_preempted_prompts_have_the_same_vectors(embedder, llm):
+    few = TINY | {"num_gpu_blocks_override": 9}
+    crowded = LLM(embedder, **few, check_invariants=True)
+    texts = [LONG[place:] for place in range(6)]
+    np.testing.assert_allclose(embeddings(crowded, texts), embeddings(llm, texts), atol=1e-5)
+    tokens = crowded.encode(texts, pooling_task="token_embed", **QUIET)
+    for output, hidden in zip(tokens, hidden_states(embedder, ids_of(llm, texts)), strict=True):
+        np.testing.assert_allclose(output.outputs.data, unit(hidden), atol=1e-5)
+
+
+def test_every_token_has_a_vector(llm, embedder):
+    outputs = llm.encode([*TEXTS, LONG], pooling_task="token_embed", **QUIET)
+    for output, ids in zip(outputs, ids_of(llm, [*TEXTS, LONG]), strict=True):
+        (hidden,) = hidden_states(embedder, [ids])
+        np.testing.assert_allclose(output.outputs.data, unit(hidden), atol=1e-5)
+
+
+def test_dimensions_are_cut_before_the_length_is_one(llm, embedder):
+    want = [unit(hidden[-1][:10]) for hidden in hidden_states(embedder, ids_of(llm, TEXTS))]
+    got = embeddings(llm, TEXTS, pooling_params=PoolingParams(dimensions=10))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    plain = embeddings(llm, TEXTS, pooling_params=PoolingParams(use_activation=False))
+    np.testing.assert_allclose(unit(plain), embeddings(llm, TEXTS), atol=1e-6)
+    assert np.linalg.norm(plain, axis=1).max() > 1.1
+
+
+def test_words_of_a_purpose_are_put_before_a_text(llm):
+    named = embeddings(llm, TEXTS, prompt_name="query")
+    spelt = embeddings(llm, [WORDS["query"] + text for text in TEXTS])
+    np.testing.assert_array_equal(named, spelt)
+
+
+def test_scores_of_an_embedder_are_cosines(llm):
+    vectors = embeddings(llm, TEXTS)
+    scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS[1:], **QUIET)]
+    np.testing.assert_allclose(scores, vectors[1:] @ vectors[0], atol=1e-6)
+    paired = [output.outputs.score for output in llm.score(TEXTS[1:], TEXTS[:-1], **QUIET)]
+    np.testing.assert_allclose(paired, (vectors[1:] * vectors[:-1]).sum(1), atol=1e-6)
+
+
+def test_texts_are_cut_at_their_end_and_may_fill_the_context(llm):
+    ids = ids_of(llm, [LONG])[0]
+    cut = llm.embed(LONG, tokenization_kwargs={"truncate_prompt_tokens": 20}, **QUIET)[0]
+    assert cut.prompt_token_ids == ids[:20]
+    left = {"truncate_prompt_tokens": 20, "truncation_side": "left"}
+    assert llm.embed(LONG, tokenization_kwargs=left, **QUIET)[0].prompt_token_ids == ids[-20:]
+    full = [7] * 128
+    assert llm.embed([full], **QUIET)[0].prompt_token_ids == full
+    with pytest.raises(ValidationError, match="129 tokens.* at most 128"):
+        llm.embed([[7] * 129], **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda llm: llm.generate("a", SamplingParams()), "pools .* generates no text"),
+        (lambda llm: llm.classify("a"), "task='classify': the engine runs the model for embed"),
+        (lambda llm: llm.encode("a"), "pooling_task=None"),
+        (lambda llm: llm.encode("a", pooling_task="score"), "it is now called 'classify'"),
+        (lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=65)), "has 64"),
+        (lambda llm: llm.embed("a", prompt_name="passage"), "'query', 'document'"),
+        (lambda llm: llm.score(["a", "b"], ["a", "b", "c"]), "2 texts"),
+        (lambda llm: llm.embed("a", tokenization_kwargs={"padding": True}), "padding"),
+        (lambda llm: llm.embed(""), "it is empty"),
+    ],
+)
+def test_refusals_name_the_field(llm, ask, message):
+    with pytest.raises(ValidationError, match=message):
+        ask(llm)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_an_engine_that_generates_does_not_pool(embedder):
+    with pytest.raises(ValidationError, match="runner='pooling'"):
+        LLM(embedder, **TINY, runner="generate", convert="embed")
+    with pytest.raises(ValidationError, match="speculative_config"):
+        LLM(embedder, **TINY, spec_method="ngram")
+
+
+def test_classes_have_the_probabilities_of_transformers(tmp_path):
+    names = {0: "bad", 1: "so-so", 2: "good"}
+    path = write_model(tmp_path, "LlamaForSequenceClassification", "llama", id2label=names)
+    llm = LLM(path, **TINY)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        logits = [model(torch.tensor([ids])).logits[0] for ids in ids_of(llm, TEXTS)]
+    probs = [output.outputs.probs for output in llm.classify(TEXTS, **QUIET)]
+    np.testing.assert_allclose(probs, torch.stack(logits).softmax(-1), atol=1e-5)
+    plain = llm.classify(TEXTS, pooling_params=PoolingParams(use_activation=False), **QUIET)
+    np.testing.assert_allclose(
+        [output.outputs.probs for output in plain], torch.stack(logits), atol=1e-4
+    )
+    assert llm.llm_engine.info.pooling.labels == tuple(names.values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reranker_that_answers_yes_or_no(tmp_path, tied):
+    path = write_model(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=tied)
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["a", "b"],
+        "is_original_qwen3_reranker": True,
+    }
+    llm = LLM(path, **TINY, hf_overrides=overrides)
+    no, yes = (llm.get_tokenizer().convert_tokens_to_ids(word) for word in "ab")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    outputs = llm.score("Query: what? ", TEXTS, **QUIET)
+    for output, text in zip(outputs, TEXTS, strict=True):
+        ids = llm.llm_engine.tokenizer.encode("Query: what? " + text)
+        assert output.prompt_token_ids == ids
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        want = torch.sigmoid(logits[yes] - logits[no]).item()
+        assert output.outputs.score == pytest.approx(want, abs=1e-5)
+
+
+def test_in_16_bits_vectors_point_the_same_way(embedder, llm):
+    half = LLM(embedder, **TINY | {"dtype": "bfloat16"})
+    cosines = (embeddings(half, TEXTS) * embeddings(llm, TEXTS)).sum(1)
+    assert cosines.min() > 0.999

@@ -1,0 +1,146 @@
+"""Adapters behind a server: requests name them as their model, and operators change which there
+are."""
+
+import shutil
+
+import pytest
+
+from jaxllm import LLM, LoRARequest, SamplingParams, ValidationError
+from jaxllm.openai.served_adapters import read_lora_modules
+from jaxllm.testing import make_tiny_adapter
+
+ADMIN = {"Authorization": "Bearer of-admin"}
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+BODY = {"prompt": "Once", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def files(engine_options, tmp_path_factory):
+    path = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("sql", "poems"), 1):
+        make_tiny_adapter(path / name, engine_options["model"], seed=seed)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(engine_options, files):
+    """The text of each adapter, and of the model alone."""
+    llm = LLM(**engine_options | LORA)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    adapters = {None: None} | {
+        name: LoRARequest(name, 1, files / name) for name in ("sql", "poems")
+    }
+    return {
+        name: llm.generate("Once", params, lora_request=lora, use_tqdm=False)[0].outputs[0].text
+        for name, lora in adapters.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def server(host_with_adapters, files):
+    with host_with_adapters.serve(
+        admin_keys=("of-admin",), lora_modules=(f"sql={files / 'sql'}",), lora_dirs=(str(files),)
+    ) as client:
+        yield client
+
+
+def complete(server, model, **more):
+    return server.post("/v1/completions", json=BODY | {"model": model} | more)
+
+
+def load(server, name, path, **more):
+    body = {"lora_name": name, "lora_path": str(path)} | more
+    return server.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
+
+
+def unload(server, name):
+    return server.post("/v1/unload_lora_adapter", json={"lora_name": name}, headers=ADMIN)
+
+
+def models(server):
+    return {one["id"]: one for one in server.get("/v1/models").json()["data"]}
+
+
+@pytest.mark.slow
+def test_a_request_names_an_adapter_as_its_model(server, expected):
+    answer = complete(server, "sql").json()
+    assert answer["model"] == "sql"
+    assert answer["choices"][0]["text"] == expected["sql"]
+    assert complete(server, "tiny").json()["choices"][0]["text"] == expected[None]
+    streamed = complete(server, "sql", stream=True).text
+    assert '"model":"sql"' in streamed and '"model":"tiny"' not in streamed
+    missing = complete(server, "poems")
+    assert missing.status_code == 404
+    assert "'tiny', 'alias', 'sql'" in missing.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_models_are_listed_with_their_parents(server, files, engine_options):
+    listed = models(server)
+    assert list(listed) == ["tiny", "alias", "sql"]
+    assert listed["sql"]["parent"] == "tiny" and listed["sql"]["root"] == str(files / "sql")
+    assert listed["tiny"]["parent"] is None
+    assert listed["tiny"]["root"] == engine_options["model"]
+    assert server.get("/v1/models/sql").json() == listed["sql"]
+
+
+@pytest.mark.slow
+def test_operators_load_and_unload_adapters(server, files, expected):
+    loaded = load(server, "poet", files / "poems")
+    assert loaded.status_code == 200
+    assert loaded.text == "Success: LoRA adapter 'poet' added successfully."
+    assert complete(server, "poet").json()["choices"][0]["text"] == expected["poems"]
+    assert "poet" in models(server)
+    again = load(server, "poet", files / "sql")
+    assert again.status_code == 400 and "load_inplace" in again.json()["error"]["message"]
+    assert load(server, "poet", files / "sql", load_inplace=True).status_code == 200
+    assert complete(server, "poet").json()["choices"][0]["text"] == expected["sql"]
+    assert unload(server, "poet").text == "Success: LoRA adapter 'poet' removed successfully."
+    assert complete(server, "poet").status_code == 404
+    assert unload(server, "poet").status_code == 404
+
+
+@pytest.mark.slow
+def test_paths_are_below_an_allowed_directory(server, files, engine_options, tmp_path):
+    shutil.copytree(files / "sql", tmp_path / "sql")
+    (files / "link").symlink_to(tmp_path / "sql")
+    for path in (tmp_path / "sql", files / ".." / "x", files / "link", "/etc"):
+        refused = load(server, "other", path)
+        assert refused.status_code == 400
+        assert "--lora-dirs" in refused.json()["error"]["message"]
+    assert load(server, "other", files / "none").status_code == 400
+    assert load(server, "tiny", files / "sql").status_code == 400
+    assert "other" not in models(server)
+    assert server.post("/v1/load_lora_adapter", json={}).status_code == 401
+    wrong = server.post("/v1/load_lora_adapter", json={"lora_nam": "x"}, headers=ADMIN)
+    assert wrong.status_code == 400 and "lora_nam" in wrong.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_wrong_adapter_is_refused_by_its_field(server, files, engine_options):
+    make_tiny_adapter(files / "large", engine_options["model"], rank=9)
+    refused = load(server, "large", files / "large")
+    assert refused.status_code == 400
+    assert "max_lora_rank=8" in refused.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_metrics_tell_how_many_adapters_there_may_be(server):
+    assert 'max_lora="2"' in server.get("/metrics").text
+
+
+def test_modules_are_names_and_paths_or_objects():
+    plain, full = read_lora_modules(
+        ["a=/x/y=z", '{"name": "b", "path": "/p", "base_model_name": "base"}']
+    )
+    assert (plain.lora_name, plain.lora_path, plain.lora_int_id) == ("a", "/x/y=z", 1)
+    assert (full.lora_name, full.base_model_name, full.lora_int_id) == ("b", "base", 2)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [["a"], ["=x"], ["a="], ["{"], ['{"name": "a"}'], ['{"name": 3, "path": "x"}'], ["a=1", "a=2"]],
+)
+def test_other_modules_are_refused(modules):
+    with pytest.raises(ValidationError, match="lora_modules="):
+        read_lora_modules(modules)
