@@ -44,6 +44,10 @@ def read_architecture(
             f"{name} runs by a class of its own, which is not supported with quantisation"
         )
     family = ModelRegistry.family(name)
+    if family.is_encoder and not pools:
+        raise UnsupportedModelError(
+            f"{name} is an encoder, which generates no text; start the engine with runner='pooling'"
+        )
     architecture = family.read(name, config)
     if not has_own_class:
         of_pooling = OF_POOLING if pools else ()

@@ -112,12 +112,17 @@ class Architecture:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    final_norm: NormSpec
+    final_norm: NormSpec | None  # None: the last layer leaves normal states
     tie_word_embeddings: bool
     # What multiplies embeddings. It is rounded to their dtype first, as the models were trained.
     embedding_scale: float = 1.0
     # The rows of a table of learned positions, which are added to the embeddings; None: no table.
     num_positions: int | None = None
+    first_position: int = 0  # the row of a text's first token
+    # The types of tokens, which have embeddings, too. An id of the type t is the token's own plus
+    # t times the size of the vocabulary.
+    num_token_types: int = 0
+    embedding_norm: NormSpec | None = None  # of the sum of a token's embeddings
     # Logits are multiplied by the scale, then become soft_cap * tanh(logits / soft_cap).
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None

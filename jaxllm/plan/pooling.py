@@ -55,11 +55,15 @@ def read_model(
     )
     if not pools:
         return architecture, None
-    _check(config)
+    is_encoder = ModelRegistry.family(architecture.name).is_encoder
+    _check(config, is_encoder)
     pooling, head = _choose(config, architecture, model_dir, sentence)
     if longest is not None and config.model.max_model_len is None:
         longest = min(longest, architecture.max_model_len)
         architecture = dataclasses.replace(architecture, max_model_len=longest)
+    pooling = msgspec.structs.replace(
+        pooling, sees_all=is_encoder, num_token_types=architecture.num_token_types
+    )
     return dataclasses.replace(architecture, pooling_head=head), pooling
 
 
@@ -88,8 +92,15 @@ def _is_headless(name: str) -> bool:
     return name.endswith((_CLASSIFIER, "Model")) and not name.endswith("LMHeadModel")
 
 
-def _check(config: EngineConfig) -> None:
+def _check(config: EngineConfig, is_encoder: bool) -> None:
     """Refuse what does not go with an engine that pools."""
+    if is_encoder and config.cache.enable_prefix_caching:
+        raise refused(
+            "enable_prefix_caching",
+            True,
+            "the model is an encoder: what it computes of a token depends on those behind it; "
+            "leave it out",
+        )
     if config.speculation.read() is not None:
         raise ValidationError(
             "speculative_config: the engine pools (runner='pooling') and generates nothing that "
