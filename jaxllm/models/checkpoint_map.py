@@ -308,9 +308,7 @@ class CheckpointMap:
     # by whose tensors layouts are told apart. Every decoder has an embedding, and only one.
     others: tuple["CheckpointMap", ...] = ()
     told_by: tuple[str, ...] = ("model.embed_tokens.weight",)
-    # Folders inside the model's whose file belongs to the checkpoint. The names of its tensors
-    # begin with the folder's.
-    folders: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()  # inside the model's, with tensors `{folder}.{name}`
 
     def source(
         self, parameter: str, pieces: tuple[Shape, ...], stored: Stored | None = None
