@@ -32,6 +32,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     get_backend,
 )
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
+from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
@@ -164,11 +165,17 @@ def _experts_on_gpu(
     return kernels.tuned_for(chip)
 
 
-def choose_state_ops(chip: Chip) -> StateOps:
-    """The implementations of the ops with states."""
+def choose_state_ops(chip: Chip, *, is_encoder: bool) -> StateOps:
+    """The implementations of the ops of mixers without pages."""
     if chip.platform != "cpu":
-        logger.warning("recurrent layers: XLA's loops, since there is no kernel for %s", chip.name)
-    return StateOps(conv=XlaConv(), delta=XlaDelta().tuned_for(chip), ssd=XlaSsd().tuned_for(chip))
+        layers = "self-attention" if is_encoder else "recurrent layers"
+        logger.warning("%s: XLA's loops, since there is no kernel for %s", layers, chip.name)
+    return StateOps(
+        conv=XlaConv(),
+        delta=XlaDelta().tuned_for(chip),
+        ssd=XlaSsd().tuned_for(chip),
+        self_attention=XlaSelfAttention().tuned_for(chip),
+    )
 
 
 def choose_sampling(chip: Chip, num_shards: int) -> Layout:
