@@ -2,9 +2,9 @@
 
     python benchmarks/adapters.py [--adapters 8] [--rank 16] [--requests 64] [--model MODEL]
 
-Without --model it is a Llama of 0.35 billion random parameters. Two engines are in this process, one
-with adapters and one without. They take turns, with the same requests, so that other load on the
-machine affects all alike:
+Without --model it is a Llama of 0.35 billion random parameters. Two engines are in this process,
+one with adapters and one without. They take turns, with the same requests, so that other load on
+the machine affects all alike:
 
 - plain: requests without adapters, in the engine without;
 - beside: the same requests, in the engine with adapters;
