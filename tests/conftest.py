@@ -55,8 +55,9 @@ SLOWEST = (
 # reference, XLA compiles in a fifth of the time, with the least optimisation. tests/README.md says
 # why that is sound, and what stays optimised.
 PLAINLY_COMPILED = (
-    "batch", "bench", "cli", "engine", "executor", "frontend", "kernels", "models", "openai",
-    "parallel", "server", "simulation", "benchmarks/test_kernels.py", "benchmarks/test_scripts.py",
+    "anthropic", "batch", "bench", "cli", "engine", "executor", "frontend", "gguf", "kernels",
+    "models", "openai", "parallel", "quantization", "server", "simulation", "structured_output",
+    "benchmarks/test_kernels.py", "benchmarks/test_scripts.py",
     "programs/test_bundle.py", "programs/test_report.py", "programs/test_store.py",
     "programs/test_warmup.py", "test_llm.py",
 )  # fmt: skip

@@ -167,6 +167,10 @@ class MessagesRequest:
         return self.body.stream
 
     @property
+    def is_background(self) -> bool:
+        return False
+
+    @property
     def num_prompts(self) -> int:
         return 1
 

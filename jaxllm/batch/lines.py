@@ -42,6 +42,7 @@ class Line(Protocol):
     """A line in one of the forms, valid or not."""
 
     custom_id: str | None
+    body: object  # of the request, if the line has one
 
     def read(self, served: ServedModel) -> "Prompts | PooledPrompts":
         """Return the line's prompts; raise ValidationError if it is invalid."""
@@ -68,6 +69,7 @@ class Prompts(msgspec.Struct, frozen=True):
     priority: int
     truncate_prompt_tokens: int | None
     reasoning: Reasoning | None = None  # before the form of the answers, if they have one
+    num_copies: int = 0  # how often the answer contains each prompt
     lora_request: LoRARequest | None = None
 
 
@@ -81,9 +83,11 @@ class PooledPrompts(msgspec.Struct, frozen=True):
 class LineReader:
     """Detects the form of each line, and duplicate custom_ids."""
 
-    def __init__(self, batch_id: str, custom_ids: CustomIds):
+    def __init__(self, batch_id: str, custom_ids: CustomIds, url: str | None = None):
+        """With a `url`, all lines must be requests to it, in OpenAI's form."""
         self._batch_id = batch_id
         self._custom_ids = custom_ids
+        self._url = url
 
     def skip(self, item: Item) -> None:
         """Record the custom_id of a line that an earlier run finished."""
@@ -109,11 +113,21 @@ class LineReader:
                 raise LineError(
                     "duplicate_custom_id", f"custom_id {custom_id!r:.80} is on an earlier line, too"
                 )
+            self._check_url(fields)
         except LineError as error:
             return BadLine(self._batch_id, item, custom_id, error)
         if is_plain:
             return PlainLine(item, fields, custom_id)
         return BatchLine(self._batch_id, item, fields, custom_id)
+
+    def _check_url(self, fields: dict[str, Any]) -> None:
+        if self._url is None:
+            return
+        if not {"custom_id", "url", "body"} <= fields.keys():
+            raise LineError("invalid_line", "'custom_id', 'method', 'url' and 'body' are wanted")
+        if fields["url"] != self._url:
+            given = fields["url"]
+            raise LineError("mismatched_url", f"url={given!r:.80}: this batch is for {self._url}")
 
 
 _NO_FORM = (
@@ -140,6 +154,7 @@ class BatchLine:
     def __init__(self, batch_id: str, item: Item, fields: dict[str, Any], custom_id: str | None):
         self.custom_id = custom_id
         self._fields = fields
+        self.body: object = fields.get("body")
         self._answer_id = f"{batch_id}-{item.number}"
         self._endpoint: Endpoint | None = None
         self._request: Request | PoolingRequest | None = None
@@ -158,7 +173,7 @@ class BatchLine:
         if served.pooling is not None and url in POOLING_PATHS:
             return self._read_pooling(POOLING_PATHS[url][0], served)
         self._endpoint = find_endpoint(url)
-        self._request = request = self._endpoint.request.read(self._fields.get("body"))
+        self._request = request = self._endpoint.request.read(self.body)
         self._served = served = served.named(request.model)
         return Prompts(
             request.prompts(served),
@@ -166,11 +181,12 @@ class BatchLine:
             request.priority or 0,
             request.truncate_prompt_tokens,
             request.reasoning(served),
-            served.lora_request,
+            num_copies=request.num_prompt_copies,
+            lora_request=served.lora_request,
         )
 
     def _read_pooling(self, kind: type[PoolingRequest], served: ServedModel) -> PooledPrompts:
-        self._request = request = kind.read(self._fields.get("body"))
+        self._request = request = kind.read(self.body)
         served.check_name(request.model)
         self._work = request.work(served)
         return PooledPrompts(self._work, request.priority or 0)
@@ -201,6 +217,7 @@ class BadLine:
 
     def __init__(self, batch_id: str, item: Item, custom_id: str | None, error: LineError):
         self.custom_id = custom_id
+        self.body: object = None
         self._id = f"{batch_id}-{item.number}"
         self._line = item.line
         self._error = error
@@ -237,6 +254,7 @@ class PlainLine:
 
     def __init__(self, item: Item, fields: dict[str, Any], custom_id: str | None):
         self.custom_id = custom_id
+        self.body: object = None
         self._fields = {name: value for name, value in fields.items() if value is not None}
         self._line = item.line
 

@@ -5,19 +5,18 @@ lines per step of the engine. A request that fails because of an engine error is
 time alone, so that a request that breaks a step does not fail those that ran beside it.
 """
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxllm.batch.input import Item
 from jaxllm.batch.journal import Journal, Kind
-from jaxllm.batch.lines import Line, LineReader, PooledPrompts
+from jaxllm.batch.lines import Line, LineReader
+from jaxllm.batch.process import processed
 from jaxllm.batch.progress import Progress
 from jaxllm.batch.signals import StopSignal
-from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.errors import JaxLLMError
 from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.frontend.llm_engine import LLMEngine
 from jaxllm.logging import init_logger
@@ -188,54 +187,8 @@ class BatchRun:
             self._submit(_Pending(item, line, inputs))
 
     def _process(self, item: Item, line: Line) -> list[ProcessedInput]:
-        """Validate and tokenize a line. A request without a seed gets one by its place in the
-        batch, so that its answer does not depend on where an earlier run was killed."""
-        asked = line.read(self._served)
-        if isinstance(asked, PooledPrompts):
-            return self._process_pooled(item, line, asked)
-        inputs = []
-        for place, prompt in enumerate(asked.prompts):
-            params = asked.params
-            if params.seed is None:
-                params = params.clone(seed=self._seed(item.number, place))
-            options: dict[str, Any] = {}
-            if asked.truncate_prompt_tokens is not None:
-                options["truncate_prompt_tokens"] = asked.truncate_prompt_tokens
-            try:
-                read = self._engine.process_input(
-                    f"batch-{item.number}-{place}",
-                    prompt,
-                    params,
-                    priority=asked.priority,
-                    tokenization_kwargs=options,
-                    reasoning=asked.reasoning,
-                    lora_request=asked.lora_request,
-                )
-            except ValidationError as error:
-                raise line.in_its_words(error, place) from error
-            inputs.append(read)
-        return inputs
-
-    def _process_pooled(self, item: Item, line: Line, asked: PooledPrompts) -> list[ProcessedInput]:
-        inputs, work = [], asked.work
-        for place, prompt in enumerate(work.prompts):
-            try:
-                read = self._engine.pooling_input.process(
-                    f"batch-{item.number}-{place}",
-                    prompt,
-                    work.params,
-                    task=work.task,
-                    priority=asked.priority,
-                    options=work.options,
-                )
-            except ValidationError as error:
-                raise line.in_its_words(error, place) from error
-            inputs.append(read)
-        return inputs
-
-    def _seed(self, number: int, place: int) -> int:
-        of = f"{self._engine.config.model.seed} {number} {place}".encode()
-        return int.from_bytes(hashlib.blake2b(of, digest_size=8).digest(), "little")
+        prompts = line.read(self._served)
+        return processed(self._engine, prompts, line, item.number, f"batch-{item.number}")
 
     def _submit(self, pending: _Pending) -> None:
         pending.outputs = [None] * len(pending.inputs)

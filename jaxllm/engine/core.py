@@ -52,7 +52,8 @@ class EngineCore:
             max_num_batched_tokens=self.info.max_num_batched_tokens,
             max_model_len=self.info.max_model_len,
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
-            enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+            enable_chunked_prefill=config.scheduler.enable_chunked_prefill
+            and not (self.info.pooling is not None and self.info.pooling.sees_all),
             kv=KVCacheManager(
                 groups=self.info.cache_groups,
                 block_size=self.info.block_size,

@@ -25,4 +25,5 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": jax.nn.relu,
     "relu2": _squared_relu,
+    "tanh": jnp.tanh,
 }

@@ -37,6 +37,16 @@ class MoESpec:
     gates_shared: bool = False
     # How experts are cut over devices: each device has some of them, or a part of each.
     has_whole_experts: bool = False
+    # The size of the vectors that experts compute with, between two projections for all tokens;
+    # None: that of hidden states.
+    latent_size: int | None = None
+    latent_bias: bool = False  # of the two projections
+
+    def num_weights(self, hidden_size: int) -> int:
+        """How many weights all experts have together."""
+        matrices = 3 if self.activation.is_gated else 2
+        size = self.intermediate_size * (self.latent_size or hidden_size)
+        return matrices * self.num_experts * size
 
     def check(self, num_shards: int) -> None:
         name, size = "intermediate_size of an expert", self.intermediate_size
@@ -61,7 +71,17 @@ class MoE(nnx.Module):
         self.gate = Router(
             spec.router, hidden_size, spec.num_experts, spec.num_choices, dtype=dtype
         )
-        self.experts = Experts(spec, hidden_size, dtype=dtype)
+        latent_size = spec.latent_size
+        self.experts = Experts(spec, latent_size or hidden_size, dtype=dtype)
+        # Their inputs and outputs are whole on every device, and so are they.
+        self.fc1_latent_proj, self.fc2_latent_proj = (
+            None if sizes is None else Linear(*sizes, bias=spec.latent_bias, dtype=dtype)
+            for sizes in (
+                (None, None)
+                if latent_size is None
+                else ((hidden_size, latent_size), (latent_size, hidden_size))
+            )
+        )
         self.shared_experts = (
             None
             if spec.shared is None
@@ -79,7 +99,10 @@ class MoE(nnx.Module):
             # Padding chooses no expert, so that it costs nothing.
             is_real = jnp.arange(len(x)) < context.num_tokens
             chosen = jnp.where(is_real[:, None], chosen, self.num_experts)
-            y = self.experts(x, chosen, factors, context)
+            y = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+            y = self.experts(y, chosen, factors, context)
+            if self.fc2_latent_proj is not None:
+                y = self.fc2_latent_proj(y.astype(x.dtype))
             if self.shared_experts is not None:
                 shared = self.shared_experts(x, context).astype(jnp.float32)
                 if self.shared_expert_gate is not None:
@@ -102,9 +125,15 @@ class Experts(nnx.Module):
         def param(*shape: int, axes: tuple[str | None, ...]) -> nnx.Param:
             return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
 
-        self.w13_weight = param(count, 2, size, hidden_size, axes=(experts, None, inner, "hidden"))
+        # Gate and up, or up alone.
+        halves = 2 if spec.activation.is_gated else 1
+        self.w13_weight = param(
+            count, halves, size, hidden_size, axes=(experts, None, inner, "hidden")
+        )
         self.w2_weight = param(count, hidden_size, size, axes=(experts, "hidden", inner))
-        self.w13_bias = param(count, 2, size, axes=(experts, None, inner)) if spec.bias else None
+        self.w13_bias = (
+            param(count, halves, size, axes=(experts, None, inner)) if spec.bias else None
+        )
         self.w2_bias = param(count, hidden_size, axes=(experts, "hidden")) if spec.bias else None
 
     def __call__(

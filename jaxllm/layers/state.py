@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxllm_kernels.causal_conv.api import ConvOp
 from jaxllm_kernels.gated_delta.api import DeltaOp
+from jaxllm_kernels.ragged_self_attention.api import SelfAttentionOp
 from jaxllm_kernels.ssd.api import SsdOp
 
 from jaxllm.parallel.sharding import Axes, num_pieces, partition_spec, sharding
@@ -61,6 +62,7 @@ class StateOps:
     conv: ConvOp
     delta: DeltaOp
     ssd: SsdOp
+    self_attention: SelfAttentionOp  # of mixers that keep nothing
 
     def __str__(self) -> str:
         ops = (self.conv, self.delta, self.ssd)

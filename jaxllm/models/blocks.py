@@ -116,6 +116,21 @@ class PostNormBlock(Block):
         return self.add(hidden, behind_ffns(self.feed(hidden, context))), caches
 
 
+class ResidualNormBlock(Block):
+    """A norm of the sum of the stream and the mixers' output, and another of the sum with the ffns'
+    output. So the stream itself is normalised, as in BERT."""
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        behind_mixers, behind_ffns = map(self.norm, self.norms)
+        mixed, caches = self.mix(hidden, caches, context)
+        hidden = behind_mixers(self.add(hidden, mixed))
+        return behind_ffns(self.add(hidden, self.feed(hidden, context))), caches
+
+
 class SandwichBlock(Block):
     """A norm before and after the mixers, and before and after the ffns."""
 

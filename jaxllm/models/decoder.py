@@ -170,6 +170,15 @@ class Decoder(nnx.Module):
             if architecture.num_positions is None
             else Positions(architecture.num_positions, size, dtype=dtype)
         )
+        self.first_position = architecture.first_position
+        num_types = architecture.num_token_types
+        self.embed_types: Positions | None = (
+            None if num_types == 0 else Positions(num_types, size, dtype=dtype)
+        )
+        embedding_norm = architecture.embedding_norm
+        self.embed_norm: Norm | None = (
+            None if embedding_norm is None else embedding_norm.make(size, dtype=dtype)
+        )
         per_layer_input = architecture.per_layer_input
         self.per_layer_inputs: PerLayerInputs | None = (
             None
@@ -186,7 +195,8 @@ class Decoder(nnx.Module):
             spec.block(spec, size, num_shards=num_shards, dtype=dtype)
             for spec in architecture.layers
         )
-        self.norm: Norm | None = architecture.final_norm.make(size, dtype=dtype)
+        final_norm = architecture.final_norm
+        self.norm: Norm | None = None if final_norm is None else final_norm.make(size, dtype=dtype)
 
     @property
     def own_layers(self) -> dict[int, Layer]:
@@ -197,7 +207,8 @@ class Decoder(nnx.Module):
         """Drop the modules of other parts; keep an embedding that is also the head."""
         self.embeds = part.embeds
         if not part.embeds:
-            self.embed_positions = self.per_layer_inputs = None
+            self.embed_positions = self.embed_types = self.per_layer_inputs = None
+            self.embed_norm = None
         for index in range(len(self.layers)):
             if index not in part.layers:
                 self.layers[index] = None
@@ -217,11 +228,7 @@ class Decoder(nnx.Module):
         """Return the hidden states, the streams before the layers `taps`, and the caches."""
         hidden: Any = inputs
         if self.embeds:
-            hidden = self.embed(inputs)
-            if self.embed_positions is not None:
-                assert self.embed_tokens is not None
-                is_real = inputs < self.embed_tokens.vocab_size
-                hidden = hidden + self.embed_positions(jnp.where(is_real, positions, NOWHERE))
+            inputs, hidden = self._enter(inputs, positions)
         of_layers = None if self.per_layer_inputs is None else self.per_layer_inputs(inputs, hidden)
         # Most models have one rope for all layers; its angles are computed once.
         ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers.values())
@@ -260,6 +267,22 @@ class Decoder(nnx.Module):
         if self.norm is None:
             return settle(hidden), streams, updated
         return normalise(hidden, self.norm, context)[1], streams, updated
+
+    def _enter(self, inputs: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The ids of tokens without their types, and all that is known of the tokens [T, D]."""
+        assert self.embed_tokens is not None
+        size, types = self.embed_tokens.vocab_size, None
+        if self.embed_types is not None:
+            is_real = inputs < size * len(self.embed_types.weight[...])
+            types = jnp.where(is_real, inputs // size, NOWHERE)
+            inputs = jnp.where(is_real, inputs % size, inputs)
+        hidden = self.embed(inputs)
+        if self.embed_positions is not None:
+            rows = jnp.where(inputs < size, positions + self.first_position, NOWHERE)
+            hidden = hidden + self.embed_positions(rows)
+        if self.embed_types is not None and types is not None:
+            hidden = hidden + self.embed_types(types)
+        return inputs, hidden if self.embed_norm is None else self.embed_norm(hidden)
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """The embeddings [T, D] of tokens; zeros for padding."""

@@ -1,5 +1,6 @@
 """Where the experts' weights are in a checkpoint: rules for `CheckpointMap`, in which the module
-`experts` has the parameters w13_weight [E, 2, F, D], w2_weight [E, D, F] and their biases."""
+`experts` has the parameters w13_weight [E, 2, F, D], w2_weight [E, D, F] and their biases. Of
+experts without gates w13_weight is [E, 1, F, D]."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,13 +59,15 @@ class GateAndUp:
 
 
 def each_expert(
-    gate: str = "gate_proj",
+    gate: str | None = "gate_proj",
     up: str = "up_proj",
     down: str = "down_proj",
     *,
     module: str = "experts",
 ) -> Rule:
-    """A rule for checkpoints with tensors of their own for each expert, with these names."""
+    """A rule for checkpoints with tensors of their own for each expert, with these names. Without
+    `gate` experts have no gates."""
+    halves = tuple(filter(None, (gate, up)))
 
     def rule(place: Place) -> Source:
         (shape,) = place.pieces
@@ -77,7 +80,7 @@ def each_expert(
             return Stack(tuple(of_expert(e, down, shape[1:]) for e in range(shape[0])))
         return Stack(
             tuple(
-                Stack((of_expert(e, gate, shape[2:]), of_expert(e, up, shape[2:])))
+                Stack(tuple(of_expert(e, name, shape[2:]) for name in halves))
                 for e in range(shape[0])
             )
         )

@@ -45,6 +45,8 @@ class Family:
     tiny_gains: Mapping[str, float] = field(default_factory=dict)
     # Fields of config.json that no reader needs, beside those of `jaxllm.models.harmless`, and why.
     harmless: Mapping[str, str] = field(default_factory=dict)
+    # Whether tokens see those behind them, so that the models generate nothing.
+    is_encoder: bool = False
     # How a prompt is pooled if nothing says otherwise, and, from the computation and the number of
     # classes, the layers that classify it.
     pools_by: SeqPooling = "LAST"

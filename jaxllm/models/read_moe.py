@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jaxllm_kernels.experts.api import ExpertsConfig
+
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.moe import MoESpec
 from jaxllm.layers.router import RouterSpec
 from jaxllm.models.hf_config import HFConfig, check_size
 
 _MOST_EXPERTS = 1 << 14
-_MOST_WEIGHTS = 1 << 36  # of a layer
+_MOST_WEIGHTS = 3 << 36  # of a layer
 
 # Fields of families with experts that act in training only.
 TRAINING = {
@@ -35,27 +37,32 @@ def read_moe(
     default_choices: int | None = None,
     size: str = "moe_intermediate_size",
     default_size: int | None = None,
+    activation: str = "hidden_act",
+    is_gated: bool = True,
     **others: Any,
 ) -> MoESpec:
     """Read a mixture of experts. `count`, `choices` and `size` are the fields that say how many
-    experts there are, how many a token chooses, and how large they are; `others` are fields of the
-    spec."""
-    function = config.get("hidden_act") or "silu"
-    if function not in ("silu", "swish"):
+    experts there are, how many a token chooses, and how large they are, `activation` the one that
+    names the function; `others` are fields of the spec."""
+    supported = ("silu", "swish") if is_gated else ("relu2",)
+    function = config.get(activation) or supported[0]
+    if function not in supported:
         raise UnsupportedModelError(
-            f"hidden_act {shown(function)} is not supported for experts; supported is 'silu'"
+            f"{activation} {shown(function)} is not supported for experts; supported is "
+            f"{supported[0]!r}"
         )
     spec = MoESpec(
         num_experts=config.integer(count, default_count),
         num_choices=config.integer(choices, default_choices),
         intermediate_size=config.integer(size, default_size),
         router=router,
+        activation=ExpertsConfig(is_gated=is_gated),
         **others,
     )
     check_size(count, spec.num_experts, _MOST_EXPERTS)
     check_size(
-        f"{count} times {size} times hidden_size",
-        spec.num_experts * spec.intermediate_size * config.integer("hidden_size"),
+        f"{count} times {size} times hidden_size, for all matrices,",
+        spec.num_weights(config.integer("hidden_size")),
         _MOST_WEIGHTS,
     )
     if spec.num_choices > spec.num_experts:

@@ -24,7 +24,7 @@ from jaxllm.models.read_moe import read_numbers
 
 LINEAR = "linear_attention"
 # Names of attention and of Mamba2 in older configs.
-_ATTENTION, MAMBA = "attention", "mamba"
+ATTENTION, MAMBA = "attention", "mamba"
 
 _MOST_STATE = 1 << 24  # elements of a layer's state of one request
 _MOST_TAPS = 64
@@ -55,7 +55,7 @@ def read_kinds(config: HFConfig, recurrent: Collection[str] = (LINEAR, MAMBA)) -
     """Whether each layer is recurrent, which the layers of these types are; None if the config does
     not list types."""
     num_layers = config.integer("num_hidden_layers")
-    kinds = config.layer_types(num_layers, supported=(FULL, _ATTENTION, *recurrent))
+    kinds = config.layer_types(num_layers, supported=(FULL, ATTENTION, *recurrent))
     return None if kinds is None else [kind in recurrent for kind in kinds]
 
 

@@ -60,6 +60,7 @@ _FAMILIES = {
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "NemotronForCausalLM": "nemotron",
+    "NemotronHForCausalLM": "nemotron_h",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "OlmoeForCausalLM": "olmoe",
@@ -80,7 +81,16 @@ _FAMILIES = {
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
 }
-_WITHOUT_HEAD = re.compile(r"(Model|ForSequenceClassification)$")
+# Likewise, of models that only an engine that pools can run.
+_ENCODERS = {
+    **{f"Bert{head}": "bert" for head in ("Model", "ForMaskedLM", "ForSequenceClassification")},
+    **{
+        f"{model}{head}": "roberta"
+        for model in ("Roberta", "XLMRoberta")
+        for head in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    },
+}
+_WITHOUT_HEAD = re.compile(r"((Text)?Model|ForSequenceClassification)$")
 _DECODER = "jaxllm.models.decoder:DecoderForCausalLM"
 _DEFAULT_FAMILY = "jaxllm.models.families.llama:FAMILY"
 
@@ -89,9 +99,10 @@ class ModelRegistry:
     """Architectures that can be run."""
 
     _families: dict[str, "Family | str"] = {
-        name: f"jaxllm.models.families.{file}:FAMILY" for name, file in _FAMILIES.items()
+        name: f"jaxllm.models.families.{file}:FAMILY"
+        for name, file in (_FAMILIES | _ENCODERS).items()
     }
-    _classes: dict[str, type | str] = dict.fromkeys(_FAMILIES, _DECODER)
+    _classes: dict[str, type | str] = dict.fromkeys(_FAMILIES | _ENCODERS, _DECODER)
 
     @classmethod
     def register_model(

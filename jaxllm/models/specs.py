@@ -15,6 +15,7 @@ from jaxllm.layers.context import Cache, StepContext
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.rope import RopeConfig
+from jaxllm.layers.self_attention import SelfAttentionSpec
 from jaxllm.models.pooling_head import PoolingHeadSpec
 from jaxllm.quantization.products import Products
 from jaxllm.quantization.scheme import Scheme
@@ -112,12 +113,17 @@ class Architecture:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    final_norm: NormSpec
+    final_norm: NormSpec | None  # None: the last layer leaves normal states
     tie_word_embeddings: bool
     # What multiplies embeddings. It is rounded to their dtype first, as the models were trained.
     embedding_scale: float = 1.0
     # The rows of a table of learned positions, which are added to the embeddings; None: no table.
     num_positions: int | None = None
+    first_position: int = 0  # the row of a text's first token
+    # The types of tokens, which have embeddings, too. An id of the type t is the token's own plus
+    # t times the size of the vocabulary.
+    num_token_types: int = 0
+    embedding_norm: NormSpec | None = None  # of the sum of a token's embeddings
     # Logits are multiplied by the scale, then become soft_cap * tanh(logits / soft_cap).
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
@@ -140,6 +146,12 @@ class Architecture:
     def per_layer_input(self) -> PerLayerInputSpec | None:
         """What all layers have in common of their own inputs, if they have any."""
         return self.layers[0].per_layer_input
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether tokens see those behind them."""
+        mixers = [mixer for layer in self.layers for mixer in layer.mixers]
+        return any(isinstance(mixer, SelfAttentionSpec) for mixer in mixers)
 
     def with_products(self, products: Products) -> "Architecture":
         """The architecture with a choice of implementations for weights that are codes."""

@@ -12,6 +12,7 @@ from jaxllm.frontend.tokenizer import (
     render_chat,
 )
 from jaxllm.openai.fields import RequestFields
+from jaxllm.openai.history import check_calls
 from jaxllm.openai.logprobs import ChatLogprobs, chat_logprobs
 from jaxllm.openai.message import MessageParser
 from jaxllm.openai.served_model import ServedModel, id_as_text
@@ -73,6 +74,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
 
     def prompts(self, served: ServedModel) -> list[PromptType]:
         """Return the conversation as one prompt, rendered by the model's template."""
+        check_calls(self.messages)
         prompt = self.prompt(served, served.prompt_length(self.truncate_prompt_tokens))
         if self.cache_salt is not None:
             prompt["cache_salt"] = self.cache_salt

@@ -35,6 +35,11 @@ class Request(Protocol):
     @property
     def stream(self) -> bool | None: ...
     @property
+    def is_background(self) -> bool:
+        """Whether the client does not wait for the answer, and reads it later."""
+        ...
+
+    @property
     def conversation(self) -> ChatRequest | None:
         """The request whose chat template makes the prompt; None if no template does."""
         ...
@@ -95,6 +100,15 @@ class StreamedAnswer(Protocol):
         ...
 
 
+class Background(NamedTuple):
+    """How an answer begins and fails for which no client waits."""
+
+    # Keeps and returns a body without the answer, of the request, the time and the model.
+    begin: Callable[[Any, int, ServedModel], Struct]
+    # Keeps the reason, with these and the error.
+    fail: Callable[[Any, int, ServedModel, ErrorBody], None]
+
+
 class Endpoint(NamedTuple):
     """The request type of a path, and the two ways to answer it."""
 
@@ -104,6 +118,7 @@ class Endpoint(NamedTuple):
     # Makes a streamed answer.
     stream: Callable[[Any, str, int, ServedModel], StreamedAnswer]
     wire: Wire = OPENAI
+    background: Background | None = None
 
 
 CHAT = Endpoint(ChatRequest, answer_chat, ChatStream)

@@ -174,6 +174,10 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
     @property
+    def is_background(self) -> bool:
+        return False
+
+    @property
     def conversation(self) -> Any:
         """The chat request whose template makes the prompt, if a template does."""
         return None

@@ -104,10 +104,16 @@ def check_states(config: EngineConfig) -> None:
 
 
 def choose_max_num_batched_tokens(
-    config: EngineConfig, platform: str, max_num_seqs: int, max_model_len: int
+    config: EngineConfig,
+    platform: str,
+    max_num_seqs: int,
+    max_model_len: int,
+    *,
+    is_encoder: bool = False,
 ) -> int:
-    """The budget of a step, which has room for one token of every request."""
-    chunked = config.scheduler.enable_chunked_prefill
+    """The budget of a step, which has room for one token of every request. An encoder takes whole
+    prompts."""
+    chunked = config.scheduler.enable_chunked_prefill and not is_encoder
     asked = config.scheduler.max_num_batched_tokens
     if asked is None:
         tokens = max(DEFAULTS[platform].max_num_batched_tokens, max_num_seqs)
@@ -120,9 +126,11 @@ def choose_max_num_batched_tokens(
             value=asked,
         )
     if not chunked and asked < max_model_len:
+        why = "with enable_chunked_prefill=False a prompt must fit in one step; raise it or chunk"
+        if is_encoder:
+            why = "an encoder computes a prompt in one step; raise it, or lower max_model_len"
         raise ValidationError(
-            f"max_num_batched_tokens={asked} is below max_model_len={max_model_len}, and with "
-            "enable_chunked_prefill=False a prompt must fit in one step; raise it or chunk",
+            f"max_num_batched_tokens={asked} is below max_model_len={max_model_len}, and {why}",
             parameter="max_num_batched_tokens",
             value=asked,
         )

@@ -35,6 +35,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     get_backend,
 )
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
+from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
@@ -118,6 +119,9 @@ def choose_experts(
     specs = {ffn for layer in architecture.layers for ffn in layer.ffns if isinstance(ffn, MoESpec)}
     if not specs:
         return None
+    if not all(spec.activation.is_gated for spec in specs):
+        logger.warning("experts: XLA's loop, since no kernel computes experts without gates")
+        return XLA_EXPERTS
     if chip.platform == "tpu":
         return _experts_on_tpu(chip, specs, architecture, num_shards, num_tokens, dtype)
     if chip.platform == "gpu":
@@ -177,11 +181,17 @@ def _experts_on_gpu(
     return kernels.tuned_for(chip)
 
 
-def choose_state_ops(chip: Chip) -> StateOps:
-    """The implementations of the ops with states."""
+def choose_state_ops(chip: Chip, *, is_encoder: bool) -> StateOps:
+    """The implementations of the ops of mixers without pages."""
     if chip.platform != "cpu":
-        logger.warning("recurrent layers: XLA's loops, since there is no kernel for %s", chip.name)
-    return StateOps(conv=XlaConv(), delta=XlaDelta().tuned_for(chip), ssd=XlaSsd().tuned_for(chip))
+        layers = "self-attention" if is_encoder else "recurrent layers"
+        logger.warning("%s: XLA's loops, since there is no kernel for %s", layers, chip.name)
+    return StateOps(
+        conv=XlaConv(),
+        delta=XlaDelta().tuned_for(chip),
+        ssd=XlaSsd().tuned_for(chip),
+        self_attention=XlaSelfAttention().tuned_for(chip),
+    )
 
 
 def choose_sampling(chip: Chip, num_shards: int) -> Layout:

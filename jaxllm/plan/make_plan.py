@@ -140,8 +140,9 @@ def make_plan(
     architecture = products_of(architecture)
     max_model_len = choose_max_model_len(model.max_model_len, architecture)
     max_num_seqs = config.scheduler.max_num_seqs or DEFAULTS[platform].max_num_seqs
+    is_encoder = pooling is not None and pooling.sees_all
     max_num_batched_tokens = choose_max_num_batched_tokens(
-        config, platform, max_num_seqs, max_model_len
+        config, platform, max_num_seqs, max_model_len, is_encoder=is_encoder
     )
     block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
     speculation = choose_speculation(config, platform, max_num_seqs, max_num_batched_tokens)
@@ -154,7 +155,7 @@ def make_plan(
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
     keeps_states = any(abstract.state_configs for abstract in in_parts)
-    if keeps_states:
+    if keeps_states and not is_encoder:
         check_states(config)
     adapters = plan_adapters(
         config,
@@ -342,7 +343,7 @@ def make_plan(
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
-        state_ops=choose_state_ops(chip) if keeps_states else None,
+        state_ops=choose_state_ops(chip, is_encoder=is_encoder) if keeps_states else None,
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
         stages=plan_stages(cache_groups),

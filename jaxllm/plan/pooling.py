@@ -16,6 +16,7 @@ from jaxllm.errors import (
     shown,
 )
 from jaxllm.files import read_json
+from jaxllm.layers.dense import DenseSpec
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.hf_config import merge_overrides
 from jaxllm.models.pooling_head import PoolingHeadSpec
@@ -55,11 +56,15 @@ def read_model(
     )
     if not pools:
         return architecture, None
-    _check(config)
+    is_encoder = architecture.is_encoder
+    _check(config, is_encoder)
     pooling, head = _choose(config, architecture, model_dir, sentence)
     if longest is not None and config.model.max_model_len is None:
         longest = min(longest, architecture.max_model_len)
         architecture = dataclasses.replace(architecture, max_model_len=longest)
+    pooling = msgspec.structs.replace(
+        pooling, sees_all=is_encoder, num_token_types=architecture.num_token_types
+    )
     return dataclasses.replace(architecture, pooling_head=head), pooling
 
 
@@ -88,8 +93,15 @@ def _is_headless(name: str) -> bool:
     return name.endswith((_CLASSIFIER, "Model")) and not name.endswith("LMHeadModel")
 
 
-def _check(config: EngineConfig) -> None:
+def _check(config: EngineConfig, is_encoder: bool) -> None:
     """Refuse what does not go with an engine that pools."""
+    if is_encoder and config.cache.enable_prefix_caching:
+        raise refused(
+            "enable_prefix_caching",
+            True,
+            "the model is an encoder: what it computes of a token depends on those behind it; "
+            "leave it out",
+        )
     if config.speculation.read() is not None:
         raise ValidationError(
             "speculative_config: the engine pools (runner='pooling') and generates nothing that "
@@ -138,12 +150,20 @@ def _choose(
 def _embedder(
     architecture: Architecture, sentence: SentenceModel | None, how: SeqPooling
 ) -> _Chosen:
-    if sentence is not None and sentence.denses:
-        raise UnsupportedModelError(
-            f"modules.json: layers behind the pooling ({', '.join(sentence.denses):.80}) are not "
-            "supported yet"
+    denses = () if sentence is None else sentence.denses
+    head = PoolingHeadSpec(
+        layers=tuple(
+            DenseSpec(
+                name=f"dense_{index}",
+                out_size=dense.out_size,
+                bias=dense.bias,
+                activation=dense.activation,
+                folder=dense.path,
+            )
+            for index, dense in enumerate(denses)
         )
-    hf_config, head = architecture.hf_config, PoolingHeadSpec()
+    )
+    hf_config = architecture.hf_config
     cuts = hf_config.get("matryoshka_dimensions") or ()
     pooling = Pooling(
         tasks=("embed", "token_embed"),

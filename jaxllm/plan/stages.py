@@ -136,7 +136,7 @@ def expert_weights(architecture: Architecture, part: ModelPart) -> Counter[float
     for index in part.layers:
         for ffn in architecture.layers[index].ffns:
             if isinstance(ffn, MoESpec):
-                size = 3 * ffn.num_experts * ffn.intermediate_size * architecture.hidden_size
+                size = ffn.num_weights(architecture.hidden_size)
                 counts[ffn.num_choices / ffn.num_experts] += size
     return counts
 

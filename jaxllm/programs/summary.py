@@ -12,12 +12,16 @@ from jaxllm.programs.declare import num_programs
 
 
 def _attention(plan: EnginePlan) -> str:
+    if plan.pooling is not None and plan.pooling.sees_all:
+        assert plan.state_ops is not None
+        return f"attention to whole texts {plan.state_ops.self_attention.name!r}"
     keep_latents = any(isinstance(config, LatentConfig) for config in plan.attention_configs)
-    return "latent attention" if keep_latents else "attention"
+    kind = "latent attention" if keep_latents else "attention"
+    return f"{kind} {plan.attention.name!r}"
 
 
 def _states(plan: EnginePlan) -> str:
-    if plan.state_ops is None:
+    if not plan.states_bytes:
         return ""
     each = format_bytes(plan.states_bytes // plan.max_num_seqs)
     return (
@@ -43,10 +47,10 @@ def summary(plan: EnginePlan) -> str:
         f"{arch.name}, {counted(arch.num_layers, 'layer')}{stages}, "
         f"{jnp.dtype(plan.dtype).name} on {plan.chip.name}; "
         f"weights {format_bytes(plan.weights_bytes)}"
-        f"{f' by {arch.scheme}' if arch.scheme is not None else ''}; {_attention(plan)} "
-        f"{plan.attention.name!r}{', native products' if plan.matmul is not XLA else ''}"
+        f"{f' by {arch.scheme}' if arch.scheme is not None else ''}; {_attention(plan)}"
+        f"{', native products' if plan.matmul is not XLA else ''}"
         f"{f', experts {plan.experts.name!r}' if plan.experts is not None else ''}"
-        f"{f', recurrent layers {plan.state_ops}' if plan.state_ops is not None else ''}\n"
+        f"{f', recurrent layers {plan.state_ops}' if plan.states_bytes else ''}\n"
         f"KV cache {format_bytes(plan.kv_cache_bytes)}"
         f"{f' of {plan.kv_cache}' if plan.kv_cache is not None else ''}: "
         f"{describe_groups(plan.cache_groups, plan.block_size)}, room for "

@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 import jaxllm
 from jaxllm.errors import ValidationError, refused
-from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.fields import read_fields
 from jaxllm.server.body import decode_json, read_body
 from jaxllm.server.endpoint import Handler
@@ -59,10 +58,7 @@ async def abort_requests(service: Service, request: Request) -> Response:
         except Disconnected:
             return Response(status_code=400)  # for nobody
         asked = read_fields(decode_json(body, service.options.max_json_depth), AbortRequests)
-    try:
-        return json_response({"num_aborted": await service.abort(asked.request_ids)})
-    except OSError:
-        raise UnavailableError("a frontend does not answer; try again") from None
+    return json_response({"num_aborted": await service.abort(asked.request_ids)})
 
 
 async def server_info(service: Service, request: Request) -> Response:

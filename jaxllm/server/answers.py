@@ -16,7 +16,7 @@ from jaxllm.errors import ValidationError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.openai.answer import TIMEOUT
-from jaxllm.openai.endpoints import Endpoint, Request
+from jaxllm.openai.endpoints import Background, Endpoint, Request
 from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import RequestOutput
@@ -113,17 +113,55 @@ class AnswerEndpoint:
             raise job.request.in_its_words(error) from error
 
     async def _answer_to(self, job: _Job, size: int, events: EventStream) -> Response | None:
-        service, request = self._service, job.request
+        if job.request.is_background:
+            return await self._begin(job, size)
+        async with self._admitted(job, size) as inputs:
+            if not job.request.stream:
+                return json_response(await self._whole(job, inputs))
+            await self._stream(job, inputs, events)
+            return None
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, job: _Job, size: int) -> AsyncGenerator[list[ProcessedInput], None]:
+        """Prepare the prompts, and count the request as under way within this context."""
+        service = self._service
         with service.admission.answers(job.num_answers):
             inputs = await self._inputs(job, size)
             lengths = [len(one.prompt_token_ids) for one in inputs]
-            most, shown = service.options.max_request_logprobs, request.num_prompt_copies
+            most, shown = service.options.max_request_logprobs, job.request.num_prompt_copies
             check_logprobs(job.params, lengths, self._engine.info, most, num_shown=shown)
             with service.admission.tokens(sum(lengths)):
-                if not request.stream:
-                    return json_response(await self._whole(job, inputs))
-                await self._stream(job, inputs, events)
-                return None
+                yield inputs
+
+    async def _begin(self, job: _Job, size: int) -> Response:
+        """Begin an answer for which the client does not wait."""
+        background = self._endpoint.background
+        assert background is not None, "this endpoint reads no such requests"
+        stack = contextlib.AsyncExitStack()
+        inputs = await stack.enter_async_context(self._admitted(job, size))
+        body = background.begin(job.request, job.created, job.served)
+        task = asyncio.create_task(self._go_on(background, job, inputs, stack))
+        self._service.background.add(task)
+        task.add_done_callback(self._service.background.discard)
+        return json_response(body)
+
+    async def _go_on(
+        self,
+        background: Background,
+        job: _Job,
+        inputs: Sequence[ProcessedInput],
+        stack: contextlib.AsyncExitStack,
+    ) -> None:
+        """Make an answer in the background. The stack is what counts it as under way."""
+        async with stack:
+            try:
+                await self._whole(job, inputs)
+            except asyncio.CancelledError:
+                error = UnavailableError("the server is stopping")
+                background.fail(job.request, job.created, job.served, body_of(error))
+                raise
+            except Exception as error:
+                background.fail(job.request, job.created, job.served, body_of(error))
 
     async def _inputs(self, job: _Job, size: int) -> list[ProcessedInput]:
         """Validate and tokenize all prompts, off the event loop."""

@@ -94,9 +94,20 @@ async def _of_starlette(request: Request, error: Exception) -> Response:
         )
     if error.status_code == 404:
         return error_response(NotFoundError(f"there is no {request.url.path!r:.80} here"))
-    return error_response(
-        HTTPError(error.status_code, "BadRequestError", error.detail, error.headers)
-    )
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(sorted(_methods(request)))
+    return error_response(HTTPError(error.status_code, "BadRequestError", error.detail, headers))
+
+
+def _methods(request: Request) -> set[str]:
+    """The methods of a path, which may be those of several routes."""
+    return {
+        method
+        for route in request.app.routes
+        if route.path_regex.match(request.url.path)
+        for method in route.methods
+    }
 
 
 async def _of_ours(request: Request, error: Exception) -> Response:

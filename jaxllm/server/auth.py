@@ -52,14 +52,21 @@ class Authentication:
 
     def _admits(self, scope: Scope) -> bool:
         digests = self._digests[self._accesses.get(scope["path"], Access.KEY)]
+        scope["owner"] = ""
         if not digests:
             return True
         # Compare with all keys, so that the time does not reveal a near match.
         found = False
         for given in map(_digest, _given_keys(scope["headers"])):
             for known in digests:
-                found |= hmac.compare_digest(known, given)
+                if hmac.compare_digest(known, given):
+                    found, scope["owner"] = True, known.hex()
         return found
+
+
+def owner_of(scope: Scope) -> str:
+    """Whom a request's files and batches belong to: a digest of its key; empty without keys."""
+    return scope["owner"]
 
 
 def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:

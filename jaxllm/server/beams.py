@@ -43,7 +43,7 @@ async def search(
         prompts = beams.prompts
         if not prompts:
             break
-        process = partial(_process, engine, ids, prompts, step_params, priority)
+        process = partial(_process, engine, prompt, ids, prompts, step_params, priority)
         size = sum(len(one["prompt_token_ids"]) for one in prompts)
         inputs = await engine.in_tokenizer_thread(process, size)
         outputs = await _answers(engine, inputs)
@@ -59,13 +59,14 @@ async def search(
 
 def _process(
     engine: AsyncLLMEngine,
+    of: ProcessedInput,
     ids: list[str],
     prompts: list[TokensPrompt],
     params: SamplingParams,
     priority: int,
 ) -> list[ProcessedInput]:
     return [
-        engine.process_input(name, prompt, params, priority=priority)
+        engine.process_input(name, prompt, params, priority=priority, lora_request=of.lora_request)
         for name, prompt in zip(ids, prompts, strict=False)
     ]
 

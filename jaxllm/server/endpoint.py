@@ -38,6 +38,7 @@ class Endpoint:
     # Whether requests are counted and logged. Health probes and scrapes are not.
     is_counted: bool = True
     # The description in /openapi.json.
+    form: Schema | None = None  # the body of a request, as multipart/form-data
     body: tuple[type, ...] = ()  # the JSON body of a request is one of these
     answer: type | Schema | None = None  # the JSON body of an answer with status 200
     chunk: Any = None  # of a streamed answer: a type, or a union of several

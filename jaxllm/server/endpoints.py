@@ -9,6 +9,7 @@ from jaxllm.anthropic.endpoints import ANTHROPIC, MESSAGES
 from jaxllm.anthropic.message import Message
 from jaxllm.anthropic.request import CountTokensRequest, MessagesBody
 from jaxllm.anthropic.stream import MessageEvent
+from jaxllm.openai.batches.objects import Batch, BatchBody, BatchList, DeletedFile, File, FileList
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.chat_answer import ChatCompletion
 from jaxllm.openai.chat_stream import ChatChunk
@@ -24,7 +25,7 @@ from jaxllm.openai.responses.events import ResponseEvent
 from jaxllm.openai.responses.request import ResponsesBody
 from jaxllm.openai.responses.response import Response as ResponseBody
 from jaxllm.openai.schema import Schema, ref
-from jaxllm.server import adapters, admin, responses, status
+from jaxllm.server import adapters, admin, batches, files, responses, status
 from jaxllm.server.answers import AnswerEndpoint
 from jaxllm.server.auth import Keys
 from jaxllm.server.count_tokens import TokenCount, count_tokens
@@ -102,6 +103,23 @@ def _object(**properties: str) -> Schema:
     return {"type": "object", "properties": types, "required": list(types)}
 
 
+def _part(most: int, **more: Schema) -> tuple[tuple[str, Schema], ...]:
+    """Parameters that choose a part of a list."""
+    limit = {"type": "integer", "minimum": 1, "maximum": most}
+    return ("limit", limit), ("after", {"type": "string"}), *more.items()
+
+
+_OF_FILES = _part(10_000, order={"enum": ["asc", "desc"]}, purpose={"type": "string"})
+_UPLOAD: Schema = {
+    "type": "object",
+    "properties": {
+        "purpose": {"const": "batch"},
+        "file": {"contentMediaType": "application/octet-stream"},  # bytes, which have no type
+    },
+    "required": ["purpose", "file"],
+    "additionalProperties": False,
+}
+
 FOR_USERS = (
     _probe("/health", status.health, "Whether the engine lives", "GET"),
     _probe("/ping", status.health, "Whether the engine lives", "GET", "POST"),
@@ -128,8 +146,28 @@ FOR_USERS = (
             answer=ResponseBody, chunk=ResponseEvent, wire=WIRE),
     Endpoint("/v1/responses/{id}", by(responses.by_method), "A stored response",
              ("GET", "DELETE"), answer=_object(), errors=(400, 404)),
+    Endpoint("/v1/responses/{id}/cancel", by(responses.cancel), "End a background response",
+             ("POST",), answer=_object(), errors=(400, 404)),
     Endpoint("/v1/responses/{id}/input_items", by(responses.input_items), "What it was made of",
              answer=responses.InputItems, errors=(404,)),
+    Endpoint("/v1/files", by(files.upload_file), "Keep a file of requests", ("POST",),
+             form=_UPLOAD, answer=File, errors=(400, 404, 408, 413, 415)),
+    Endpoint("/v1/files", by(files.list_files), "The files that are kept", answer=FileList,
+             errors=(400, 404), query=_OF_FILES),
+    Endpoint("/v1/files/{id}", by(files.show_file), "One of them", answer=File,
+             errors=(400, 404)),
+    Endpoint("/v1/files/{id}", by(files.delete_file), "Delete it", ("DELETE",),
+             answer=DeletedFile, errors=(400, 404)),
+    Endpoint("/v1/files/{id}/content", by(files.file_content), "What is in it",
+             content_type="application/octet-stream", errors=(400, 404)),
+    _posted("/v1/batches", by(batches.create_batch), "Answer the requests of a file",
+            body=(BatchBody,), answer=Batch),
+    Endpoint("/v1/batches", by(batches.list_batches), "The batches", answer=BatchList,
+             errors=(400, 404), query=_part(100)),
+    Endpoint("/v1/batches/{id}", by(batches.show_batch), "One of them", answer=Batch,
+             errors=(400, 404)),
+    Endpoint("/v1/batches/{id}/cancel", by(batches.cancel_batch), "End it", ("POST",),
+             answer=Batch, errors=(400, 404)),
     _answers("/v1/messages", MESSAGES, "The next message, in Anthropic's protocol", MessagesBody,
              Message, MessageEvent),
     _posted("/v1/messages/count_tokens", partial(JSONEndpoint, count_tokens, wire=ANTHROPIC),

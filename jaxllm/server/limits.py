@@ -61,9 +61,8 @@ class Admission:
         finally:
             self._peers.count(_BYTES, -held)
 
-    @contextlib.contextmanager
-    def answers(self, num: int) -> Iterator[None]:
-        """Count `num` answers within this context."""
+    def check_answers(self, num: int) -> None:
+        """Refuse a request for more answers than the server ever has at once."""
         if self.max_answers is not None and num > self.max_answers:
             raise refused(
                 "n",
@@ -71,6 +70,11 @@ class Admission:
                 f"one request may have at most {self.max_answers}; split it, or start the "
                 "server with a greater --max-queued-requests",
             )
+
+    @contextlib.contextmanager
+    def answers(self, num: int) -> Iterator[None]:
+        """Count `num` answers within this context."""
+        self.check_answers(num)
         self._admit(_ANSWERS, num, self.max_answers, "max_queued_requests")
         try:
             yield

@@ -52,14 +52,12 @@ def make_document(
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "jaxllm", "version": jaxllm.__version__},
-        "paths": {
-            compile_path(one.path)[1]: dict.fromkeys(
-                map(str.lower, sorted(one.methods)), _described(one, keys)
-            )
-            for one in endpoints
-        },
+        "paths": {},
         "components": {"schemas": _components(endpoints, engine)},
     }
+    for one in endpoints:
+        operations = document["paths"].setdefault(compile_path(one.path)[1], {})
+        operations |= dict.fromkeys(map(str.lower, sorted(one.methods)), _described(one, keys))
     schemes = {_scheme(one, keys): {"type": "http", "scheme": "bearer"} for one in endpoints}
     schemes.pop(None, None)
     if schemes:
@@ -82,6 +80,9 @@ def _described(endpoint: Endpoint, keys: Keys) -> dict[str, Any]:
     ]
     for name, schema in endpoint.query:
         parameters.append({"name": name, "in": "query", "schema": schema})
+    if endpoint.form is not None:
+        form = {"multipart/form-data": {"schema": endpoint.form}}
+        found["requestBody"] = {"required": True, "content": form}
     if endpoint.body:
         content = {"application/json": {"schema": _one_of(endpoint.body)}}
         found["requestBody"] = {"required": True, "content": content}

@@ -83,6 +83,22 @@ class ServerOptions(ParserOptions):
     response_store_bytes: int = option(
         256 << 20, "Most bytes of kept responses; those used longest ago go first."
     )
+    batch_dir: str | None = option(
+        None,
+        "Directory in which /v1/files and /v1/batches keep files, answers and the journals by "
+        "which an unfinished batch goes on after a restart. By default nothing is kept.",
+    )
+    batch_dir_bytes: int = option(
+        16 << 30, "Most bytes of all files; above it, uploads are refused."
+    )
+    max_batch_file_bytes: int = option(200 << 20, "Longest file that may be uploaded.")
+    max_batch_lines: int = option(50_000, "Most requests in one batch.")
+    max_batches: int = option(64, "Most unfinished batches of one API key.")
+    max_batch_requests: int | None = option(
+        None,
+        "Most lines of batches that are in the engine at once. Default: --max-num-seqs; fewer "
+        "leave places to other requests.",
+    )
     enable_tokenizer_info_endpoint: bool = option(
         False, "Offer /tokenizer_info: how the tokenizer is configured, and its chat template."
     )
@@ -179,6 +195,11 @@ _LOWEST = {
     "max_json_depth": 1,
     "max_queued_requests": 0,
     "response_store_bytes": 1,
+    "batch_dir_bytes": 1,
+    "max_batch_file_bytes": 1,
+    "max_batch_lines": 1,
+    "max_batches": 1,
+    "max_batch_requests": 1,
     "max_queued_tokens": 1,
     "max_queued_bytes": 1,
     "max_request_logprobs": 0,

@@ -26,10 +26,12 @@ class Rendered(msgspec.Struct, kw_only=True):
 
 def render(endpoint: Endpoint, service: Service, body: object) -> list[Rendered]:
     """The prompts of a request in the words of the engine; raise ValidationError."""
-    served = service.served
     request = endpoint.request.read(body, live=True)
-    served.check_name(request.model)
+    served = service.served.named(request.model)
     params = request.sampling_params(served)
+    beams = request.beam_search(params, served)
+    of_prompt = params.n if beams is None else beams.beam_width
+    service.admission.check_answers(request.num_prompts * of_prompt)
     shown = {
         name: value
         for name, value in msgspec.to_builtins(params).items()
@@ -47,6 +49,7 @@ def render(endpoint: Endpoint, service: Service, body: object) -> list[Rendered]
                 params,
                 priority=request.priority or 0,
                 tokenization_kwargs=options,
+                lora_request=served.lora_request,
             )
         except ValidationError as error:
             raise request.in_its_words(error, place) from error

@@ -41,6 +41,7 @@ async def by_method(service: Service, request: Request) -> Response:
     name = request.path_params["id"]
     store = _store(service, name)
     if request.method == "DELETE":
+        await service.abort([name])  # if it is still being made
         await run_in_threadpool(partial(store.delete, name, "response_id"))
         return json_response(Deleted(id=name))
     for field, value in request.query_params.items():
@@ -48,6 +49,18 @@ async def by_method(service: Service, request: Request) -> Response:
             raise refused(field, value, "a stored response is read as a whole")
     found = await run_in_threadpool(partial(store.get, name, "response_id"))
     return Response(found.response, media_type="application/json")
+
+
+async def cancel(service: Service, request: Request) -> Response:
+    """End a response that is made in the background."""
+    name = request.path_params["id"]
+    store = _store(service, name)
+    found = await run_in_threadpool(partial(store.get, name, "response_id"))
+    if not found.is_background:
+        raise refused("response_id", name, "only background responses can be cancelled")
+    await run_in_threadpool(partial(store.cancel, name))
+    await service.abort([name])
+    return await by_method(service, request)
 
 
 async def input_items(service: Service, request: Request) -> Response:

@@ -25,6 +25,7 @@ from jaxllm.logging import init_logger
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.app import make_app
 from jaxllm.server.auth import Keys, read_keys
+from jaxllm.server.batch_runner import run_batches
 from jaxllm.server.endpoints import ENDPOINTS
 from jaxllm.server.frontends import Frontends
 from jaxllm.server.hosts import is_loopback
@@ -193,10 +194,15 @@ class Server(uvicorn.Server):
         ]
         if self._is_first and not service.options.disable_log_stats:
             tasks.append(asyncio.create_task(log_stats(service.engine)))
+        if self._is_first and service.responses is not None:
+            await asyncio.to_thread(service.responses.end_lost)
+        if self._is_first and service.batches is not None:
+            tasks.append(asyncio.create_task(run_batches(service, service.batches)))
         yield
         service.templates.close()
         if listener is not None:
             listener.close()
+        tasks += service.background
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,5 +1,6 @@
 """The state that all endpoints share: the engine, the served model, and the work under way."""
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Collection
@@ -8,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.openai.batches.store import BatchLimits, BatchStore
 from jaxllm.openai.chat import ChatRequest
 from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.responses.store import ResponseStore
@@ -43,9 +45,13 @@ class Service:
         self.responses = (
             None if store is None else ResponseStore(store, options.response_store_bytes)
         )
+        directory = options.batch_dir
+        limits = BatchLimits(options.batch_dir_bytes, options.max_batches)
+        self.batches = None if directory is None else BatchStore(directory, limits)
         self.started = int(time.time())
         # The ids of requests in the engine, and the names that clients know them by.
         self.under_way: dict[str, tuple[str, ...]] = {}
+        self.background: set[asyncio.Task[None]] = set()  # answers for which no client waits
         self.is_stopping = False
         running = engine.info.max_num_seqs * engine.config.parallel.data_parallel_size
         queued = options.max_queued_requests
@@ -100,7 +106,10 @@ class Service:
     async def abort(self, names: Collection[str] | None) -> int:
         """Abort the requests of these names, or all, at every frontend; return how many answers
         there were. Their clients get an error."""
-        found = await self.peers.tell(msgspec.json.encode(names))
+        try:
+            found = await self.peers.tell(msgspec.json.encode(names))
+        except OSError:
+            raise UnavailableError("a frontend does not answer; try again") from None
         return await self.abort_here(names) + sum(map(int, found))
 
     async def abort_here(self, names: Collection[str] | None) -> int:

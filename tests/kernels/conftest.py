@@ -71,7 +71,17 @@ def library_for_codes(request, library, native_kernels_dir):
     return replace(library, build=build, dtypes=("bfloat16",), _flags=tuple(flags))
 
 
-@pytest.fixture(scope="session", params=["native", *OTHER_PROCESSORS])
+# One without AVX2 is rare: its build takes as long as the others.
+@pytest.fixture(
+    scope="session",
+    params=[
+        "native",
+        *(
+            pytest.param(name, marks=[pytest.mark.sweep] if name == "x86-64" else [])
+            for name in OTHER_PROCESSORS
+        ),
+    ],
+)
 def any_library(request, library, native_kernels_dir):
     """The library as built for each kind of processor."""
     name = request.param

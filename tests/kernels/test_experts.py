@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxllm_kernels.coded_cases import FORMS
-from jaxllm_kernels.experts.cases import CASES, operands, run_case
+from jaxllm_kernels.experts.cases import CASES, UNGATED, operands, run_case
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.reference import ReferenceExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
@@ -42,6 +42,11 @@ def test_native_cases_in_16_bits(library, name):
 @pytest.mark.parametrize("name", ["few tokens", "clamped, with biases"])
 def test_other_forms_in_16_bits(op, name):
     run_case(op, CASES[name], "bfloat16")
+
+
+@pytest.mark.parametrize("op", [ReferenceExperts(), XLA_EXPERTS], ids=lambda op: op.name)
+def test_experts_without_gates(op):
+    run_case(op, UNGATED, "float32")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -73,6 +73,9 @@ SPARED = {
     "int8_kv",
     "int8_kv_decodes",
     "mha",
+    "no_padding",
+    "short_rows_over_borders_with_fp8_kv",
+    "short_rows_with_int8_kv",
     "sinks",
     "soft_cap",
     "window_below_a_page",
@@ -134,16 +137,17 @@ def test_items_of_many_units_are_right():
 @pytest.mark.parametrize(
     "name",
     [
-        "mixed",
         "gqa_3",
         "head_size_80",
-        pytest.param("head_size_96", marks=pytest.mark.sweep),
-        "head_size_128",
-        "head_size_256",
-        "everything_with_fp8_kv",
         "everything_with_short_rows",
+        *(
+            pytest.param(name, marks=pytest.mark.sweep)
+            for name in (
+                "mixed", "head_size_96", "head_size_128", "head_size_256", "everything_with_fp8_kv",
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_bfloat16_is_right(name):
     assert_correct(EMULATED, CASE[name], "bfloat16")
 
@@ -221,7 +225,7 @@ def ragged_rows(draw) -> tuple[int, tuple[tuple[int, int], ...]]:
     return num_decodes, tuple(zip(lengths, contexts, strict=True))
 
 
-@pytest.mark.parametrize("sliding_window", [None, 19])
+@pytest.mark.parametrize("sliding_window", [None, pytest.param(19, marks=pytest.mark.sweep)])
 @settings(max_examples=8, deadline=None)
 @given(drawn=ragged_rows(), seed=st.integers(0, 1000))
 def test_drawn_batches_are_right(sliding_window, drawn, seed):

@@ -14,6 +14,7 @@ from jaxllm_kernels.causal_conv.xla import XlaConv
 from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.mla.api import LatentConfig, get_latent_backend
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, get_backend
+from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.cache_config import CacheConfig
@@ -29,7 +30,9 @@ from jaxllm.plan.choose_kv_cache import with_kv_cache
 from jaxllm.weights.loader import load_weights
 
 BLOCK_SIZE = 4
-STATE_OPS = StateOps(conv=XlaConv(), delta=XlaDelta(), ssd=XlaSsd())
+STATE_OPS = StateOps(
+    conv=XlaConv(), delta=XlaDelta(), ssd=XlaSsd(), self_attention=XlaSelfAttention()
+)
 
 
 class SingleRow:

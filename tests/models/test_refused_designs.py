@@ -101,6 +101,9 @@ LAYERS = ["full_attention", "sliding_attention"]
         ("bamba", {"attn_layer_indices": [3]}, r"attn_layer_indices=\[3\] must be below num_hid"),
         ("falcon_h1", {"attention_bias": True}, "attention_bias=True is not supported for Falcon"),
         ("falcon_h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers=\[1\.0\] must be a list of 2"),
+        ("nemotron_h", {"hybrid_override_pattern": "MXE"}, "layer type X is not supported"),
+        ("nemotron_h", {"num_hidden_layers": 4}, "num_hidden_layers=4 is not supported"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported for ex"),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for convolutions"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 is not supported; supported are 2 to 64"),
         (

@@ -93,6 +93,8 @@ SIZES = {
     "Bamba 9B v2": 9.78,
     "Falcon-H1 0.5B": 0.52,
     "Mamba-Codestral 7B": 7.29,
+    "Nemotron 3 Nano 30B-A3B": 31.58,
+    "Nemotron Nano 9B v2": 8.89,
 }
 
 

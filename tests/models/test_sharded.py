@@ -32,6 +32,7 @@ FURTHER = (
     "falcon-h1-norm-first-biases",
     "falcon-h1-no-norm",
     "mamba2-one-group-biases-tied",
+    "nemotron-3-super-latent-biases-types",
 )
 # Norms over all of six heads. Three kv heads are in two devices each, and one is in three or six.
 _SIX = {"num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 96}
@@ -39,16 +40,18 @@ SIX_HEADS = {
     "olmo3-three-kv-heads": FIRST["olmo3"]["config"] | _SIX | {"num_key_value_heads": 3},
     "olmo2-one-kv-head": _SIX | {"num_key_value_heads": 1},
 }
+# Every other case is cut in two, the others in four; the sweep cuts them the other way.
+_EITHER = {name: FIRST[name] for name in family_names()} | {name: CASES[name] for name in FURTHER}
+_TWO_OR_FOUR = {name: [2, 4][place % 2] for place, name in enumerate(_EITHER)}
 # Name -> family, seed, config, prompt, and the numbers of devices.
-CUT = (
-    {name: FIRST[name] | {"num_shards": (2, 4)} for name in family_names()}
-    | {name: CASES[name] | {"num_shards": (2, 4)} for name in FURTHER}
-    | {
-        name: {"family": name.partition("-")[0], "seed": 0, "config": config, "num_shards": (3, 6)}
-        | {"prompt": FIRST["llama"]["prompt"]}
-        for name, config in SIX_HEADS.items()
-    }
-)
+CUT = {name: case | {"num_shards": (_TWO_OR_FOUR[name],)} for name, case in _EITHER.items()} | {
+    name: {"family": name.partition("-")[0], "seed": 0, "config": config, "num_shards": (3, 6)}
+    | {"prompt": FIRST["llama"]["prompt"]}
+    for name, config in SIX_HEADS.items()
+}
+CUT_THE_OTHER_WAY = {
+    name: case | {"num_shards": (6 - _TWO_OR_FOUR[name],)} for name, case in _EITHER.items()
+}
 SCRIPT = """
 import os, sys
 os.environ["JAX_NUM_CPU_DEVICES"] = "6"
@@ -75,26 +78,46 @@ for name, case in cases.items():
 """
 
 
-@pytest.fixture(scope="module")
-def logits(tmp_path_factory):
+def compute(cases, folder):
     """Name -> number of devices -> logits [T, V], with columns of padding."""
-    folder = tmp_path_factory.mktemp("sharded")
     process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(CUT), str(folder)],
+        [sys.executable, "-c", SCRIPT, json.dumps(cases), str(folder)],
         capture_output=True,
         text=True,
         timeout=900,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    return {name: np.load(folder / name / "logits.npz") for name in CUT}
+    return {name: np.load(folder / name / "logits.npz") for name in cases}
 
 
-@pytest.mark.parametrize(
-    ("name", "num_shards"),
-    [(name, num) for name, case in CUT.items() for num in case["num_shards"]],
-)
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory):
+    return compute(CUT, tmp_path_factory.mktemp("sharded"))
+
+
+@pytest.fixture(scope="module")
+def logits_cut_the_other_way(tmp_path_factory):
+    return compute(CUT_THE_OTHER_WAY, tmp_path_factory.mktemp("sharded"))
+
+
+def each_cut(cases):
+    pairs = [(name, num) for name, case in cases.items() for num in case["num_shards"]]
+    return pytest.mark.parametrize(("name", "num_shards"), pairs)
+
+
+@each_cut(CUT)
 def test_logits_do_not_depend_on_the_number_of_devices(logits, name, num_shards):
+    assert_equal(logits, name, num_shards)
+
+
+@pytest.mark.sweep
+@each_cut(CUT_THE_OTHER_WAY)
+def test_logits_do_not_depend_on_the_other_number(logits_cut_the_other_way, name, num_shards):
+    assert_equal(logits_cut_the_other_way, name, num_shards)
+
+
+def assert_equal(logits, name, num_shards):
     whole, cut = logits[name]["1"], logits[name][str(num_shards)]
     assert np.isneginf(cut[:, whole.shape[1] :]).all()
     np.testing.assert_allclose(cut[:, : whole.shape[1]], whole, atol=1e-4, rtol=0)

@@ -88,7 +88,7 @@ def test_what_cannot_be_said_is_refused_by_its_place(items, field):
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "last"}, "truncation"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
@@ -127,6 +127,44 @@ def test_a_request_becomes_a_chat_request():
     assert chat.response_format.json_schema.schema == {"type": "object"}
     kwargs = {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
     assert chat.chat_template_kwargs == kwargs
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"background": True, "stream": True}, "stream"),
+     ({"background": True, "store": False}, "background")],
+)  # fmt: skip
+def test_a_background_response_is_read_from_the_store_and_not_streamed(changes, field):
+    store = ResponseStore(IN_MEMORY, max_bytes=1000)
+    with pytest.raises(ValidationError) as caught:
+        responses_endpoint(store).request.read(BODY | changes, live=True)
+    assert caught.value.parameter == field
+
+
+class Late(msgspec.Struct):
+    status: str
+    output: list[str] = []
+    background: bool = True
+
+
+@pytest.mark.parametrize("how", ["end", "cancel", "delete", "restart"])
+def test_a_response_in_progress_ends_once(how):
+    store = ResponseStore(IN_MEMORY, max_bytes=10_000)
+    store.put("a", Late("in_progress"), [HELLO])
+    assert store.get("a", "id").is_in_progress and store.get("a", "id").is_background
+    {"cancel": lambda: store.cancel("a"), "delete": lambda: store.delete("a", "id"),
+     "restart": store.end_lost, "end": lambda: None}[how]()  # fmt: skip
+    store.end("a", Late("completed", ["text"]))
+    store.cancel("a")
+    store.end_lost()
+    if how == "delete":
+        with pytest.raises(NotFoundError):
+            store.get("a", "id")
+        return
+    found = msgspec.json.decode(store.get("a", "id").response)
+    status = {"end": "completed", "cancel": "cancelled", "restart": "failed"}[how]
+    assert found["status"] == status
+    assert found["output"] == store.get("a", "id").output == (["text"] if how == "end" else [])
 
 
 class Answer(msgspec.Struct):

@@ -18,8 +18,9 @@ def paths(*accesses):
     return {one.path for one in ENDPOINTS if one.access in accesses}
 
 
-def test_a_path_is_there_once():
-    assert len({endpoint.path for endpoint in ENDPOINTS}) == len(ENDPOINTS)
+def test_an_operation_is_there_once():
+    operations = [(one.path, method) for one in ENDPOINTS for method in one.methods]
+    assert len(set(operations)) == len(operations)
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """An engine that pools, over HTTP: the same numbers as offline, in the shapes of the protocols."""
 
 import base64
+import json
+import time
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ def served(path, new_host):
     llm.encode("a", pooling_task=llm.llm_engine.info.pooling.tasks[0], **QUIET)
     host = new_host({"model": str(path), **TINY})
     try:
-        with host.serve(keys=(KEY,)) as client:
+        with host.serve(keys=(KEY,), batch_dir=f"{path}-batches") as client:
             yield Pooled(llm, client)
     finally:
         host.close()
@@ -91,6 +93,27 @@ def test_an_answer_is_of_the_types_that_openai_knows(embedder):
         "id",
         "created",
     }
+
+
+def test_a_batch_has_the_vectors_of_its_requests(embedder):
+    path, window = "/v1/embeddings", {"completion_window": "24h"}
+    lines = [
+        json.dumps({"custom_id": text, "method": "POST", "url": path, "body": {"input": text}})
+        for text in TEXTS
+    ]
+    base_url = f"{embedder.client.base_url}/v1"
+    with openai.OpenAI(base_url=base_url, api_key=KEY, max_retries=0) as client:
+        file = client.files.create(file=("in", "\n".join(lines).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=path, **window)
+        while batch.status != "completed":
+            assert batch.status in ("validating", "in_progress"), batch
+            time.sleep(0.1)
+            batch = client.batches.retrieve(batch.id)
+        found = client.files.content(batch.output_file_id).text.splitlines()
+    answers = {one["custom_id"]: one["response"]["body"] for one in map(json.loads, found)}
+    for text in TEXTS:
+        alone = embedder.post(path, input=text)["data"][0]["embedding"]
+        np.testing.assert_allclose(answers[text]["data"][0]["embedding"], alone, atol=1e-5)
 
 
 def test_conversations_named_words_and_cut_texts(embedder):

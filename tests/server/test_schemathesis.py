@@ -16,6 +16,7 @@ OPTIONS = (
 # Answers are short, and few at once.
 SERVER = {"max_new_tokens": 4, "max_queued_requests": 12, "access_log": False}
 EVERYTHING = {
+    "enable_tokenizer_info_endpoint": True,
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",
@@ -33,7 +34,7 @@ EVERYTHING = {
     ids=["open", "with a key"],
 )
 def test_every_answer_is_as_described(host, options, phases, tmp_path):
-    with host.serve(**SERVER, **options) as client:
+    with host.serve(**SERVER, **options, batch_dir=str(tmp_path / "batches")) as client:
         headers = [f"Authorization: Bearer {key}" for key in options.get("keys", ())]
         # The first answers of a server may have to compile.
         first = client.post(

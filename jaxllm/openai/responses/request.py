@@ -13,6 +13,7 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.openai.chat import ChatRequest, ReasoningEffort
 from jaxllm.openai.fields import read_fields
 from jaxllm.openai.responses.history import read_items, with_instructions
+from jaxllm.openai.responses.truncation import prompts_that_fit
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import renamed
 from jaxllm.parsers.reasoning.base import Reasoning
@@ -80,10 +81,10 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None
     # Without effect here; the answer repeats them.
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -170,6 +171,10 @@ class ResponsesRequest:
         return self.body.stream
 
     @property
+    def is_background(self) -> bool:
+        return bool(self.body.background)
+
+    @property
     def num_prompts(self) -> int:
         return 1
 
@@ -178,7 +183,9 @@ class ResponsesRequest:
         return 0
 
     def prompts(self, served: ServedModel) -> list[PromptType]:
-        return self.chat.prompts(served)
+        if self.body.truncation != "auto":
+            return self.chat.prompts(served)
+        return prompts_that_fit(self.chat, served, self.body.max_output_tokens)
 
     def sampling_params(self, served: ServedModel) -> SamplingParams:
         form = served.answer_format

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxllm.openai.blocks import Begin
+from jaxllm.openai.errors import ErrorBody
 from jaxllm.openai.logprobs import ChatTokenLogprob
 from jaxllm.openai.responses.request import (
     ReasoningConfig,
@@ -16,7 +17,7 @@ from jaxllm.openai.responses.request import (
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import RequestOutput
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -108,8 +109,8 @@ class Response(msgspec.Struct, kw_only=True):
     tool_choice: Any
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
-    background: bool = False
+    truncation: Literal["auto", "disabled"]
+    background: bool
     metadata: dict[str, str]
     service_tier: str = "default"
     user: str | None
@@ -133,6 +134,8 @@ def begun(request: ResponsesRequest, created: int, served: ServedModel) -> Respo
         previous_response_id=body.previous_response_id,
         reasoning=body.reasoning or ReasoningConfig(),
         store=bool(body.store),
+        truncation=body.truncation or "disabled",
+        background=bool(body.background),
         temperature=params.temperature,
         text=body.text or TextConfig(format=TextFormat(type="text")),
         tool_choice=body.tool_choice or "auto",
@@ -144,6 +147,12 @@ def begun(request: ResponsesRequest, created: int, served: ServedModel) -> Respo
         safety_identifier=body.safety_identifier,
         prompt_cache_key=body.prompt_cache_key,
     )
+
+
+def failed(response: Response, error: ErrorBody) -> Response:
+    """The response when there will be no more of it."""
+    why = ResponseError(code="server_error", message=error.error.message)
+    return msgspec.structs.replace(response, status="failed", error=why)
 
 
 def new_item(piece: Begin, item_id: str) -> Item:

@@ -36,9 +36,9 @@ from jaxllm.openai.responses.response import (
     OutputText,
     ReasoningText,
     Response,
-    ResponseError,
     begun,
     ended,
+    failed,
     filled,
     new_item,
 )
@@ -131,10 +131,7 @@ class ResponseStream:
         return []
 
     def fail(self, error: ErrorBody) -> Sequence[ResponseEvent]:
-        why = ResponseError(code="server_error", message=error.error.message)
-        self.response = msgspec.structs.replace(
-            self.response, status="failed", error=why, output=self._items
-        )
+        self.response = failed(msgspec.structs.replace(self.response, output=self._items), error)
         return [self._event(Failed, response=self.response)]
 
     def _add_logprobs(self, one: CompletionOutput) -> None:

@@ -9,11 +9,18 @@ export class Conversation {
 
   messages(system, said) {
     const head = system ? [{ role: "system", content: system }] : [];
-    return [...head, ...this.#turns.flat(), { role: "user", content: said }];
+    return [...head, ...this.#turns.flat(), ...this.#reply(said)];
   }
 
   keep(said, answer) {
-    this.#turns.push([{ role: "user", content: said }, answer.message]);
+    this.#turns.push([...this.#reply(said), answer.message]);
+  }
+
+  // What is said after calls is their result: a call without one is no conversation.
+  #reply(said) {
+    const calls = this.#turns.at(-1)?.at(-1).tool_calls ?? [];
+    if (!calls.length) return [{ role: "user", content: said }];
+    return calls.map(({ id }) => ({ role: "tool", tool_call_id: id, content: said }));
   }
 }
 

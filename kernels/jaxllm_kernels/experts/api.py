@@ -7,6 +7,7 @@ share of the sums, and the caller adds the shares up.
 Axis letters: T tokens, k choices of a token, E experts, F intermediate size, D hidden size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,8 +21,11 @@ from jaxllm_kernels.coded import CodedWeight, CodeForm
 class ExpertsConfig:
     """The static part of a layer's experts; equal for layers of the same kind.
 
-    Between its matrices an expert computes (up + up_offset) * gate * sigmoid(gate_slope * gate).
+    Between its matrices an expert computes (up + up_offset) * gate * sigmoid(gate_slope * gate), or
+    relu(up)^2 if it has no gate.
     """
+
+    is_gated: bool = True
 
     gate_slope: float = 1.0
     up_offset: float = 0.0
@@ -34,9 +38,9 @@ class ExpertsConfig:
 class ExpertWeights(NamedTuple):
     """The weights of all experts; biases are None in models without them. Matrices may be codes."""
 
-    gate_up: jax.Array | CodedWeight  # [E, 2, F, D]: gate, then up
+    gate_up: jax.Array | CodedWeight  # [E, 2, F, D]: gate, then up; or [E, 1, F, D]: up alone
     down: jax.Array | CodedWeight  # [E, D, F]
-    gate_up_bias: jax.Array | None = None  # [E, 2, F]
+    gate_up_bias: jax.Array | None = None  # [E, 2, F], or [E, 1, F]
     down_bias: jax.Array | None = None  # [E, D]
 
     @property
@@ -90,8 +94,17 @@ class ExpertsOp(Protocol):
         ...
 
 
+def between(halves: Sequence[jax.Array], config: ExpertsConfig) -> jax.Array:
+    """What an expert computes between its matrices, in float32, from gate and up, or up alone."""
+    if config.is_gated:
+        gate, up = halves
+        return activate(gate, up, config)
+    (up,) = halves
+    return jnp.square(jax.nn.relu(up))
+
+
 def activate(gate: jax.Array, up: jax.Array, config: ExpertsConfig) -> jax.Array:
-    """What an expert computes between its matrices, in float32."""
+    """What an expert with a gate computes between its matrices, in float32."""
     if config.limit is not None:
         gate, up = jnp.minimum(gate, config.limit), jnp.clip(up, -config.limit, config.limit)
     return (up + config.up_offset) * gate * jax.nn.sigmoid(config.gate_slope * gate)

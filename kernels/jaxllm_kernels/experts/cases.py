@@ -90,6 +90,14 @@ CASES: Mapping[str, Case] = {
     ),
     "wide": Case(num_tokens=40, num_choices=2, num_experts=3, size=1568, hidden_size=1120),
 }
+# For implementations that compute experts without gates.
+UNGATED = Case(
+    num_tokens=33,
+    num_choices=3,
+    num_experts=8,
+    config=ExpertsConfig(is_gated=False),
+    has_bias=True,
+)
 
 
 def operands(
@@ -108,10 +116,11 @@ def operands(
     def matrix(*shape: int) -> jax.Array | CodedWeight:
         return normal(*shape) if form is None else random_weight(random, shape, form)
 
+    halves = 2 if case.config.is_gated else 1
     weights = ExpertWeights(
-        gate_up=matrix(experts, 2, size, hidden),
+        gate_up=matrix(experts, halves, size, hidden),
         down=matrix(experts, hidden, size),
-        gate_up_bias=3 * normal(experts, 2, size) if case.has_bias else None,
+        gate_up_bias=3 * normal(experts, halves, size) if case.has_bias else None,
         down_bias=3 * normal(experts, hidden) if case.has_bias else None,
     )
     x = jnp.asarray(random.standard_normal((tokens, hidden)), dtype)
@@ -142,18 +151,25 @@ def expected(
         for expert, factor in choices:
             if not 0 <= expert < len(down):
                 continue
-            gate, up = gate_up[expert] @ (row * factor if config.scales_input else row)
+            halves = gate_up[expert] @ (row * factor if config.scales_input else row)
             if biases[0] is not None:
-                gate, up = gate + biases[0][expert, 0], up + biases[0][expert, 1]
-            if config.limit is not None:
-                gate = np.minimum(gate, config.limit)
-                up = np.clip(up, -config.limit, config.limit)
-            inner = (up + config.up_offset) * gate / (1 + np.exp(-config.gate_slope * gate))
-            output = down[expert] @ inner
+                halves = halves + biases[0][expert]
+            output = down[expert] @ _between(halves, config)
             if biases[1] is not None:
                 output = output + biases[1][expert]
             sums[token] += output if config.scales_input else output * factor
     return sums
+
+
+def _between(halves: np.ndarray, config: ExpertsConfig) -> np.ndarray:
+    """What an expert computes between its matrices."""
+    if not config.is_gated:
+        return np.square(np.maximum(halves[0], 0))
+    gate, up = halves
+    if config.limit is not None:
+        gate = np.minimum(gate, config.limit)
+        up = np.clip(up, -config.limit, config.limit)
+    return (up + config.up_offset) * gate / (1 + np.exp(-config.gate_slope * gate))
 
 
 # Of the norm: the inner values of 16-bit experts are rounded.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxllm_kernels.coded import CodedWeight, CodeForm, values
 from jaxllm_kernels.dense.api import XLA
-from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, activate
+from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, between
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class ReferenceExperts:
             is_choice = chosen == expert
             factor = jnp.sum(jnp.where(is_choice, factors, 0), axis=1, keepdims=True)
             inputs = (x * factor).astype(x.dtype) if config.scales_input else x
-            gate, up = (_product(inputs, gate_up[expert, half]) for half in (0, 1))
+            halves = [_product(inputs, matrix) for matrix in gate_up[expert]]
             if weights.gate_up_bias is not None:
-                bias = weights.gate_up_bias[expert].astype(jnp.float32)
-                gate, up = gate + bias[0], up + bias[1]
-            output = _product(activate(gate, up, config).astype(x.dtype), down[expert])
+                biases = weights.gate_up_bias[expert].astype(jnp.float32)
+                halves = [half + bias for half, bias in zip(halves, biases, strict=True)]
+            output = _product(between(halves, config).astype(x.dtype), down[expert])
             if weights.down_bias is not None:
                 output = output + weights.down_bias[expert].astype(jnp.float32)
             if not config.scales_input:

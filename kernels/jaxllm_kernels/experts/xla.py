@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxllm_kernels.coded import CodedWeight, CodeForm
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.dense.xla import XlaCodedMatmul
-from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, activate
+from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, between
 
 # Tokens of an expert that are multiplied at a time: the mean per expert, within these bounds.
 _FEWEST, _MOST = 16, 128
@@ -84,13 +84,13 @@ class XlaExperts:
         if config.scales_input:
             rows = (rows * factor).astype(rows.dtype)
         weights = _of_expert(weights, expert)
-        # Gate, then up.
+        # Gate, then up; or up alone.
         both = jax.tree.map(lambda half: half.reshape(-1, half.shape[-1]), weights.gate_up)
         gate_up = self._product(rows, both)
         if weights.gate_up_bias is not None:
             gate_up = gate_up + weights.gate_up_bias.reshape(-1).astype(jnp.float32)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        inner = activate(gate, up, config).astype(rows.dtype)
+        halves = jnp.split(gate_up, 2 if config.is_gated else 1, axis=-1)
+        inner = between(halves, config).astype(rows.dtype)
         output = self._product(inner, weights.down)
         if weights.down_bias is not None:
             output = output + weights.down_bias.astype(jnp.float32)

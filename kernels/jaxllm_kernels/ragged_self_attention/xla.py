@@ -6,12 +6,13 @@ is that of the rows. So short rows cost little, however many there are, and no m
 square of a length. One tile is computed after the other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
 
 # Less than any score, and finite, so that the difference of two of them is a number.
@@ -24,6 +25,10 @@ class XlaSelfAttention:
 
     tile: int = 64
     name: str = "xla"
+
+    def tuned_for(self, chip: Chip) -> "XlaSelfAttention":
+        """On accelerators an iteration costs more than what a larger tile computes in vain."""
+        return replace(self, tile=64 if chip.platform == "cpu" else 256)
 
     def __call__(
         self,

@@ -1,6 +1,7 @@
 """OpenAI's own client at /v1/responses, each answer strictly of the types that it knows."""
 
 import json
+import time
 
 import openai
 import pydantic
@@ -150,6 +151,58 @@ def test_a_request_goes_on_after_a_response(keeping, says):
             keeping.responses.retrieve(unknown)
         with pytest.raises(openai.NotFoundError):
             keeping.responses.create(**body, previous_response_id=unknown)
+
+
+def test_a_response_in_the_background(keeping):
+    body = GREEDY | {"background": True}
+    begun = keeping.responses.create(**body)
+    assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+    while (found := keeping.responses.retrieve(begun.id)).status == "in_progress":
+        time.sleep(0.02)
+    assert found.output_text == keeping.responses.create(**GREEDY).output_text
+    assert found.usage.output_tokens == 8
+    with pytest.raises(openai.BadRequestError) as caught:
+        keeping.responses.create(**body | {"input": "a" * 9000})
+    assert caught.value.param == "input"
+
+
+def test_a_background_response_is_cancelled(keeping, host):
+    long = GREEDY | {"max_output_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    begun = keeping.responses.create(**long, background=True)
+    with pytest.raises(openai.BadRequestError, match="in progress"):
+        keeping.responses.create(**GREEDY, previous_response_id=begun.id)
+    assert keeping.responses.cancel(begun.id).status == "cancelled"
+    host.wait_until_idle()
+    assert keeping.responses.retrieve(begun.id).status == "cancelled"
+    other = keeping.responses.create(**GREEDY)
+    with pytest.raises(openai.BadRequestError):
+        keeping.responses.cancel(other.id)
+
+
+def test_the_first_turns_of_a_long_conversation_are_left_out(client):
+    turn = lambda n: [{"role": "user", "content": f"{n} " + "sea " * 100},  # noqa: E731
+                      {"role": "assistant", "content": "Waves."}]  # fmt: skip
+    turns = [item for n in range(9) for item in turn(n)]
+    last = {"role": "user", "content": "And?"}
+    body = GREEDY | {"instructions": "Be brief", "input": [*turns, last]}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**body)
+    assert caught.value.param == "input"
+    cut = client.responses.create(**body, truncation="auto")
+    assert cut.truncation == "auto"
+    expected = None
+    for n in range(9):  # the longest that fits with its answer
+        try:
+            expected = client.responses.create(**body | {"input": [*turns[2 * n :], last]})
+        except openai.BadRequestError:
+            continue
+        if expected.usage.input_tokens <= 2048 - 8:
+            break
+    assert cut.usage.input_tokens == expected.usage.input_tokens
+    assert cut.output_text == expected.output_text
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**body | {"input": "a" * 9000}, truncation="auto")
+    assert caught.value.param == "input"
 
 
 @pytest.mark.parametrize(

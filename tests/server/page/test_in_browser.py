@@ -142,7 +142,9 @@ def test_tools_are_offered_and_their_calls_stay_in_the_conversation(host, open_p
         say(page, "Go on")
         assert shown_answer(page, 1)
     assert asked[0]["tools"] == [tool]
-    assert asked[0]["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer, result = asked[0]["messages"][1:]
+    assert answer == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert result == {"role": "tool", "tool_call_id": "a", "content": "Go on"}
 
 
 @pytest.mark.parametrize("how", ["stop", "reset"])

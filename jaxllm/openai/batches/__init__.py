@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: what they look like, and where a server keeps them."""
