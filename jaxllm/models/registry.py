@@ -65,6 +65,7 @@ _FAMILIES = {
     "Olmo3ForCausalLM": "olmo3",
     "OlmoeForCausalLM": "olmoe",
     "OlmoForCausalLM": "olmo",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
     "Phi3ForCausalLM": "phi3",
     "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen2",
