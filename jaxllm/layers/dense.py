@@ -18,6 +18,7 @@ class DenseSpec:
     out_size: int
     bias: bool
     activation: str | None = None
+    folder: str | None = None  # of its own file in the checkpoint; None: it is in the model's
 
     def make(self, in_size: int, *, dtype: DTypeLike) -> "Dense":
         return Dense(self, in_size, dtype=dtype)

@@ -39,6 +39,8 @@ class GatedDeltaSpec:
     value_size: int
     conv_width: int
     norm: NormSpec  # of each head's output, before its gate
+    # How much of what is held of a key a token can correct: above one, beyond its value.
+    beta_scale: float = 1.0
 
     @property
     def rope(self) -> None:
@@ -152,7 +154,7 @@ class GatedDeltaNet(nnx.Module):
         )
         q, k = _of_length_one(q) * spec.key_size**-0.5, _of_length_one(k)
         step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
-        beta = jax.nn.sigmoid(b.astype(jnp.float32))
+        beta = spec.beta_scale * jax.nn.sigmoid(b.astype(jnp.float32))
         out, matrices = ops.delta(q, k, v, -jnp.exp(log_rate) * step, beta, matrices, rows)
         return out, (inputs, matrices)
 

@@ -12,6 +12,7 @@ from jaxllm.layers.attention import AttentionSpec
 from jaxllm.models.harmless import HARMLESS, OF_POOLING
 from jaxllm.models.hf_config import HFConfig, merge_overrides
 from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.seeing_all import seeing_all, without_both_sides
 from jaxllm.models.specs import Architecture, MixerSpec
 from jaxllm.quantization.read import read_scheme
 
@@ -36,6 +37,9 @@ def read_architecture(
     """
     config = HFConfig(merge_overrides(hf_config, overrides or {}), max_model_len=max_model_len)
     name = ModelRegistry.select(config.names("architectures") or (), pools=pools)
+    sees_all = False
+    if pools:
+        config, sees_all = without_both_sides(config)
     config.refuse_unsupported()
     has_own_class = ModelRegistry.has_own_class(name)
     scheme = read_scheme(config.quantization, quantization)
@@ -52,6 +56,8 @@ def read_architecture(
     if not has_own_class:
         of_pooling = OF_POOLING if pools else ()
         config.refuse_unread({*HARMLESS, *family.harmless, *of_pooling})
+    if sees_all and not family.is_encoder:
+        architecture = seeing_all(architecture)
     architecture = dataclasses.replace(architecture, scheme=scheme)
     return _without_wide_windows(architecture, max_model_len or architecture.max_model_len)
 

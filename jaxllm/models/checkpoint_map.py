@@ -308,6 +308,7 @@ class CheckpointMap:
     # by whose tensors layouts are told apart. Every decoder has an embedding, and only one.
     others: tuple["CheckpointMap", ...] = ()
     told_by: tuple[str, ...] = ("model.embed_tokens.weight",)
+    folders: tuple[str, ...] = ()  # inside the model's, with tensors `{folder}.{name}`
 
     def source(
         self, parameter: str, pieces: tuple[Shape, ...], stored: Stored | None = None

@@ -37,14 +37,19 @@ class PoolingHeadSpec:
         if self.tokens is not None:
             return names
         layouts = [dataclasses.replace(its, others=()) for its in (names, *names.others)]
-        layouts += [
-            its.with_names(model="", **{its.renamed["model"]: ""} if "model" in its.renamed else {})
+        layouts += [its.with_names(model="") for its in layouts]
+        linears = {name: f"{folder}.linear" for name, folder in self._folders.items()}
+        first, *others = [
+            its.with_names(pooling_head="", **linears).ignoring(r"(.*\.)?lm_head\..*")
             for its in layouts
         ]
-        first, *others = [
-            its.with_names(pooling_head="").ignoring(r"(.*\.)?lm_head\..*") for its in layouts
-        ]
-        return dataclasses.replace(first, others=tuple(others))
+        folders = tuple(self._folders.values())
+        return dataclasses.replace(first, others=tuple(others), folders=folders)
+
+    @property
+    def _folders(self) -> dict[str, str]:
+        """The folders of layers with files of their own."""
+        return {layer.name: layer.folder for layer in self.layers if layer.folder is not None}
 
 
 class PoolingHead(nnx.Module):

@@ -65,6 +65,7 @@ _FAMILIES = {
     "Olmo3ForCausalLM": "olmo3",
     "OlmoeForCausalLM": "olmoe",
     "OlmoForCausalLM": "olmo",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
     "Phi3ForCausalLM": "phi3",
     "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen2",
@@ -90,7 +91,7 @@ _ENCODERS = {
         for head in ("Model", "ForMaskedLM", "ForSequenceClassification")
     },
 }
-_WITHOUT_HEAD = re.compile(r"(Model|ForSequenceClassification)$")
+_WITHOUT_HEAD = re.compile(r"((Text)?Model|ForSequenceClassification)$")
 _DECODER = "jaxllm.models.decoder:DecoderForCausalLM"
 _DEFAULT_FAMILY = "jaxllm.models.families.llama:FAMILY"
 

@@ -15,6 +15,7 @@ from jaxllm.layers.context import Cache, StepContext
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.rope import RopeConfig
+from jaxllm.layers.self_attention import SelfAttentionSpec
 from jaxllm.models.pooling_head import PoolingHeadSpec
 from jaxllm.quantization.products import Products
 from jaxllm.quantization.scheme import Scheme
@@ -145,6 +146,12 @@ class Architecture:
     def per_layer_input(self) -> PerLayerInputSpec | None:
         """What all layers have in common of their own inputs, if they have any."""
         return self.layers[0].per_layer_input
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether tokens see those behind them."""
+        mixers = [mixer for layer in self.layers for mixer in layer.mixers]
+        return any(isinstance(mixer, SelfAttentionSpec) for mixer in mixers)
 
     def with_products(self, products: Products) -> "Architecture":
         """The architecture with a choice of implementations for weights that are codes."""

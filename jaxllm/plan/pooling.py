@@ -16,6 +16,7 @@ from jaxllm.errors import (
     shown,
 )
 from jaxllm.files import read_json
+from jaxllm.layers.dense import DenseSpec
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.hf_config import merge_overrides
 from jaxllm.models.pooling_head import PoolingHeadSpec
@@ -55,7 +56,7 @@ def read_model(
     )
     if not pools:
         return architecture, None
-    is_encoder = ModelRegistry.family(architecture.name).is_encoder
+    is_encoder = architecture.is_encoder
     _check(config, is_encoder)
     pooling, head = _choose(config, architecture, model_dir, sentence)
     if longest is not None and config.model.max_model_len is None:
@@ -107,6 +108,13 @@ def _check(config: EngineConfig, is_encoder: bool) -> None:
             "could be drafted; leave it out",
             parameter="speculative_config",
         )
+    if config.lora.enable_lora:
+        raise refused(
+            "enable_lora",
+            True,
+            "the engine pools (runner='pooling') and has no adapters; merge the adapter into the "
+            "checkpoint",
+        )
     if config.model.logits_processors:
         raise refused(
             "logits_processors",
@@ -149,12 +157,20 @@ def _choose(
 def _embedder(
     architecture: Architecture, sentence: SentenceModel | None, how: SeqPooling
 ) -> _Chosen:
-    if sentence is not None and sentence.denses:
-        raise UnsupportedModelError(
-            f"modules.json: layers behind the pooling ({', '.join(sentence.denses):.80}) are not "
-            "supported yet"
+    denses = () if sentence is None else sentence.denses
+    head = PoolingHeadSpec(
+        layers=tuple(
+            DenseSpec(
+                name=f"dense_{index}",
+                out_size=dense.out_size,
+                bias=dense.bias,
+                activation=dense.activation,
+                folder=dense.path,
+            )
+            for index, dense in enumerate(denses)
         )
-    hf_config, head = architecture.hf_config, PoolingHeadSpec()
+    )
+    hf_config = architecture.hf_config
     cuts = hf_config.get("matryoshka_dimensions") or ()
     pooling = Pooling(
         tasks=("embed", "token_embed"),

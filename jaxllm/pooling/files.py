@@ -9,8 +9,19 @@ from jaxllm.pooler_config import SeqPooling
 
 _MAX_BYTES = 1 << 20
 _MODES: dict[str, SeqPooling] = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
+# The functions behind a layer, as torch calls them.
+_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu", "SiLU": "silu"}
 # The name of a mode in files that have a flag for each.
 _FLAG = "pooling_mode_"
+
+
+class Dense(NamedTuple):
+    """A layer behind the pooling, with a file of its own."""
+
+    path: str
+    out_size: int
+    bias: bool
+    activation: str | None
 
 
 class SentenceModel(NamedTuple):
@@ -18,7 +29,7 @@ class SentenceModel(NamedTuple):
 
     seq_pooling: SeqPooling
     normalizes: bool
-    denses: tuple[str, ...]  # directories of layers behind the pooling
+    denses: tuple["Dense", ...]  # behind the pooling
     prompts: tuple[tuple[str, str], ...]
     max_seq_length: int | None
     truncate_dim: int | None
@@ -45,7 +56,9 @@ def read_sentence_model(model_dir: Path) -> SentenceModel | None:
     return SentenceModel(
         seq_pooling=_read_pooling(model_dir / pooling.path / "config.json"),
         normalizes="Normalize" in kinds,
-        denses=tuple(module.path for module in modules if module.kind == "Dense"),
+        denses=tuple(
+            _read_dense(model_dir, module.path) for module in modules if module.kind == "Dense"
+        ),
         prompts=_read_prompts(model_dir, told.get("prompts")),
         max_seq_length=_positive(limits.get("max_seq_length")),
         truncate_dim=_positive(told.get("truncate_dim")),
@@ -84,6 +97,21 @@ def _read_pooling(path: Path) -> SeqPooling:
     if config.get("include_prompt") is False:
         raise UnsupportedModelError(f"{path}: include_prompt=false is not supported")
     return _MODES[modes[0]]
+
+
+def _read_dense(model_dir: Path, path: str) -> Dense:
+    file = model_dir / path / "config.json"
+    config = read_json(file)
+    function = str(config.get("activation_function") or "Identity").rpartition(".")[2]
+    if function not in _ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{file}: activation_function={function:.80} is not supported; supported are "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    size, bias = _positive(config.get("out_features")), config.get("bias", True)
+    if size is None or not isinstance(bias, bool):
+        raise CheckpointError(f"{file}: out_features must be a positive integer, bias a bool")
+    return Dense(path, size, bias, _ACTIVATIONS[function])
 
 
 def _read_prompts(model_dir: Path, given: object) -> tuple[tuple[str, str], ...]:

@@ -94,7 +94,7 @@ def resolve_model_dir(
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
+        found = Path(
             snapshot_download(
                 model,
                 revision=revision,
@@ -104,6 +104,14 @@ def resolve_model_dir(
                 ignore_patterns=["original/*", "consolidated*", "*/*"],
             )
         )
+        if (found / "modules.json").is_file():  # it names folders with parts of an embedder
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=["*_Pooling/config.json", "*_Dense/*.json", "*_Dense/*.safetensors"],
+            )
+        return found
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
@@ -148,11 +156,16 @@ class OpenCheckpoint(Protocol):
         ...
 
 
-def open_checkpoint(model_dir: Path) -> OpenCheckpoint:
-    """Open the weights of a model directory, in whichever form it has them."""
+def open_checkpoint(model_dir: Path, folders: Sequence[str] = ()) -> OpenCheckpoint:
+    """Open the weights of a model directory, in whichever form it has them, with those of folders
+    in it, whose names are put before those of their tensors."""
     if files := linked_files(model_dir):
         return GGUFCheckpoint(files[0])
-    return Checkpoint(model_dir)
+    checkpoint = Checkpoint(model_dir)
+    for folder in folders:
+        for name, info in _read_header(model_dir / folder / "model.safetensors").items():
+            checkpoint.tensors[f"{folder}.{name}"] = info
+    return checkpoint
 
 
 class Checkpoint:

@@ -73,8 +73,9 @@ def load_parts(
             for of_part, (_, mesh) in zip(parameters, parts, strict=True)
         ]
     else:
-        with open_checkpoint(model_dir) as checkpoint:
-            names = parts[0][0].checkpoint_map.for_tensors(checkpoint.tensors.keys())
+        names = parts[0][0].checkpoint_map
+        with open_checkpoint(model_dir, names.folders) as checkpoint:
+            names = names.for_tensors(checkpoint.tensors.keys())
             sources = [sources_of(of_part, names) for of_part in parameters]
             _check_names(checkpoint, sources, names)
             _check_shapes(checkpoint, sources)

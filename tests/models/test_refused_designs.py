@@ -104,6 +104,11 @@ LAYERS = ["full_attention", "sliding_attention"]
         ("nemotron_h", {"hybrid_override_pattern": "MXE"}, "layer type X is not supported"),
         ("nemotron_h", {"num_hidden_layers": 4}, "num_hidden_layers=4 is not supported"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported for ex"),
+        (
+            "olmo_hybrid",
+            {"rope_theta": None, "rope_parameters": None},
+            "rope_parameters=None is not supported, since it may mean",
+        ),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for convolutions"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 is not supported; supported are 2 to 64"),
         (

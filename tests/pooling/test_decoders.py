@@ -146,8 +146,9 @@ def test_refusals_name_the_field(llm, ask, message):
 def test_an_engine_that_generates_does_not_pool(embedder):
     with pytest.raises(ValidationError, match="runner='pooling'"):
         LLM(embedder, **TINY, runner="generate", convert="embed")
-    with pytest.raises(ValidationError, match="speculative_config"):
-        LLM(embedder, **TINY, spec_method="ngram")
+    for option, value in (("spec_method", "ngram"), ("enable_lora", True)):
+        with pytest.raises(ValidationError, match="speculative_config|enable_lora"):
+            LLM(embedder, **TINY, **{option: value})
 
 
 def test_classes_have_the_probabilities_of_transformers(tmp_path):

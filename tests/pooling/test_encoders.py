@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxllm import LLM, ValidationError
 from jaxllm.testing import VOCAB_SIZE
@@ -132,3 +133,54 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path):
     ]:
         with pytest.raises((ValidationError, ValueError), match=message):
             LLM(tmp_path, **WHOLE | options, skip_tokenizer_init=True)
+
+
+def write_gemma(path):
+    """A decoder of Gemma's whose tokens see both sides, with layers behind the pooling."""
+    config = transformers.Gemma3TextConfig(
+        **COMMON | {"num_hidden_layers": 3, "max_position_embeddings": 128},
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        use_bidirectional_attention=True,
+        pad_token_id=0,
+        query_pre_attn_scalar=16,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3TextModel(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(path)
+    describe(path, "pooling_mode_mean_tokens")
+    modules = json.loads((path / "modules.json").read_text())
+    linears = []
+    for index, (size, bias) in enumerate([(96, False), (48, True)], 2):
+        folder = path / f"{index}_Dense"
+        folder.mkdir()
+        linear = torch.nn.Linear(64 if index == 2 else 96, size, bias=bias)
+        tensors = {f"linear.{name}": value.numpy() for name, value in linear.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors")
+        told = {"in_features": 64, "out_features": size, "bias": bias}
+        told["activation_function"] = (
+            f"torch.nn.modules.activation.{'Tanh' if bias else 'Identity'}"
+        )
+        (folder / "config.json").write_text(json.dumps(told))
+        kind = "sentence_transformers.base.modules.dense.Dense"
+        modules.insert(index, {"idx": index, "path": folder.name, "type": kind})
+        linears.append(linear)
+    (path / "modules.json").write_text(json.dumps(modules))
+    return model, lambda x: torch.tanh(linears[1](linears[0](x)))
+
+
+def test_a_decoder_whose_tokens_see_both_sides_and_layers_behind_the_pooling(tmp_path):
+    model, project = write_gemma(tmp_path)
+    llm = LLM(tmp_path, **WHOLE, skip_tokenizer_init=True)
+    outputs = llm.embed(PROMPTS, **QUIET)
+    for output, ids in zip(outputs, PROMPTS, strict=True):
+        with torch.no_grad():
+            mean = run(model, ids).last_hidden_state[0].mean(0)
+            np.testing.assert_allclose(
+                output.outputs.embedding, unit(project(mean).numpy()), atol=1e-5
+            )

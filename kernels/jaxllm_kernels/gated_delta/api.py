@@ -44,7 +44,7 @@ class DeltaOp(Protocol):
           q, k: [T, M, K]. Head n has those of head n // (N // M). Keys have at most length one.
           v: [T, N, V].
           log_decay: float32 [T, N], or [T, N, K] if each row of S decays by itself. At most zero.
-          beta: float32 [T, N], from zero to one.
+          beta: float32 [T, N], from zero to two.
           state: float32 [S, N, K, V]. Donate it: it is updated in place.
 
         Everything is computed in float32. A row's results do not depend on other rows, and on the

@@ -24,6 +24,7 @@ class Layer:
     decays_by_channel: bool = False
     # Log decays are drawn from minus this to zero.
     most_decay: float = 0.5
+    most_beta: float = 1.0
     # Whether all keys are the same and no token is held back, so that every change undoes the one
     # before.
     repeats_keys: bool = False
@@ -36,6 +37,7 @@ LAYERS = {
     # After one token nothing is left: cumulated decays are far below any exponent of float32.
     "strong decays": Layer(most_decay=60.0),
     "strong decays by channel": Layer(num_key_heads=4, decays_by_channel=True, most_decay=60.0),
+    "corrected too far": Layer(most_beta=2.0),
     "the same key": Layer(repeats_keys=True, most_decay=0.01),
 }
 
@@ -52,7 +54,9 @@ def draw(
     v = random.normal(size=(num_tokens, heads, layer.value_size))
     decays = (num_tokens, heads, *((layer.key_size,) if layer.decays_by_channel else ()))
     log_decay = -layer.most_decay * random.random(decays)
-    beta = np.ones((num_tokens, heads)) if layer.repeats_keys else random.random(decays[:2])
+    beta = layer.most_beta * random.random(decays[:2])
+    if layer.repeats_keys:
+        beta[:] = 1
     narrow = (x.astype(jnp.dtype(dtype)) for x in (q, k, v))
     return (*narrow, log_decay.astype(np.float32), beta.astype(np.float32))
 
