@@ -40,6 +40,7 @@ from jaxllm.plan.choose_kernels import (
     choose_add_norm,
     choose_attention,
     choose_experts,
+    choose_low_rank,
     choose_matmul,
     choose_products,
     choose_sampling,
@@ -156,7 +157,14 @@ def make_plan(
     keeps_states = any(abstract.state_configs for abstract in in_parts)
     if keeps_states and not is_encoder:
         check_states(config)
-    adapters = plan_adapters(config, in_parts, meshes, dtype, pools=pooling is not None)
+    adapters = plan_adapters(
+        config,
+        in_parts,
+        meshes,
+        dtype,
+        op=choose_low_rank(config, library, num_shards),
+        pools=pooling is not None,
+    )
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
         num_rows=max_num_seqs,
