@@ -102,6 +102,12 @@ def _check(config: EngineConfig, is_encoder: bool) -> None:
             "the model is an encoder: what it computes of a token depends on those behind it; "
             "leave it out",
         )
+    if is_encoder and config.cache.kv_cache_dtype != "auto":
+        raise refused(
+            "kv_cache_dtype",
+            config.cache.kv_cache_dtype,
+            "the model is an encoder, which caches no keys and values; leave it out",
+        )
     if config.speculation.read() is not None:
         raise ValidationError(
             "speculative_config: the engine pools (runner='pooling') and generates nothing that "

@@ -195,11 +195,9 @@ def report_plan(
     )
 
 
-def _largest_buckets(plan: EnginePlan) -> tuple[Bucket, Bucket]:
-    """The largest bucket of decode steps, and that of mixed steps."""
-    decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
-    mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
-    return decodes[-1], mixed[-1]
+def _largest_buckets(plan: EnginePlan) -> list[Bucket]:
+    """The largest bucket of decode steps, if there are any, and that of mixed steps."""
+    return list({bucket.decode_only: bucket for bucket in plan.buckets}.values())
 
 
 def _report_program(
@@ -277,18 +275,19 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         return None
     part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.shape[TENSOR]
     # A token looks up one row of the embedding. As the head it is a matrix, read for rows only.
-    embedding = plan.num_logits * arch.hidden_size / num_shards
+    has_head = part.has_head and plan.num_logits > 0
+    embedding = (plan.num_logits or arch.vocab_size) * arch.hidden_size / num_shards
     # The devices sum the looked-up rows, and the outputs of the attention and MLP of each layer.
     # In a sum each device sends the others their parts, and then its own part of the sum.
     num_sums = part.embeds + 2 * len(part.layers)
     sent_per_byte = 2 * (num_shards - 1) / num_shards
-    is_shared = part.is_whole and arch.tie_word_embeddings
-    num_tables = part.embeds + part.has_head - is_shared
+    is_shared = part.embeds and has_head and arch.tie_word_embeddings
+    num_tables = part.embeds + has_head - is_shared
     matrices = stage.model_weights_bytes / itemsize - embedding * num_tables
     if (own := arch.per_layer_input) is not None:
         # It is looked up, too.
         matrices -= own.vocab_size * own.size * arch.num_layers / num_shards
-    head = embedding if part.has_head else 0
+    head = embedding if has_head else 0
     experts = _experts(plan, stage)
     of_experts = sum(its.num_bytes for its in experts) / itemsize
     chosen = sum(its.num_bytes * its.share for its in experts) / itemsize

@@ -150,6 +150,7 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path):
     for options, message in [
         ({"runner": "generate"}, "BertModel is an encoder.*runner='pooling'"),
         ({"enable_prefix_caching": True}, "enable_prefix_caching=True: the model is an encoder"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8': the model is an encoder"),
         ({"max_num_batched_tokens": 64}, "an encoder computes a prompt in one step"),
     ]:
         with pytest.raises((ValidationError, ValueError), match=message):
