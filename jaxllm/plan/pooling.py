@@ -131,11 +131,14 @@ def _choose(
 ) -> _Chosen:
     hf_config, asked = architecture.hf_config, config.pooling.read()
     family = ModelRegistry.family(architecture.name)
-    how: SeqPooling = asked.of_sequences or (sentence.seq_pooling if sentence else family.pools_by)
     convert = config.pooling.convert
     if convert in ("auto", "none"):
         names = hf_config.get("architectures") or ()
         convert = "classify" if any(_CLASSIFIER in str(name) for name in names) else "embed"
+    usual: SeqPooling = family.pools_by
+    if convert == "classify" and hf_config.get("classifier_pooling") == "mean":
+        usual = "MEAN"
+    how: SeqPooling = asked.of_sequences or (sentence.seq_pooling if sentence else usual)
     if convert == "classify":
         pooling, head = _classifier(architecture, model_dir, how)
     else:

@@ -38,7 +38,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "LlamaForSequenceClassification"])
+@pytest.mark.parametrize(
+    "kind",
+    ["BertModel", pytest.param("LlamaForSequenceClassification", marks=pytest.mark.sweep)],
+)
 def test_vectors_do_not_depend_on_the_devices(tmp_path, kind):
     family = "bert" if kind == "BertModel" else "llama"
     path = write_model(tmp_path, kind, family)
