@@ -54,7 +54,8 @@ class StageReport:
     num_devices: int
     weights_bytes: int
     kv_cache_bytes: int
-    # Of the sampler, the block tables, hidden states in and out, and states of recurrent layers.
+    # Of the sampler, the block tables, hidden states in and out, states of recurrent layers, and
+    # the slots of adapters.
     state_bytes: int
     # Of all programs, as seen from the largest (`programs.needs`).
     program_bytes: int
@@ -63,6 +64,7 @@ class StageReport:
     draft_weights_bytes: int = 0
     draft_cache_bytes: int = 0
     recurrent_bytes: int = 0  # of `state_bytes`, those of the states of recurrent layers
+    adapters_bytes: int = 0  # of `state_bytes`, those of the slots of adapters
 
     @property
     def used_bytes(self) -> int:
@@ -243,12 +245,14 @@ def _report_stage(
 ) -> StageReport:
     state = DeviceState.abstract(plan, stage)
     beside_caches = sum(map(device_bytes, jax.tree.leaves(state))) - stage.kv_cache_bytes
+    adapters = 0 if plan.adapters is None else plan.adapters.bytes_by_stage[stage.index]
     return StageReport(
         num_layers=len(stage.part.layers),
         num_devices=stage.mesh.size,
         weights_bytes=stage.weights_bytes,
         kv_cache_bytes=stage.kv_cache_bytes,
         state_bytes=beside_caches
+        + adapters
         + activation_bytes(
             stage,
             len(plan.stages),
@@ -265,6 +269,7 @@ def _report_stage(
         draft_weights_bytes=stage.weights_bytes - stage.model_weights_bytes,
         draft_cache_bytes=0 if stage.draft is None else stage.draft.kv_cache_bytes,
         recurrent_bytes=stage.states_bytes,
+        adapters_bytes=adapters,
     )
 
 
