@@ -5,5 +5,6 @@
 
 `journal` is the durable record of finished items. `run` feeds an engine with a bounded number of
 requests. `delivery` sorts the results if requested, and `storage` writes them to their destination.
-`job` connects all of it. `ray` is another way, for a dataset and many engines.
+`job` connects all of it; a server has its own, `jaxllm.server.batch_job`. `process` makes requests
+of lines for both. `ray` is another way, for a dataset and many engines.
 """

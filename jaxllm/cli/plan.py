@@ -205,10 +205,18 @@ def _memory_lines(report: "PlanReport") -> list[str]:
         *(("  of the draft", [s.draft_weights_bytes]) for s in stages if s.draft_weights_bytes),
         ("KV cache", [stage.kv_cache_bytes for stage in stages]),
         *(("  of the draft", [s.draft_cache_bytes]) for s in stages if s.draft_weights_bytes),
-        ("sampler, block tables", [s.state_bytes - s.recurrent_bytes for s in stages]),
+        (
+            "sampler, block tables",
+            [s.state_bytes - s.recurrent_bytes - s.adapters_bytes for s in stages],
+        ),
         *(
             [("recurrent layers", [s.recurrent_bytes for s in stages])]
             if any(s.recurrent_bytes for s in stages)
+            else []
+        ),
+        *(
+            [("adapters", [s.adapters_bytes for s in stages])]
+            if any(s.adapters_bytes for s in stages)
             else []
         ),
         ("programs", [stage.program_bytes for stage in stages]),

@@ -36,4 +36,6 @@ def run(args: argparse.Namespace) -> None:
     leave_out_absent_tpu()
     trainer = Trainer(options)
     folder = trainer.export_latest() if args.export_only else trainer.run()
-    print(f"{folder}: to try it, jaxllm generate {folder} --prompt TEXT")
+    base = options.adapter.lora
+    what = folder if base is None else f"{base} --lora {folder}"
+    print(f"{folder}: to try it, jaxllm generate {what} --prompt TEXT")

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxllm.layers.activation import ACTIVATIONS
+from jaxllm.layers.norm import Norm, NormSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,20 @@ class DenseSpec:
 
     def make(self, in_size: int, *, dtype: DTypeLike) -> "Dense":
         return Dense(self, in_size, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNormSpec:
+    """A norm between such layers."""
+
+    name: str
+    out_size: int
+    norm: NormSpec
+    folder: None = None
+
+    def make(self, in_size: int, *, dtype: DTypeLike) -> Norm:
+        assert in_size == self.out_size, self
+        return self.norm.make(in_size, dtype=dtype)
 
 
 class Dense(nnx.Module):

@@ -29,7 +29,7 @@ class AdapterCatalog:
     def __init__(self, limits: AdapterLimits | None):
         self._limits = limits
         self._checked: dict[str, _Checked] = {}  # by path
-        self._lock = threading.Lock()  # one thread reads, and the others find what it has read
+        self._lock = threading.Lock()  # of the thread that reads; others find what it has read
 
     def check(self, request: LoRARequest) -> Adapter:
         """What the engine gets; raise ValidationError if it cannot have the adapter."""
@@ -42,9 +42,9 @@ class AdapterCatalog:
                 "the engine has no adapters; start it with enable_lora=True",
             )
         path = os.path.abspath(os.path.expanduser(request.lora_path))
-        with self._lock:
-            content = self._content(path, self._limits)
-        return Adapter(request.lora_name, request.lora_int_id, path, content)
+        return Adapter(
+            request.lora_name, request.lora_int_id, path, self._content(path, self._limits)
+        )
 
     def _content(self, path: str, limits: AdapterLimits) -> str:
         directory = Path(path)
@@ -52,18 +52,25 @@ class AdapterCatalog:
             raise refused(
                 "lora_path", path, f"there is no such directory; PEFT writes one with {CONFIG}"
             )
+        if (known := self._known(path)) is not None:
+            return known
+        with self._lock:
+            if (known := self._known(path)) is not None:
+                return known
+            try:
+                # Before the files are read: if they change meanwhile, they are read again.
+                stamps, content = _stamps(directory), content_of(directory)
+                read_adapter(directory, limits)
+            except CheckpointError as error:
+                raise ValidationError(str(error), parameter="lora_request") from error
+            self._checked[path] = _Checked(stamps, content)
+            return content
+
+    def _known(self, path: str) -> str | None:
+        """The content of files that have been checked and not changed."""
         known = self._checked.get(path)
-        try:
-            stamps = _stamps(directory)
-            if known is not None and known.stamps == stamps:
-                return known.content
-            # Hashed before it is read: if it changes between, the engine finds another hash.
-            content = content_of(directory)
-            read_adapter(directory, limits)
-        except CheckpointError as error:
-            raise ValidationError(str(error), parameter="lora_request") from error
-        self._checked[path] = _Checked(stamps, content)
-        return content
+        is_same = known is not None and known.stamps == _stamps(Path(path))
+        return known.content if known is not None and is_same else None
 
 
 def _stamps(directory: Path) -> tuple[tuple[int, int, int], ...]:

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxllm_kernels.low_rank.api import LowRank
-from jaxllm_kernels.low_rank.xla import by_all_slots
+from jaxllm_kernels.low_rank.api import LowRank, LowRankOp
 
 from jaxllm.layers.linear import Linear
 from jaxllm.lora.adapter_file import Matrices
@@ -162,7 +161,7 @@ def adaptable_layers(model: Any) -> dict[str, tuple[int, int]]:
     return sizes | {other: sizes[layer] for other, layer in others.items()}
 
 
-def adapted(model: Any, adapters: Adapters, slots: jax.Array) -> Any:
+def adapted(model: Any, adapters: Adapters, slots: jax.Array, op: LowRankOp) -> Any:
     """Replace the layers of a model, in place, by layers that add each token's adapter. `slots`,
     i32 [T], has that of each token."""
     for name, weights in adapters.items():
@@ -172,7 +171,7 @@ def adapted(model: Any, adapters: Adapters, slots: jax.Array) -> Any:
             path,
             model,
         )
-        setattr(parent, leaf, AdaptedLinear(getattr(parent, leaf), weights, slots))
+        setattr(parent, leaf, AdaptedLinear(getattr(parent, leaf), weights, slots, op))
     return model
 
 
@@ -180,8 +179,9 @@ class AdaptedLinear(nnx.Module):
     """A linear layer and what adapters add to it. Without an adapter a token gets exactly what the
     layer gives it."""
 
-    def __init__(self, base: Any, weights: LowRank, slots: jax.Array):
+    def __init__(self, base: Any, weights: LowRank, slots: jax.Array, op: LowRankOp):
         self.base = base
+        self.op = op
         self.a = nnx.Param(weights.a)
         self.b = nnx.List(nnx.Param(b) for b in weights.b)
         self.slots = nnx.Variable(slots)
@@ -190,7 +190,7 @@ class AdaptedLinear(nnx.Module):
         y = self.base(x)
         with jax.named_scope("adapter"):
             weights = LowRank(self.a[...], tuple(b[...] for b in self.b))
-            added = by_all_slots(x, weights, self.slots[...])
+            added = self.op(x, weights, self.slots[...])
         return (y.astype(jnp.float32) + added).astype(y.dtype)
 
 

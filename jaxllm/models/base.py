@@ -54,7 +54,8 @@ class Model(Protocol):
 
     @property
     def num_logits(self) -> int:
-        """The width of the logits: the vocabulary and, in a model that is sharded, padding."""
+        """The width of the logits: the vocabulary and, in a model that is sharded, padding. 0 in a
+        model that pools and makes none."""
         ...
 
     def __call__(

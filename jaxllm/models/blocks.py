@@ -102,6 +102,20 @@ class SingleBlock(Block):
         return self.join(hidden, mixed, context), caches
 
 
+class InnerNormBlock(Block):
+    """A norm before the ffns only: the stream that enters is normal already."""
+
+    norms = ("post_attention_layernorm",)
+
+    def __call__(
+        self, hidden: jax.Array, caches: Caches, context: StepContext
+    ) -> tuple[jax.Array, Caches]:
+        mixed, caches = self.mix(hidden, caches, context)
+        hidden = self.add(hidden, mixed)
+        x = self.norm(self.norms[0])(hidden)
+        return self.add(hidden, self.feed(x, context)), caches
+
+
 class PostNormBlock(Block):
     """A norm after the mixers and another after the ffns; none before them."""
 

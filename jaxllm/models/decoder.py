@@ -121,7 +121,7 @@ class DecoderForCausalLM(nnx.Module):
 
     @property
     def num_logits(self) -> int:
-        return self._head.weight.shape[0]
+        return self._head.weight.shape[0] if self._makes_logits else 0
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
         logits = self._head.logits(hidden)

@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.activation import ACTIVATIONS
 from jaxllm.layers.attention import AttentionSpec, QKNorm, Temperature
-from jaxllm.layers.dense import DenseSpec
+from jaxllm.layers.dense import DenseSpec, HeadNormSpec
 from jaxllm.layers.mlp import MLPSpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.models.blocks import PreNormBlock
@@ -50,7 +50,7 @@ class Family:
     # How a prompt is pooled if nothing says otherwise, and, from the computation and the number of
     # classes, the layers that classify it.
     pools_by: SeqPooling = "LAST"
-    classifier: Callable[[Architecture, int], tuple[DenseSpec, ...]] = _score
+    classifier: Callable[[Architecture, int], tuple[DenseSpec | HeadNormSpec, ...]] = _score
     # The computation -> the head in the same checkpoint that drafts (speculation's method "mtp");
     # it raises an error if the model has none. None: no model of the family has one.
     draft_head: Callable[[Architecture], HeadSpec] | None = None

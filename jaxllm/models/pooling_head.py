@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxllm.layers.dense import DenseSpec
+from jaxllm.layers.dense import DenseSpec, HeadNormSpec
 from jaxllm.layers.embedding import Embedding
 from jaxllm.models.checkpoint_map import CheckpointMap
 
@@ -17,7 +17,7 @@ from jaxllm.models.checkpoint_map import CheckpointMap
 class PoolingHeadSpec:
     """The layers behind the pooling, from the hidden size on; none: the state itself is wanted."""
 
-    layers: tuple[DenseSpec, ...] = ()
+    layers: tuple[DenseSpec | HeadNormSpec, ...] = ()
     # Scores by the language model head instead: how much likelier the first token is than the
     # second. Rerankers that answer "yes" or "no" do so.
     tokens: tuple[int, int] | None = None

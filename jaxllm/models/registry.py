@@ -86,6 +86,10 @@ _FAMILIES = {
 _ENCODERS = {
     **{f"Bert{head}": "bert" for head in ("Model", "ForMaskedLM", "ForSequenceClassification")},
     **{
+        f"ModernBert{head}": "modernbert"
+        for head in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    },
+    **{
         f"{model}{head}": "roberta"
         for model in ("Roberta", "XLMRoberta")
         for head in ("Model", "ForMaskedLM", "ForSequenceClassification")

@@ -1,11 +1,12 @@
 """What adapters an engine has room for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxllm_kernels.low_rank.api import LowRankOp
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UnsupportedModelError, refused
@@ -23,6 +24,7 @@ class AdapterPlan:
     # Name in a checkpoint, inputs, outputs.
     layers: tuple[tuple[str, int, int], ...]
     bytes_by_stage: tuple[int, ...]  # on one device
+    op: LowRankOp
 
     def arrays(self, model: Model, dtype: Any, mesh: Mesh) -> AdapterArrays:
         """The arrays for an abstract part of the model."""
@@ -45,6 +47,7 @@ def plan_adapters(
     meshes: Sequence[Mesh],
     dtype: Any,
     *,
+    op: LowRankOp,
     pools: bool,
 ) -> AdapterPlan | None:
     """Plan the slots for the parts of a model. None: no adapters are asked for."""
@@ -63,14 +66,10 @@ def plan_adapters(
         max_lora_rank=lora.max_lora_rank,
         layers=tuple((name, *sizes) for name, sizes in layers.items()),
         bytes_by_stage=(),
+        op=op,
     )
     sizes = (
         adapters_bytes(plan.arrays(part, dtype, mesh).abstract())
         for part, mesh in zip(in_parts, meshes, strict=True)
     )
-    return AdapterPlan(
-        max_loras=plan.max_loras,
-        max_lora_rank=plan.max_lora_rank,
-        layers=plan.layers,
-        bytes_by_stage=tuple(sizes),
-    )
+    return replace(plan, bytes_by_stage=tuple(sizes))

@@ -18,6 +18,9 @@ from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.tpu import TpuExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS, XlaExperts
 from jaxllm_kernels.gated_delta.xla import XlaDelta
+from jaxllm_kernels.low_rank.api import LowRankOp
+from jaxllm_kernels.low_rank.native import NativeLowRank
+from jaxllm_kernels.low_rank.xla import XlaLowRank
 from jaxllm_kernels.mla.api import (
     LatentConfig,
     default_latent_backends,
@@ -72,6 +75,19 @@ def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
     if isinstance(library, NoLibrary) or num_shards > 1:
         return XLA
     return NativeMatmul(library)
+
+
+def choose_low_rank(
+    config: EngineConfig, library: Library | NoLibrary, num_shards: int
+) -> LowRankOp:
+    """What multiplies by adapters. XLA cannot shard the native product."""
+    if isinstance(library, NoLibrary) or num_shards > 1 or not config.lora.enable_lora:
+        return XlaLowRank()
+    try:
+        return NativeLowRank.load(library)
+    except ValueError as error:
+        logger.info("XLA multiplies by adapters in place of our own kernel: %s", error)
+        return XlaLowRank()
 
 
 def choose_products(

@@ -40,6 +40,7 @@ from jaxllm.plan.choose_kernels import (
     choose_add_norm,
     choose_attention,
     choose_experts,
+    choose_low_rank,
     choose_matmul,
     choose_products,
     choose_sampling,
@@ -156,7 +157,14 @@ def make_plan(
     keeps_states = any(abstract.state_configs for abstract in in_parts)
     if keeps_states and not is_encoder:
         check_states(config)
-    adapters = plan_adapters(config, in_parts, meshes, dtype, pools=pooling is not None)
+    adapters = plan_adapters(
+        config,
+        in_parts,
+        meshes,
+        dtype,
+        op=choose_low_rank(config, library, num_shards),
+        pools=pooling is not None,
+    )
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
         num_rows=max_num_seqs,
@@ -255,26 +263,27 @@ def make_plan(
     vocab_size = architecture.vocab_size
     max_logprobs = model.max_logprobs
     max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
-    sampler_bytes = sampling_bytes(
-        meshes[-1],
-        len(meshes),
-        num_tokens=max_num_batched_tokens,
-        num_rows=max_num_seqs,
-        num_logits=num_logits,
-        max_logprobs=max_logprobs,
-        samples_late=samples_late,
-        max_model_len=max_model_len,
-        speculation=speculation,
-        kept_bytes=architecture.hidden_size * jnp.dtype(dtype).itemsize
-        if isinstance(draft, DraftHeadPlan)
-        else 0,
-    )
     if pooling is not None:
-        sampler_bytes = pooling_bytes(
+        tail_bytes = pooling_bytes(
             pooling,
             hidden_size=architecture.hidden_size,
             num_tokens=max_num_batched_tokens,
             num_rows=max_num_seqs,
+        )
+    else:
+        tail_bytes = sampling_bytes(
+            meshes[-1],
+            len(meshes),
+            num_tokens=max_num_batched_tokens,
+            num_rows=max_num_seqs,
+            num_logits=num_logits,
+            max_logprobs=max_logprobs,
+            samples_late=samples_late,
+            max_model_len=max_model_len,
+            speculation=speculation,
+            kept_bytes=architecture.hidden_size * jnp.dtype(dtype).itemsize
+            if isinstance(draft, DraftHeadPlan)
+            else 0,
         )
     num_blocks = min(
         size_kv_cache(
@@ -282,7 +291,7 @@ def make_plan(
             weights_bytes=stage.weights_bytes,
             states_bytes=stage.states_bytes,
             adapters_bytes=0 if adapters is None else adapters.bytes_by_stage[stage.index],
-            other_bytes=(sampler_bytes if stage.part.has_head else 0)
+            other_bytes=(tail_bytes if stage.part.has_head else 0)
             + activation_bytes(
                 stage,
                 len(meshes),

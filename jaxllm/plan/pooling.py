@@ -102,11 +102,24 @@ def _check(config: EngineConfig, is_encoder: bool) -> None:
             "the model is an encoder: what it computes of a token depends on those behind it; "
             "leave it out",
         )
+    if is_encoder and config.cache.kv_cache_dtype != "auto":
+        raise refused(
+            "kv_cache_dtype",
+            config.cache.kv_cache_dtype,
+            "the model is an encoder, which caches no keys and values; leave it out",
+        )
     if config.speculation.read() is not None:
         raise ValidationError(
             "speculative_config: the engine pools (runner='pooling') and generates nothing that "
             "could be drafted; leave it out",
             parameter="speculative_config",
+        )
+    if config.lora.enable_lora:
+        raise refused(
+            "enable_lora",
+            True,
+            "the engine pools (runner='pooling') and has no adapters; merge the adapter into the "
+            "checkpoint",
         )
     if config.model.logits_processors:
         raise refused(
@@ -124,11 +137,14 @@ def _choose(
 ) -> _Chosen:
     hf_config, asked = architecture.hf_config, config.pooling.read()
     family = ModelRegistry.family(architecture.name)
-    how: SeqPooling = asked.of_sequences or (sentence.seq_pooling if sentence else family.pools_by)
     convert = config.pooling.convert
     if convert in ("auto", "none"):
         names = hf_config.get("architectures") or ()
         convert = "classify" if any(_CLASSIFIER in str(name) for name in names) else "embed"
+    usual: SeqPooling = family.pools_by
+    if convert == "classify" and hf_config.get("classifier_pooling") == "mean":
+        usual = "MEAN"
+    how: SeqPooling = asked.of_sequences or (sentence.seq_pooling if sentence else usual)
     if convert == "classify":
         pooling, head = _classifier(architecture, model_dir, how)
     else:

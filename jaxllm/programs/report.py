@@ -54,7 +54,8 @@ class StageReport:
     num_devices: int
     weights_bytes: int
     kv_cache_bytes: int
-    # Of the sampler, the block tables, hidden states in and out, and states of recurrent layers.
+    # Of the sampler, the block tables, hidden states in and out, states of recurrent layers, and
+    # the slots of adapters.
     state_bytes: int
     # Of all programs, as seen from the largest (`programs.needs`).
     program_bytes: int
@@ -63,6 +64,7 @@ class StageReport:
     draft_weights_bytes: int = 0
     draft_cache_bytes: int = 0
     recurrent_bytes: int = 0  # of `state_bytes`, those of the states of recurrent layers
+    adapters_bytes: int = 0  # of `state_bytes`, those of the slots of adapters
 
     @property
     def used_bytes(self) -> int:
@@ -195,11 +197,9 @@ def report_plan(
     )
 
 
-def _largest_buckets(plan: EnginePlan) -> tuple[Bucket, Bucket]:
-    """The largest bucket of decode steps, and that of mixed steps."""
-    decodes = [bucket for bucket in plan.buckets if bucket.decode_only]
-    mixed = [bucket for bucket in plan.buckets if not bucket.decode_only]
-    return decodes[-1], mixed[-1]
+def _largest_buckets(plan: EnginePlan) -> list[Bucket]:
+    """The largest bucket of decode steps, if there are any, and that of mixed steps."""
+    return list({bucket.decode_only: bucket for bucket in plan.buckets}.values())
 
 
 def _report_program(
@@ -245,12 +245,14 @@ def _report_stage(
 ) -> StageReport:
     state = DeviceState.abstract(plan, stage)
     beside_caches = sum(map(device_bytes, jax.tree.leaves(state))) - stage.kv_cache_bytes
+    adapters = 0 if plan.adapters is None else plan.adapters.bytes_by_stage[stage.index]
     return StageReport(
         num_layers=len(stage.part.layers),
         num_devices=stage.mesh.size,
         weights_bytes=stage.weights_bytes,
         kv_cache_bytes=stage.kv_cache_bytes,
         state_bytes=beside_caches
+        + adapters
         + activation_bytes(
             stage,
             len(plan.stages),
@@ -267,6 +269,7 @@ def _report_stage(
         draft_weights_bytes=stage.weights_bytes - stage.model_weights_bytes,
         draft_cache_bytes=0 if stage.draft is None else stage.draft.kv_cache_bytes,
         recurrent_bytes=stage.states_bytes,
+        adapters_bytes=adapters,
     )
 
 
@@ -277,18 +280,19 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         return None
     part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.shape[TENSOR]
     # A token looks up one row of the embedding. As the head it is a matrix, read for rows only.
-    embedding = plan.num_logits * arch.hidden_size / num_shards
+    has_head = part.has_head and plan.num_logits > 0
+    embedding = (plan.num_logits or arch.vocab_size) * arch.hidden_size / num_shards
     # The devices sum the looked-up rows, and the outputs of the attention and MLP of each layer.
     # In a sum each device sends the others their parts, and then its own part of the sum.
     num_sums = part.embeds + 2 * len(part.layers)
     sent_per_byte = 2 * (num_shards - 1) / num_shards
-    is_shared = part.is_whole and arch.tie_word_embeddings
-    num_tables = part.embeds + part.has_head - is_shared
+    is_shared = part.embeds and has_head and arch.tie_word_embeddings
+    num_tables = part.embeds + has_head - is_shared
     matrices = stage.model_weights_bytes / itemsize - embedding * num_tables
     if (own := arch.per_layer_input) is not None:
         # It is looked up, too.
         matrices -= own.vocab_size * own.size * arch.num_layers / num_shards
-    head = embedding if part.has_head else 0
+    head = embedding if has_head else 0
     experts = _experts(plan, stage)
     of_experts = sum(its.num_bytes for its in experts) / itemsize
     chosen = sum(its.num_bytes * its.share for its in experts) / itemsize

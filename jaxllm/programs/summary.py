@@ -31,6 +31,14 @@ def _states(plan: EnginePlan) -> str:
     )
 
 
+def _adapters(plan: EnginePlan) -> str:
+    its = plan.adapters
+    if its is None:
+        return ""
+    slots = f"{counted(its.max_loras, 'slot')} of rank {its.max_lora_rank}"
+    return f"adapters {format_bytes(max(its.bytes_by_stage))}: {slots}\n"
+
+
 def summary(plan: EnginePlan) -> str:
     """Format the decisions of a plan in a few lines."""
     arch = plan.architecture
@@ -58,6 +66,7 @@ def summary(plan: EnginePlan) -> str:
         f"(max_num_seqs={plan.max_num_seqs})\n"
         f"{products}"
         f"{_states(plan)}"
+        f"{_adapters(plan)}"
         f"{draft}{counted(num_programs(plan), 'program')}, "
         f"with steps of {', '.join(map(str, plan.buckets))}"
     )

@@ -94,7 +94,9 @@ def make_step(
         model = spec.merge(weights[: spec.num_weights])
         if adapters is not None:
             assert inputs.adapters is not None
-            model = adapted(model, adapters, inputs.adapters[inputs.token_rows])
+            assert plan.adapters is not None
+            slots = inputs.adapters[inputs.token_rows]
+            model = adapted(model, adapters, slots, plan.adapters.op)
         head = plan.draft_head
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
         state = dataclasses.replace(state, block_tables=block_tables)

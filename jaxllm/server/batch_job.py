@@ -7,6 +7,7 @@ while there are seats in the engine, which all batches share, and has results wr
 
 import asyncio
 import itertools
+import sqlite3
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from jaxllm.server.service import Service
 logger = init_logger(__name__)
 
 _LOOK_S = 1.0
+_RETRY_S = 30
 _LINES_PER_READ = 64
 _MAX_LINE_BYTES = 16 << 20
 _MAX_TRIES = 3
@@ -77,9 +79,10 @@ class BatchJob:
             pass  # the server ends, and the next one goes on
         except NotFoundError as error:
             await self._fail("file_not_found", str(error))
-        except OSError as error:
-            logger.error("%s: %s", self._batch.id, error)
-            await self._fail("storage_error", f"results cannot be written: {error.strerror}")
+        except (OSError, sqlite3.Error) as error:
+            # What was written is safe, and the batch goes on when there is room.
+            logger.error("%s: %s; it is tried again in %d s", self._batch.id, error, _RETRY_S)
+            await asyncio.sleep(_RETRY_S)
         finally:
             self._disk.shutdown(wait=False, cancel_futures=True)
 

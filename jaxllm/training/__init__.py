@@ -9,6 +9,7 @@ rows instead of a paged cache.
     tokens.py       stores text as arrays of token ids, and makes the batch of each step
     bigrams.py      fits the first embeddings to counts of bigrams
     forward.py      computes logits of whole rows with the served model
+    adapter.py      an adapter of a model, in place of a whole one
     objective.py    the loss, on text alone or with a teacher
     schedule.py     the progress of a run, and its learning rate
     trainer.py      the loop

@@ -59,8 +59,8 @@ def export(
     tokenizer = load_tokenizer(tokenizer_folder)
     save_tokenizer(tokenizer, beside)
     end_ids = [tokenizer.token_to_id(token) for token in (EOS, END)]
-    _write_json(beside / "config.json", {**config, "eos_token_id": end_ids})
-    _write_json(
+    write_json(beside / "config.json", {**config, "eos_token_id": end_ids})
+    write_json(
         beside / "generation_config.json",
         {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "eos_token_id": end_ids},
     )
@@ -85,5 +85,6 @@ def checkpoint_tensors(model: RowModel, weights: Mapping[str, jax.Array]) -> dic
     return tensors
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a config file of a model."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

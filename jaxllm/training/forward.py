@@ -5,7 +5,7 @@ of its keys and values. `CausalRows` is an attention backend that needs no cache
 differentiable.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,10 @@ class RowModel:
         _refuse_unsupported(architecture)
         model_class = ModelRegistry.resolve([architecture.name])
         self.architecture = architecture
-        self._abstract = model_class.abstract(architecture, jnp.float32)
-        self.parameters = parameters_of(self._abstract)
-        self.sources = sources_of(self.parameters, self._abstract.checkpoint_map)
-        self._graphdef, state = nnx.split(self._abstract)
+        self.abstract = model_class.abstract(architecture, jnp.float32)
+        self.parameters = parameters_of(self.abstract)
+        self.sources = sources_of(self.parameters, self.abstract.checkpoint_map)
+        self._graphdef, state = nnx.split(self.abstract)
         self._treedef = jax.tree.structure(state)
 
     def initial_weights(self, seed: int) -> dict[str, jax.Array]:
@@ -132,13 +132,18 @@ class RowModel:
 
     def load(self, model_dir: Path) -> dict[str, jax.Array]:
         """Load the weights of a model directory in float32."""
-        leaves = jax.tree.leaves(load_weights(model_dir, self._abstract))
+        leaves = jax.tree.leaves(load_weights(model_dir, self.abstract))
         return dict(zip(self.parameters, leaves, strict=True))
 
-    def logits(self, weights: Mapping[str, jax.Array], token_ids: jax.Array) -> jax.Array:
-        """Compute float32 logits [B, length, V]."""
+    def logits(
+        self,
+        weights: Mapping[str, jax.Array],
+        token_ids: jax.Array,
+        change: Callable[[Any], Any] = lambda model: model,
+    ) -> jax.Array:
+        """Compute float32 logits [B, length, V], by the module as `change` leaves it."""
         leaves = [weights[name] for name in self.parameters]
-        model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
+        model = change(nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves)))
         num_rows, length = token_ids.shape
         # The fields of a paged batch, which `CausalRows` does not read.
         nothing = jnp.zeros(0, jnp.int32)

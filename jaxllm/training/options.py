@@ -81,6 +81,20 @@ class TeacherOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Adapter (LoRA)"""
+
+    lora: str | None = option(
+        None, "Model, such as 'bundled', of which to train an adapter in place of a whole model."
+    )
+    lora_rank: int = option(16, "Rank of its matrices.")
+    lora_alpha: int = option(32, "Its factor, times the rank.")
+    lora_targets: tuple[str, ...] = option(
+        (), "Last names of the layers that it changes, such as q_proj (default: all linear ones)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """All options of a run, and its folder."""
 
@@ -89,6 +103,7 @@ class TrainOptions:
     shape: ShapeOptions = ShapeOptions()
     run: RunOptions = RunOptions()
     teacher: TeacherOptions = TeacherOptions()
+    adapter: AdapterOptions = AdapterOptions()
 
     @classmethod
     def of_folder(cls, output: str, given: Mapping[str, Mapping[str, Any]]) -> "TrainOptions":
@@ -124,7 +139,7 @@ class TrainOptions:
         run = self.run
         if run.steps is None and run.minutes is None:
             raise ValidationError("a run needs an end; give steps or minutes", parameter="steps")
-        for part in (self.data, self.shape, run, self.teacher):
+        for part in (self.data, self.shape, run, self.teacher, self.adapter):
             for f in dataclasses.fields(part):
                 value = getattr(part, f.name)
                 if isinstance(value, bool) or not isinstance(value, int | float):
@@ -134,6 +149,8 @@ class TrainOptions:
         for part, name in ((run, "decay_share"), (self.teacher, "teacher_weight")):
             if getattr(part, name) > 1:
                 raise refused(name, getattr(part, name), "it is a share, at most 1")
+        if self.adapter.lora is not None and run.initial_model is not None:
+            raise refused("lora", self.adapter.lora, "initial_model is for whole models")
         if self.shape.num_heads % self.shape.num_kv_heads:
             raise refused(
                 "num_kv_heads",
@@ -152,6 +169,7 @@ _FILE = "options.json"
 _FIXED = [
     *(("data", f.name) for f in dataclasses.fields(DataOptions)),
     *(("shape", f.name) for f in dataclasses.fields(ShapeOptions)),
+    *(("adapter", f.name) for f in dataclasses.fields(AdapterOptions)),
     *(("run", name) for name in ("seed", "initial_model")),
 ]
 _MAYBE_0 = {

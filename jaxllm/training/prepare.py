@@ -11,9 +11,10 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.files import read_json
 from jaxllm.logging import init_logger
 from jaxllm.models.architecture import read_architecture
+from jaxllm.training.adapter import AdapterModel
 from jaxllm.training.corpus import read_corpus
 from jaxllm.training.forward import RowModel
-from jaxllm.training.options import DataOptions
+from jaxllm.training.options import AdapterOptions, DataOptions
 from jaxllm.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from jaxllm.training.tokens import TokenData, has_tokens, read_tokens, write_tokens
 from jaxllm.weights.checkpoint import resolve_model_dir
@@ -61,6 +62,13 @@ def load_teacher(name: str, tokenizer_folder: Path) -> Teacher:
     _check_tokens("teacher", name, tokenizer_folder, model_dir)
     model = RowModel(read_architecture(read_json(model_dir / "config.json")))
     return Teacher(model, model.load(model_dir))
+
+
+def load_base(options: AdapterOptions, name: str, tokenizer_folder: Path) -> AdapterModel:
+    """Load the model of an adapter. It must have the same tokens."""
+    model_dir = resolve_model_dir(name)
+    _check_tokens("lora", name, tokenizer_folder, model_dir)
+    return AdapterModel(model_dir, options)
 
 
 def load_initial_weights(

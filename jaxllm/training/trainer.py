@@ -28,7 +28,12 @@ from jaxllm.training.forward import RowModel
 from jaxllm.training.objective import distance, surprise
 from jaxllm.training.optimizer import TABLES, make_optimizer
 from jaxllm.training.options import TrainOptions
-from jaxllm.training.prepare import load_initial_weights, load_teacher, prepare_data
+from jaxllm.training.prepare import (
+    load_base,
+    load_initial_weights,
+    load_teacher,
+    prepare_data,
+)
 from jaxllm.training.run_state import Checkpoints, Log
 from jaxllm.training.schedule import Schedule
 from jaxllm.training.tokenizer import load_tokenizer
@@ -58,10 +63,20 @@ class Trainer:
         self.folder = Path(options.output)
         options.keep()
         self._tokenizer_folder = self.folder / "tokenizer"
-        self.data = prepare_data(options.data, self._tokenizer_folder, self.folder / "data")
-        vocab_size = load_tokenizer(self._tokenizer_folder).get_vocab_size()
-        self.config = hf_config(options.shape, vocab_size)
-        self.model = RowModel(read_architecture(self.config))
+        data, base = options.data, options.adapter.lora
+        if base is not None and data.tokenizer is None:
+            data = dataclasses.replace(data, tokenizer=base)
+        self.data = prepare_data(data, self._tokenizer_folder, self.folder / "data")
+        self.adapter = None
+        if base is None:
+            vocab_size = load_tokenizer(self._tokenizer_folder).get_vocab_size()
+            self.config = hf_config(options.shape, vocab_size)
+            self.model = RowModel(read_architecture(self.config))
+        else:
+            self.adapter = load_base(options.adapter, base, self._tokenizer_folder)
+            self.config, self.model = self.adapter.config, self.adapter
+        # Weights that are used and not trained.
+        self._frozen: Weights = {} if self.adapter is None else self.adapter.frozen
         teacher = options.teacher.teacher
         self.teacher = None if teacher is None else load_teacher(teacher, self._tokenizer_folder)
         run = options.run
@@ -91,7 +106,7 @@ class Trainer:
         if restored is not None:
             logger.info("going on after step %d", restored.step)
         step, seconds, state = restored or (0, 0.0, self._initial_state())
-        taught_by = {} if self.teacher is None else self.teacher.weights
+        fixed = (self._frozen, {} if self.teacher is None else self.teacher.weights)
         # The whole time of this process counts.
         started = self._began - seconds
         seconds = time.monotonic() - started
@@ -106,7 +121,7 @@ class Trainer:
         log = Log(self.folder / "log.jsonl", first_step=step)
         while schedule.progress(step, seconds) < 1:
             rate = schedule.rate(step, seconds)
-            state, losses = self._step(state, taught_by, batches.at(step), rate)
+            state, losses = self._step(state, fixed, batches.at(step), rate)
             step += 1
             record = {"step": step} | {name: float(loss) for name, loss in losses.items()}
             seconds = time.monotonic() - started
@@ -172,7 +187,7 @@ class Trainer:
         nats = num_tokens = 0.0
         for first in range(0, len(rows), run.batch_size):
             some = rows[first : first + run.batch_size]
-            nats += float(np.sum(self._row_surprise(weights, some)))
+            nats += float(np.sum(self._row_surprise(weights, self._frozen, some)))
             num_tokens += int(np.sum(some[:, 1:] >= 0))
         tokens_per_byte = (len(self.data.heldout) - 1) / self.data.heldout_bytes
         return nats / num_tokens * tokens_per_byte / math.log(2)
@@ -180,10 +195,11 @@ class Trainer:
     def _initial_state(self) -> TrainState:
         run = self.options.run
         if run.initial_model is not None:
+            assert isinstance(self.model, RowModel), "an adapter has a base"
             weights = load_initial_weights(run.initial_model, self.model, self._tokenizer_folder)
         else:
             weights = self.model.initial_weights(run.seed)
-            if run.bigram_steps:
+            if run.bigram_steps and self.adapter is None:
                 logger.info("fitting first embeddings to bigrams")
                 tables = fit_embeddings(
                     self.data.train,
@@ -204,21 +220,22 @@ class Trainer:
         return TrainState(weights, jax.eval_shape(self.optimizer.init, weights))
 
     def _take_step(
-        self, state: TrainState, teacher_weights: Weights, rows: jax.Array, rate: jax.Array
+        self, state: TrainState, fixed: tuple[Weights, Weights], rows: jax.Array, rate: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Make one update; return the losses before it."""
         gradients = jax.value_and_grad(self._losses, has_aux=True)
-        (_, losses), gradient = gradients(state.weights, teacher_weights, rows)
+        (_, losses), gradient = gradients(state.weights, fixed, rows)
         directions, optimizer = self.optimizer.update(gradient, state.optimizer, state.weights)
         weights = jax.tree.map(lambda w, d: w - rate * d, state.weights, directions)
         return TrainState(weights, optimizer), losses
 
     def _losses(
-        self, weights: Weights, teacher_weights: Weights, rows: jax.Array
+        self, weights: Weights, fixed: tuple[Weights, Weights], rows: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss, and its parts, in nats per token."""
         inputs, targets = rows[:, :-1], rows[:, 1:]
-        logits = self.model.logits(weights, inputs)
+        frozen, teacher_weights = fixed
+        logits = self.model.logits(frozen | weights, inputs)
         loss = jnp.mean(surprise(logits, targets))
         if self.teacher is None:
             return loss, {"loss": loss}
@@ -228,12 +245,17 @@ class Trainer:
         share = options.teacher_weight
         return (1 - share) * loss + share * apart, {"loss": loss, "teacher_distance": apart}
 
-    def _surprise(self, weights: Weights, rows: jax.Array) -> jax.Array:
+    def _surprise(self, weights: Weights, frozen: Weights, rows: jax.Array) -> jax.Array:
         """Surprise in nats at the targets of rows [n, length + 1], without padding."""
-        logits = self.model.logits(weights, jnp.maximum(rows[:, :-1], 0))
+        logits = self.model.logits(frozen | weights, jnp.maximum(rows[:, :-1], 0))
         return surprise(logits, rows[:, 1:])
 
     def _export(self, weights: Weights) -> Path:
+        if self.adapter is not None:
+            folder = self.folder / "adapter"
+            self.adapter.export(folder, weights)
+            return folder
+        assert isinstance(self.model, RowModel)
         folder = self.folder / "model"
         export(folder, self.model, weights, self.config, self._tokenizer_folder)
         return folder

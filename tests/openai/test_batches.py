@@ -1,10 +1,13 @@
 """The store of files and batches: lists in pieces, owners, limits."""
 
+import sqlite3
+
 import pytest
 
 from jaxllm.errors import ValidationError
 from jaxllm.openai.batches.objects import BatchBody
 from jaxllm.openai.batches.store import BatchLimits, BatchStore, Page
+from jaxllm.openai.database import Database
 from jaxllm.openai.errors import NotFoundError
 
 BODY = {"endpoint": "/v1/completions", "completion_window": "24h"}
@@ -87,6 +90,19 @@ def test_results_are_files_of_the_same_owner(store, tmp_path):
     # Another process sees the same.
     again = BatchStore(str(tmp_path / "store"), BatchLimits(40, 2))
     assert again.batch("me", batch.id) == done
+
+
+def test_a_transaction_that_fails_leaves_nothing_and_hinders_nobody(tmp_path):
+    database = Database(tmp_path / "a.db", "CREATE TABLE IF NOT EXISTS a (n INTEGER UNIQUE)")
+    with pytest.raises(sqlite3.IntegrityError):
+        with database.transaction() as db:
+            db.execute("INSERT INTO a VALUES (1)")
+            db.execute("INSERT INTO a VALUES (1)")
+    with database.transaction() as db:
+        db.execute("INSERT INTO a VALUES (1)")
+    other = Database(tmp_path / "a.db", "CREATE TABLE IF NOT EXISTS a (n INTEGER UNIQUE)")
+    with other.transaction() as db:
+        assert db.execute("SELECT n FROM a").fetchall() == [(1,)]
 
 
 def test_a_directory_that_cannot_be_is_refused(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.testing import make_tiny_checkpoint, tiny_config
+from jaxllm.testing import VOCAB_SIZE, make_tiny_checkpoint, tiny_config
 
 TEXTS = [
     "The engine keeps a queue of requests.",
@@ -16,6 +16,14 @@ TEXTS = [
     "A",
     "the scheduler chooses which requests run, and in which blocks their keys are written",
 ]
+BERT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
 
 
 def write_model(path: Path, kind: str, family: str = "qwen3", **fields: Any) -> Path:
@@ -23,9 +31,12 @@ def write_model(path: Path, kind: str, family: str = "qwen3", **fields: Any) -> 
     import torch
     import transformers
 
-    made = make_tiny_checkpoint(path / "made", family)
-    config_of = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[family]
-    config = config_of(**(tiny_config(family) | {"pad_token_id": 0} | fields))
+    if family == "bert":
+        made, tiny = make_tiny_checkpoint(path / "made"), BERT
+    else:
+        made, tiny = make_tiny_checkpoint(path / "made", family), tiny_config(family)
+    config_of = {"qwen3": "Qwen3Config", "llama": "LlamaConfig", "bert": "BertConfig"}[family]
+    config = getattr(transformers, config_of)(**(tiny | {"pad_token_id": 0} | fields))
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).float()
     for parameter in model.parameters():

@@ -4,6 +4,10 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, PoolerConfig, PoolingParams, SamplingParams, ValidationError
+from jaxllm.config import EngineConfig
+from jaxllm.plan.make_plan import make_plan
+from jaxllm.programs.declare import declare_programs, make_packer, num_programs
+from jaxllm.programs.report import report_plan
 from tests.pooling.models import TEXTS, describe, hidden_states, unit, write_model
 from tests.profile import TINY
 
@@ -146,8 +150,16 @@ def test_refusals_name_the_field(llm, ask, message):
 def test_an_engine_that_generates_does_not_pool(embedder):
     with pytest.raises(ValidationError, match="runner='pooling'"):
         LLM(embedder, **TINY, runner="generate", convert="embed")
-    with pytest.raises(ValidationError, match="speculative_config"):
-        LLM(embedder, **TINY, spec_method="ngram")
+    for option, value in (("spec_method", "ngram"), ("enable_lora", True)):
+        with pytest.raises(ValidationError, match="speculative_config|enable_lora"):
+            LLM(embedder, **TINY, **{option: value})
+
+
+def test_a_plan_has_no_step_that_samples(embedder):
+    plan = make_plan(EngineConfig.create(embedder, **TINY))
+    report = report_plan(plan, context=32, all_programs=False)
+    assert [program.num_decodes for program in report.programs] == [0]
+    assert len(declare_programs(plan, make_packer(plan).layouts)) == num_programs(plan)
 
 
 def test_classes_have_the_probabilities_of_transformers(tmp_path):

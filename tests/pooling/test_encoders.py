@@ -26,11 +26,24 @@ COMMON = {
     "max_position_embeddings": 130,
 }
 CLASSES = {"num_labels": 1}
+MODERN = {
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 128,
+    "local_attention": 12,
+    **dict.fromkeys(["pad_token_id", "eos_token_id", "bos_token_id"], 0),
+    **dict.fromkeys(["cls_token_id", "sep_token_id"], 0),
+}
 # By name: a class of transformers, its config, and fields of that.
 MODELS = {
     "bert": ("BertModel", "BertConfig", {}),
     "bert that scores": ("BertForSequenceClassification", "BertConfig", CLASSES),
     "roberta": ("RobertaModel", "RobertaConfig", {"type_vocab_size": 1}),
+    "modernbert": ("ModernBertModel", "ModernBertConfig", MODERN),
+    "modernbert that scores": (
+        "ModernBertForSequenceClassification",
+        "ModernBertConfig",
+        MODERN | CLASSES | {"classifier_pooling": "mean", "norm_bias": True},
+    ),
     "xlm-r that scores": ("XLMRobertaForSequenceClassification", "XLMRobertaConfig", CLASSES),
 }
 RANDOM = np.random.default_rng(0)
@@ -56,7 +69,7 @@ def run(model, ids, **more):
         return model(torch.tensor([ids]), **more)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])
 def test_states_of_all_tokens_are_those_of_transformers(tmp_path, name):
     model = write(tmp_path, name)
     llm = LLM(tmp_path, **WHOLE, skip_tokenizer_init=True)
@@ -69,6 +82,14 @@ def test_states_of_all_tokens_are_those_of_transformers(tmp_path, name):
     np.testing.assert_allclose(first, [unit(state[0]) for state in states], atol=1e-5)
     alone = [llm.embed([ids], **QUIET)[0].outputs.embedding for ids in PROMPTS]
     np.testing.assert_allclose(first, alone, atol=1e-6)
+
+
+def test_a_classifier_with_a_norm_of_its_own_and_a_mean(tmp_path):
+    model = write(tmp_path, "modernbert that scores")
+    llm = LLM(tmp_path, **WHOLE, skip_tokenizer_init=True)
+    for output, ids in zip(llm.classify(PROMPTS, **QUIET), PROMPTS, strict=True):
+        want = torch.sigmoid(run(model, ids).logits[0, 0]).item()
+        assert output.outputs.probs == pytest.approx([want], abs=1e-5)
 
 
 def test_means_and_padding(tmp_path):
@@ -129,6 +150,7 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path):
     for options, message in [
         ({"runner": "generate"}, "BertModel is an encoder.*runner='pooling'"),
         ({"enable_prefix_caching": True}, "enable_prefix_caching=True: the model is an encoder"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8': the model is an encoder"),
         ({"max_num_batched_tokens": 64}, "an encoder computes a prompt in one step"),
     ]:
         with pytest.raises((ValidationError, ValueError), match=message):

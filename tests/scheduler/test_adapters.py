@@ -138,6 +138,17 @@ def test_the_host_keeps_those_used_last_and_the_pinned(make, make_request, adapt
     assert gate.numbers() == {1, 5}
 
 
+def test_adapters_are_told_by_what_their_requests_do(make, make_request, adapters):
+    engine, gate, slots = make(num_slots=1)
+    for name, adapter in zip("abc", [*adapters[:2], None], strict=True):
+        engine.add(make_request(name, [1, 2, 3], 12, adapter=adapter))
+    while not gate.names()[0]:  # it is read by a thread
+        slots.step()
+    assert gate.names() == (["adapter1"], ["adapter2"])
+    slots.drain()
+    assert gate.names() == ([], [])
+
+
 def test_one_that_cannot_be_read_ends_its_requests(make, make_request, adapters):
     engine, gate, slots = make()
     other = Adapter("other", 9, adapters[0].path, "0" * 64)

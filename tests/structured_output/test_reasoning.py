@@ -10,7 +10,9 @@ from jaxllm.parsers.reasoning.tagged import TaggedReasoning
 from tests.structured_output.walks import door, fits, vocabulary, walk
 
 TAGGED = {
-    name: tags for name, tags in REASONING_FORMATS.items() if isinstance(tags, TaggedReasoning)
+    name: tags
+    for name, tags in REASONING_FORMATS.items()
+    if isinstance(tags, TaggedReasoning) and not tags.is_content
 }
 FORM = StructuredOutputsParams(regex="[0-9]{1,3}")
 

@@ -12,6 +12,7 @@ from jaxllm.parsers.reasoning.granite import GRANITE
 from jaxllm.parsers.reasoning.hunyuan_a13b import HUNYUAN_A13B
 from jaxllm.parsers.reasoning.hy_v3 import HY_V3
 from jaxllm.parsers.reasoning.kimi_k2 import KIMI_K2
+from jaxllm.parsers.reasoning.minimax_m2_append_think import MINIMAX_M2_APPEND_THINK
 from jaxllm.parsers.reasoning.mistral import MISTRAL
 from jaxllm.parsers.reasoning.olmo3 import OLMO3
 from jaxllm.parsers.reasoning.openai_gptoss import OPENAI_GPTOSS
@@ -33,6 +34,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "kimi_k2": KIMI_K2,
     "mimo": QWEN3,
     "minimax_m2": DEEPSEEK_R1,
+    "minimax_m2_append_think": MINIMAX_M2_APPEND_THINK,
     "mistral": MISTRAL,
     "nemotron_v3": DEEPSEEK_R1,
     "olmo3": OLMO3,

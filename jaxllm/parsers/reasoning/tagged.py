@@ -28,6 +28,8 @@ class TaggedReasoning(NamedTuple):
     # The tags around the content, if the family has any.
     content_tags: tuple[str, str] | None = None
     needs_special_tokens: bool = True
+    # The reasoning and its tags are content, with the opening tag if only the prompt has it.
+    is_content: bool = False
 
     def start(self, prompt: str, enable_thinking: bool | None) -> Start:
         prompt = prompt.rstrip()
@@ -42,6 +44,8 @@ class TaggedReasoning(NamedTuple):
         return Start.REASONING if thinks else Start.EITHER
 
     def read(self, text: TextStream, out: DeltaWriter, start: Start) -> Reading[None]:
+        if self.is_content:
+            return _read_as_content(text, out, self, start)
         if start in (Start.CONTENT, Start.TAGGED_CONTENT):
             return _read_content(text, out, self, start is Start.TAGGED_CONTENT)
         return _read(text, out, self, start is Start.REASONING)
@@ -91,6 +95,19 @@ def _read_content(
             out.content("".join(held))
     else:
         out.content(space)
+    yield from text.take_while(_ANYTHING, out.content)
+
+
+def _read_as_content(
+    text: TextStream, out: DeltaWriter, tags: TaggedReasoning, start: Start
+) -> Reading[None]:
+    if start is Start.REASONING:
+        space: list[str] = []
+        yield from text.take_while(SPACE, space.append)
+        (tag, *_) = tags.open_tags
+        if not (yield from text.starts_with(tag)):
+            out.content(tag)
+        out.content("".join(space))
     yield from text.take_while(_ANYTHING, out.content)
 
 

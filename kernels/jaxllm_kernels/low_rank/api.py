@@ -30,7 +30,7 @@ class LowRankOp(Protocol):
 
     `slots`, i32 [T], has the slot of each token's adapter. Tokens without one have the number of
     slots, and get zeros. A token's result depends on no other token and no other slot: all
-    matrices are finite.
+    matrices are finite. Implementations are frozen dataclasses, as those of `dense.api.Matmul`.
     """
 
     def __call__(self, x: jax.Array, weights: LowRank, slots: jax.Array) -> jax.Array: ...

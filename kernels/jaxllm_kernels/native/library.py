@@ -47,6 +47,8 @@ _CACHED = {
     "int8": ("ragged_paged_attention/native_int8.cc", "jaxllm_attention_int8"),
     "float8_e4m3fn": ("ragged_paged_attention/native_float8.cc", "jaxllm_attention_float8"),
 }
+# Adapters.
+_LOW_RANK = {"low_rank/native.cc": "jaxllm_low_rank"}
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 DTYPES = tuple(_SUFFIXES)
 KV_DTYPES = tuple(_CACHED)
@@ -95,6 +97,13 @@ class Library:
             self._load(
                 f"{op}-{codes}", {_CODED[op]: f"jaxllm_{op}_{name}"}, f"-DJAXLLM_CODES={name}"
             )
+        except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
+            raise ValueError(_reason(error)) from error
+
+    def add_low_rank(self) -> None:
+        """Load the low-rank products. Raises ValueError, which says why, if there are none."""
+        try:
+            self._load("low-rank", _LOW_RANK)
         except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
             raise ValueError(_reason(error)) from error
 
@@ -164,7 +173,7 @@ def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
 
 def _sources() -> tuple[str, ...]:
     cached = (source for source, _ in _CACHED.values())
-    return (*_HEADERS, *_FUNCTIONS, *_CODED.values(), *cached)
+    return (*_HEADERS, *_FUNCTIONS, *_CODED.values(), *cached, *_LOW_RANK)
 
 
 def _make_private(directory: Path) -> Path:

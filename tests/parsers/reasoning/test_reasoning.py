@@ -17,7 +17,9 @@ USER = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
 OPENED = USER + "<think>\n"
 
 TAGGED = {
-    name: tags for name, tags in REASONING_FORMATS.items() if isinstance(tags, TaggedReasoning)
+    name: tags
+    for name, tags in REASONING_FORMATS.items()
+    if isinstance(tags, TaggedReasoning) and not tags.is_content
 }
 each_format = pytest.mark.parametrize("name", TAGGED)
 each_prompt = pytest.mark.parametrize("end", ["", "{open}\n", "{open}\n\n{close}\n\n", "{answer}"])
@@ -220,3 +222,22 @@ def test_deltas_come_as_soon_as_they_are_certain():
 def test_an_unknown_format_is_refused_with_those_there_are():
     with pytest.raises(ValidationError, match="reasoning_parser='r2': use one of .*deepseek_r1"):
         find_reasoning_format("r2")
+
+
+@pytest.mark.parametrize("size", [1, 3, 99])
+@pytest.mark.parametrize(
+    ("prompt", "text", "content"),
+    [
+        (OPENED, "Because.\n</think>\n\nSo.", "<think>Because.\n</think>\n\nSo."),
+        (OPENED, "\n<think>Because.</think>So.", "\n<think>Because.</think>So."),
+        (OPENED, " <thin", "<think> <thin"),
+        (USER, "Because.</think>So.", "<think>Because.</think>So."),
+        (f"{OPENED}</think>", "So.", "So."),
+    ],
+)
+def test_reasoning_may_be_left_in_the_content(prompt, text, content, size):
+    parser = make_reasoning_parser("minimax_m2_append_think", prompt)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+    answer = add_up(deltas + parser.finish())
+    assert (answer.reasoning, answer.content) == ("", content)
