@@ -2,10 +2,14 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.recurrent.cases import CASES
+from jaxllm_kernels.recurrent.rows import prepare_rows
 from jaxllm_kernels.ssd.cases import LAYERS, TOLERANCE, error, outputs
 from jaxllm_kernels.ssd.reference import ReferenceSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
@@ -46,6 +50,32 @@ def test_a_request_alone_has_the_bits_that_it_has_in_a_crowd():
     # Its row of one token is a decode in both.
     own, among_others = (outputs(XLA, case, LAYERS["usual"])[1] for case in (alone, crowd))
     np.testing.assert_array_equal(own, among_others)
+
+
+def test_no_step_copies_the_states_of_all_slots():
+    num_tokens, num_slots, heads, size, state_size = 128, 64, 8, 64, 128
+    state = jax.ShapeDtypeStruct((num_slots, heads, size, state_size), jnp.float32)
+
+    def run(x, b, c, step, rate, state, query_starts):
+        batch = RaggedBatch(
+            query_starts=query_starts,
+            context_lens=jnp.diff(query_starts),
+            block_tables=jnp.zeros((2, 0), jnp.int32),
+            num_decodes=jnp.int32(1),
+            block_size=1,
+            decode_only=False,
+        )
+        rows = prepare_rows(batch, jnp.arange(2), num_tokens=num_tokens, num_slots=num_slots)
+        return XLA(x, b, c, step, rate, state, rows)
+
+    def floats(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    vectors = floats(num_tokens, 1, state_size)
+    operands = (floats(num_tokens, heads, size), vectors, vectors, floats(num_tokens, heads))
+    starts = jax.ShapeDtypeStruct((3,), jnp.int32)
+    lowered = jax.jit(run, donate_argnums=5).lower(*operands, floats(heads), state, starts)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < state.size * 4
 
 
 def test_decodes_at_once_follow_the_chip():

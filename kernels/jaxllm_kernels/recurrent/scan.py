@@ -103,9 +103,14 @@ def _run_tiles(chunk: Advance, operands: Any, carried: _Carried, rows: StateRows
         states, out = carried
         row, token, num_tokens = (x[i] for x in tiles)
         slot = rows.slots[row]
-        state = lax.dynamic_index_in_dim(states, slot, keepdims=False)
         is_first = rows.begins[row] & (token == rows.query_starts[row])
-        state = jnp.where(is_first, 0, state)
+        # Read once, into memory of its own. Where XLA for CPUs can fuse the read into what uses it,
+        # some use may come after the update, so it copies the states of all slots.
+        state = lax.cond(
+            is_first,
+            lambda: jnp.zeros(states.shape[1:], states.dtype),
+            lambda: lax.dynamic_index_in_dim(states, slot, keepdims=False),
+        )
         # Tokens of the next row, and garbage, become zeros.
         is_there = jnp.arange(TILE) < num_tokens
         its = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, token, TILE), operands)

@@ -11,7 +11,6 @@ heads of a group.
 """
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,27 +65,35 @@ def _step(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _chunk(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
-    """A tile: x [C, N, P], b and c [C, G, K], the state [N, P, K]."""
+    """A tile: x [C, N, P], b and c [C, G, K], the state [N, P, K].
+
+    Products with the state are those of whole groups, with the rows of all their heads.
+    """
     x, b, c, step, log_decay = operands
+    num_heads, head_size, state_size = state.shape
     num_groups = b.shape[1]
-    # Letters: i and j tokens, g groups, h heads of a group, p, k.
-    x, log_decay = (
-        it.reshape(len(it), num_groups, -1, *it.shape[2:])
-        for it in (step[:, :, None] * x.astype(jnp.float32), log_decay)
-    )
-    b, c = b.astype(jnp.float32), c.astype(jnp.float32)
-    grouped = state.reshape(*x.shape[1:], -1)
-    decays = jnp.cumsum(log_decay, axis=0)  # [C, G, H]
-    between = jnp.exp(jnp.minimum(decays[:, None] - decays[None], 0))
-    is_before = jnp.tril(jnp.ones((len(x), len(x)), bool))
-    between = jnp.where(is_before[:, :, None, None], between, 0)
-    scores = _sum("igk,jgk->ijg", c, b)[..., None] * between
-    seen = _sum("igk,ghpk->ighp", c, grouped) * jnp.exp(decays)[..., None]
-    out = seen + _sum("ijgh,jghp->ighp", scores, x)
-    kept = jnp.exp(decays[-1] - decays)[..., None] * x
-    added = _sum("jghp,jgk->ghpk", kept, b)
-    grouped = jnp.exp(decays[-1])[..., None, None] * grouped + added
-    return grouped.reshape(state.shape), out.reshape(len(x), *state.shape[:2])
+
+    def of_groups(rows: jax.Array) -> jax.Array:
+        """[N, C, P] to [G, C, rows of all heads of a group]."""
+        rows = rows.reshape(num_groups, -1, *rows.shape[1:]).swapaxes(1, 2)
+        return rows.reshape(*rows.shape[:2], -1)
+
+    x, b, c = (it.astype(jnp.float32).swapaxes(0, 1) for it in (x, b, c))  # [heads, C, ...]
+    x = step.T[:, :, None] * x
+    decays = jnp.cumsum(log_decay.T, axis=1)  # [N, C]
+    between = jnp.exp(jnp.minimum(decays[:, :, None] - decays[:, None, :], 0))
+    scores = _product(c, b.swapaxes(1, 2))  # [G, C, C]
+    scores = jnp.repeat(scores, num_heads // num_groups, axis=0) * jnp.tril(between)
+    grouped = state.reshape(num_groups, -1, state_size)
+    seen = _product(c, grouped.swapaxes(1, 2))  # [G, C, rows]
+    seen = seen.reshape(num_groups, len(step), -1, head_size).swapaxes(1, 2)
+    seen = jnp.exp(decays)[:, :, None] * seen.reshape(num_heads, -1, head_size)
+    out = seen + _product(scores, x)
+    kept = of_groups(jnp.exp(decays[:, -1:] - decays)[:, :, None] * x)
+    added = _product(kept.swapaxes(1, 2), b).reshape(state.shape)
+    state = jnp.exp(decays[:, -1])[:, None, None] * state + added
+    return state, out.swapaxes(0, 1)
 
 
-_sum = functools.partial(jnp.einsum, precision="highest")
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision="highest")
