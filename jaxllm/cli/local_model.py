@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxllm.cli.conversation import Message, note
 from jaxllm.errors import JaxLLMError
 from jaxllm.frontend.tokenizer import render_chat
-from jaxllm.outputs import CompletionOutput
+from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.prompts import TokensPrompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -47,6 +47,7 @@ class LocalModel:
             if stop.is_set():
                 self._engine.abort_request(request_id)
             for output in self._engine.step():
+                assert isinstance(output, RequestOutput)  # an engine that pools does not chat
                 [last] = output.outputs
                 yield last.text
         if last is not None and last.finish_reason == "error":

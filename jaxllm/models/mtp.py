@@ -27,6 +27,7 @@ def behind_decoder(
       at: where its tensors are in the checkpoint, and `norm`, inside, that of its last norm.
       renamed: other names of its modules.
     """
+    assert architecture.final_norm is not None  # of the families with such heads
     own = {name: f"{at}.{name}" for name in ("enorm", "hnorm", "eh_proj")}
     names = names.with_names(layer=at, norm=f"{at}.{norm}", **own, **(renamed or {}))
     head = "lm_head" if not architecture.tie_word_embeddings else "model.embed_tokens"
