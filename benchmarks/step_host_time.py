@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxllm.cache_groups import CacheSizes, group_windows
-from jaxllm.config import EngineConfig
-from jaxllm.engine.features import host_features
 from jaxllm.messages import EngineRequest
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.plan.buckets import make_ladder
 from jaxllm.prompt_logprobs.device import PromptLogprobs
+from jaxllm.prompt_logprobs.host import PromptLogprobs
 from jaxllm.runner.packer import StepPacker
 from jaxllm.sampling.layout import LAYOUTS
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
@@ -124,7 +123,7 @@ def measure(args: argparse.Namespace, num_waiting: int) -> dict:
             block_size=args.block_size,
             enable_prefix_caching=not args.no_prefix_caching,
         ),
-        features=host_features(EngineConfig()),
+        features=(PromptLogprobs(),),
         stats=stats,
     )
     arrivals = Arrivals(args.max_output, args.seed)

@@ -38,13 +38,11 @@ def cluster(ray):
 def test_rows_are_answered_by_several_engines(cluster, ray, generate, engine_options):
     prompts = [f"Number {i}" for i in range(NUM_ROWS)]
     rows = [{"id": i, "prompt": prompt} for i, prompt in enumerate(prompts)]
-    rows[7]["prompt"] = ""
     rows[9]["prompt"] = "too long " * 100
     dataset = ray.data.from_items(rows, override_num_blocks=6)
     answers = generate(dataset, engine_options, GREEDY, num_engines=2, batch_size=4)
     by_id = {row["id"]: row for row in answers.take_all()}
     assert sorted(by_id) == list(range(NUM_ROWS))
-    assert "it is empty" in by_id.pop(7)["error"]
     assert "it may have at most 127" in by_id.pop(9)["error"]
     llm = LLM(**engine_options)
     expected = llm.generate([prompts[i] for i in by_id], GREEDY, use_tqdm=False)

@@ -91,7 +91,6 @@ def test_defaults_come_from_the_model_and_flags_override_them(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", ""], "empty"),
         (["--prompt", "word " * 200], "max_model_len"),
         (["--prompt", "x", "--allowed-token-ids", "100000"], "allowed_token_ids"),
         (["--prompt", "x", "--logprobs", "30"], "max_logprobs"),

@@ -58,7 +58,7 @@ def test_version(flag, capsys):
         (["generate"], "no prompts; give --prompt"),
         (["generate", "m"], "no prompts; give --prompt"),
         (["generate", "m", "--prompts-file", "/no/such"], "/no/such: No such file or directory"),
-        (["generate", "m", "--prompt", "x", "--temperature", "9"], "temperature=9.0: it must be"),
+        (["generate", "m", "--prompt", "x", "--temperature", "-1"], "temperature=-1.0: it must be"),
         (["chat", "m", "--n", "2"], "unknown argument '--n'"),
         (["collect-env", "now"], "unknown argument 'now'"),
     ],

@@ -83,7 +83,6 @@ def assigned(name, value):
 
 
 BAD_REQUESTS = [
-    ("", GREEDY, ["prompt=''", "empty"]),
     ([], GREEDY, ["empty", "at least one token"]),
     ({"prompt_token_ids": []}, GREEDY, ["prompt=[]", "empty"]),
     ([5, 384], GREEDY, ["prompt_token_ids=384", "below 384"]),
