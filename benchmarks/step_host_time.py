@@ -23,8 +23,7 @@ from jaxllm.cache_groups import CacheSizes, group_windows
 from jaxllm.messages import EngineRequest
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.plan.buckets import make_ladder
-from jaxllm.prompt_logprobs.device import PromptLogprobs
-from jaxllm.prompt_logprobs.host import PromptLogprobs
+from jaxllm.prompt_logprobs import device, host
 from jaxllm.runner.packer import StepPacker
 from jaxllm.sampling.layout import LAYOUTS
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
@@ -123,7 +122,7 @@ def measure(args: argparse.Namespace, num_waiting: int) -> dict:
             block_size=args.block_size,
             enable_prefix_caching=not args.no_prefix_caching,
         ),
-        features=(PromptLogprobs(),),
+        features=(host.PromptLogprobs(),),
         stats=stats,
     )
     arrivals = Arrivals(args.max_output, args.seed)
@@ -142,7 +141,7 @@ def measure(args: argparse.Namespace, num_waiting: int) -> dict:
         num_slots=args.running,
         num_cache_groups=len(windows),
         processors=(),
-        features=[PromptLogprobs(MAX_STEP_LOGPROBS, LAYOUTS["cpu"])],
+        features=[device.PromptLogprobs(MAX_STEP_LOGPROBS, LAYOUTS["cpu"])],
     )
     clock = time.thread_time_ns if args.cpu_time else time.perf_counter_ns
     in_flight: deque[tuple[Schedule, StepResult]] = deque()
