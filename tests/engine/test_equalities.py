@@ -169,13 +169,18 @@ def test_overlapped_is_plain(make_llm, base, expected, assert_same):
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
 
 
-@pytest.mark.parametrize("blocks", [BLOCKS_OF_8, BLOCKS_OF_128], ids=["8", "128"])
+@pytest.mark.parametrize(
+    "blocks", [BLOCKS_OF_8, pytest.param(BLOCKS_OF_128, marks=pytest.mark.sweep)], ids=["8", "128"]
+)
 def test_any_block_size_is_the_same(make_llm, expected, blocks, assert_same):
     llm = make_llm(**blocks)
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
 
 
-@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(2, 16), (16, 300)])
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens"),
+    [(2, 16), pytest.param(16, 300, marks=pytest.mark.sweep)],
+)
 def test_any_bucket_is_the_same(
     make_llm, expected, max_num_seqs, max_num_batched_tokens, assert_same
 ):

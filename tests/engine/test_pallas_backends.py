@@ -232,6 +232,7 @@ def test_overlapped_is_plain(kind, make_llm, base, params, expected, assert_same
     assert_same(generate(llm, PROMPTS, params), expected, kind.atol)
 
 
+@pytest.mark.sweep
 def test_other_block_size_and_bucket_are_the_same(kind, make_llm, params, expected, assert_same):
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
     llm = make_llm(block_size=kind.other_block_size, **sizes)

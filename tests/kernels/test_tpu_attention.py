@@ -112,7 +112,13 @@ def test_every_case_is_right(case):
 
 @pytest.mark.parametrize(
     "name",
-    ["mixed", "decodes", "everything", "chunk_longer_than_a_page", "short_rows_over_borders"],
+    [
+        pytest.param("mixed", marks=pytest.mark.sweep),
+        "decodes",
+        "everything",
+        "chunk_longer_than_a_page",
+        "short_rows_over_borders",
+    ],
 )
 def test_rows_of_many_items_are_right(name):
     assert_correct(SMALL, CASE[name], "float32")
@@ -154,7 +160,12 @@ def test_bfloat16_is_right(name):
 
 @pytest.mark.parametrize(
     ("name", "head_size"),
-    [("int8_kv", 80), ("fp8_kv", 128), ("int8_kv", 256), ("short_rows_with_int8_kv", 128)],
+    [
+        pytest.param("int8_kv", 80, marks=pytest.mark.sweep),
+        ("fp8_kv", 128),
+        ("int8_kv", 256),
+        pytest.param("short_rows_with_int8_kv", 128, marks=pytest.mark.sweep),
+    ],
 )
 def test_caches_of_8_bits_are_right_in_bfloat16(name, head_size):
     case = dataclasses.replace(CASE[name], head_size=head_size)
@@ -185,7 +196,7 @@ def test_decodes_of_one_head_are_split_between_two_cores():
     assert_correct(TWO_CORES, case, "float32")
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize("num_kv_heads", [1, pytest.param(2, marks=pytest.mark.sweep)])
 def test_short_rows_are_split_between_two_cores(num_kv_heads):
     # By heads, or by steps.
     case = dataclasses.replace(
