@@ -101,7 +101,7 @@ def test_a_step(num_tokens, model, tmp_path):
     assert len(two) - len(one) <= LAUNCHES[num_tokens], by_name(two) - by_name(one)
 
 
-@pytest.mark.parametrize("num_tokens", [64, 2048])
+@pytest.mark.parametrize("num_tokens", [pytest.param(64, marks=pytest.mark.sweep), 2048])
 def test_experts_on_devices_exchange_one_sum(num_tokens, model):
     program = program_of(model, 2, num_tokens, num_devices=8)
     compiled = program.compile(program.lower())
