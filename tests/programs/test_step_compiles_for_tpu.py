@@ -23,12 +23,21 @@ pytestmark = [
 ]
 
 
+# Compiling all layers takes four times as long, and each is compiled as the others.
 @pytest.mark.parametrize(
-    "slice_name",
-    ["v6e-1", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("v5p-8", "v7x-8"))],
+    ("slice_name", "num_layers"),
+    [
+        ("v6e-1", 8),
+        *(pytest.param(name, 32, marks=pytest.mark.sweep) for name in ("v5p-8", "v6e-1", "v7x-8")),
+    ],
 )
-def test_decode_and_mixed_step(slice_name, llama_3_8b):
-    args = EngineArgs(model=llama_3_8b, max_num_seqs=64, max_num_batched_tokens=2048)
+def test_decode_and_mixed_step(slice_name, num_layers, llama_3_8b):
+    args = EngineArgs(
+        model=llama_3_8b,
+        hf_overrides={"num_hidden_layers": num_layers},
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+    )
     plan = plan_engine(args, topology_devices(slice_name)[:1])
     declared = declare_programs(plan, make_packer(plan).layouts)
     compiled = {}
