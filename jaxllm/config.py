@@ -310,6 +310,7 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        self.cache.check_offloading(self.parallel.nnodes)
         self.lora.check()
         if self.model.structured_outputs_config:
             StructuredOutputsConfig.of(self.model.structured_outputs_config)

@@ -64,6 +64,10 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     # Whether layers keep a state of each request, which a cached prefix of tokens does not have.
     keeps_states: bool = False
     adapters: AdapterLimits | None = None  # None: the engine has none
+    # Of the second home of KV blocks: places on the host by cache group, and whether there are
+    # files too. Empty: there is none.
+    host_places: tuple[int, ...] = ()
+    has_block_files: bool = False
     # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The longest answer that the model recommends, if any; servers enforce it.

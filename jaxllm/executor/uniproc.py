@@ -16,7 +16,7 @@ from jaxllm.plan.make_plan import replica_devices
 from jaxllm.programs.sizing import plan_engine
 from jaxllm.programs.summary import summary
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.scheduler.schedule import Schedule
+from jaxllm.scheduler.schedule import Mover, Schedule
 
 logger = init_logger(__name__)
 
@@ -56,6 +56,9 @@ class UniProcExecutor:
 
     def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:
         return self._runner.lay_out_adapter(adapter)
+
+    def mover(self) -> Mover:
+        return self._runner.mover()
 
     def check(self) -> None:
         """Do nothing: in one process a failure raises in its step."""

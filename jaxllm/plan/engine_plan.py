@@ -33,6 +33,7 @@ from jaxllm.plan.draft_head import DraftHeadPlan
 from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
+from jaxllm.plan.offload import OffloadPlan
 from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
@@ -85,6 +86,7 @@ class EnginePlan:
     graph_options: tuple[tuple[str, str], ...]
     speculation: Speculation | None = None
     adapters: AdapterPlan | None = None
+    offload: OffloadPlan | None = None  # None: evicted blocks are gone
     # The tail of a step; None: it samples.
     pooling: Pooling | None = None
     # The directory of this plan's programs, compiled ahead.
@@ -216,4 +218,6 @@ class EnginePlan:
             pooling=self.pooling,
             keeps_states=self.state_ops is not None,
             adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
+            host_places=() if self.offload is None else self.offload.places,
+            has_block_files=self.offload is not None and self.offload.directory is not None,
         )

@@ -60,6 +60,7 @@ from jaxllm.plan.generation_config import (
 )
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.memory import size_kv_cache
+from jaxllm.plan.offload import plan_offload
 from jaxllm.plan.pooling import pooling_bytes, read_model
 from jaxllm.plan.stages import (
     StagePlan,
@@ -309,6 +310,7 @@ def make_plan(
         for stage in plan_stages(sizes.divide(windows, num_blocks=1))
     )
     cache_groups = sizes.divide(windows, num_blocks)
+    stages = plan_stages(cache_groups)
     matmul = choose_matmul(library, num_shards)
     buckets = make_ladder(
         max_num_seqs=max_num_seqs,
@@ -347,7 +349,14 @@ def make_plan(
         state_ops=choose_state_ops(chip, is_encoder=is_encoder) if keeps_states else None,
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
-        stages=plan_stages(cache_groups),
+        stages=stages,
+        offload=plan_offload(
+            config.cache,
+            stages,
+            cache_groups,
+            keeps_states=keeps_states,
+            drafts=None if draft is None else draft.name,
+        ),
         buckets=buckets if adapters is None else with_adapters(buckets),
         adapters=adapters,
         pooling=pooling,

@@ -11,6 +11,7 @@ from operator import attrgetter
 from jaxllm.messages import EngineOutput, FinishReason
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler.features import Feature, Gate
+from jaxllm.scheduler.kv.host_tier import HostTier
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.request import NO_LANE, Request, RequestStatus
 from jaxllm.scheduler.waiting_queue import WaitingQueue
@@ -70,6 +71,7 @@ class Places:
         request = self.waiting.pop()
         request.status = RequestStatus.RUNNING
         request.slot = self.free_slots.pop()
+        self._note_swapped(request, False)
         bisect.insort(self.running, request, key=attrgetter("order"))
 
     def hold_first(self) -> None:
@@ -85,6 +87,7 @@ class Places:
         """Take slot and blocks from a running request; the caller takes it out of `running`. When
         it runs again it computes its tokens again, except those whose blocks are still cached."""
         self._give_back(request)
+        self._note_swapped(request, self._kv.tier is not None)
         request.num_computed_tokens = request.num_proposed = request.num_draft_read = 0
         request.had_drafts = False
         request.stats.num_preemptions += 1
@@ -124,6 +127,7 @@ class Places:
         status = request.status
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
+        self._note_swapped(request, False)
         if status is RequestStatus.RUNNING:
             self._give_back(request)
         elif status is RequestStatus.WAITING:
@@ -146,6 +150,18 @@ class Places:
         stats.num_requests_deferred = self.num_waiting - len(self.waiting)
         stats.group_blocks_used = self._kv.num_blocks_used
         stats.group_shortages = [*self._kv.num_shortages]
+        if self._kv.tier is not None:
+            self._count_tier(self._kv.tier)
+
+    def _count_tier(self, tier: HostTier) -> None:
+        stats = self._stats
+        stats.host_blocks, stats.host_blocks_used = tier.num_places, tier.num_used
+        stats.host_blocks_stored, stats.host_blocks_loaded = tier.num_stored, tier.num_loaded
+        stats.host_blocks_read, stats.host_blocks_dropped = tier.num_read, tier.num_dropped
+
+    def _note_swapped(self, request: Request, is_swapped: bool) -> None:
+        self._stats.num_requests_swapped += is_swapped - request.is_swapped
+        request.is_swapped = is_swapped
 
     def _give_back(self, request: Request) -> None:
         """Take slot and blocks from a request that ran."""

@@ -61,6 +61,7 @@ class Request:
         "num_counted_prompt_tokens",
         "num_draft_read",
         "num_holds",
+        "num_loaded_blocks",
         "num_prompt_tokens",
         "num_proposed",
         "num_registered_blocks",
@@ -76,6 +77,7 @@ class Request:
         "sampled_in",
         "sampling_params",
         "seed",
+        "is_swapped",
         "slot",
         "stats",
         "status",
@@ -113,6 +115,7 @@ class Request:
         self.num_holds = 0  # what it waits for, parked, before it may run the first time
 
         self.status = RequestStatus.WAITING
+        self.is_swapped = False  # it was preempted, and its blocks may be on the host
         self.order: tuple = ()  # set once, by the scheduling policy
         self.slot = -1
         self.lane = NO_LANE  # `lanes` owns this field and the next
@@ -138,6 +141,7 @@ class Request:
         self.hash_root = hash_root  # None: this request shares no blocks
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
+        self.num_loaded_blocks = 0  # of its last admission: the most that a group got from the host
         # Whether its last admission took over blocks that other requests had filled.
         self.has_taken_over_blocks = False
         # At this number of computed tokens a block can be registered, or falls behind a window.

@@ -166,12 +166,14 @@ class Scheduler:
             self._places.preempt(running.pop())
         if self._gate is not None:
             self._gate.lose()
-        forgotten = self.reset_prefix_cache()
-        assert forgotten, "blocks are in use, and no request runs"
+        self._kv.lose()
+        if self._drafting is not None:
+            self._drafting.forget()
         self._settle()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Return False and change nothing if a request holds blocks."""
+        """Forget all cached prefixes, on the host and on disks too. Return False and change nothing
+        if a request holds blocks."""
         if not self._kv.reset():
             return False
         if self._drafting is not None:
@@ -183,6 +185,9 @@ class Scheduler:
     def schedule(self) -> Schedule | None:
         """Plan the next step, or return None if no request can compute a token now."""
         self._release(wait=False)
+        tier = self._kv.tier
+        if tier is not None:
+            tier.take_arrivals()
         draft = StepDraft(self._features, reads_ahead=self._reads_ahead)
         budget, preempted = self._schedule_running(draft, self._max_num_batched_tokens)
         # Blocks that a preemption freed go to running requests, not to new ones.
@@ -194,6 +199,9 @@ class Scheduler:
         if not rows:
             if not self._results.dispatched and self._release(wait=True):
                 return self.schedule()
+            if not self._results.dispatched and self._places.requests:
+                if tier is not None and tier.await_arrivals():
+                    return self.schedule()
             assert self._results.dispatched or not self._places.requests, (
                 f"{len(self._places.requests)} unfinished requests, and none of them can ever run"
             )
@@ -203,6 +211,8 @@ class Scheduler:
             draft.carried_from = self._lanes.carried_from(rows)
         if self._drafting is not None:
             draft.draft_reads = self._drafting.take_reads()
+        if tier is not None:
+            draft.moves = tier.take_moves()
         schedule = draft.build(self._num_steps, rows)
         self._num_steps += 1
         self._results.dispatched.append(Dispatched(schedule, [*rows]))
@@ -297,7 +307,9 @@ class Scheduler:
             if self._gate is not None and not self._gate.admits(request):
                 places.hold_first()
                 continue
-            prefix = self._kv.find_prefix(request)
+            prefix = self._kv.find_now(request)
+            if prefix is None:
+                break  # most likely its blocks are on the host when the next step is planned
             num_cached = prefix * self._kv.block_size
             n = self._limit(request, request.num_tokens - num_cached, budget)
             # Keep one block in reserve for each running request. Otherwise a request that grows
@@ -311,6 +323,7 @@ class Scheduler:
                 self.stats.prefix_cache_hits += num_cached
                 if self._kv.may_read(request):
                     self.stats.prefix_cache_queries += request.num_tokens
+                self._count_external(request, num_cached)
             request.num_computed_tokens = num_cached + n
             budget -= n
             adapter = NO_ADAPTER if self._gate is None else self._gate.admitted(request)
@@ -318,6 +331,14 @@ class Scheduler:
             draft.add_row(request, n)
             self.stats.num_prompt_tokens += request.count_prompt_tokens(n)
         return budget
+
+    def _count_external(self, request: Request, num_cached: int) -> None:
+        """Count what a request that runs for the first time has found on the host, and what it has
+        not found on the devices."""
+        if self._kv.tier is not None and self._kv.may_read(request):
+            found = request.num_loaded_blocks * self._kv.block_size
+            self.stats.external_cache_hits += found
+            self.stats.external_cache_queries += request.num_tokens - num_cached + found
 
     def _limit(self, request: Request, n: int, budget: int) -> int:
         for limit in self._limits:
