@@ -17,6 +17,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -146,7 +147,8 @@ class BlockFiles:
 
     def _encoded(self, group: int, content: bytes, parts: Sequence[np.ndarray]) -> bytes:
         length = sum(part.nbytes for part in parts)
-        body = b"".join((self._head(group, content, length), *map(_bytes_of, parts)))
+        pieces: list[Any] = [_bytes_of(part) for part in parts]
+        body = b"".join([self._head(group, content, length), *pieces])
         return body + hashlib.blake2b(body, digest_size=_HASH_BYTES).digest()
 
     def _scan(self) -> None:

@@ -30,6 +30,9 @@ class OffloadPlan:
     def num_bytes(self) -> int:
         return sum(map(operator.mul, self.places, self.block_bytes))
 
+    def __str__(self) -> str:
+        return f"{format_bytes(self.num_bytes)} on the host"
+
 
 def plan_offload(
     asked: CacheConfig,

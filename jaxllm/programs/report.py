@@ -29,6 +29,9 @@ from jaxllm.programs.progress import CompileProgress
 from jaxllm.programs.roofline import Bound, ExpertLayers, Roofline, Window
 from jaxllm.runner.state import DeviceState
 
+# From the host's memory to a device: what PCIe 5 brings a GPU and what was reported of TPUs.
+HOST_BYTES_PER_SECOND = 45e9
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramReport:
@@ -72,6 +75,17 @@ class StageReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadReport:
+    """What the host keeps, and whether it pays: the least times of a block of the report's context,
+    to come back over the bus and to be computed again. None if the chip's rates are not known."""
+
+    num_bytes: int
+    num_blocks: tuple[int, ...]  # by cache group
+    seconds_to_load: float | None
+    seconds_to_compute: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """A plan on its chips. Bytes are those of one device of the stage that takes the most."""
 
@@ -96,6 +110,7 @@ class PlanReport:
     max_num_seqs: int
     max_num_batched_tokens: int
     buckets: tuple[Bucket, ...]
+    offload: OffloadReport | None  # None: evicted blocks are gone
     context: int  # the bounds assume so many tokens in every row
     # An upper bound of output tokens per second, with as many rows as fit in the cache, spread
     # evenly over one step in each stage; and the least time of the slowest stage, which sets the
@@ -190,10 +205,31 @@ def report_plan(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         buckets=plan.buckets,
+        offload=_report_offload(plan, context),
         context=context,
         max_tokens_per_second=rows_of_step / pace.seconds if pace else None,
         pace=pace,
         programs=programs,
+    )
+
+
+def _report_offload(plan: EnginePlan, context: int) -> OffloadReport | None:
+    if plan.offload is None:
+        return None
+    steps = [
+        step_bound(plan, stage, plan.max_num_batched_tokens, 1, context) for stage in plan.stages
+    ]
+    # In a pipeline the stages work side by side: the slowest one sets the pace of chunks.
+    slowest = max((bound.seconds for bound in steps if bound), default=None)
+    per_step = plan.max_num_batched_tokens / plan.block_size
+    return OffloadReport(
+        num_bytes=plan.offload.num_bytes,
+        num_blocks=plan.offload.places,
+        # Each device has a bus of its own.
+        seconds_to_load=max(sum(stage.block_bytes) for stage in plan.stages) / HOST_BYTES_PER_SECOND
+        if slowest
+        else None,
+        seconds_to_compute=slowest / per_step if slowest else None,
     )
 
 
