@@ -48,6 +48,14 @@ _CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Likewise, with a mark in place of each image.
+_CHAT_WITH_IMAGES = _CHAT_TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}",
+)
 # The text from which the tokenizer learns its merges.
 _TEXT = """
 The engine keeps a queue of requests. Each request is a prompt and the tokens that were made of it.
@@ -227,7 +235,9 @@ def _write_tokenizer(path: Path, image_tokens: tuple[str, ...]) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": EOS,
             "clean_up_tokenization_spaces": False,
-            "chat_template": _CHAT_TEMPLATE,
+            "chat_template": _CHAT_WITH_IMAGES.replace("IMAGE", image_tokens[0])
+            if image_tokens
+            else _CHAT_TEMPLATE,
         },
     )
 

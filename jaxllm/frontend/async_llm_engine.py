@@ -26,6 +26,7 @@ from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.frontend.tokenizer_threads import Result, TokenizerThreads
 from jaxllm.logging import init_logger
 from jaxllm.lora.request import LoRARequest
+from jaxllm.media.images import has_images
 from jaxllm.messages import Abort, Add, EngineInfo, EngineOutput, Outputs, Stop
 from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.memory import EngineMemory
@@ -64,6 +65,7 @@ class AsyncLLMEngine:
             raise
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self.adapters = self._input_processor.adapters  # those that have been checked
+        self.images = self._input_processor.images
         self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
         self._output_processor = OutputProcessor(
             self.tokenizer, self.info.pooling, on_end=self._tell_end
@@ -139,6 +141,7 @@ class AsyncLLMEngine:
             lora_request=lora_request,
         )
         has_form = getattr(sampling_params, "structured_outputs", None) is not None
+        has_form |= has_images(prompt)  # which take as long
         return self._answer(
             request_id,
             lambda: self.in_tokenizer_thread(process, size_of(prompt), has_form=has_form),
@@ -299,6 +302,7 @@ class AsyncLLMEngine:
         self._client.close()
         self._stop_process(_STOP_GRACE_S)
         self._tokenizer_threads.shutdown()
+        self.images.close()
         if self.tracer is not None:
             self.tracer.shutdown()
 

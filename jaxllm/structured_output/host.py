@@ -101,6 +101,9 @@ class StructuredOutput:
                 self._fail(form)
             form.num_consumed -= too_many
 
+    def lose(self) -> None:
+        pass  # it keeps nothing on the device
+
     def limit(self, request: Request, n: int, budget: int) -> int:
         return n
 
