@@ -91,13 +91,12 @@ def make_tiny_checkpoint(
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = tiny_config(family) | {"dtype": dtype} | config_overrides
+    config = decoder = tiny_config(family) | {"dtype": dtype} | config_overrides
     image_tokens = ()
     if sees_images:
         config, image_tokens = _around_decoder(path, family, config)
     _write_json(path / "config.json", config)
-    ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
-    ids["eos_token_id"] = config.get("text_config", config)["eos_token_id"]
+    ids = {"bos_token_id": None, "eos_token_id": decoder["eos_token_id"], "pad_token_id": None}
     _write_json(path / "generation_config.json", ids)
     save_file(tiny_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(path, image_tokens)

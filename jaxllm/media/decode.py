@@ -123,7 +123,7 @@ def cut(pixels: np.ndarray, spec: ImageSpec) -> Patches:
 
 def places(rows: int, columns: int, merge: int) -> np.ndarray:
     """The row and column of each patch, in the order of ImageItem: i32 [P, 2]."""
-    grid = np.stack(np.mgrid[:rows, :columns], -1).astype(np.int32)
+    grid = np.indices((rows, columns), np.int32).transpose(1, 2, 0)
     squares = grid.reshape(rows // merge, merge, columns // merge, merge, 2)
     return squares.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
 

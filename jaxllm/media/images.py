@@ -209,9 +209,10 @@ def _check_uuids(uuids: object, number: int) -> None:
         return
     given = uuids.get("image") if isinstance(uuids, Mapping) else None
     given = [given] if isinstance(given, str) else given
-    is_list = isinstance(given, list | tuple) and len(given) == number
-    if not is_list or not all(isinstance(one, str | None) for one in given):  # pyright: ignore[reportGeneralTypeIssues]
-        raise refused(UUIDS, uuids, "it must be {'image': [...]}, with a string or None for each")
+    if isinstance(given, list | tuple) and len(given) == number:
+        if all(isinstance(one, str | None) for one in given):
+            return
+    raise refused(UUIDS, uuids, "it must be {'image': [...]}, with a string or None for each")
 
 
 def _tokens(image: Patches, spec: ImageSpec) -> list[int]:

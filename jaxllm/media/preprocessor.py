@@ -97,9 +97,11 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _longest_edge(size: object) -> int | None:
-    edge = size.get("longest_edge") if isinstance(size, Mapping) else None
+    if not isinstance(size, Mapping) or set(size) != {"longest_edge"}:
+        return None
+    edge: Any = size["longest_edge"]
     is_number = isinstance(edge, int) and not isinstance(edge, bool)
-    return edge if is_number and len(size) == 1 and 0 < edge <= _HIGHEST_EDGE else None  # pyright: ignore[reportArgumentType]
+    return edge if is_number and 0 < edge <= _HIGHEST_EDGE else None
 
 
 def _token_ids(path: Path, names: Mapping[str, Any]) -> dict[str, int]:
