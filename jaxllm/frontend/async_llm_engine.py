@@ -23,10 +23,9 @@ from jaxllm.frontend.output_processor import OutputProcessor
 from jaxllm.frontend.pooling_input import PoolingInput, encoding
 from jaxllm.frontend.pooling_length import TextPair
 from jaxllm.frontend.tokenizer import Tokenizer
-from jaxllm.frontend.tokenizer_threads import Result, TokenizerThreads
+from jaxllm.frontend.tokenizer_threads import Result, TokenizerThreads, takes_long
 from jaxllm.logging import init_logger
 from jaxllm.lora.request import LoRARequest
-from jaxllm.media.images import has_images
 from jaxllm.messages import Abort, Add, EngineInfo, EngineOutput, Outputs, Stop
 from jaxllm.metrics.finished_request import FinishedRequest
 from jaxllm.metrics.memory import EngineMemory
@@ -140,8 +139,7 @@ class AsyncLLMEngine:
             trace_headers=trace_headers,
             lora_request=lora_request,
         )
-        has_form = getattr(sampling_params, "structured_outputs", None) is not None
-        has_form |= has_images(prompt)  # which take as long
+        has_form = takes_long(prompt, sampling_params)
         return self._answer(
             request_id,
             lambda: self.in_tokenizer_thread(process, size_of(prompt), has_form=has_form),
