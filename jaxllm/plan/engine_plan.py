@@ -33,6 +33,7 @@ from jaxllm.plan.draft_head import DraftHeadPlan
 from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
+from jaxllm.plan.images import ImagePlan
 from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
@@ -87,6 +88,7 @@ class EnginePlan:
     adapters: AdapterPlan | None = None
     # The tail of a step; None: it samples.
     pooling: Pooling | None = None
+    images: ImagePlan | None = None  # None: prompts are text
     # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
 
@@ -216,4 +218,6 @@ class EnginePlan:
             pooling=self.pooling,
             keeps_states=self.state_ops is not None,
             adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
+            images=None if self.images is None else self.images.spec,
+            num_image_rows=0 if self.images is None else self.images.num_rows,
         )
