@@ -64,6 +64,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     # Whether layers keep a state of each request, which a cached prefix of tokens does not have.
     keeps_states: bool = False
     adapters: AdapterLimits | None = None  # None: the engine has none
+    # The number of experts of each layer that has some, if their tokens are counted.
+    counted_experts: dict[int, int] = {}
     # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The longest answer that the model recommends, if any; servers enforce it.
