@@ -176,5 +176,9 @@ class StepDraft:
         index = place - request.num_prompt_tokens
         if index < 0:
             return request.prompt_token_ids[place]
+        if index < len(outputs):
+            return outputs[index]
+        if request.forced:
+            return request.forced[index - len(outputs)]
         # While drafts are in flight the place is the latest possible one, and behind known tokens.
-        return outputs[index] if index < len(outputs) else CARRIED_TOKEN
+        return CARRIED_TOKEN
