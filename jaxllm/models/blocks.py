@@ -201,8 +201,9 @@ class ExpertsSandwichBlock(ScaledSandwichBlock):
         _, _, before_mlp, behind, behind_mlp, before_experts, behind_experts = map(
             self.norm, self.norms
         )
-        of_mlp = behind_mlp(self.mlp(before_mlp(hidden), context))
-        of_experts = self.moe(before_experts(hidden), context, routed_by=hidden)
+        mlp, moe = (getattr(self, spec.name) for spec in self.spec.ffns)
+        of_mlp = behind_mlp(mlp(before_mlp(hidden), context))
+        of_experts = moe(before_experts(hidden), context, routed_by=hidden)
         return behind(of_mlp + behind_experts(of_experts))
 
 

@@ -14,9 +14,13 @@ _MOST_EXPERTS = 1 << 14
 _MOST_WEIGHTS = 3 << 36  # of a layer
 
 # What experts with and without gates compute, under the names of config.json.
-_GATED = dict.fromkeys(("silu", "swish"), ExpertsConfig()) | dict.fromkeys(
-    ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), GELU_TANH
-)
+_GATED: dict[str, ExpertsConfig] = {
+    "silu": ExpertsConfig(),
+    "swish": ExpertsConfig(),
+    "gelu_pytorch_tanh": GELU_TANH,
+    "gelu_new": GELU_TANH,
+    "gelu_fast": GELU_TANH,
+}
 _UNGATED = {"relu2": ExpertsConfig(is_gated=False)}
 
 # Fields of families with experts that act in training only.

@@ -82,7 +82,7 @@ class PendingStep:
             slices=slices,
             drafted=_drafted(*drafted) if drafted else None,
             # The layers of other stages have zeros.
-            expert_tokens=sum(expert_tokens) if expert_tokens else None,
+            expert_tokens=np.sum(expert_tokens, axis=0) if expert_tokens else None,
         )
 
     def _wanted(self) -> tuple[Any, Any, Any, Any, Any, Any]:
