@@ -21,6 +21,7 @@ from jaxllm.cache_config import CacheConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
 from jaxllm.lora_config import LoRAConfig
+from jaxllm.media_config import MediaConfig
 from jaxllm.option_types import check_type, option
 from jaxllm.pooler_config import PoolerConfig, PoolingConfig
 from jaxllm.speculative_config import Speculation, read_speculation
@@ -253,6 +254,7 @@ class EngineConfig:
     speculation: SpeculationConfig = SpeculationConfig()
     lora: LoRAConfig = LoRAConfig()
     pooling: PoolingConfig = PoolingConfig()
+    media: MediaConfig = MediaConfig()
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     profiler: ProfilerConfig = ProfilerConfig()
@@ -269,7 +271,7 @@ class EngineConfig:
         for name in ("model", "tokenizer", "spec_model"):
             if isinstance(options.get(name), os.PathLike):
                 options[name] = os.fspath(options[name])
-        for name in ("logits_processors", "kv_cache_dtype_skip_layers"):
+        for name in ("logits_processors", "kv_cache_dtype_skip_layers", "allowed_media_domains"):
             if isinstance(options.get(name, ()), list | None):
                 options[name] = tuple(options[name] or ())
         if isinstance(pooler := options.get("pooler_config"), PoolerConfig):
@@ -314,6 +316,7 @@ class EngineConfig:
             )
         self._validate_hosts()
         self.lora.check()
+        self.media.check()
         if self.model.structured_outputs_config:
             StructuredOutputsConfig.of(self.model.structured_outputs_config)
         self.pooling.read()

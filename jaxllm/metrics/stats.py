@@ -29,6 +29,8 @@ class EngineStats:
     num_prompt_tokens: int = 0  # computed, not found in the cache; once each
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_images: int = 0  # of requests that were admitted
+    num_images_encoded: int = 0
     # How often a request found too few free blocks, by group of layers.
     group_shortages: list[int] = field(default_factory=list)
     num_requests_corrupted: int = 0  # requests that ended because their logits were not finite

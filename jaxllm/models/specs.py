@@ -18,6 +18,7 @@ from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.rope import RopeConfig
 from jaxllm.layers.self_attention import SelfAttentionSpec
 from jaxllm.models.pooling_head import PoolingHeadSpec
+from jaxllm.models.tower import TowerSpec
 from jaxllm.quantization.products import Products
 from jaxllm.quantization.scheme import Scheme
 
@@ -131,6 +132,7 @@ class Architecture:
     has_head_bias: bool = False
     # What is behind a pooled hidden state, in place of logits; None: the model generates.
     pooling_head: PoolingHeadSpec | None = None
+    tower: TowerSpec | None = None  # what makes embeddings of images; None: prompts are text
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -174,3 +176,5 @@ class Architecture:
         """Raise ValidationError if the model cannot be cut into so many equal shards."""
         for layer in dict.fromkeys(self.layers):
             layer.check(num_shards)
+        if self.tower is not None:
+            self.tower.check(num_shards)

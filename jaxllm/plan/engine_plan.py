@@ -33,6 +33,7 @@ from jaxllm.plan.draft_head import DraftHeadPlan
 from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
+from jaxllm.plan.images import ImagePlan
 from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
@@ -89,6 +90,7 @@ class EnginePlan:
     pooling: Pooling | None = None
     # Whether steps count the tokens of each expert of each layer.
     counts_experts: bool = False
+    images: ImagePlan | None = None  # None: prompts are text
     # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
 
@@ -224,4 +226,6 @@ class EnginePlan:
             keeps_states=self.state_ops is not None,
             adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
             counted_experts=self.architecture.num_experts if self.counts_experts else {},
+            images=None if self.images is None else self.images.spec,
+            num_image_rows=0 if self.images is None else self.images.num_rows,
         )

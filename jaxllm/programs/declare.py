@@ -14,12 +14,14 @@ import numpy as np
 from jaxllm_kernels.common import cdiv
 
 from jaxllm.lora.device import AdapterArrays, write_adapter
+from jaxllm.media.device import EncoderLayout
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.programs.compile import Program
 from jaxllm.runner.draft_model import make_read
+from jaxllm.runner.encode import make_encode
 from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.late import Left, make_sample_late
@@ -60,6 +62,15 @@ class ReadKey(NamedTuple):
         return f"read_draft {self.num_tokens}"
 
 
+class EncodeKey(NamedTuple):
+    """The key of the program in which the tower computes so many patches."""
+
+    num_patches: int
+
+    def __str__(self) -> str:
+        return f"encode {self.num_patches}"
+
+
 TABLE_WRITES = 1024  # block updates per call of WRITE_TABLES
 
 
@@ -78,6 +89,14 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         num_read_rows=plan.speculation.max_rows if plan.speculation is not None else 0,
         max_adapters=0 if plan.adapters is None else plan.adapters.max_loras,
     )
+
+
+def encoder_layouts(plan: EnginePlan) -> list[EncoderLayout]:
+    """The inputs of the programs of the tower, the smallest first."""
+    images = plan.images
+    if images is None:
+        return []
+    return [EncoderLayout(size, images.spec, images.num_rows) for size in images.sizes]
 
 
 class StageKey(NamedTuple):
@@ -106,7 +125,7 @@ def num_programs(plan: EnginePlan) -> int:
     drafts = plan.speculation is not None and plan.speculation.proposes
     if plan.draft_model is not None:
         drafts = len(plan.draft_model.read_sizes)
-    small = 2 + 2 * (plan.adapters is not None)
+    small = 2 + 2 * (plan.adapters is not None) + len(encoder_layouts(plan))
     return drafts + sum(
         len(plan.buckets) + small + (1 + len(late)) * (stage.part.has_head and plan.pooling is None)
         for stage in plan.stages
@@ -213,6 +232,19 @@ def declare_stage_programs(
                 place(late.abstract(), everywhere),
                 donate=(0, 1),
                 out_shardings=(kept.tokens, kept.slots, everywhere),
+            )
+    if plan.images is not None:
+        for layout in reversed(encoder_layouts(plan)):
+            numbers, pixels = layout.abstract()
+            programs[EncodeKey(layout.num_patches)] = program(
+                f"encode_{layout.num_patches}",
+                make_encode(plan, stage, spec.merge, layout),
+                weights,
+                state,
+                place(numbers, everywhere),
+                place(pixels, everywhere),
+                donate=(1,),
+                out_shardings=kept,
             )
     if plan.draft_model is not None:
         assert draft is not None

@@ -22,6 +22,7 @@ from jaxllm.programs.declare import (
     WRITE_ADAPTER,
     WRITE_SLOT,
     WRITE_TABLES,
+    EncodeKey,
     LateKey,
     ReadKey,
     program_key,
@@ -93,6 +94,11 @@ class Stage:
         """Give the drafter the tokens of the request in a slot, i32 [max_model_len]."""
         program = self._programs[program_key(self._stage, ADMIT_DRAFTS)]
         self._state = program(self._take_state(), np.int32(slot), tokens)
+
+    def encode(self, num_patches: int, numbers: np.ndarray, pixels: np.ndarray) -> None:
+        """Put images into the pool, by the program of so many patches."""
+        program = self._programs[program_key(self._stage, EncodeKey(num_patches))]
+        self._state = program(self.weights, self._take_state(), numbers, pixels)
 
     def read_draft(self, num_tokens: int, packed: np.ndarray) -> None:
         """Let the draft model read, in the program of so many tokens."""

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
-from jaxllm.layers.context import StepContext
+from jaxllm.layers.context import GivenEmbeddings, StepContext
 from jaxllm.lora.device import Adapters, adapted
+from jaxllm.media.slice import NAME as IMAGES
 from jaxllm.models.base import Model
 from jaxllm.models.draft_head import DraftHead
 from jaxllm.plan.engine_plan import EnginePlan
@@ -156,6 +157,10 @@ def make_step(
                 newest = entering.at[newest].get(mode="clip")
                 state = drafting.ahead(inputs, context_lens, state, newest)
                 entering = with_drafts(entering, inputs, state)
+        if (its := inputs.slices.get(IMAGES)) is not None:
+            assert state.images is not None
+            given = GivenEmbeddings(its["rows"], state.images)
+            context = dataclasses.replace(context, given=given)
         positions = _positions(inputs, context_lens)
         tapped = ()
         if drafting is None or not drafting.taps:

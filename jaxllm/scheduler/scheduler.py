@@ -164,8 +164,8 @@ class Scheduler:
         assert not dispatched, f"{len(dispatched)} steps are on their way"
         while running:
             self._places.preempt(running.pop())
-        if self._gate is not None:
-            self._gate.lose()
+        for feature in self._features:
+            feature.lose()
         forgotten = self.reset_prefix_cache()
         assert forgotten, "blocks are in use, and no request runs"
         self._settle()
@@ -210,6 +210,7 @@ class Scheduler:
         if self._lanes is not None:
             self._lanes.dispatch(schedule.step, rows)
         self.stats.count_step(schedule.total_tokens)
+        self.stats.num_images_encoded += len(schedule.encodings)
         self._settle()
         return schedule
 
@@ -309,6 +310,7 @@ class Scheduler:
                 request.stats.scheduled_ts = time.monotonic()
                 request.num_cached_tokens = num_cached
                 self.stats.prefix_cache_hits += num_cached
+                self.stats.num_images += len(request.images)
                 if self._kv.may_read(request):
                     self.stats.prefix_cache_queries += request.num_tokens
             request.num_computed_tokens = num_cached + n
