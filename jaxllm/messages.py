@@ -5,7 +5,7 @@ import enum
 
 import msgspec
 
-from jaxllm.cache_groups import CacheGroup
+from jaxllm.cache_groups import CacheGroup, StateSnapshots
 from jaxllm.config import EngineConfig
 from jaxllm.lora.request import Adapter, AdapterLimits
 from jaxllm.metrics.startup import Phase
@@ -63,6 +63,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     pooling: Pooling | None = None  # None: the engine generates
     # Whether layers keep a state of each request, which a cached prefix of tokens does not have.
     keeps_states: bool = False
+    # Copies of such states, so that requests go on from a prefix; None: they share none.
+    snapshots: StateSnapshots | None = None
     adapters: AdapterLimits | None = None  # None: the engine has none
     # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)

@@ -17,7 +17,6 @@ from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 
 from jaxllm.cache_groups import CacheGroup, CacheSizes, group_windows, window_of
 from jaxllm.config import EngineConfig
-from jaxllm.errors import refused
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerBackend, MixerConfig
@@ -61,6 +60,7 @@ from jaxllm.plan.generation_config import (
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.memory import size_kv_cache
 from jaxllm.plan.pooling import pooling_bytes, read_model
+from jaxllm.plan.snapshots import choose_snapshots
 from jaxllm.plan.stages import (
     StagePlan,
     activation_bytes,
@@ -73,22 +73,6 @@ from jaxllm.quantization.linear import describe_products
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
-
-
-def replica_devices(config: EngineConfig, replica: int) -> Sequence[Device]:
-    """The devices that a replica of the engine may use: neighbours in JAX's order."""
-    devices, parallel = jax.devices(), config.parallel
-    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    replicas = parallel.data_parallel_size
-    if replicas > 1 and size * replicas > len(devices):
-        raise refused(
-            "data_parallel_size",
-            replicas,
-            f"{replicas} replicas with tensor_parallel_size={parallel.tensor_parallel_size} and "
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} want {size * replicas} "
-            f"devices, and there are {len(devices)}; lower one of them",
-        )
-    return devices[replica * size : (replica + 1) * size] if replicas > 1 else devices
 
 
 def make_plan(
@@ -227,7 +211,7 @@ def make_plan(
         request_len=config.cache.kv_cache_request_len,
     )
 
-    def plan_stages(groups: Sequence[CacheGroup]) -> tuple[StagePlan, ...]:
+    def plan_stages(groups: Sequence[CacheGroup], num_snapshots: int) -> tuple[StagePlan, ...]:
         num_blocks = {group.window: group.num_blocks for group in groups}
 
         def cache(config: MixerConfig, num_blocks: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -243,6 +227,11 @@ def make_plan(
                 ),
                 state_shapes=tuple(
                     state.of_slots(max_num_seqs, mesh) for state in abstract.state_configs
+                ),
+                snapshot_shapes=tuple(
+                    state.of_slots(num_snapshots, mesh)
+                    for state in abstract.state_configs
+                    if num_snapshots
                 ),
                 attention_configs=abstract.attention_configs,
                 block_bytes=tuple(
@@ -285,11 +274,22 @@ def make_plan(
             if isinstance(draft, DraftHeadPlan)
             else 0,
         )
+    num_devices = sum(mesh.size for mesh in meshes) * config.parallel.data_parallel_size
+    one_block = sizes.divide(windows, num_blocks=1)
+    snapshots = choose_snapshots(
+        config.cache,
+        plan_stages(one_block, 0),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        num_devices=num_devices,
+    )
+    num_snapshots = 0 if snapshots is None else snapshots.count
     num_blocks = min(
         size_kv_cache(
             config.cache,
             weights_bytes=stage.weights_bytes,
             states_bytes=stage.states_bytes,
+            snapshots_bytes=stage.snapshots_bytes,
             adapters_bytes=0 if adapters is None else adapters.bytes_by_stage[stage.index],
             other_bytes=(tail_bytes if stage.part.has_head else 0)
             + activation_bytes(
@@ -303,10 +303,10 @@ def make_plan(
             min_blocks=sizes.max_blocks(windows[0]),
             max_num_seqs=max_num_seqs,
             device=stage.mesh.devices.flat[0],
-            num_devices=sum(mesh.size for mesh in meshes) * config.parallel.data_parallel_size,
+            num_devices=num_devices,
             program_bytes=program_bytes[stage.index] if program_bytes is not None else None,
         )
-        for stage in plan_stages(sizes.divide(windows, num_blocks=1))
+        for stage in plan_stages(one_block, num_snapshots)
     )
     cache_groups = sizes.divide(windows, num_blocks)
     matmul = choose_matmul(library, num_shards)
@@ -345,9 +345,10 @@ def make_plan(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
         state_ops=choose_state_ops(chip, is_encoder=is_encoder) if keeps_states else None,
+        snapshots=snapshots,
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
-        stages=plan_stages(cache_groups),
+        stages=plan_stages(cache_groups, num_snapshots),
         buckets=buckets if adapters is None else with_adapters(buckets),
         adapters=adapters,
         pooling=pooling,

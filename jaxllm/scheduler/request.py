@@ -14,7 +14,7 @@ import enum
 import sys
 
 from jaxllm.messages import EngineRequest, FinishReason, RequestStats
-from jaxllm.scheduler.kv.tables import BlockTable
+from jaxllm.scheduler.kv.tables import BlockTable, PendingSnapshot
 
 NO_LANE = -1
 
@@ -68,6 +68,8 @@ class Request:
         "num_uncertain",
         "order",
         "output_token_ids",
+        "parts_at",
+        "passed_snapshot",
         "pooling_task",
         "priority",
         "prompt_token_ids",
@@ -77,6 +79,7 @@ class Request:
         "sampling_params",
         "seed",
         "slot",
+        "snapshots",
         "stats",
         "status",
         "stop_token_ids",
@@ -142,6 +145,12 @@ class Request:
         self.has_taken_over_blocks = False
         # At this number of computed tokens a block can be registered, or falls behind a window.
         self.next_block_at = sys.maxsize
+
+        # Owned by `kv.snapshots`: places of snapshots that are not findable yet, the newest of
+        # those that are, if it is at the stride, and where computed blocks without snapshots end.
+        self.snapshots: list[PendingSnapshot] = []
+        self.passed_snapshot: bytes | None = None
+        self.parts_at = 0
 
     @property
     def num_known_tokens(self) -> int:
