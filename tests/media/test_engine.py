@@ -243,6 +243,30 @@ def test_a_chat_has_images(llm, alone):
         llm.chat(marked, PARAMS, use_tqdm=False)
 
 
+def test_the_command_line_shows_images(llm, tmp_path):
+    import threading
+
+    from jaxllm.cli.conversation import Conversation
+    from jaxllm.cli.generate import with_images
+    from jaxllm.cli.local_model import LocalModel
+
+    path = tmp_path / "large.png"
+    path.write_bytes(encoded(LARGE))
+    found = answers(llm, [with_images("Look: [IMG] What is it?", [str(path)])])
+    assert_equal(found, answers(llm, PROMPTS[:1]))
+    chat = Conversation(LocalModel(llm.llm_engine, PARAMS))
+    with pytest.raises(ValidationError, match="no such file"):
+        chat.show("/nowhere.png")
+    chat.show(str(path))
+    first = "".join(chat.reply("What is it?", threading.Event()))
+    parts = [{"type": "image_pil", "image_pil": LARGE}, {"type": "text", "text": "What is it?"}]
+    messages = [{"role": "user", "content": parts}]
+    assert llm.chat(messages, PARAMS, use_tqdm=False)[0].outputs[0].text == first
+    second = "".join(chat.reply("And?", threading.Event()))  # the image is still in its place
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And?"}]
+    assert llm.chat(messages, PARAMS, use_tqdm=False)[0].outputs[0].text == second
+
+
 def test_without_its_tower_the_engine_is_one_of_text(vision_model, llm):
     plain = LLM(vision_model, **OPTIONS, language_model_only=True)
     try:
