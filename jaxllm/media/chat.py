@@ -73,6 +73,9 @@ def _image(part: Mapping[str, Any], name: str) -> NamedImage:
         raise refused(f"{name}.uuid", uuid, "it must be a string")
     given, detail, name = part.get(field), part.get("detail"), f"{name}.{field}"
     if field == "image_pil":
+        if not hasattr(type(given), "__array_interface__"):
+            # A body of JSON has none of these, and must not name files by this part.
+            raise refused(name, given, "it must be an image of Pillow, or an array")
         return NamedImage(name, given, is_url=False)
     if isinstance(given, Mapping):
         if unknown := given.keys() - {"url", "detail"}:
