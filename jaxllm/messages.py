@@ -66,6 +66,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     # Whether layers keep a state of each request, which a cached prefix of tokens does not have.
     keeps_states: bool = False
     adapters: AdapterLimits | None = None  # None: the engine has none
+    # The number of experts of each layer that has some, if their tokens are counted.
+    counted_experts: dict[int, int] = {}
     images: ImageSpec | None = None  # None: prompts are text
     num_image_rows: int = 0  # how many tokens of images the device's pool holds
     # The parameters that the model recommends, for requests without any.

@@ -110,6 +110,8 @@ FIGURES = (
     ),
 )
 
+EXPERT_TOKENS = "expert_tokens"
+EXPERT_TOKENS_HELP = "Tokens that chose an expert of a layer; with --count-expert-tokens."
 STEP_TOKENS = "iteration_tokens_total"
 STEP_TOKENS_HELP = "Tokens computed in a step."
 

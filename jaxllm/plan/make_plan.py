@@ -116,6 +116,9 @@ def make_plan(
     architecture, image_spec = with_images(config, architecture, model_dir)
     if config.parallel.enable_expert_parallel:
         architecture = with_whole_experts(architecture)
+    counts_experts = config.observability.count_expert_tokens
+    if counts_experts and not architecture.num_experts:
+        raise refused("count_expert_tokens", True, f"{architecture.name} has no experts")
     model_class = ModelRegistry.resolve([architecture.name])
     chip = chip_of(device)
     platform = chip.platform
@@ -347,6 +350,7 @@ def make_plan(
         attention_configs=attention_configs,
         matmul=matmul,
         experts=experts_of(architecture),
+        counts_experts=counts_experts,
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),

@@ -25,7 +25,7 @@ from jaxllm.runner.encode import make_encode
 from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.late import Left, make_sample_late
-from jaxllm.runner.outputs import StepOutputs
+from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.state import DeviceState, abstract_tokens
 from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
@@ -157,7 +157,7 @@ def declare_stage_programs(
         weights += abstract_weights(drafting, stage.mesh)
     everywhere = sharding(stage.mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
-    left = _outputs_shardings(plan, stage) if stage.part.has_head else everywhere
+    left = _outputs_shardings(plan, stage)
     adapters = None if plan.adapters is None else plan.adapter_arrays(stage)
 
     def program(name: str, function: Callable[..., Any], *arguments: Any, **how: Any) -> Program:
@@ -282,13 +282,21 @@ def _left_by_steps(
     return left, place(logits, plan.logits_sharding(stage))
 
 
-def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
+def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs | StageOutputs:
     everywhere: Any = sharding(stage.mesh)
+    expert_tokens = (everywhere,) if plan.counts_experts else ()
+    if not stage.part.has_head:
+        return StageOutputs(hidden=everywhere, expert_tokens=expert_tokens)
     logits: Any = plan.logits_sharding(stage) if plan.leaves_logits else None
     drafted: Any = everywhere if plan.speculation is not None else None
     logprobs: Any = everywhere if plan.pooling is None else None
     return StepOutputs(
-        tokens=everywhere, logprobs=logprobs, slices=everywhere, logits=logits, drafted=drafted
+        tokens=everywhere,
+        logprobs=logprobs,
+        slices=everywhere,
+        logits=logits,
+        drafted=drafted,
+        expert_tokens=expert_tokens,
     )
 
 

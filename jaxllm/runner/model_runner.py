@@ -74,16 +74,19 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """Wait for the device and return numpy arrays."""
-        tokens, logprobs, logits, slices, drafted = jax.tree.map(np.asarray, self._wanted())
+        wanted = jax.tree.map(np.asarray, self._wanted())
+        tokens, logprobs, logits, slices, drafted, expert_tokens = wanted
         return StepResult(
             token_ids=tokens,
             logprobs=LogprobArrays(*logprobs) if logprobs else None,
             logits=logits,
             slices=slices,
             drafted=_drafted(*drafted) if drafted else None,
+            # The layers of other stages have zeros.
+            expert_tokens=np.sum(expert_tokens, axis=0) if expert_tokens else None,
         )
 
-    def _wanted(self) -> tuple[Any, Any, Any, Any, Any]:
+    def _wanted(self) -> tuple[Any, Any, Any, Any, Any, Any]:
         """The outputs to copy to the host. The others stay on the device, and are freed with the
         step."""
         outputs = self.outputs
@@ -97,6 +100,7 @@ class PendingStep:
                 outputs.drafted.figures,
                 outputs.drafted.logprobs if self._wants_logprobs and self._has_drafts else None,
             ),
+            outputs.expert_tokens,
         )
 
 

@@ -28,7 +28,7 @@ from jaxllm.programs.declare import (
     program_key,
 )
 from jaxllm.runner.late import Left
-from jaxllm.runner.outputs import StepOutputs
+from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling.slot_state import SlotRow
@@ -54,7 +54,7 @@ class Stage:
         assert self._state is not None and self._state.tokens is not None
         return self._state.tokens
 
-    def run(self, packed: PackedStep, *arrived: jax.Array) -> StepOutputs | jax.Array:
+    def run(self, packed: PackedStep, *arrived: jax.Array) -> StepOutputs | StageOutputs:
         """Dispatch a step; in a pipeline, with the array that arrived from another stage. Return
         the step's output, for the next stage or for the host."""
         program = self._programs[program_key(self._stage, packed.bucket)]

@@ -159,3 +159,4 @@ class StepResult(NamedTuple):
     logits: np.ndarray | None = None  # float32 [>= rows, >= vocabulary]; padding is -inf
     slices: dict[str, Slice] = {}  # of the features in Schedule.slices; read only
     drafted: DraftedResult | None = None  # only of an engine that speculates
+    expert_tokens: np.ndarray | None = None  # int32 [L, E], by layer; only if they are counted

@@ -17,7 +17,7 @@ finished.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxllm.errors import ValidationError
 from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
@@ -351,6 +351,13 @@ class Scheduler:
         outputs = self._results.fail(schedule, message)
         self._settle()
         return outputs
+
+    def expert_tokens(self, num_experts: Mapping[int, int]) -> dict[int, list[int]]:
+        """The tokens of each expert since the start, for layers with so many of them."""
+        totals = self._results.expert_tokens
+        if totals is None:
+            return {layer: [0] * count for layer, count in num_experts.items()}
+        return {layer: totals[layer, :count].tolist() for layer, count in num_experts.items()}
 
     # ---- bookkeeping
 
