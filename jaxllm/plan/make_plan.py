@@ -15,8 +15,9 @@ from jaxllm_kernels.mla.api import LatentConfig
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Device, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 
-from jaxllm.cache_groups import CacheGroup, CacheSizes, group_windows, window_of
+from jaxllm.cache_groups import CacheGroup, CacheSizes, StateSnapshots, group_windows, window_of
 from jaxllm.config import EngineConfig
+from jaxllm.errors import refused
 from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerBackend, MixerConfig
@@ -58,6 +59,7 @@ from jaxllm.plan.generation_config import (
     read_max_new_tokens,
 )
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
+from jaxllm.plan.images import plan_images, with_images
 from jaxllm.plan.memory import size_kv_cache
 from jaxllm.plan.pooling import pooling_bytes, read_model
 from jaxllm.plan.snapshots import choose_snapshots
@@ -96,8 +98,12 @@ def make_plan(
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_json(model_dir / "config.json")
     architecture, pooling = read_model(config, hf_config, model_dir)
+    architecture, image_spec = with_images(config, architecture, model_dir)
     if config.parallel.enable_expert_parallel:
         architecture = with_whole_experts(architecture)
+    counts_experts = config.observability.count_expert_tokens
+    if counts_experts and not architecture.num_experts:
+        raise refused("count_expert_tokens", True, f"{architecture.name} has no experts")
     model_class = ModelRegistry.resolve([architecture.name])
     chip = chip_of(device)
     platform = chip.platform
@@ -211,7 +217,9 @@ def make_plan(
         request_len=config.cache.kv_cache_request_len,
     )
 
-    def plan_stages(groups: Sequence[CacheGroup], num_snapshots: int) -> tuple[StagePlan, ...]:
+    def plan_stages(
+        groups: Sequence[CacheGroup], snapshots: StateSnapshots | None = None
+    ) -> tuple[StagePlan, ...]:
         num_blocks = {group.window: group.num_blocks for group in groups}
 
         def cache(config: MixerConfig, num_blocks: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -229,9 +237,9 @@ def make_plan(
                     state.of_slots(max_num_seqs, mesh) for state in abstract.state_configs
                 ),
                 snapshot_shapes=tuple(
-                    state.of_slots(num_snapshots, mesh)
+                    state.of_slots(snapshots.count, mesh)
                     for state in abstract.state_configs
-                    if num_snapshots
+                    if snapshots is not None
                 ),
                 attention_configs=abstract.attention_configs,
                 block_bytes=tuple(
@@ -250,8 +258,7 @@ def make_plan(
 
     samples_late = not model.skip_tokenizer_init and pooling is None
     vocab_size = architecture.vocab_size
-    max_logprobs = model.max_logprobs
-    max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+    max_logprobs = vocab_size if model.max_logprobs == -1 else min(model.max_logprobs, vocab_size)
     if pooling is not None:
         tail_bytes = pooling_bytes(
             pooling,
@@ -278,12 +285,15 @@ def make_plan(
     one_block = sizes.divide(windows, num_blocks=1)
     snapshots = choose_snapshots(
         config.cache,
-        plan_stages(one_block, 0),
+        plan_stages(one_block),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         num_devices=num_devices,
     )
-    num_snapshots = 0 if snapshots is None else snapshots.count
+    images = None
+    if image_spec is not None:
+        images = plan_images(image_spec, chip, max_num_batched_tokens)
+        tail_bytes += images.pool_bytes(architecture.hidden_size, dtype)
     num_blocks = min(
         size_kv_cache(
             config.cache,
@@ -306,7 +316,7 @@ def make_plan(
             num_devices=num_devices,
             program_bytes=program_bytes[stage.index] if program_bytes is not None else None,
         )
-        for stage in plan_stages(one_block, num_snapshots)
+        for stage in plan_stages(one_block, snapshots)
     )
     cache_groups = sizes.divide(windows, num_blocks)
     matmul = choose_matmul(library, num_shards)
@@ -341,6 +351,7 @@ def make_plan(
         attention_configs=attention_configs,
         matmul=matmul,
         experts=experts_of(architecture),
+        counts_experts=counts_experts,
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
@@ -348,10 +359,11 @@ def make_plan(
         snapshots=snapshots,
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
-        stages=plan_stages(cache_groups, num_snapshots),
+        stages=plan_stages(cache_groups, snapshots),
         buckets=buckets if adapters is None else with_adapters(buckets),
         adapters=adapters,
         pooling=pooling,
+        images=images,
         max_logprobs=max_logprobs,
         samples_late=samples_late,
         logits_processors=load_logits_processors(model.logits_processors, config),

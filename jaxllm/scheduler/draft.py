@@ -138,6 +138,7 @@ class StepDraft:
             state_copies=self.state_copies,
             admissions=self._admissions,
             adapter_writes=[write for its in drafted.values() for write in its.adapter_writes],
+            encodings=[one for its in drafted.values() for one in its.encodings],
             wants_logprobs=bool(counts),
             late_rows=late[0] if late else None,
             wants_logits=(
@@ -179,5 +180,9 @@ class StepDraft:
         index = place - request.num_prompt_tokens
         if index < 0:
             return request.prompt_token_ids[place]
+        if index < len(outputs):
+            return outputs[index]
+        if request.forced:
+            return request.forced[index - len(outputs)]
         # While drafts are in flight the place is the latest possible one, and behind known tokens.
-        return outputs[index] if index < len(outputs) else CARRIED_TOKEN
+        return CARRIED_TOKEN

@@ -6,6 +6,9 @@ when the masks are there (`EngineCore.step`). This is a `Feature` of the schedul
 late rows; the engine core asks it for their masks.
 
 A request's matcher has consumed exactly its known output tokens. A preempted request keeps it.
+
+Where the grammar forces several tokens, their masks need no matcher, and only the first of them is
+sampled: the others are added to the request (`Request.force`), whose next row computes them all.
 """
 
 import concurrent.futures
@@ -20,20 +23,11 @@ from jaxllm.messages import EngineOutput
 from jaxllm.scheduler.features import Drafted
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.schedule import NO_TOKEN, Schedule, StepResult
-from jaxllm.structured_output.compile import reason_of
+from jaxllm.structured_output.form import Form, may_skip, message
 from jaxllm.structured_output.matchers import CompiledGrammars, Masks
-from jaxllm.structured_output.vocabulary import Vocabulary, num_words
+from jaxllm.structured_output.vocabulary import WORD_BITS, Vocabulary, num_words
 
 _ANY_TOKEN = -1  # a word of a mask with all bits
-
-
-@dataclass(slots=True)
-class _Form:
-    """Where a request is in its grammar."""
-
-    matcher: LLMatcher | None = None
-    error: str = ""  # why it has no matcher that can go on
-    num_consumed: int = 0  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +54,7 @@ class StructuredOutput:
         self._num_words = num_words(vocab_size)
         self._grammars = CompiledGrammars(load)
         self._masks = Masks()
-        self._forms: dict[str, _Form] = {}  # of the unfinished requests with a grammar
+        self._forms: dict[str, Form] = {}  # of the unfinished requests with a grammar
         self._held: dict[str, tuple[Request, Future[LLMatcher]]] = {}
         self._late: list[Request] = []  # of the newest step
 
@@ -69,7 +63,7 @@ class StructuredOutput:
         if request.grammar is None:
             return
         future = self._grammars.get(request.grammar)
-        self._forms[request.request_id] = _Form()
+        self._forms[request.request_id] = Form(may_skip(request.sampling_params))
         if future.done():
             self._begin(request, future)
         else:
@@ -95,11 +89,11 @@ class StructuredOutput:
     def start_over(self, request: Request) -> None:
         """Forget a token that was read with a result that is dropped."""
         form = self._forms.get(request.request_id)
-        if form is not None and form.matcher is not None:
-            too_many = form.num_consumed - len(request.output_token_ids)
-            if too_many and not form.matcher.rollback(too_many):
-                self._fail(form)
-            form.num_consumed -= too_many
+        if form is not None:
+            form.go_back(form.num_consumed - len(request.output_token_ids))
+
+    def lose(self) -> None:
+        pass  # it keeps nothing on the device
 
     def limit(self, request: Request, n: int, budget: int) -> int:
         return n
@@ -123,7 +117,8 @@ class StructuredOutput:
         token, lowest first. Return None if a token that they depend on is still in flight.
 
         A row whose request has ended or started over gets a mask of all tokens, and so does one
-        whose matcher has failed. The tokens of both are dropped."""
+        whose matcher has failed. The tokens of both are dropped. Call this once for a step: the
+        tokens that are forced after a row's are added to its request."""
         # Of each row, the token that it samples is in flight.
         in_flight = [0 if r.is_finished else r.num_in_flight for r in self._late]
         if max(in_flight) > 1:
@@ -132,12 +127,18 @@ class StructuredOutput:
         going_on: list[tuple[LLMatcher, int]] = []
         for row, (request, count) in enumerate(zip(self._late, in_flight, strict=True)):
             form = self._forms[request.request_id] if count else _NO_FORM
-            if form.matcher is not None:
+            if form.matcher is None:
+                continue
+            if forced := form.forced():
+                _allow_only(forced[0], masks[row])
+                if form.skips:
+                    request.force(forced)
+            else:
                 going_on.append((form.matcher, row))
         self._masks.fill(going_on, masks)
         for matcher, row in going_on:
             if matcher.is_error():
-                self._fail(self._forms[self._late[row].request_id])
+                self._forms[self._late[row].request_id].fail()
                 masks[row] = _ANY_TOKEN
         return masks
 
@@ -151,10 +152,7 @@ class StructuredOutput:
             if request is None or request.is_finished or token == NO_TOKEN:
                 continue
             form = self._forms[request.request_id]
-            if form.matcher is not None:
-                form.num_consumed += 1
-                if not form.matcher.consume_token(token):
-                    self._fail(form)
+            form.consume([token, *request.forced[1:]])
             if form.matcher is None:
                 ends.failed[row] = form.error
             elif form.matcher.is_stopped():
@@ -170,16 +168,13 @@ class StructuredOutput:
         if error is None:
             form.matcher = future.result().deep_copy()
         else:
-            form.error = _message(str(error))
-
-    @staticmethod
-    def _fail(form: _Form) -> None:
-        assert form.matcher is not None
-        form.matcher, form.error = None, _message(reason_of(form.matcher))
+            form.error = message(str(error))
 
 
-_NO_FORM = _Form()
+_NO_FORM = Form()
 
 
-def _message(reason: str) -> str:
-    return f"structured_outputs: {reason}"[:500]
+def _allow_only(token: int, mask: np.ndarray) -> None:
+    """Set a mask to that of one token."""
+    mask[:] = 0
+    mask.view(np.uint32)[token // WORD_BITS] = 1 << token % WORD_BITS
