@@ -213,7 +213,9 @@ class InputLayout:
 
     def unpack(self, buffer: jax.Array) -> StepInputs:
         """Cut the buffer into fields; traced."""
-        field = {name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()}
+        field: dict[str, Any] = {
+            name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()
+        }
         field["samples"] = field["samples"] != 0
         columns = field.pop("slot_columns")
         field["prompt_lens"], field["row_params"] = columns[0], columns[1:].T

@@ -85,7 +85,8 @@ class Scheduler:
                 long_prefill_token_threshold=long_prefill_token_threshold,
             ),
         )
-        self._cuts_for_snapshots = enable_chunked_prefill and kv.snapshots is not None
+        # For which rows are cut; None: they are not.
+        self._snapshots = kv.snapshots if enable_chunked_prefill else None
         self._check_invariants = check_invariants
         self.stats = stats if stats is not None else EngineStats()
         self.stats.group_blocks = [group.num_blocks for group in kv.groups]
@@ -329,7 +330,7 @@ class Scheduler:
         n = request.num_tokens - start
         for limit in self._limits:
             n = limit(request, n, budget)
-        return self._kv.snapshots.cut(request, start, n) if self._cuts_for_snapshots else n
+        return n if self._snapshots is None else self._snapshots.cut(request, start, n)
 
     def _advance(self, rows: list[Request]) -> None:
         """Count the tokens that the step samples, and let other requests share its full blocks."""
