@@ -218,6 +218,9 @@ _NO_FORM = Form()
 
 
 def _allows(mask: np.ndarray, token: int) -> bool:
+    """Whether a mask has the bit of a token, which may be any number."""
+    if not 0 <= token < WORD_BITS * len(mask):
+        return False
     return bool(mask.view(np.uint32)[token // WORD_BITS] >> token % WORD_BITS & 1)
 
 
