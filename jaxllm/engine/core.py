@@ -174,6 +174,7 @@ class EngineCore:
             num_compiles_after_warmup=self.executor.num_compiles_after_warmup,
             step_sizes=list(self._stats.step_sizes),
             num_accepted_by_place=list(self._stats.num_accepted_by_place),
+            expert_tokens=self.scheduler.expert_tokens(self.executor.info.counted_experts),
         )
 
     @property

@@ -61,6 +61,8 @@ FIGURES = (
     _counter("prompt_tokens_cached", "prefix_cache_hits", "Tokens of prompts found in the cache."),
     _counter("generation_tokens", "num_generation_tokens", "Tokens generated."),
     _counter("num_preemptions", "num_preemptions", "Answers put back for want of memory."),
+    _counter("prompt_images", "num_images", "Images of prompts."),
+    _counter("encoded_images", "num_images_encoded", "Images that the tower has encoded."),
     _counter(
         "corrupted_requests",
         "num_requests_corrupted",
@@ -108,6 +110,8 @@ FIGURES = (
     ),
 )
 
+EXPERT_TOKENS = "expert_tokens"
+EXPERT_TOKENS_HELP = "Tokens that chose an expert of a layer; with --count-expert-tokens."
 STEP_TOKENS = "iteration_tokens_total"
 STEP_TOKENS_HELP = "Tokens computed in a step."
 

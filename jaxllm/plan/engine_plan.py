@@ -33,6 +33,7 @@ from jaxllm.plan.draft_head import DraftHeadPlan
 from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
+from jaxllm.plan.images import ImagePlan
 from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
@@ -87,6 +88,9 @@ class EnginePlan:
     adapters: AdapterPlan | None = None
     # The tail of a step; None: it samples.
     pooling: Pooling | None = None
+    # Whether steps count the tokens of each expert of each layer.
+    counts_experts: bool = False
+    images: ImagePlan | None = None  # None: prompts are text
     # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
 
@@ -134,6 +138,11 @@ class EnginePlan:
     def room_for(self, context: int) -> int:
         """How many requests with contexts of `context` tokens the cache has room for."""
         return room_for(self.cache_groups, context, self.block_size)
+
+    @property
+    def experts_shape(self) -> tuple[int, int]:
+        """The number of layers, and of experts of the layer with the most."""
+        return self.architecture.num_layers, max(self.architecture.num_experts.values())
 
     @property
     def num_devices(self) -> int:
@@ -222,4 +231,7 @@ class EnginePlan:
             pooling=self.pooling,
             keeps_states=self.state_ops is not None,
             adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
+            counted_experts=self.architecture.num_experts if self.counts_experts else {},
+            images=None if self.images is None else self.images.spec,
+            num_image_rows=0 if self.images is None else self.images.num_rows,
         )

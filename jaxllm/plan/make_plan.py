@@ -59,6 +59,7 @@ from jaxllm.plan.generation_config import (
     read_max_new_tokens,
 )
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
+from jaxllm.plan.images import plan_images, with_images
 from jaxllm.plan.memory import size_kv_cache
 from jaxllm.plan.pooling import pooling_bytes, read_model
 from jaxllm.plan.stages import (
@@ -112,8 +113,12 @@ def make_plan(
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_json(model_dir / "config.json")
     architecture, pooling = read_model(config, hf_config, model_dir)
+    architecture, image_spec = with_images(config, architecture, model_dir)
     if config.parallel.enable_expert_parallel:
         architecture = with_whole_experts(architecture)
+    counts_experts = config.observability.count_expert_tokens
+    if counts_experts and not architecture.num_experts:
+        raise refused("count_expert_tokens", True, f"{architecture.name} has no experts")
     model_class = ModelRegistry.resolve([architecture.name])
     chip = chip_of(device)
     platform = chip.platform
@@ -285,6 +290,10 @@ def make_plan(
             if isinstance(draft, DraftHeadPlan)
             else 0,
         )
+    images = None
+    if image_spec is not None:
+        images = plan_images(image_spec, chip, max_num_batched_tokens)
+        tail_bytes += images.pool_bytes(architecture.hidden_size, dtype)
     num_blocks = min(
         size_kv_cache(
             config.cache,
@@ -341,6 +350,7 @@ def make_plan(
         attention_configs=attention_configs,
         matmul=matmul,
         experts=experts_of(architecture),
+        counts_experts=counts_experts,
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
@@ -351,6 +361,7 @@ def make_plan(
         buckets=buckets if adapters is None else with_adapters(buckets),
         adapters=adapters,
         pooling=pooling,
+        images=images,
         max_logprobs=max_logprobs,
         samples_late=samples_late,
         logits_processors=load_logits_processors(model.logits_processors, config),

@@ -14,16 +14,18 @@ import numpy as np
 from jaxllm_kernels.common import cdiv
 
 from jaxllm.lora.device import AdapterArrays, write_adapter
+from jaxllm.media.device import EncoderLayout
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.programs.compile import Program
 from jaxllm.runner.draft_model import make_read
+from jaxllm.runner.encode import make_encode
 from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
 from jaxllm.runner.late import LateKey, Left, Tables, late_keys, make_sample_late
-from jaxllm.runner.outputs import DraftedOutputs, StepOutputs
+from jaxllm.runner.outputs import DraftedOutputs, StageOutputs, StepOutputs
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.state import DeviceState, abstract_tokens
 from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
@@ -51,6 +53,15 @@ class ReadKey(NamedTuple):
         return f"read_draft {self.num_tokens}"
 
 
+class EncodeKey(NamedTuple):
+    """The key of the program in which the tower computes so many patches."""
+
+    num_patches: int
+
+    def __str__(self) -> str:
+        return f"encode {self.num_patches}"
+
+
 TABLE_WRITES = 1024  # block updates per call of WRITE_TABLES
 
 
@@ -70,6 +81,14 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         num_read_rows=plan.speculation.max_rows if plan.speculation is not None else 0,
         max_adapters=0 if plan.adapters is None else plan.adapters.max_loras,
     )
+
+
+def encoder_layouts(plan: EnginePlan) -> list[EncoderLayout]:
+    """The inputs of the programs of the tower, the smallest first."""
+    images = plan.images
+    if images is None:
+        return []
+    return [EncoderLayout(size, images.spec, images.num_rows) for size in images.sizes]
 
 
 class StageKey(NamedTuple):
@@ -98,7 +117,7 @@ def num_programs(plan: EnginePlan) -> int:
     drafts = plan.speculation is not None and plan.speculation.proposes
     if plan.draft_model is not None:
         drafts = len(plan.draft_model.read_sizes)
-    small = 2 + 2 * (plan.adapters is not None)
+    small = 2 + 2 * (plan.adapters is not None) + len(encoder_layouts(plan))
     return drafts + sum(
         len(plan.buckets) + small + (1 + len(late)) * (stage.part.has_head and plan.pooling is None)
         for stage in plan.stages
@@ -130,7 +149,7 @@ def declare_stage_programs(
         weights += abstract_weights(drafting, stage.mesh)
     everywhere = sharding(stage.mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
-    left = _outputs_shardings(plan, stage) if stage.part.has_head else everywhere
+    left = _outputs_shardings(plan, stage)
     adapters = None if plan.adapters is None else plan.adapter_arrays(stage)
 
     def program(name: str, function: Callable[..., Any], *arguments: Any, **how: Any) -> Program:
@@ -204,6 +223,19 @@ def declare_stage_programs(
                 donate=(0,),
                 out_shardings=(Tables.of(plan, kept), everywhere),
             )
+    if plan.images is not None:
+        for layout in reversed(encoder_layouts(plan)):
+            numbers, pixels = layout.abstract()
+            programs[EncodeKey(layout.num_patches)] = program(
+                f"encode_{layout.num_patches}",
+                make_encode(plan, stage, spec.merge, layout),
+                weights,
+                state,
+                place(numbers, everywhere),
+                place(pixels, everywhere),
+                donate=(1,),
+                out_shardings=kept,
+            )
     if plan.draft_model is not None:
         assert draft is not None
         for layout in reversed(make_packer(plan).read_layouts.values()):
@@ -250,13 +282,21 @@ def _left_by_steps(
     return left, place(logits, plan.logits_sharding(stage))
 
 
-def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
+def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs | StageOutputs:
     everywhere: Any = sharding(stage.mesh)
+    expert_tokens = (everywhere,) if plan.counts_experts else ()
+    if not stage.part.has_head:
+        return StageOutputs(hidden=everywhere, expert_tokens=expert_tokens)
     logits: Any = plan.logits_sharding(stage) if plan.leaves_logits else None
     drafted: Any = everywhere if plan.speculation is not None else None
     logprobs: Any = everywhere if plan.pooling is None else None
     return StepOutputs(
-        tokens=everywhere, logprobs=logprobs, slices=everywhere, logits=logits, drafted=drafted
+        tokens=everywhere,
+        logprobs=logprobs,
+        slices=everywhere,
+        logits=logits,
+        drafted=drafted,
+        expert_tokens=expert_tokens,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
 from jaxllm.lora.adapter_file import Matrices
+from jaxllm.media.device import in_runs
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
 from jaxllm.plan.buckets import Bucket
@@ -24,7 +25,7 @@ from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.memory import device_memory, format_bytes, peak_host_bytes
 from jaxllm.programs.bundle import load_programs
 from jaxllm.programs.compile import Programs, compilation_counter
-from jaxllm.programs.declare import declare_programs, make_packer
+from jaxllm.programs.declare import declare_programs, encoder_layouts, make_packer
 from jaxllm.programs.store import ProgramStore
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
@@ -76,16 +77,19 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """Wait for the device and return numpy arrays."""
-        tokens, logprobs, logits, slices, drafted = jax.tree.map(np.asarray, self._wanted())
+        wanted = jax.tree.map(np.asarray, self._wanted())
+        tokens, logprobs, logits, slices, drafted, expert_tokens = wanted
         return StepResult(
             token_ids=tokens,
             logprobs=LogprobArrays(*logprobs) if logprobs else None,
             logits=logits,
             slices=slices,
             drafted=_drafted(*drafted) if drafted else None,
+            # The layers of other stages have zeros.
+            expert_tokens=np.sum(expert_tokens, axis=0) if expert_tokens else None,
         )
 
-    def _wanted(self) -> tuple[Any, Any, Any, Any, Any]:
+    def _wanted(self) -> tuple[Any, Any, Any, Any, Any, Any]:
         """The outputs to copy to the host. The others stay on the device, and are freed with the
         step."""
         outputs = self.outputs
@@ -100,6 +104,7 @@ class PendingStep:
                 outputs.drafted.logprobs if self._wants_logprobs and self._has_drafts else None,
                 outputs.drafted.proposals,
             ),
+            outputs.expert_tokens,
         )
 
 
@@ -120,6 +125,7 @@ class ModelRunner:
     def __init__(self, plan: EnginePlan):
         self._plan = plan
         self._packer = make_packer(plan)
+        self._encoders = {its.num_patches: its for its in encoder_layouts(plan)}
         declared = declare_programs(plan, self._packer.layouts)
         programs = Programs(declared, load_programs(plan, declared), ProgramStore.of(plan))
         self.startup = Phases()
@@ -165,6 +171,10 @@ class ModelRunner:
         for write in schedule.adapter_writes:
             for stage, arrays in zip(self._stages, write.arrays, strict=True):
                 stage.write_adapter(write.slot, arrays)
+        for run in in_runs(schedule.encodings, list(self._encoders)):
+            num_patches = sum(one.rows * one.columns for one in run)
+            size = next(size for size in self._encoders if size >= num_patches)
+            self._stages[0].encode(size, *self._encoders[size].pack(run))
         packed = self._packer.pack(schedule)
         self._model.write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start

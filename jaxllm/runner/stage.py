@@ -21,11 +21,12 @@ from jaxllm.programs.declare import (
     WRITE_ADAPTER,
     WRITE_SLOT,
     WRITE_TABLES,
+    EncodeKey,
     ReadKey,
     program_key,
 )
 from jaxllm.runner.late import LateKey, Left, Tables
-from jaxllm.runner.outputs import StepOutputs
+from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling.slot_state import SlotRow
@@ -52,7 +53,7 @@ class Stage:
         assert self._state is not None and self._state.tokens is not None
         return self._state.tokens
 
-    def run(self, packed: PackedStep, *arrived: jax.Array) -> StepOutputs | jax.Array:
+    def run(self, packed: PackedStep, *arrived: jax.Array) -> StepOutputs | StageOutputs:
         """Dispatch a step; in a pipeline, with the array that arrived from another stage. Return
         the step's output, for the next stage or for the host."""
         program = self._programs[program_key(self._stage, packed.bucket)]
@@ -90,6 +91,11 @@ class Stage:
         """Give the drafter the tokens of the request in a slot, i32 [max_model_len]."""
         program = self._programs[program_key(self._stage, ADMIT_DRAFTS)]
         self._state = program(self._take_state(), np.int32(slot), tokens)
+
+    def encode(self, num_patches: int, numbers: np.ndarray, pixels: np.ndarray) -> None:
+        """Put images into the pool, by the program of so many patches."""
+        program = self._programs[program_key(self._stage, EncodeKey(num_patches))]
+        self._state = program(self.weights, self._take_state(), numbers, pixels)
 
     def read_draft(self, num_tokens: int, packed: np.ndarray) -> None:
         """Let the draft model read, in the program of so many tokens."""

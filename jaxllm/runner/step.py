@@ -5,7 +5,7 @@
 In a pipeline each stage runs its part of the step. Each later stage gets the hidden states of the
 stage before. The first stage gets the last stage's table of sampled tokens.
 
-    step(weights, state, packed, arrived) -> (state, hidden states, or StepOutputs at the end)
+    step(weights, state, packed, arrived) -> (state, StageOutputs, or StepOutputs at the end)
 
 Steps whose rows may have adapters get the arrays of these as one more argument. An engine that
 pools has vectors of prompts at the end of a step, in place of sampled tokens.
@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
-from jaxllm.layers.context import StepContext
+from jaxllm.layers.context import GivenEmbeddings, StepContext
 from jaxllm.lora.device import Adapters, adapted
+from jaxllm.media.slice import NAME as IMAGES
 from jaxllm.models.base import Model
 from jaxllm.models.draft_head import DraftHead
 from jaxllm.plan.engine_plan import EnginePlan
@@ -38,7 +39,7 @@ from jaxllm.runner.draft_head import HeadDrafting
 from jaxllm.runner.draft_model import ModelDrafting
 from jaxllm.runner.drafting import Drafting, Forward, Proposing
 from jaxllm.runner.inputs import InputLayout, StepInputs, table_row
-from jaxllm.runner.outputs import StepOutputs
+from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.sample_rows import sample_rows
 from jaxllm.runner.state import DeviceState
 from jaxllm.runner.verify import verify_and_propose, with_drafts
@@ -67,7 +68,8 @@ class ModelSpec:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 
-StepFunction = Callable[..., tuple[DeviceState, StepOutputs | jax.Array]]
+Outputs = StepOutputs | StageOutputs
+StepFunction = Callable[..., tuple[DeviceState, Outputs]]
 
 
 def make_step(
@@ -86,7 +88,22 @@ def make_step(
         packed: jax.Array,
         arrived: jax.Array | None = None,
         adapters: Adapters | None = None,
-    ) -> tuple[DeviceState, StepOutputs | jax.Array]:
+    ) -> tuple[DeviceState, Outputs]:
+        if not plan.counts_experts:
+            return run(weights, state, packed, arrived, adapters)
+        # Layers write to it, so that their results do not have it.
+        counts = jax.new_ref(jnp.zeros(plan.experts_shape, jnp.int32))
+        state, left = run(weights, state, packed, arrived, adapters, counts)
+        return state, dataclasses.replace(left, expert_tokens=(jax.freeze(counts),))
+
+    def run(
+        weights: list[jax.Array],
+        state: DeviceState,
+        packed: jax.Array,
+        arrived: jax.Array | None,
+        adapters: Adapters | None,
+        expert_tokens: Any = None,
+    ) -> tuple[DeviceState, Outputs]:
         inputs = layout.unpack(packed)
         model = spec.merge(weights[: spec.num_weights])
         if adapters is not None:
@@ -125,6 +142,7 @@ def make_step(
             slots=inputs.slots,
             num_slots=plan.max_num_seqs,
         )
+        context = dataclasses.replace(context, expert_tokens=expert_tokens)
         entering = arrived
         if stage.part.embeds:
             carried = state.tokens if arrived is None else arrived
@@ -136,6 +154,10 @@ def make_step(
                 newest = entering.at[newest].get(mode="clip")
                 state = drafting.ahead(inputs, context_lens, state, newest)
                 entering = with_drafts(entering, inputs, state)
+        if (its := inputs.slices.get(IMAGES)) is not None:
+            assert state.images is not None
+            given = GivenEmbeddings(its["rows"], state.images)
+            context = dataclasses.replace(context, given=given)
         positions = _positions(inputs, context_lens)
         tapped = ()
         if drafting is None or not drafting.taps:
@@ -155,12 +177,13 @@ def make_step(
                 _sample, plan, model, inputs, context_lens, hidden, state, slices
             )
             assert entering is not None
-            context = dataclasses.replace(context, positions=positions)
+            # The experts of a head that drafts are not counted.
+            context = dataclasses.replace(context, positions=positions, expert_tokens=None)
             forward = Forward(entering, hidden, tapped, context)
             return verify_and_propose(
                 plan, model, drafting, inputs, context_lens, forward, state, slices, last
             )
-        return _set_lengths(state, inputs, context_lens), hidden
+        return _set_lengths(state, inputs, context_lens), StageOutputs(hidden=hidden)
 
     return step
 

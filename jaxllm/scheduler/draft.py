@@ -135,6 +135,7 @@ class StepDraft:
             block_updates=updates,
             admissions=self._admissions,
             adapter_writes=[write for its in drafted.values() for write in its.adapter_writes],
+            encodings=[one for its in drafted.values() for one in its.encodings],
             wants_logprobs=bool(counts),
             late_rows=late[0] if late else None,
             wants_logits=(

@@ -53,6 +53,7 @@ class Request:
         "has_new_stats",
         "has_taken_over_blocks",
         "hash_root",
+        "images",
         "lane",
         "max_num_tokens",
         "max_tokens",
@@ -93,6 +94,7 @@ class Request:
         params = message.sampling_params
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
+        self.images = message.images  # their pixels are kept for a request that computes them again
         self.output_token_ids: list[int] = []
         self.sampling_params = params
         self.seed = message.seed

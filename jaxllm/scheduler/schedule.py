@@ -52,6 +52,15 @@ class AdapterWrite(NamedTuple):
     arrays: Any  # as the executor has laid it out
 
 
+class Encoding(NamedTuple):
+    """An image whose embeddings the tower puts into the pool of the device before the step."""
+
+    rows: int  # of patches
+    columns: int
+    pixels: np.ndarray  # uint8: those of its patches
+    pool_rows: np.ndarray  # int32 [tokens]: where in the pool they go
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftReads:
     """What a draft model reads before a step, so that it can draft in the step. Rows are in order
@@ -91,6 +100,7 @@ class Schedule:
     next_tokens: np.ndarray | None = None
     admissions: list[Admission] = field(default_factory=list)
     adapter_writes: list[AdapterWrite] = field(default_factory=list)
+    encodings: list[Encoding] = field(default_factory=list)
     wants_logprobs: bool = False  # whether a row that samples wants logprobs
     # Rows that sample late: under a mask that the host makes while the device runs the step. Their
     # tokens come from a second program, for which the executor waits (`Executor.sample`).
@@ -162,3 +172,4 @@ class StepResult(NamedTuple):
     logits: np.ndarray | None = None  # float32 [>= rows, >= vocabulary]; padding is -inf
     slices: dict[str, Slice] = {}  # of the features in Schedule.slices; read only
     drafted: DraftedResult | None = None  # only of an engine that speculates
+    expert_tokens: np.ndarray | None = None  # int32 [L, E], by layer; only if they are counted

@@ -17,7 +17,7 @@ finished.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxllm.errors import ValidationError
 from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
@@ -164,8 +164,8 @@ class Scheduler:
         assert not dispatched, f"{len(dispatched)} steps are on their way"
         while running:
             self._places.preempt(running.pop())
-        if self._gate is not None:
-            self._gate.lose()
+        for feature in self._features:
+            feature.lose()
         forgotten = self.reset_prefix_cache()
         assert forgotten, "blocks are in use, and no request runs"
         self._settle()
@@ -210,6 +210,7 @@ class Scheduler:
         if self._lanes is not None:
             self._lanes.dispatch(schedule.step, rows)
         self.stats.count_step(schedule.total_tokens)
+        self.stats.num_images_encoded += len(schedule.encodings)
         self._settle()
         return schedule
 
@@ -310,6 +311,7 @@ class Scheduler:
                 request.stats.scheduled_ts = time.monotonic()
                 request.num_cached_tokens = num_cached
                 self.stats.prefix_cache_hits += num_cached
+                self.stats.num_images += len(request.images)
                 if self._kv.may_read(request):
                     self.stats.prefix_cache_queries += request.num_tokens
             request.num_computed_tokens = num_cached + n
@@ -350,6 +352,13 @@ class Scheduler:
         outputs = self._results.fail(schedule, message)
         self._settle()
         return outputs
+
+    def expert_tokens(self, num_experts: Mapping[int, int]) -> dict[int, list[int]]:
+        """The tokens of each expert since the start, for layers with so many of them."""
+        totals = self._results.expert_tokens
+        if totals is None:
+            return {layer: [0] * count for layer, count in num_experts.items()}
+        return {layer: totals[layer, :count].tolist() for layer, count in num_experts.items()}
 
     # ---- bookkeeping
 

@@ -18,7 +18,14 @@ from jaxllm.config import CacheConfig
 from jaxllm.errors import EngineDeadError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.messages import EngineInfo
-from jaxllm.metrics.figures import FIGURES, STEP_TOKENS, STEP_TOKENS_HELP, step_tokens_buckets
+from jaxllm.metrics.figures import (
+    EXPERT_TOKENS,
+    EXPERT_TOKENS_HELP,
+    FIGURES,
+    STEP_TOKENS,
+    STEP_TOKENS_HELP,
+    step_tokens_buckets,
+)
 from jaxllm.metrics.memory import EngineMemory, resident_bytes
 from jaxllm.metrics.stats import EngineStats
 
@@ -68,6 +75,7 @@ class EngineMetrics:
             *families.of_groups(self._stats, self._engine.info.cache_groups),
             *families.of_memory(self._memory, resident_bytes()),
             *families.of_adapters(self._engine.info, self._stats),
+            *families.of_experts(self._stats),
             families.of_cache(self._engine.config.cache, self._engine.info, len(self._stats)),
         ]
 
@@ -126,6 +134,19 @@ class Figures:
         for number, stats in enumerate(replicas):
             names = (",".join(stats.adapters_running), ",".join(stats.adapters_waiting))
             family.add_metric((self._model, str(number), str(info.adapters.max_loras), *names), 1)
+        yield family
+
+    def of_experts(self, replicas: Sequence[EngineStats]) -> Iterator[Metric]:
+        """The tokens of each expert of each layer, if they are counted."""
+        if not any(stats.expert_tokens for stats in replicas):
+            return
+        labels = (*_LABELS, "layer", "expert")
+        name = f"{self._prefix}:{EXPERT_TOKENS}"
+        family = CounterMetricFamily(name, EXPERT_TOKENS_HELP, labels=labels)
+        for number, stats in enumerate(replicas):
+            for layer, counts in stats.expert_tokens.items():
+                for expert, count in enumerate(counts):
+                    family.add_metric((self._model, str(number), str(layer), str(expert)), count)
         yield family
 
     def of_memory(self, engine: EngineMemory | None, server_bytes: int) -> Iterator[Metric]:

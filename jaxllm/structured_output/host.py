@@ -93,6 +93,9 @@ class StructuredOutput:
         if form is not None:
             form.go_back(form.num_consumed - len(request.output_token_ids))
 
+    def lose(self) -> None:
+        pass  # it keeps nothing on the device
+
     def limit(self, request: Request, n: int, budget: int) -> int:
         return n
 

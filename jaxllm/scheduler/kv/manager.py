@@ -16,7 +16,12 @@ from collections.abc import Iterable, Sequence
 from jaxllm.cache_groups import CacheGroup
 from jaxllm.lora.request import Adapter
 from jaxllm.scheduler.kv.block_pool import BlockPool
-from jaxllm.scheduler.kv.prefix_hash import block_hashes, group_root_hash, root_hash
+from jaxllm.scheduler.kv.prefix_hash import (
+    block_hashes,
+    group_root_hash,
+    image_marks,
+    root_hash,
+)
 from jaxllm.scheduler.kv.tables import BlockTable
 from jaxllm.scheduler.request import Request
 
@@ -244,7 +249,9 @@ class KVCacheManager:
         start, end = len(hashes) * self.block_size, num_blocks * self.block_size
         if start < end:
             tokens = request.known_tokens(start, end)
-            hashes += block_hashes(hashes[-1] if hashes else root, tokens, self.block_size)
+            marks = image_marks(request.images, len(hashes), num_blocks, self.block_size)
+            parent = hashes[-1] if hashes else root
+            hashes += block_hashes(parent, tokens, self.block_size, marks)
 
     def _note_next_block(self, request: Request) -> None:
         """Note at how many computed tokens `advance` has something to do."""
