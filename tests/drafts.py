@@ -61,9 +61,12 @@ class Script:
 @contextmanager
 def told() -> Iterator[Script]:
     """Let the method 'ngram' of engines that are made here draft by a script."""
-    script = Script()
+    script, admit = Script(), ModelRunner._admit_drafts
 
     def admit_drafts(runner, admission):
+        if runner._plan.speculation.method != "ngram":
+            admit(runner, admission)
+            return
         text = script.text(admission)
         tokens = np.full(runner._plan.max_model_len, NO_DRAFT, np.int32)
         tokens[: len(text)] = text

@@ -78,7 +78,7 @@ class Proposed(NamedTuple):
     """What a drafter has proposed for some rows, and the tables of the state with it."""
 
     drafts: jax.Array  # i32 [R, k]
-    count: jax.Array  # i32 [R]
+    num_proposed: jax.Array  # i32 [R]
     table: jax.Array  # i32 [S, k]
     drafter: Any
 
@@ -104,7 +104,7 @@ class Proposing:
         if inputs.num_drafts is not None and self.plan.verifies_late:
             tables = self._with_forced(inputs, forward, ends, tables)
         its = self.propose(inputs.slots, inputs.samples, ends, state.drafts, tables)
-        return dataclasses.replace(state, drafts=its.table, drafter=its.drafter), its.count
+        return dataclasses.replace(state, drafts=its.table, drafter=its.drafter), its.num_proposed
 
     def propose(
         self,
@@ -134,7 +134,7 @@ class Proposing:
         count = jnp.sum((drafts != NO_DRAFT) & samples[:most, None], axis=1, dtype=jnp.int32)
         return Proposed(
             drafts=jnp.pad(drafts, ((0, num_rows - most), (0, 0)), constant_values=NO_DRAFT),
-            count=jnp.pad(count, (0, num_rows - most)),
+            num_proposed=jnp.pad(count, (0, num_rows - most)),
             table=table.at[kept[:most]].set(drafts, mode="drop"),
             drafter=drafter,
         )

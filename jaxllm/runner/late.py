@@ -155,7 +155,7 @@ class LateLayout:
             if schedule.num_drafts is not None:
                 view["num_drafts"][:rows] = schedule.num_drafts
             if masks.drafts is not None:
-                assert schedule.num_drafts is not None, f"step {schedule.step} has no drafts"
+                assert schedule.num_drafts is not None and masks.more is not None
                 view["drafts"][late, : masks.drafts.shape[1]] = masks.drafts
                 # The places behind drafts, as in `runner.verify`.
                 drafting = np.flatnonzero(schedule.num_drafts)
@@ -212,7 +212,7 @@ def make_sample_late(plan: EnginePlan, layout: LateLayout) -> Callable[..., tupl
                 drafter=proposed.drafter,
             )
             drafted = DraftedOutputs(
-                figures=merged(its.figures(proposed.count), left.drafted.figures),
+                figures=merged(its.figures(proposed.num_proposed), left.drafted.figures),
                 logprobs=jax.tree.map(merged, its.more_logprobs, left.drafted.logprobs),
                 proposals=proposed.drafts,
             )

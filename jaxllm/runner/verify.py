@@ -48,7 +48,7 @@ class Places(NamedTuple):
     behind the drafts of the few rows that have some."""
 
     rows: jax.Array  # i32 [P]
-    index: jax.Array  # i32 [P]: how many drafts of the row come before
+    num_before: jax.Array  # i32 [P]: how many drafts of the row come before
     exist: jax.Array  # bool [P]
     drafting: jax.Array  # i32 [most]: the rows with drafts, then R
 
@@ -101,7 +101,8 @@ def verify_and_propose(
     drafts = state.drafts.at[inputs.slots].get(mode="fill", fill_value=NO_DRAFT)
     before = inputs.query_starts[1:] - 1 - inputs.num_drafts
     with jax.named_scope("verify"):
-        read = jnp.where(places.exist, places.of_rows(before) + places.index, len(forward.hidden))
+        read = places.of_rows(before) + places.num_before
+        read = jnp.where(places.exist, read, len(forward.hidden))
         logits = model.compute_logits(forward.hidden.at[read].get(mode="fill", fill_value=0))
         sampled = verify(
             plan,
@@ -167,7 +168,7 @@ def verify(
     num_rows, k = drafts.shape
     drafts = jnp.where(jnp.arange(k) < num_drafts[:, None], drafts, NO_DRAFT)
     of_rows = places.of_rows
-    positions = of_rows(first) + places.index
+    positions = of_rows(first) + places.num_before
     sampled = sample(
         logits,
         row_params.decode(of_rows(rows.row_params), plan.logits_processors),
@@ -181,7 +182,7 @@ def verify(
         processors=plan.logits_processors,
         vocab_size=plan.architecture.vocab_size,
         masks=masks,
-        pending=jnp.where(jnp.arange(k) < places.index[:, None], of_rows(drafts), NO_TOKEN),
+        pending=jnp.where(jnp.arange(k) < places.num_before[:, None], of_rows(drafts), NO_TOKEN),
     )
 
     def by_row(x: jax.Array) -> jax.Array:
