@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
 from jaxllm.logging import init_logger
@@ -16,7 +14,7 @@ from jaxllm.plan.stages import replica_devices
 from jaxllm.programs.sizing import plan_engine
 from jaxllm.programs.summary import summary
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.scheduler.schedule import Schedule
+from jaxllm.scheduler.schedule import LateMasks, Schedule
 
 logger = init_logger(__name__)
 
@@ -51,7 +49,7 @@ class UniProcExecutor:
     def execute(self, schedule: Schedule) -> PendingResult:
         return self._runner.execute(schedule)
 
-    def sample(self, masks: np.ndarray) -> None:
+    def sample(self, masks: LateMasks) -> None:
         self._runner.sample(masks)
 
     def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:

@@ -113,6 +113,12 @@ class EnginePlan:
         return self.samples_late or (self.pooling is None and self.host_reads_logits)
 
     @property
+    def verifies_late(self) -> bool:
+        """Whether late rows may have drafts: the host must know them before it makes masks, so they
+        are proposed at the end of a step."""
+        return self.samples_late and self.speculation is not None and self.speculation.proposes
+
+    @property
     def host_reads_logits(self) -> bool:
         """Whether the host reads logits, for requests that want more logprobs."""
         return self.max_logprobs > MAX_STEP_LOGPROBS

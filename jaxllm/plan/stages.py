@@ -199,5 +199,8 @@ def sampling_bytes(
     host_reads = max_logprobs > MAX_STEP_LOGPROBS
     if host_reads or samples_late:
         logits = logits_sharding(mesh, host_reads=host_reads)
-        of_step += 4 * math.prod(logits.shard_shape((num_rows, num_logits)))
+        places = num_rows
+        if samples_late and speculation is not None and speculation.proposes:
+            places += min(num_rows, speculation.max_rows) * speculation.num_drafts
+        of_step += 4 * math.prod(logits.shard_shape((places, num_logits)))
     return in_slots + (1 + num_stages) * of_step

@@ -86,7 +86,7 @@ class Places:
         it runs again it computes its tokens again, except those whose blocks are still cached."""
         self._give_back(request)
         request.num_computed_tokens = request.num_proposed = request.num_draft_read = 0
-        request.had_drafts = False
+        request.num_drafts = 0
         request.stats.num_preemptions += 1
         request.has_new_stats = True
         self._stats.num_preemptions += 1

@@ -50,7 +50,6 @@ class Request:
         "followers",
         "forced",
         "grammar",
-        "had_drafts",
         "has_new_stats",
         "has_taken_over_blocks",
         "hash_root",
@@ -66,6 +65,7 @@ class Request:
         "num_computed_tokens",
         "num_counted_prompt_tokens",
         "num_draft_read",
+        "num_drafts",
         "num_holds",
         "num_prompt_tokens",
         "num_proposed",
@@ -79,6 +79,7 @@ class Request:
         "pooling_task",
         "priority",
         "prompt_token_ids",
+        "proposal",
         "request_id",
         "room",
         "sampled_in",
@@ -136,9 +137,9 @@ class Request:
         # Owned by `speculation`: the drafter's proposal in the latest known step, what drafts bring
         # on average, and steps without drafts until they are tried again.
         self.num_proposed = 0
-        # What a draft model has read of it for sure, and whether its newest row had drafts.
-        self.num_draft_read = 0
-        self.had_drafts = False
+        self.proposal: list[int] = []  # its tokens, if the request has a grammar
+        self.num_drafts = 0  # of its newest row
+        self.num_draft_read = 0  # what a draft model has read of it for sure
         self.draft_gain = 1.0
         self.draft_pause = 0
         self.next_draft_pause = 0

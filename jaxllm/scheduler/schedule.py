@@ -144,6 +144,16 @@ class Schedule:
         return self.num_decodes == len(self.slots) and not self.needs_mixed
 
 
+class LateMasks(NamedTuple):
+    """What the late rows of a step may sample, as bits: one for each token, lowest first."""
+
+    first: np.ndarray  # int32 [late rows, words]: behind each row's newest token
+    # int32 [late rows, n]: the drafts that each row may have, then NO_TOKEN; no others are
+    # accepted. None: no late row has any.
+    drafts: np.ndarray | None = None
+    more: np.ndarray | None = None  # int32 [these drafts, words]: behind each of them
+
+
 class LogprobArrays(NamedTuple):
     """Logprobs of some positions: column 0 is the token at the position, the others are the best
     tokens, best first."""
@@ -163,6 +173,9 @@ class DraftedResult(NamedTuple):
     # sampled as drafts are accepted. Empty if no row has drafts.
     token_ids: np.ndarray
     logprobs: LogprobArrays | None  # of these tokens, one row after another, if wants_logprobs
+    # int32 [>= rows, most drafts]: the tokens that the next step can have as drafts. Only of a step
+    # with late rows, and of these.
+    proposals: np.ndarray | None = None
 
 
 class StepResult(NamedTuple):

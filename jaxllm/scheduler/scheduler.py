@@ -251,6 +251,7 @@ class Scheduler:
                 continue  # its last token is in flight
             n = num_tokens - num_computed
             if n > 1:
+                request.num_drafts = 0
                 n = self._limit(request, num_computed, budget)
                 if n == 0:
                     continue
