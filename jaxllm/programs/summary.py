@@ -25,10 +25,16 @@ def _states(plan: EnginePlan) -> str:
     if not plan.states_bytes:
         return ""
     each = format_bytes(plan.states_bytes // plan.max_num_seqs)
+    its = plan.snapshots
+    snapshots = "no snapshots, so no prefix caching"
+    if its is not None:
+        snapshots = (
+            f"{counted(its.count, 'snapshot')}, at multiples of {its.stride} tokens, take "
+            f"{format_bytes(plan.snapshots_bytes)}"
+        )
     return (
         f"states of recurrent layers {format_bytes(plan.states_bytes)}: {each} for each of "
-        f"max_num_seqs={plan.max_num_seqs} requests; no prefix caching, since blocks do not have "
-        "them\n"
+        f"max_num_seqs={plan.max_num_seqs} requests; {snapshots}\n"
     )
 
 

@@ -17,6 +17,8 @@ class DraftedOutputs:
     # program without rows with drafts k is 0.
     figures: jax.Array
     logprobs: LogprobOutput | None  # [R * k, 1 + n], of these tokens
+    # i32 [R, most drafts]: what is proposed, then NO_DRAFT. Only of late rows.
+    proposals: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

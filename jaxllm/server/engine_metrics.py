@@ -172,7 +172,7 @@ class Figures:
         """The requested cache configuration, with the block size and number of blocks in use."""
         values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
         values |= {"block_size": info.block_size, "num_gpu_blocks": info.cache_groups[0].num_blocks}
-        values["enable_prefix_caching"] = asked.shares_prefixes(info.keeps_states)
+        values["enable_prefix_caching"] = asked.shares_prefixes(info)
         family = GaugeMetricFamily(
             f"{self._prefix}:cache_config_info",
             "The KV cache, in the labels.",
