@@ -201,7 +201,7 @@ class CompilationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservabilityConfig:
-    """Tracing"""
+    """Tracing and figures"""
 
     otlp_traces_endpoint: str | None = option(
         None,
@@ -210,6 +210,9 @@ class ObservabilityConfig:
     )
     otlp_traces_protocol: Literal["grpc", "http/protobuf"] = option(
         "grpc", "What it speaks there; collectors listen at 4317 for the one, 4318 for the other."
+    )
+    count_expert_tokens: bool = option(
+        False, "Count the tokens of each expert of each layer, for /metrics."
     )
 
 
@@ -365,6 +368,8 @@ _LOWEST = {
     "block_size": 1,
     "kv_cache_memory_bytes": 1,
     "kv_cache_request_len": 1,
+    "mamba_block_size": 1,
+    "num_state_snapshots": 0,
     "num_gpu_blocks_override": 1,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,

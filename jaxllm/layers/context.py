@@ -86,6 +86,10 @@ class StepContext:
     positions: jax.Array | None = None
     rotary: Rotary | None = None
     layer_input: jax.Array | None = None
+    # A jax.Ref of i32 [L, E] to which layers write how many tokens each of their experts has, and
+    # the number of the layer, i32 [], which the decoder sets; None: nobody counts them.
+    expert_tokens: Any = None
+    layer: jax.Array | None = None
     given: GivenEmbeddings | None = None  # None: all tokens have their own
 
     @classmethod

@@ -23,14 +23,14 @@ class NamedImage(NamedTuple):
 class Seen(NamedTuple):
     """Messages with a mark for each image, and the images in their order."""
 
-    messages: list[Any]
+    messages: Sequence[Any]
     images: list[NamedImage]
 
 
 def has_images(messages: object) -> bool:
     """Whether a message of a conversation has an image."""
     return isinstance(messages, list | tuple) and any(
-        isinstance(part, Mapping) and part.get("type") in _FIELDS
+        isinstance(part, Mapping) and part.get("type") in (*_FIELDS, "image")
         for message in messages
         if isinstance(message, Mapping) and isinstance(message.get("content"), list)
         for part in message["content"]
@@ -38,7 +38,10 @@ def has_images(messages: object) -> bool:
 
 
 def take_images(messages: Sequence[Any]) -> Seen:
-    """Take the images out of messages; raise ValidationError."""
+    """Take the images out of messages; raise ValidationError. What is malformed otherwise is left
+    to those who read the text."""
+    if not has_images(messages):
+        return Seen(messages, [])
     images: list[NamedImage] = []
     taken: list[Any] = []
     for place, message in enumerate(messages):
@@ -70,6 +73,9 @@ def _image(part: Mapping[str, Any], name: str) -> NamedImage:
         raise refused(f"{name}.uuid", uuid, "it must be a string")
     given, detail, name = part.get(field), part.get("detail"), f"{name}.{field}"
     if field == "image_pil":
+        if not hasattr(type(given), "__array_interface__"):
+            # A body of JSON has none of these, and must not name files by this part.
+            raise refused(name, given, "it must be an image of Pillow, or an array")
         return NamedImage(name, given, is_url=False)
     if isinstance(given, Mapping):
         if unknown := given.keys() - {"url", "detail"}:

@@ -254,6 +254,7 @@ class Decoder(nnx.Module):
                 context,
                 rotary=rotations[layer.spec.rope],
                 layer_input=None if of_layers is None else of_layers[:, index],
+                layer=None if context.expert_tokens is None else jnp.int32(index),
             )
             if index in taps:
                 tapped[index] = settle(hidden)

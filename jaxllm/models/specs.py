@@ -12,6 +12,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxllm.layers.context import Cache, StepContext
+from jaxllm.layers.moe import MoESpec
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.rope import RopeConfig
@@ -154,6 +155,16 @@ class Architecture:
         """Whether tokens see those behind them."""
         mixers = [mixer for layer in self.layers for mixer in layer.mixers]
         return any(isinstance(mixer, SelfAttentionSpec) for mixer in mixers)
+
+    @property
+    def num_experts(self) -> dict[int, int]:
+        """The number of experts of each layer that has some, by the layer's index."""
+        return {
+            index: ffn.num_experts
+            for index, layer in enumerate(self.layers)
+            for ffn in layer.ffns
+            if isinstance(ffn, MoESpec)
+        }
 
     def with_products(self, products: Products) -> "Architecture":
         """The architecture with a choice of implementations for weights that are codes."""

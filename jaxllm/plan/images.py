@@ -82,7 +82,6 @@ def _check(config: EngineConfig, architecture: Architecture) -> None:
     parallel = config.parallel
     remedy = "start with language_model_only=True for prompts of text"
     for name, value, neutral in (
-        ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("nnodes", parallel.nnodes, 1),
         ("enable_lora", config.lora.enable_lora, False),

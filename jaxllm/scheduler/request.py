@@ -18,7 +18,7 @@ import enum
 import sys
 
 from jaxllm.messages import EngineRequest, FinishReason, RequestStats
-from jaxllm.scheduler.kv.tables import BlockTable
+from jaxllm.scheduler.kv.tables import BlockTable, PendingSnapshot
 
 NO_LANE = -1
 
@@ -50,7 +50,6 @@ class Request:
         "followers",
         "forced",
         "grammar",
-        "had_drafts",
         "has_new_stats",
         "has_taken_over_blocks",
         "hash_root",
@@ -66,6 +65,7 @@ class Request:
         "num_computed_tokens",
         "num_counted_prompt_tokens",
         "num_draft_read",
+        "num_drafts",
         "num_holds",
         "num_prompt_tokens",
         "num_proposed",
@@ -74,15 +74,19 @@ class Request:
         "num_uncertain",
         "order",
         "output_token_ids",
+        "parts_at",
+        "passed_snapshot",
         "pooling_task",
         "priority",
         "prompt_token_ids",
+        "proposal",
         "request_id",
         "room",
         "sampled_in",
         "sampling_params",
         "seed",
         "slot",
+        "snapshots",
         "stats",
         "status",
         "stop_token_ids",
@@ -133,9 +137,9 @@ class Request:
         # Owned by `speculation`: the drafter's proposal in the latest known step, what drafts bring
         # on average, and steps without drafts until they are tried again.
         self.num_proposed = 0
-        # What a draft model has read of it for sure, and whether its newest row had drafts.
-        self.num_draft_read = 0
-        self.had_drafts = False
+        self.proposal: list[int] = []  # its tokens, if the request has a grammar
+        self.num_drafts = 0  # of its newest row
+        self.num_draft_read = 0  # what a draft model has read of it for sure
         self.draft_gain = 1.0
         self.draft_pause = 0
         self.next_draft_pause = 0
@@ -150,6 +154,12 @@ class Request:
         self.has_taken_over_blocks = False
         # At this number of computed tokens a block can be registered, or falls behind a window.
         self.next_block_at = sys.maxsize
+
+        # Owned by `kv.snapshots`: places of snapshots that are not findable yet, the newest of
+        # those that are, if it is at the stride, and where computed blocks without snapshots end.
+        self.snapshots: list[PendingSnapshot] = []
+        self.passed_snapshot: bytes | None = None
+        self.parts_at = 0
 
     def force(self, tokens: list[int]) -> None:
         """Note that the token in flight is the first of these, and that the others follow it."""

@@ -4,7 +4,7 @@ A matcher may say that only one token can come next, and after it again only one
 forced, and are kept until they are consumed: the same ones, however many of them a step takes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llguidance import LLMatcher
 
@@ -33,6 +33,11 @@ class Form:
             self._forced = self.matcher.compute_ff_tokens()
             self._num_before, index = self.num_consumed, 0
         return self._forced[index:]
+
+    def copy(self) -> "Form":
+        """Return a form that goes on by itself. What it cannot do does not fail this one."""
+        matcher = None if self.matcher is None else self.matcher.deep_copy()
+        return replace(self, matcher=matcher)
 
     def consume(self, tokens: list[int]) -> None:
         """Go on by tokens, as far as the matcher takes them."""

@@ -10,7 +10,7 @@ from PIL import Image
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ValidationError
 from jaxllm.files import read_json
-from tests.media.models import OPTIONS, encoded, picture
+from tests.media.models import OPTIONS, encoded, make_pixtral, picture
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
 # A picture that steps of 32 tokens cut, one of a single token, one that is made smaller.
@@ -60,18 +60,34 @@ def alone(llm):
 
 
 @pytest.mark.oracle
-def test_answers_are_those_of_transformers(vision_model, llm, alone):
+@pytest.mark.parametrize("kind", ["mistral3", pytest.param("pixtral-12b", marks=pytest.mark.sweep)])
+def test_answers_are_those_of_transformers(kind, vision_model, llm, tmp_path):
+    path, engine, prompts, side = vision_model, llm, PROMPTS, 8
+    if kind == "pixtral-12b":  # which has more tokens for an image
+        path, side = make_pixtral(tmp_path), 4
+        engine = LLM(path, **OPTIONS)
+        prompts = [prompt(picture(9, 3)), prompt(picture(30, 40, 1)), prompt(LONG, SMALL)]
+    try:
+        compare(path, engine, prompts, side)
+    finally:
+        if engine is not llm:
+            engine.shutdown()
+
+
+def compare(path, engine, prompts, side):
+    """Compare the likeliest tokens of each position. `side` are the pixels of a token's side."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForImageTextToText
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
-    oracle = AutoModelForImageTextToText.from_pretrained(vision_model, dtype="float32").eval()
-    fields = read_json(vision_model / "preprocessor_config.json") | {"patch_size": 8}
+    oracle = AutoModelForImageTextToText.from_pretrained(path, dtype="float32").eval()
+    fields = read_json(path / "preprocessor_config.json") | {"patch_size": side}
     processor = PixtralImageProcessorPil(**fields)
-    for one, (tokens, logprobs) in zip(PROMPTS, alone, strict=True):
+    for one in prompts:
         images = [Image.fromarray(image) for image in one["multi_modal_data"]["image"]]
         made = processor(images, return_tensors="np")
-        (output,) = llm.generate(one, PARAMS, use_tqdm=False)
+        (output,) = engine.generate(one, PARAMS, use_tqdm=False)
+        ((tokens, logprobs),) = [(its.token_ids, its.logprobs) for its in output.outputs]
         ids = torch.tensor([output.prompt_token_ids + tokens])
         with torch.no_grad():
             logits = oracle(
@@ -225,6 +241,30 @@ def test_a_chat_has_images(llm, alone):
     marked = [{"role": "user", "content": parts}]
     with pytest.raises(ValidationError, match="once for each image"):
         llm.chat(marked, PARAMS, use_tqdm=False)
+
+
+def test_the_command_line_shows_images(llm, tmp_path):
+    import threading
+
+    from jaxllm.cli.conversation import Conversation
+    from jaxllm.cli.generate import with_images
+    from jaxllm.cli.local_model import LocalModel
+
+    path = tmp_path / "large.png"
+    path.write_bytes(encoded(LARGE))
+    found = answers(llm, [with_images("Look: [IMG] What is it?", [str(path)])])
+    assert_equal(found, answers(llm, PROMPTS[:1]))
+    chat = Conversation(LocalModel(llm.llm_engine, PARAMS))
+    with pytest.raises(ValidationError, match="no such file"):
+        chat.show("/nowhere.png")
+    chat.show(str(path))
+    first = "".join(chat.reply("What is it?", threading.Event()))
+    parts = [{"type": "image_pil", "image_pil": LARGE}, {"type": "text", "text": "What is it?"}]
+    messages = [{"role": "user", "content": parts}]
+    assert llm.chat(messages, PARAMS, use_tqdm=False)[0].outputs[0].text == first
+    second = "".join(chat.reply("And?", threading.Event()))  # the image is still in its place
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And?"}]
+    assert llm.chat(messages, PARAMS, use_tqdm=False)[0].outputs[0].text == second
 
 
 def test_without_its_tower_the_engine_is_one_of_text(vision_model, llm):

@@ -186,6 +186,8 @@ def test_images_are_taken_out_of_messages():
     [
         {"type": "image"},
         {"type": "image_url", "uuid": "known"},
+        {"type": "image_pil", "image_pil": "/etc/hostname"},
+        {"type": "image_pil", "image_pil": ["/etc/hostname"]},
         {"type": "image_url", "image_url": {"url": 3}},
         {"type": "image_url", "image_url": {"url": "data:x", "size": 3}},
         {"type": "image_url", "image_url": {"url": "data:x", "detail": "huge"}},

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxllm.testing import make_tiny_checkpoint
+from tests.media.models import make_model, make_pixtral
 
 pytestmark = pytest.mark.oracle
 
@@ -11,9 +11,7 @@ pytestmark = pytest.mark.oracle
 GRIDS = [(2, 2), (4, 10), (16, 6)]
 
 
-@pytest.fixture(scope="module")
-def mistral3(tmp_path_factory):
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("m"), "mistral3", sees_images=True)
+KINDS = {"mistral3": make_model, "pixtral-12b": make_pixtral}
 
 
 def made_pixels(grid, patch_size, seed):
@@ -34,7 +32,9 @@ def in_patches(pixels, patch_size, merge):
     return patches, places.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
 
 
-def test_pixtral_is_as_in_transformers(mistral3):
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixtral_is_as_in_transformers(kind, tmp_path):
+    path = KINDS[kind](tmp_path)
     torch = pytest.importorskip("torch")
     import jax
     import jax.numpy as jnp
@@ -49,23 +49,25 @@ def test_pixtral_is_as_in_transformers(mistral3):
     from jaxllm.weights.loader import load_weights
     from tests.models.conftest import STATE_OPS
 
-    architecture = read_architecture(read_json(mistral3 / "config.json"), sees_images=True)
+    architecture = read_architecture(read_json(path / "config.json"), sees_images=True)
     model_class = ModelRegistry.resolve([architecture.name])
     abstract = model_class.abstract(architecture, jnp.float32)
     mesh = make_mesh(jax.devices()[:1])
-    weights = load_weights(mistral3, abstract, mesh=mesh)
+    weights = load_weights(path, abstract, mesh=mesh)
 
-    oracle = AutoModelForImageTextToText.from_pretrained(mistral3, dtype="float32").eval()
+    oracle = AutoModelForImageTextToText.from_pretrained(path, dtype="float32").eval()
     images = [made_pixels(grid, 4, seed) for seed, grid in enumerate(GRIDS)]
     padded = np.zeros((len(images), 3, 64, 64), np.float32)
     for place, image in enumerate(images):
         padded[place, :, : image.shape[1], : image.shape[2]] = image
     sizes = torch.tensor([image.shape[1:] for image in images])
     with torch.no_grad():
-        features = oracle.get_image_features(torch.tensor(padded), sizes).pooler_output
+        features = oracle.get_image_features(torch.tensor(padded), image_sizes=sizes).pooler_output
     expected = np.concatenate([one.numpy() for one in features])
 
-    patches, places = zip(*(in_patches(image, 4, 2) for image in images), strict=True)
+    patches, places = zip(
+        *(in_patches(image, 4, architecture.tower.merge) for image in images), strict=True
+    )
     starts = np.cumsum([0, *map(len, patches)])
     starts = np.append(starts, starts[-1])  # an image of padding
     padding = 20

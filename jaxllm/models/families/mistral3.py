@@ -1,8 +1,8 @@
-"""Ministral 3, and the decoder of the Mistral 3 models, which also see images.
+"""Ministral 3, and Mistral 3 and Pixtral 12B, which also see images.
 
 Ministral 3 is Mistral without windows, with YaRN, and with queries that grow with their position.
 The decoder inside a Mistral 3 is one of these, a plain Mistral (Small 3.1 and 3.2, Magistral), or a
-Mistral Small 4.
+Mistral Small 4; that of Pixtral 12B is a plain Mistral.
 """
 
 import dataclasses
@@ -27,6 +27,8 @@ from jaxllm.models.specs import Architecture
 from jaxllm.models.towers import pixtral
 
 _IN_LARGER_MODEL = "Mistral3ForConditionalGeneration"
+# A decoder behind any tower; those of Pixtral are read here.
+_PIXTRAL = "LlavaForConditionalGeneration"
 # Of the class in transformers. The config of a decoder inside a larger model leaves them out.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 131_072,
@@ -53,7 +55,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def read(name: str, config: HFConfig) -> Architecture:
-    if name != _IN_LARGER_MODEL:
+    if name not in (_IN_LARGER_MODEL, _PIXTRAL):
         return _read_ministral(name, config)
     text = config.inside("text_config")
     match text.get("model_type", "mistral"):
@@ -86,7 +88,7 @@ def _read_ministral(name: str, config: HFConfig) -> Architecture:
 
 
 def _checkpoint(architecture: Architecture) -> CheckpointMap:
-    if architecture.name != _IN_LARGER_MODEL:
+    if architecture.name not in (_IN_LARGER_MODEL, _PIXTRAL):
         return LLAMA_NAMES
     (mixer,) = architecture.layers[0].mixers
     keeps_latents = isinstance(mixer, LatentAttentionSpec)
@@ -157,5 +159,9 @@ FAMILY = Family(
         **AROUND_DECODER,
         **mistral4.FAMILY.harmless,
         "image_size": "preprocessor_config.json says how large images become",
+        "image_seq_length": "the number of an image's tokens follows from its size",
+        "is_composition": "says that the model has parts, which it names",
+        "ignore_index": "acts in training only",
+        "vision_feature_select_strategy": "is of a tower, where it is read",
     },
 )

@@ -6,6 +6,7 @@ one token.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -32,6 +33,7 @@ from jaxllm.models.tower import Images
 
 _NORM = RMSNormSpec(eps=1e-5)
 _CHANNELS = 3
+_LLAVA = "LlavaForConditionalGeneration"  # that of Pixtral 12B
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class PixtralSpec:
     attention: SelfAttentionSpec
     mlp: MLPSpec
     rope: RopeConfig
-    projector_norm: RMSNormSpec
+    projector_norm: RMSNormSpec | None  # None: there is none, and no merger
     projector_activation: str
     projector_bias: bool
 
@@ -78,9 +80,16 @@ class PixtralSpec:
 def read(config: HFConfig, architecture: Architecture) -> PixtralSpec:
     """Read the tower and what is between it and the decoder."""
     vision = config.inside("vision_config").with_defaults(_DEFAULTS)
-    vision.must_be("model_type", "pixtral")
+    if vision.get("model_type", "pixtral") != "pixtral":
+        raise UnsupportedModelError(
+            f"config.json: model_type={shown(vision.get('model_type'))} in vision_config is not "
+            "supported; start with language_model_only=True for prompts of text"
+        )
     vision.must_be("num_channels", _CHANNELS)
     config.must_be("vision_feature_layer", -1)
+    is_merged = architecture.name != _LLAVA
+    if not is_merged:
+        _check_llava(config)
     size, num_heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
     head_size = size // num_heads
     vision.must_be("head_dim", head_size)
@@ -89,13 +98,10 @@ def read(config: HFConfig, architecture: Architecture) -> PixtralSpec:
             f"config.json: heads of hidden_size={size} and num_attention_heads={num_heads} in "
             "vision_config cannot be rotated by rows and columns"
         )
-    rope = vision.get("rope_parameters") or {}
-    theta = vision.get("rope_theta") or (rope.get("rope_theta") if isinstance(rope, dict) else None)
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise UnsupportedModelError(f"config.json: rope_theta={shown(theta)} in vision_config")
+    theta = _rope_theta(vision)
     return PixtralSpec(
         patch_size=vision.integer("patch_size"),
-        merge=config.integer("spatial_merge_size", 2),
+        merge=config.integer("spatial_merge_size", 2) if is_merged else 1,
         image_token_id=config.integer(
             "image_token_id" if config.get("image_token_id") is not None else "image_token_index",
             10,
@@ -108,17 +114,27 @@ def read(config: HFConfig, architecture: Architecture) -> PixtralSpec:
             num_kv_heads=num_heads,
             head_size=head_size,
             scale=head_size**-0.5,
-            rope=RopeConfig(size=head_size, theta=float(theta)),
+            rope=RopeConfig(size=head_size, theta=theta),
         ),
         mlp=MLPSpec(
             intermediate_size=vision.integer("intermediate_size"),
             activation=_activation(vision, "hidden_act"),
         ),
-        rope=RopeConfig(size=head_size, theta=float(theta)),
-        projector_norm=_norm_of(architecture),
+        rope=RopeConfig(size=head_size, theta=theta),
+        projector_norm=_norm_of(architecture) if is_merged else None,
         projector_activation=_activation(config, "projector_hidden_act"),
-        projector_bias=config.flag("multimodal_projector_bias", False),
+        projector_bias=config.flag("multimodal_projector_bias", not is_merged),
     )
+
+
+def _check_llava(config: HFConfig) -> None:
+    """Refuse what the class of Pixtral 12B, which has other towers, too, does by default."""
+    for name, value in (("vision_feature_layer", -1), ("vision_feature_select_strategy", "full")):
+        if config.get(name) != value:
+            raise UnsupportedModelError(
+                f"config.json: {name}={shown(config.get(name))} is not supported with images; "
+                "start with language_model_only=True for prompts of text"
+            )
 
 
 # Of the class in transformers.
@@ -129,8 +145,22 @@ _DEFAULTS = {
     "num_attention_heads": 16,
     "patch_size": 16,
     "hidden_act": "gelu",
-    "rope_theta": 10_000.0,
 }
+
+
+def _rope_theta(vision: HFConfig) -> float:
+    """The base of the frequencies, where older configs have it, and newer ones."""
+    rope = vision.get("rope_parameters") or {}
+    theta = vision.get("rope_theta", 10_000.0)
+    if isinstance(rope, Mapping) and set(rope) <= {"rope_type", "rope_theta"}:
+        theta = rope.get("rope_theta", theta)
+        if rope.get("rope_type", "axial") in ("axial", "default"):
+            if isinstance(theta, int | float) and not isinstance(theta, bool) and theta > 0:
+                return float(theta)
+    raise UnsupportedModelError(
+        f"config.json: rope_parameters={shown(rope)} and rope_theta={shown(theta)} in "
+        "vision_config are not supported"
+    )
 
 
 def _norm_of(architecture: Architecture) -> RMSNormSpec:
@@ -203,13 +233,16 @@ class _Layer(nnx.Module):
 class _Projector(nnx.Module):
     def __init__(self, spec: PixtralSpec, hidden_size: int, *, dtype: DTypeLike):
         bias, self.activation = spec.projector_bias, spec.projector_activation
-        self.norm = spec.projector_norm.make(spec.size, dtype=dtype)
-        self.patch_merger = _PatchMerger(spec, dtype=dtype)
+        norm = spec.projector_norm
+        self.norm = None if norm is None else norm.make(spec.size, dtype=dtype)
+        self.patch_merger = None if norm is None else _PatchMerger(spec, dtype=dtype)
         self.linear_1 = Linear(spec.size, hidden_size, bias=bias, dtype=dtype)
         self.linear_2 = Linear(hidden_size, hidden_size, bias=bias, dtype=dtype)
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
-        hidden = self.linear_1(self.patch_merger(self.norm(hidden)))
+        if self.norm is not None and self.patch_merger is not None:
+            hidden = self.patch_merger(self.norm(hidden))
+        hidden = self.linear_1(hidden)
         passed = ACTIVATIONS[self.activation](hidden.astype(jnp.float32))
         return self.linear_2(passed.astype(hidden.dtype))
 
