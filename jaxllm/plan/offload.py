@@ -38,22 +38,19 @@ def plan_offload(
     asked: CacheConfig,
     stages: Sequence[StagePlan],
     groups: Sequence[CacheGroup],
-    *,
-    keeps_states: bool,
-    drafts: str | None,
 ) -> OffloadPlan | None:
     """Divide the host's memory among the groups as that of the devices is; None: nothing is asked
-    for. `drafts` names what drafts by weights of its own."""
+    for."""
     size = asked.kv_offloading_size
     if size is None:
         return None
     option = "kv_offloading_size"
-    if keeps_states:
+    if any(stage.state_shapes for stage in stages):
         raise refused(
             option, size, "the model has recurrent layers, whose states are not in blocks"
         )
-    if drafts is not None:
-        raise refused(option, size, f"{drafts} has caches of its own; let 'ngram' draft")
+    if (draft := stages[0].draft) is not None:
+        raise refused(option, size, f"{draft.name} has caches of its own; let 'ngram' draft")
     caches = [
         (window_of(config), shape)
         for stage in stages

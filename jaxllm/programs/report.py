@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxllm.cache_groups import CacheGroup, room_for
+from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
 from jaxllm.layers.attention import AttentionSpec
 from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.models.describe import describe_layers
@@ -25,12 +25,10 @@ from jaxllm.programs.declare import (
 )
 from jaxllm.programs.hlo import collectives, whole_array_copies
 from jaxllm.programs.needs import needed_bytes
+from jaxllm.programs.offload import OffloadReport, report_offload
 from jaxllm.programs.progress import CompileProgress
 from jaxllm.programs.roofline import Bound, ExpertLayers, Roofline, Window
 from jaxllm.runner.state import DeviceState
-
-# From the host's memory to a device: what PCIe 5 brings a GPU and what was reported of TPUs.
-HOST_BYTES_PER_SECOND = 45e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,22 +65,12 @@ class StageReport:
     draft_weights_bytes: int = 0
     draft_cache_bytes: int = 0
     recurrent_bytes: int = 0  # of `state_bytes`, those of the states of recurrent layers
+    snapshots_bytes: int = 0  # of `state_bytes`, those of snapshots of such states
     adapters_bytes: int = 0  # of `state_bytes`, those of the slots of adapters
 
     @property
     def used_bytes(self) -> int:
         return self.weights_bytes + self.kv_cache_bytes + self.state_bytes + self.program_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadReport:
-    """What the host keeps, and whether it pays: the least times of a block of the report's context,
-    to come back over the bus and to be computed again. None if the chip's rates are not known."""
-
-    num_bytes: int
-    num_blocks: tuple[int, ...]  # by cache group
-    seconds_to_load: float | None
-    seconds_to_compute: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +94,8 @@ class PlanReport:
     stages: list[StageReport]
     block_size: int
     cache_groups: tuple[CacheGroup, ...]
+    keeps_states: bool
+    snapshots: StateSnapshots | None
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -201,35 +191,20 @@ def report_plan(
         stages=stages,
         block_size=plan.block_size,
         cache_groups=plan.cache_groups,
+        keeps_states=plan.state_ops is not None,
+        snapshots=plan.snapshots,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         buckets=plan.buckets,
-        offload=_report_offload(plan, context),
+        offload=report_offload(
+            plan,
+            [step_bound(plan, s, plan.max_num_batched_tokens, 1, context) for s in plan.stages],
+        ),
         context=context,
         max_tokens_per_second=rows_of_step / pace.seconds if pace else None,
         pace=pace,
         programs=programs,
-    )
-
-
-def _report_offload(plan: EnginePlan, context: int) -> OffloadReport | None:
-    if plan.offload is None:
-        return None
-    steps = [
-        step_bound(plan, stage, plan.max_num_batched_tokens, 1, context) for stage in plan.stages
-    ]
-    # In a pipeline the stages work side by side: the slowest one sets the pace of chunks.
-    slowest = max((bound.seconds for bound in steps if bound), default=None)
-    per_step = plan.max_num_batched_tokens / plan.block_size
-    return OffloadReport(
-        num_bytes=plan.offload.num_bytes,
-        num_blocks=plan.offload.places,
-        # Each device has a bus of its own.
-        seconds_to_load=max(sum(stage.block_bytes) for stage in plan.stages) / HOST_BYTES_PER_SECOND
-        if slowest
-        else None,
-        seconds_to_compute=slowest / per_step if slowest else None,
     )
 
 
@@ -305,6 +280,7 @@ def _report_stage(
         draft_weights_bytes=stage.weights_bytes - stage.model_weights_bytes,
         draft_cache_bytes=0 if stage.draft is None else stage.draft.kv_cache_bytes,
         recurrent_bytes=stage.states_bytes,
+        snapshots_bytes=stage.snapshots_bytes,
         adapters_bytes=adapters,
     )
 
