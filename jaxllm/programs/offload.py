@@ -22,8 +22,8 @@ class OffloadReport:
 
 
 def report_offload(plan: EnginePlan, chunks: Sequence[Bound | None]) -> OffloadReport | None:
-    """Report what the host keeps; None: nothing. `chunks` has the least time of the largest chunk of
-    one request on each stage."""
+    """Report what the host keeps; None: nothing. `chunks` has the least time of the largest chunk
+    of one request on each stage."""
     if plan.offload is None:
         return None
     # In a pipeline the stages work side by side: the slowest one sets the pace of chunks.
