@@ -18,7 +18,6 @@ from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 from jaxllm.cache_groups import CacheGroup, CacheSizes, StateSnapshots, group_windows, window_of
 from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
-from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.models.part import split_model
@@ -71,6 +70,7 @@ from jaxllm.plan.stages import (
     sampling_bytes,
     stage_meshes,
 )
+from jaxllm.quantization.config_file import read_config
 from jaxllm.quantization.linear import describe_products
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.weights.checkpoint import resolve_model_dir
@@ -96,7 +96,7 @@ def make_plan(
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
-    hf_config = read_json(model_dir / "config.json")
+    hf_config = read_config(model_dir)
     architecture, pooling = read_model(config, hf_config, model_dir)
     architecture, image_spec = with_images(config, architecture, model_dir)
     if config.parallel.enable_expert_parallel:

@@ -6,6 +6,7 @@ from jaxllm_kernels.mla.api import LatentConfig
 
 from jaxllm.cache_groups import describe_groups, describe_room, shown_lengths
 from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.int4 import bytes_as_int4
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
 from jaxllm.programs.declare import num_programs
@@ -45,6 +46,17 @@ def _adapters(plan: EnginePlan) -> str:
     return f"adapters {format_bytes(max(its.bytes_by_stage))}: {slots}\n"
 
 
+def _int4(plan: EnginePlan) -> str:
+    num_bytes = bytes_as_int4(plan)
+    if num_bytes is None:
+        return ""
+    size = format_bytes(num_bytes)
+    return (
+        f"--quantization int4 would make the weights about {size}, which every decode reads, and "
+        "round them\n"
+    )
+
+
 def summary(plan: EnginePlan) -> str:
     """Format the decisions of a plan in a few lines."""
     arch = plan.architecture
@@ -71,6 +83,7 @@ def summary(plan: EnginePlan) -> str:
         f"{describe_room(plan.room_for, shown_lengths(plan.max_model_len))} "
         f"(max_num_seqs={plan.max_num_seqs})\n"
         f"{products}"
+        f"{_int4(plan)}"
         f"{_states(plan)}"
         f"{_adapters(plan)}"
         f"{draft}{counted(num_programs(plan), 'program')}, "
