@@ -267,6 +267,18 @@ def test_the_command_line_shows_images(llm, tmp_path):
     assert llm.chat(messages, PARAMS, use_tqdm=False)[0].outputs[0].text == second
 
 
+@pytest.mark.sweep
+def test_codes_are_of_the_decoder_alone(vision_model, alone):
+    coded = LLM(vision_model, **OPTIONS, quantization="int8")
+    try:
+        ((tokens, logprobs),) = answers(coded, PROMPTS[:1])
+        (expected, of_expected) = alone[0]
+        assert tokens[0] == expected[0]
+        assert 0 < abs(logprobs[0][tokens[0]].logprob - of_expected[0][tokens[0]].logprob) < 0.3
+    finally:
+        coded.shutdown()
+
+
 def test_without_its_tower_the_engine_is_one_of_text(vision_model, llm):
     plain = LLM(vision_model, **OPTIONS, language_model_only=True)
     try:
@@ -285,7 +297,6 @@ def test_without_its_tower_the_engine_is_one_of_text(vision_model, llm):
         ({"pipeline_parallel_size": 2}, "devices|not supported with images"),
         ({"enable_lora": True}, "not supported with images"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "with images"),
-        ({"quantization": "int8"}, "not supported with images"),
         ({"limit_mm_per_prompt": {"video": 1}}, "no video"),
         ({"limit_mm_per_prompt": {"image": -1}}, "from 0 on"),
         ({"mm_processor_kwargs": {"size": {"longest_edge": 4096}}}, "at most 64"),
