@@ -46,6 +46,8 @@ FIGURES = (
     _gauge("kv_cache_usage_perc", "kv_cache_usage", "Share of the KV cache in use; 1 means all."),
     _gauge("kv_blocks", "num_blocks", "Blocks of the KV cache."),
     _gauge("kv_blocks_used", "num_blocks_used", "Those of them that are in use."),
+    _gauge("state_snapshots", "num_snapshots", "Places for snapshots of recurrent states."),
+    _gauge("state_snapshots_used", "num_snapshots_used", "Those of them that have one."),
     _gauge("overlap", "overlap", "1 if steps are dispatched one ahead of their results, else 0."),
     _gauge("prefix_cache_hit_rate", "prefix_cache_hit_rate", "Found of looked up, since start."),
     _gauge("padding_waste", "padding_waste", "Share of token rows that were padding, since start."),

@@ -19,6 +19,9 @@ class EngineStats:
     # Blocks of the KV cache, and the blocks that requests hold, by group of layers.
     group_blocks: list[int] = field(default_factory=list)
     group_blocks_used: list[int] = field(default_factory=list)
+    # Snapshots of recurrent layers' states that are kept, and how many there can be.
+    num_snapshots: int = 0
+    num_snapshots_used: int = 0
     # The names of the adapters of running requests, and of waiting ones.
     adapters_running: list[str] = field(default_factory=list)
     adapters_waiting: list[str] = field(default_factory=list)

@@ -15,7 +15,7 @@ from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.platform import Chip
 
-from jaxllm.cache_groups import CacheGroup, room_for
+from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
@@ -70,6 +70,7 @@ class EnginePlan:
     experts: ExpertsOp | None  # None: the model has none
     coded_products: tuple[str, ...]  # how products with codes are computed, in words
     state_ops: StateOps | None  # None: no mixer has a state
+    snapshots: StateSnapshots | None  # None: no states, or requests share no prefixes
     sampling: Layout
     add_norm: AddNorm | None
     stages: tuple[StagePlan, ...]
@@ -163,6 +164,11 @@ class EnginePlan:
         """The bytes of the states of all slots, on the device with the most."""
         return max(stage.states_bytes for stage in self.stages)
 
+    @property
+    def snapshots_bytes(self) -> int:
+        """The bytes of the snapshots of states, on the device with the most."""
+        return max(stage.snapshots_bytes for stage in self.stages)
+
     def abstract_model(self, stage: StagePlan) -> Model:
         """The part of the model in a stage, with shapes in place of weights."""
         model = self.model_class.abstract(
@@ -230,6 +236,7 @@ class EnginePlan:
             speculation=self.speculation,
             pooling=self.pooling,
             keeps_states=self.state_ops is not None,
+            snapshots=self.snapshots,
             adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
             counted_experts=self.architecture.num_experts if self.counts_experts else {},
             images=None if self.images is None else self.images.spec,

@@ -80,6 +80,7 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         read_sizes=plan.draft_model.read_sizes if plan.draft_model is not None else (),
         num_read_rows=plan.speculation.max_rows if plan.speculation is not None else 0,
         max_adapters=0 if plan.adapters is None else plan.adapters.max_loras,
+        has_snapshots=plan.snapshots is not None,
     )
 
 

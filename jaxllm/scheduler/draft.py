@@ -21,6 +21,7 @@ from jaxllm.scheduler.schedule import (
     Admission,
     DraftReads,
     Schedule,
+    StateCopies,
 )
 
 _num_tokens = itemgetter(1)
@@ -40,6 +41,7 @@ class StepDraft:
         self._has_drafts = False
         self.carried_from: int | None = None  # as in Schedule
         self.draft_reads: DraftReads | None = None  # as in Schedule
+        self.state_copies: StateCopies | None = None  # as in Schedule
         self._admissions: list[Admission] = []
         self._starts: dict[int, int] = {}  # of the admitted requests, by slot
         # Block updates, as in Schedule: single ones one after another, longer parts as arrays.
@@ -133,6 +135,7 @@ class StepDraft:
             draft_reads=self.draft_reads,
             next_tokens=self._next_tokens(samples) if self._reads_ahead else None,
             block_updates=updates,
+            state_copies=self.state_copies,
             admissions=self._admissions,
             adapter_writes=[write for its in drafted.values() for write in its.adapter_writes],
             encodings=[one for its in drafted.values() for one in its.encodings],

@@ -18,7 +18,7 @@ import enum
 import sys
 
 from jaxllm.messages import EngineRequest, FinishReason, RequestStats
-from jaxllm.scheduler.kv.tables import BlockTable
+from jaxllm.scheduler.kv.tables import BlockTable, PendingSnapshot
 
 NO_LANE = -1
 
@@ -74,6 +74,8 @@ class Request:
         "num_uncertain",
         "order",
         "output_token_ids",
+        "parts_at",
+        "passed_snapshot",
         "pooling_task",
         "priority",
         "prompt_token_ids",
@@ -84,6 +86,7 @@ class Request:
         "sampling_params",
         "seed",
         "slot",
+        "snapshots",
         "stats",
         "status",
         "stop_token_ids",
@@ -151,6 +154,12 @@ class Request:
         self.has_taken_over_blocks = False
         # At this number of computed tokens a block can be registered, or falls behind a window.
         self.next_block_at = sys.maxsize
+
+        # Owned by `kv.snapshots`: places of snapshots that are not findable yet, the newest of
+        # those that are, if it is at the stride, and where computed blocks without snapshots end.
+        self.snapshots: list[PendingSnapshot] = []
+        self.passed_snapshot: bytes | None = None
+        self.parts_at = 0
 
     def force(self, tokens: list[int]) -> None:
         """Note that the token in flight is the first of these, and that the others follow it."""

@@ -5,6 +5,7 @@ request in a step is a row. Rows are in order of their number of tokens, so deco
 single one, come first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,6 +51,20 @@ class AdapterWrite(NamedTuple):
 
     slot: int
     arrays: Any  # as the executor has laid it out
+
+
+class StateCopies(NamedTuple):
+    """Copies between the states of slots and snapshots of such states."""
+
+    loads: np.ndarray  # int32 [n, 2]: before the step, from a snapshot to a slot
+    stores: np.ndarray  # int32 [n, 2]: after the step, from a slot to a snapshot
+
+    @classmethod
+    def of(
+        cls, loads: Sequence[tuple[int, int]], stores: Sequence[tuple[int, int]]
+    ) -> "StateCopies":
+        """Make the arrays of these pairs."""
+        return cls(*(np.array(pairs, np.int32).reshape(len(pairs), 2) for pairs in (loads, stores)))
 
 
 class Encoding(NamedTuple):
@@ -98,6 +113,7 @@ class Schedule:
     # int32 [rows]: the token behind each row that samples none, for a head that drafts; NO_TOKEN
     # for the other rows. None: no row has one, or nothing asks for it.
     next_tokens: np.ndarray | None = None
+    state_copies: StateCopies | None = None
     admissions: list[Admission] = field(default_factory=list)
     adapter_writes: list[AdapterWrite] = field(default_factory=list)
     encodings: list[Encoding] = field(default_factory=list)

@@ -85,6 +85,8 @@ class Scheduler:
                 long_prefill_token_threshold=long_prefill_token_threshold,
             ),
         )
+        # For which rows are cut; None: they are not.
+        self._snapshots = kv.snapshots if enable_chunked_prefill else None
         self._check_invariants = check_invariants
         self.stats = stats if stats is not None else EngineStats()
         self.stats.group_blocks = [group.num_blocks for group in kv.groups]
@@ -203,6 +205,8 @@ class Scheduler:
             draft.carried_from = self._lanes.carried_from(rows)
         if self._drafting is not None:
             draft.draft_reads = self._drafting.take_reads()
+        if self._kv.snapshots is not None:
+            draft.state_copies = self._kv.snapshots.take_copies(rows)
         schedule = draft.build(self._num_steps, rows)
         self._num_steps += 1
         self._results.dispatched.append(Dispatched(schedule, [*rows]))
@@ -248,7 +252,7 @@ class Scheduler:
             n = num_tokens - num_computed
             if n > 1:
                 request.num_drafts = 0
-                n = self._limit(request, n, budget)
+                n = self._limit(request, num_computed, budget)
                 if n == 0:
                     continue
             elif drafting is not None:
@@ -301,7 +305,7 @@ class Scheduler:
                 continue
             prefix = self._kv.find_prefix(request)
             num_cached = prefix * self._kv.block_size
-            n = self._limit(request, request.num_tokens - num_cached, budget)
+            n = self._limit(request, num_cached, budget)
             # Keep one block in reserve for each running request. Otherwise a request that grows
             # would soon preempt the new one.
             if n == 0 or not self._kv.admit(request, prefix, reserve=len(places.running)):
@@ -322,10 +326,12 @@ class Scheduler:
             self.stats.num_prompt_tokens += request.count_prompt_tokens(n)
         return budget
 
-    def _limit(self, request: Request, n: int, budget: int) -> int:
+    def _limit(self, request: Request, start: int, budget: int) -> int:
+        """How many of a request's tokens from `start` on to compute now."""
+        n = request.num_tokens - start
         for limit in self._limits:
             n = limit(request, n, budget)
-        return n
+        return n if self._snapshots is None else self._snapshots.cut(request, start, n)
 
     def _advance(self, rows: list[Request]) -> None:
         """Count the tokens that the step samples, and let other requests share its full blocks."""
