@@ -1,9 +1,20 @@
 """What the user asks for of the KV cache: a part of `jaxllm.config`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+from jaxllm.cache_groups import StateSnapshots
 from jaxllm.option_types import option
+
+
+class Keeping(Protocol):
+    """What an engine keeps of requests beside blocks: states, and snapshots of them."""
+
+    @property
+    def keeps_states(self) -> bool: ...
+
+    @property
+    def snapshots(self) -> StateSnapshots | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +36,19 @@ class CacheConfig:
     )
     enable_prefix_caching: bool | None = option(
         None,
-        "Share KV blocks between requests with equal heads (default: on, except for models with "
-        "recurrent layers, whose states are not in blocks).",
+        "Share KV blocks between requests with equal heads, and snapshots of the states of "
+        "recurrent layers (default: on).",
+    )
+    mamba_block_size: int | None = option(
+        None,
+        "Tokens from one snapshot of recurrent layers' states to the next, of any kind; a multiple "
+        "of the block size (default: about 512).",
+    )
+    num_state_snapshots: int | None = option(
+        None,
+        "Number of such snapshots; 0 turns prefix caching off for models with recurrent layers "
+        "(default: as many as fit in a tenth of the free memory, at most two for each of "
+        "max_num_seqs).",
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "int8"] = option(
         "auto",
@@ -44,7 +66,7 @@ class CacheConfig:
         "with a window.",
     )
 
-    def shares_prefixes(self, keeps_states: bool) -> bool:
-        """Whether requests share blocks. `keeps_states` is whether the model has recurrent layers;
-        with them nobody may ask for it (`jaxllm.plan.choose`)."""
-        return self.enable_prefix_caching is not False and not keeps_states
+    def shares_prefixes(self, info: Keeping) -> bool:
+        """Whether requests share blocks."""
+        can_share = not info.keeps_states or info.snapshots is not None
+        return self.enable_prefix_caching is not False and can_share

@@ -21,6 +21,7 @@ from jaxllm.cache_config import CacheConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.logging import init_logger
 from jaxllm.lora_config import LoRAConfig
+from jaxllm.media_config import MediaConfig
 from jaxllm.option_types import check_type, option
 from jaxllm.pooler_config import PoolerConfig, PoolingConfig
 from jaxllm.speculative_config import Speculation, read_speculation
@@ -200,7 +201,7 @@ class CompilationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservabilityConfig:
-    """Tracing"""
+    """Tracing and figures"""
 
     otlp_traces_endpoint: str | None = option(
         None,
@@ -209,6 +210,9 @@ class ObservabilityConfig:
     )
     otlp_traces_protocol: Literal["grpc", "http/protobuf"] = option(
         "grpc", "What it speaks there; collectors listen at 4317 for the one, 4318 for the other."
+    )
+    count_expert_tokens: bool = option(
+        False, "Count the tokens of each expert of each layer, for /metrics."
     )
 
 
@@ -250,6 +254,7 @@ class EngineConfig:
     speculation: SpeculationConfig = SpeculationConfig()
     lora: LoRAConfig = LoRAConfig()
     pooling: PoolingConfig = PoolingConfig()
+    media: MediaConfig = MediaConfig()
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     profiler: ProfilerConfig = ProfilerConfig()
@@ -266,7 +271,7 @@ class EngineConfig:
         for name in ("model", "tokenizer", "spec_model"):
             if isinstance(options.get(name), os.PathLike):
                 options[name] = os.fspath(options[name])
-        for name in ("logits_processors", "kv_cache_dtype_skip_layers"):
+        for name in ("logits_processors", "kv_cache_dtype_skip_layers", "allowed_media_domains"):
             if isinstance(options.get(name, ()), list | None):
                 options[name] = tuple(options[name] or ())
         if isinstance(pooler := options.get("pooler_config"), PoolerConfig):
@@ -311,6 +316,7 @@ class EngineConfig:
             )
         self._validate_hosts()
         self.lora.check()
+        self.media.check()
         if self.model.structured_outputs_config:
             StructuredOutputsConfig.of(self.model.structured_outputs_config)
         self.pooling.read()
@@ -362,6 +368,8 @@ _LOWEST = {
     "block_size": 1,
     "kv_cache_memory_bytes": 1,
     "kv_cache_request_len": 1,
+    "mamba_block_size": 1,
+    "num_state_snapshots": 0,
     "num_gpu_blocks_override": 1,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,

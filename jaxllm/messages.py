@@ -5,9 +5,10 @@ import enum
 
 import msgspec
 
-from jaxllm.cache_groups import CacheGroup
+from jaxllm.cache_groups import CacheGroup, StateSnapshots
 from jaxllm.config import EngineConfig
 from jaxllm.lora.request import Adapter, AdapterLimits
+from jaxllm.media.item import ImageItem, ImageSpec
 from jaxllm.metrics.startup import Phase
 from jaxllm.pooler_config import Pooling
 from jaxllm.pooling_params import PoolingTask
@@ -40,6 +41,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     # The form of the answer, from its first token on: a grammar of llguidance.
     grammar: str | None = None
     adapter: Adapter | None = None
+    images: list[ImageItem] = []  # in the order of their places
     replica: int = 0  # the replica that serves it; the engine chooses it
 
 
@@ -63,7 +65,13 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     pooling: Pooling | None = None  # None: the engine generates
     # Whether layers keep a state of each request, which a cached prefix of tokens does not have.
     keeps_states: bool = False
+    # Copies of such states, so that requests go on from a prefix; None: they share none.
+    snapshots: StateSnapshots | None = None
     adapters: AdapterLimits | None = None  # None: the engine has none
+    # The number of experts of each layer that has some, if their tokens are counted.
+    counted_experts: dict[int, int] = {}
+    images: ImageSpec | None = None  # None: prompts are text
+    num_image_rows: int = 0  # how many tokens of images the device's pool holds
     # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The longest answer that the model recommends, if any; servers enforce it.

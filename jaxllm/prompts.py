@@ -1,14 +1,17 @@
 """What a user may pass as a prompt."""
 
 from collections.abc import Mapping
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text, and the images for which it has tokens (jaxllm/media/README.md)."""
 
     prompt: str
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -17,6 +20,9 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt

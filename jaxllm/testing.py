@@ -48,6 +48,14 @@ _CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Likewise, with a mark in place of each image.
+_CHAT_WITH_IMAGES = _CHAT_TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}",
+)
 # The text from which the tokenizer learns its merges.
 _TEXT = """
 The engine keeps a queue of requests. Each request is a prompt and the tokens that were made of it.
@@ -67,12 +75,15 @@ def make_tiny_checkpoint(
     *,
     seed: int = 0,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    sees_images: bool = False,
     **config_overrides: Any,
 ) -> Path:
     """Write a model directory: config, weights, generation config, tokenizer, chat template.
 
     Args:
       family: one of `jaxllm.models.registry.family_names()`.
+      sees_images: whether it has a tower for images, and what belongs to one: in the family
+        'mistral3'.
       config_overrides: fields of config.json, such as num_key_value_heads=1 or
         rope_scaling={"rope_type": "linear", "factor": 2.0}.
     """
@@ -80,12 +91,15 @@ def make_tiny_checkpoint(
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = tiny_config(family) | {"dtype": dtype} | config_overrides
+    config = decoder = tiny_config(family) | {"dtype": dtype} | config_overrides
+    image_tokens = ()
+    if sees_images:
+        config, image_tokens = _around_decoder(path, family, config)
     _write_json(path / "config.json", config)
-    ids = {"bos_token_id": None, "eos_token_id": config["eos_token_id"], "pad_token_id": None}
+    ids = {"bos_token_id": None, "eos_token_id": decoder["eos_token_id"], "pad_token_id": None}
     _write_json(path / "generation_config.json", ids)
     save_file(tiny_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(path)
+    _write_tokenizer(path, image_tokens)
     return path
 
 
@@ -146,6 +160,22 @@ def tiny_config(family: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None or name not in tiny}
 
 
+def _around_decoder(
+    path: Path, family: str, decoder: dict[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The config of a model with a tower around a decoder, and the tokens for images. Writes what
+    the tower's images are made by."""
+    from jaxllm.models.registry import load_family
+
+    described = load_family(family)
+    assert described.tower is not None, f"{family} has no tower"
+    _write_json(path / "preprocessor_config.json", dict(described.tiny_preprocessor))
+    outer = copy.deepcopy(dict(described.tiny_config_around))
+    for name in ("dtype", "tie_word_embeddings"):
+        outer[name] = decoder.pop(name)
+    return outer | {"text_config": decoder}, described.tiny_image_tokens
+
+
 def tiny_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Random weights for a config.json, under the names of a checkpoint."""
     import ml_dtypes
@@ -154,7 +184,7 @@ def tiny_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     from jaxllm.models.registry import ModelRegistry
     from jaxllm.weights.loader import parameters_of, sources_of
 
-    architecture = read_architecture(config)
+    architecture = read_architecture(config, sees_images=True)
     model = ModelRegistry.resolve([architecture.name]).abstract(architecture, np.float32)
     sources = sources_of(parameters_of(model), model.checkpoint_map).values()
     shapes = {rows.tensor.name: rows.tensor.shape for s in sources for rows in s.rows()}
@@ -196,21 +226,23 @@ def _place_in_order(name: str) -> tuple[Any, ...]:
     return not is_first, is_last, layer or 0, rank, module, leaf != "weight"
 
 
-def _write_tokenizer(path: Path) -> None:
-    (path / "tokenizer.json").write_text(_tokenizer_json(), encoding="utf-8")
+def _write_tokenizer(path: Path, image_tokens: tuple[str, ...]) -> None:
+    (path / "tokenizer.json").write_text(_tokenizer_json(image_tokens), encoding="utf-8")
     _write_json(
         path / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": EOS,
             "clean_up_tokenization_spaces": False,
-            "chat_template": _CHAT_TEMPLATE,
+            "chat_template": _CHAT_WITH_IMAGES.replace("IMAGE", image_tokens[0])
+            if image_tokens
+            else _CHAT_TEMPLATE,
         },
     )
 
 
 @functools.cache
-def _tokenizer_json() -> str:
+def _tokenizer_json(image_tokens: tuple[str, ...]) -> str:
     """A byte-level BPE tokenizer: any text survives encoding and decoding."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -219,7 +251,7 @@ def _tokenizer_json() -> str:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[EOS, START, END],
+        special_tokens=[EOS, START, END, *image_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

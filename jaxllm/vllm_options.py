@@ -12,15 +12,15 @@ from jaxllm.errors import refused
 # The values at which an option has no effect. Statistics are always kept and never logged, whatever
 # disable_log_stats says.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_local_media_path": ("", None),
     "cpu_offload_gb": (0,),
     "disable_log_stats": (True, False),
     "fully_sharded_loras": (False,),
     "enable_sleep_mode": (False, True),  # every engine can sleep
-    "limit_mm_per_prompt": (None, {}),
     "lora_dtype": ("auto", None),
     "logprobs_mode": ("raw_logprobs",),
-    "mm_processor_kwargs": (None,),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_cache_mode": ("align",),  # snapshots where rows end at the stride
+    "mamba_ssm_cache_dtype": ("auto", "float32"),
     "tokenizer_mode": ("auto",),
 }
 
@@ -29,11 +29,9 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "adapters are cut as the layers that they change, and have the model's type": (
         "fully_sharded_loras", "lora_dtype",
     ),
-    "there are no images, sounds or videos in prompts": (
-        "allowed_local_media_path", "allowed_media_domains", "disable_chunked_mm_input",
-        "enable_mm_embeds", "language_model_only", "limit_mm_per_prompt", "media_io_kwargs",
-        "mm_encoder_tp_mode", "mm_processor_cache_gb", "mm_processor_kwargs",
-        "trust_request_mm_kwargs",
+    "images are made as the model's files and --mm-processor-kwargs say, and cut like text": (
+        "disable_chunked_mm_input", "enable_mm_embeds", "media_io_kwargs", "mm_encoder_tp_mode",
+        "mm_processor_cache_gb", "trust_request_mm_kwargs",
     ),
     "prompts are text or token ids": ("enable_prompt_embeds",),
     "--structured-outputs-config has the options of forms of answers": (
@@ -77,6 +75,9 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "prefixes are found by SHA-256": ("prefix_caching_hash_algo",),
     "blocks of all layers are of one kind": (
         "disable_hybrid_kv_cache_manager", "disable_sliding_window",
+    ),
+    "matrices of recurrent layers are float32, and --mamba-block-size is the stride of snapshots": (
+        "mamba_cache_dtype", "mamba_cache_mode", "mamba_ssm_cache_dtype",
     ),
     "every engine can sleep; --admin-api-key-file opens /sleep": ("enable_sleep_mode",),
     "--profile-dir is where profiles go": ("profiler_config",),

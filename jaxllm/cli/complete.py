@@ -13,6 +13,7 @@ from jaxllm.cli.arguments import (
     sampling_params_from,
 )
 from jaxllm.cli.conversation import answer, converse
+from jaxllm.errors import ValidationError
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class Completer:
 
     def reset(self) -> None:
         """Do nothing: there is no history."""
+
+    def show(self, path: str) -> None:
+        raise ValidationError("a completion sees no images; use `jaxllm chat`")
 
     def reply(self, said: str, stop: threading.Event) -> Iterator[str]:
         return self._model.complete(said, stop)

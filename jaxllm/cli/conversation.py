@@ -4,24 +4,29 @@ The same loop serves a user and a pipe; only a user sees a prompt sign. Only ans
 output; everything else goes to standard error.
 """
 
+import base64
 import contextlib
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
-from jaxllm.errors import JaxLLMError, not_utf8
+from jaxllm.errors import JaxLLMError, ValidationError, not_utf8
+from jaxllm.media.decode import UndecodableError
+from jaxllm.media.sources import read_file
 from jaxllm.plural import counted
 
-Message = dict[str, str]  # role and content, as chat templates and servers expect
+Message = dict[str, Any]  # role and content, as chat templates and servers expect
+Content = str | list[dict[str, Any]]  # a line, or a line with the images before it
 
 HELP = """\
-/reset   forget the conversation
-/help    show this
-/exit    leave; so does Ctrl-D
-Ctrl-C   stop the answer"""
+/image FILE  give an image to the next line
+/reset       forget the conversation
+/help        show this
+/exit        leave; so does Ctrl-D
+Ctrl-C       stop the answer"""
 
 
 class Replier(Protocol):
@@ -29,6 +34,10 @@ class Replier(Protocol):
 
     def reset(self) -> None:
         """Forget all previous lines."""
+        ...
+
+    def show(self, path: str) -> None:
+        """Give the image in a file to the next line; raise JaxLLMError."""
         ...
 
     def reply(self, said: str, stop: threading.Event) -> Iterator[str]:
@@ -60,10 +69,24 @@ class Conversation:
         model.fits(self._messages([], "Hello"))
 
     def reset(self) -> None:
-        self.turns: list[tuple[str, str]] = []  # pairs of a line and its answer
+        self.turns: list[tuple[Content, str]] = []  # pairs of a line and its answer
+        self._images: list[dict[str, Any]] = []  # of the next line
+
+    def show(self, path: str) -> None:
+        """Give the image in a file to the next line."""
+        try:
+            data = base64.b64encode(read_file(path)).decode()
+        except UndecodableError as error:
+            raise ValidationError(f"{path}: {error}") from None
+        url = f"data:application/octet-stream;base64,{data}"
+        self._images.append({"type": "image_url", "image_url": {"url": url}})
 
     def reply(self, said: str, stop: threading.Event) -> Iterator[str]:
         """Stream the answer. The part before `stop` joins the conversation."""
+        images, self._images = self._images, []
+        return self._reply([*images, {"type": "text", "text": said}] if images else said, stop)
+
+    def _reply(self, said: Content, stop: threading.Event) -> Iterator[str]:
         kept = self.turns
         while kept and not self._model.fits(self._messages(kept, said)):
             kept = kept[1:]
@@ -77,7 +100,7 @@ class Conversation:
             yield text
         self.turns = [*kept, (said, "".join(pieces))]
 
-    def _messages(self, turns: Sequence[tuple[str, str]], said: str) -> list[Message]:
+    def _messages(self, turns: Sequence[tuple[Content, str]], said: Content) -> list[Message]:
         messages = list(self._head)
         for question, reply in turns:
             messages += [_message("user", question), _message("assistant", reply)]
@@ -106,6 +129,12 @@ def converse(replier: Replier) -> None:
                     note("The conversation is forgotten.")
                 case "/help":
                     note(HELP)
+                case command if command.startswith("/image "):
+                    try:
+                        replier.show(command.removeprefix("/image ").strip())
+                    except JaxLLMError as error:
+                        note(f"jaxllm: error: {error}")
+                        num_failed += 1
                 case command if command.startswith("/"):
                     note(f"There is no command {command!r}; /help lists them.")
                 case _:
@@ -137,7 +166,7 @@ def note(text: str, end: str = "\n") -> None:
     print(text, end=end, file=sys.stderr, flush=True)
 
 
-def _message(role: str, content: str) -> Message:
+def _message(role: str, content: Content) -> Message:
     return {"role": role, "content": content}
 
 

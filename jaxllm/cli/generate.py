@@ -37,6 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'or an object: {"prompt": ...} or {"prompt_token_ids": ...}.',
     )
     parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="An image for every prompt, at the model's mark for one (such as [IMG]); may be "
+        "repeated.",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="Print one JSON object per answer, for programs."
     )
     parser.add_argument(
@@ -77,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     llm = LLM(**options)
     params = sampling_params_from(args, llm.get_default_sampling_params())
     params = params.clone(structured_outputs=form)
-    plain = [one.prompt for one in prompts]
+    plain = [with_images(one.prompt, args.image) for one in prompts]
     if llm.llm_engine.config.profiler.profile_dir is not None:
         llm.start_profile()
     try:
@@ -97,6 +105,16 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLLMError(
             f"{counted(len(failed), 'answer')} ended in an error: {failed[0].stop_reason}"
         )
+
+
+def with_images(prompt: PromptType, images: list[str]) -> PromptType:
+    """The prompt with these files of images, before those that it has."""
+    if not images:
+        return prompt
+    keys: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    its = (keys.get("multi_modal_data") or {}).get("image") or []
+    its = its if isinstance(its, list) else [its]
+    return cast(PromptType, {**keys, "multi_modal_data": {"image": [*images, *its]}})
 
 
 def form_from(args: argparse.Namespace) -> StructuredOutputsParams | None:

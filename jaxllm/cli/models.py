@@ -11,6 +11,8 @@ from importlib import resources
 from jaxllm.models import families
 from jaxllm.models.registry import architectures_of, family_names
 
+_SEEING = ("mistral3",)  # whose towers are computed, too
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add nothing: this command has no arguments of its own."""
@@ -36,7 +38,8 @@ def comparison(family: str) -> str:
     if not larger:
         return "transformers"
     inside = " and ".join(f"`{name}`" for name in larger)
-    return f"transformers; the decoder in {inside} with the decoder alone"
+    compared = f"transformers; the decoder in {inside} with the decoder alone"
+    return f"{compared}, and with the tower by images" if family in _SEEING else compared
 
 
 def is_larger(name: str) -> bool:

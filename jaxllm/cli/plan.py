@@ -207,11 +207,19 @@ def _memory_lines(report: "PlanReport") -> list[str]:
         *(("  of the draft", [s.draft_cache_bytes]) for s in stages if s.draft_weights_bytes),
         (
             "sampler, block tables",
-            [s.state_bytes - s.recurrent_bytes - s.adapters_bytes for s in stages],
+            [
+                s.state_bytes - s.recurrent_bytes - s.snapshots_bytes - s.adapters_bytes
+                for s in stages
+            ],
         ),
         *(
             [("recurrent layers", [s.recurrent_bytes for s in stages])]
             if any(s.recurrent_bytes for s in stages)
+            else []
+        ),
+        *(
+            [("  snapshots of them", [s.snapshots_bytes for s in stages])]
+            if any(s.snapshots_bytes for s in stages)
             else []
         ),
         *(

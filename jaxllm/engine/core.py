@@ -47,6 +47,7 @@ class EngineCore:
         self.adapters = adapters(config, self.info, executor)
         if not overlap:
             logger.info("async_scheduling is off: the device waits for the host at every step")
+        shares_prefixes = config.cache.shares_prefixes(self.info)
         self.scheduler = Scheduler(
             max_num_seqs=self.info.max_num_seqs,
             max_num_batched_tokens=self.info.max_num_batched_tokens,
@@ -57,8 +58,9 @@ class EngineCore:
             kv=KVCacheManager(
                 groups=self.info.cache_groups,
                 block_size=self.info.block_size,
-                enable_prefix_caching=config.cache.shares_prefixes(self.info.keeps_states),
+                enable_prefix_caching=shares_prefixes,
                 keeps_states=self.info.keeps_states,
+                snapshots=self.info.snapshots if shares_prefixes else None,
             ),
             lanes=(
                 Lanes(num_stages, max_in_flight=1 if overlap else 0) if num_stages > 1 else None
@@ -174,6 +176,7 @@ class EngineCore:
             num_compiles_after_warmup=self.executor.num_compiles_after_warmup,
             step_sizes=list(self._stats.step_sizes),
             num_accepted_by_place=list(self._stats.num_accepted_by_place),
+            expert_tokens=self.scheduler.expert_tokens(self.executor.info.counted_experts),
         )
 
     @property

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from jaxllm.config import EngineConfig
 from jaxllm.lora.adapter_file import Matrices
 from jaxllm.lora.host import Adapters
+from jaxllm.media.host import Images
 from jaxllm.messages import EngineInfo
 from jaxllm.pooling.host import RowPooling, TokenPooling
 from jaxllm.prompt_logprobs.host import PromptLogprobs
@@ -19,6 +20,9 @@ def host_features(info: EngineInfo) -> tuple[Feature, ...]:
     its own."""
     if info.pooling is not None:
         return (RowPooling(info.pooling.needs_whole_prompts), TokenPooling())
+    if info.images is not None:
+        # First, since its limit counts tokens from the end of those that are wanted.
+        return (Images(info.images, info.num_image_rows), PromptLogprobs())
     return (PromptLogprobs(),)
 
 

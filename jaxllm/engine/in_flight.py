@@ -12,13 +12,11 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from jaxllm.engine.pace import Pace
 from jaxllm.executor.base import Executor, PendingResult
 from jaxllm.executor.profiler import Profiler
 from jaxllm.metrics.stats import EngineStats
-from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
 
 # If a step was seen running so short a time ago, it has ended just now.
 _JUST_NOW_S = 0.002
@@ -121,7 +119,7 @@ class InFlight:
         if self._pace is not None:
             self._pace.planned(self._clock() - begun)
 
-    def sample(self, masks: np.ndarray) -> None:
+    def sample(self, masks: LateMasks) -> None:
         """Let the newest step sample its late rows, with a mask for each. If that fails, it is as
         if the step had not been dispatched."""
         self.awaits_masks = False

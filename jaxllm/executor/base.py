@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
-
 from jaxllm.lora.adapter_file import Matrices
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
-from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
 
 
 class PendingResult(Protocol):
@@ -53,9 +51,8 @@ class Executor(Protocol):
         rows is complete after `sample`, which must come before the next step."""
         ...
 
-    def sample(self, masks: np.ndarray) -> None:
-        """Let the newest step sample its late rows, and return at once. `masks` i32 [late rows,
-        words] has a bit for each token that a row may get, lowest first."""
+    def sample(self, masks: LateMasks) -> None:
+        """Let the newest step sample its late rows, and return at once."""
         ...
 
     def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:

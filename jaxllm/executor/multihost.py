@@ -15,7 +15,6 @@ from collections import deque
 from typing import NoReturn, TypeVar
 
 import jax
-import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError
@@ -44,7 +43,7 @@ from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
 from jaxllm.parallel.distributed import broadcast, join_hosts, own_address
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
 
 logger = init_logger(__name__)
 
@@ -210,7 +209,7 @@ class MultiHostExecutor:
             self._late = pending, its
         return pending
 
-    def sample(self, masks: np.ndarray) -> None:
+    def sample(self, masks: LateMasks) -> None:
         self._link.send(self._others, encode(Sample(self._replica, masks)))
         if self._runner is None:
             return

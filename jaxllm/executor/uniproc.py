@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
 from jaxllm.logging import init_logger
@@ -12,11 +10,11 @@ from jaxllm.lora.adapter_file import Matrices
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
-from jaxllm.plan.make_plan import replica_devices
+from jaxllm.plan.stages import replica_devices
 from jaxllm.programs.sizing import plan_engine
 from jaxllm.programs.summary import summary
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.scheduler.schedule import Schedule
+from jaxllm.scheduler.schedule import LateMasks, Schedule
 
 logger = init_logger(__name__)
 
@@ -27,7 +25,7 @@ class UniProcExecutor:
     def __init__(self, config: EngineConfig, replica: int = 0):
         self.startup = Phases()
         with self.startup.timed("Plan"):
-            self.plan = plan_engine(config, replica_devices(config, replica))
+            self.plan = plan_engine(config, replica_devices(config.parallel, replica))
         logger.info("plan: %s", summary(self.plan))
         self.info: EngineInfo = self.plan.info()
         self._runner = ModelRunner(self.plan)
@@ -51,7 +49,7 @@ class UniProcExecutor:
     def execute(self, schedule: Schedule) -> PendingResult:
         return self._runner.execute(schedule)
 
-    def sample(self, masks: np.ndarray) -> None:
+    def sample(self, masks: LateMasks) -> None:
         self._runner.sample(masks)
 
     def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from jaxllm.messages import EngineInfo
-from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
 
 # ---- from rank 0
 
@@ -29,7 +29,7 @@ class Sample(msgspec.Struct, tag=True):
     """Sample the late rows of the newest step of a replica."""
 
     replica: int
-    masks: np.ndarray  # i32 [late rows, words]
+    masks: LateMasks
 
 
 class Stop(msgspec.Struct, tag=True):

@@ -23,7 +23,7 @@ from jaxllm.frontend.output_processor import OutputProcessor
 from jaxllm.frontend.pooling_input import PoolingInput, encoding
 from jaxllm.frontend.pooling_length import TextPair
 from jaxllm.frontend.tokenizer import Tokenizer
-from jaxllm.frontend.tokenizer_threads import Result, TokenizerThreads
+from jaxllm.frontend.tokenizer_threads import Result, TokenizerThreads, takes_long
 from jaxllm.logging import init_logger
 from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import Abort, Add, EngineInfo, EngineOutput, Outputs, Stop
@@ -64,6 +64,7 @@ class AsyncLLMEngine:
             raise
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self.adapters = self._input_processor.adapters  # those that have been checked
+        self.images = self._input_processor.images
         self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
         self._output_processor = OutputProcessor(
             self.tokenizer, self.info.pooling, on_end=self._tell_end
@@ -138,7 +139,7 @@ class AsyncLLMEngine:
             trace_headers=trace_headers,
             lora_request=lora_request,
         )
-        has_form = getattr(sampling_params, "structured_outputs", None) is not None
+        has_form = takes_long(prompt, sampling_params)
         return self._answer(
             request_id,
             lambda: self.in_tokenizer_thread(process, size_of(prompt), has_form=has_form),
@@ -299,6 +300,7 @@ class AsyncLLMEngine:
         self._client.close()
         self._stop_process(_STOP_GRACE_S)
         self._tokenizer_threads.shutdown()
+        self.images.close()
         if self.tracer is not None:
             self.tracer.shutdown()
 

@@ -4,10 +4,10 @@ The prefix cache makes that cheap: it has a beam's keys and values from the step
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jaxllm.errors import JaxLLMError, ValidationError, refused
-from jaxllm.messages import EngineInfo
+from jaxllm.messages import EngineInfo, EngineRequest
 from jaxllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jaxllm.prompts import TokensPrompt
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
@@ -74,6 +74,15 @@ def check_beams(params: BeamSearchParams, info: EngineInfo, prompt_len: int) -> 
             f"max_model_len={info.max_model_len}; lower max_tokens",
             parameter="max_tokens",
             value=params.max_tokens,
+        )
+
+
+def refuse_images(requests: Iterable[EngineRequest]) -> None:
+    """Refuse a search behind images: its steps have prompts of tokens alone."""
+    if any(request.images for request in requests):
+        raise ValidationError(
+            "multi_modal_data: a beam search is not supported with images; sample instead",
+            parameter="multi_modal_data",
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import refused
+from jaxllm.media.chat import IMAGE
 
 # How protocols call an answer's reasoning: vLLM's name, and that of most templates.
 _REASONING = ("reasoning", "reasoning_content")
@@ -19,7 +20,7 @@ def plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     if plain.get("content") is None:
         plain["content"] = ""  # templates would write "None"
     elif isinstance(plain["content"], list):
-        plain["content"] = text_of_content(plain["content"], f"{name}.content")
+        plain["content"] = _plain_content(plain["content"], f"{name}.content")
     elif not isinstance(plain["content"], str):
         content = plain["content"]
         raise refused(f"{name}.content", content, "it must be text, a list of parts or None")
@@ -34,6 +35,17 @@ def plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
             for place, call in enumerate(plain["tool_calls"])
         ]
     return plain
+
+
+def _plain_content(content: list[Any], name: str) -> str | list[dict[str, str]]:
+    """The text of a list of parts; if there are images, which `take_images` has marked, the list:
+    templates put something in their places."""
+    if IMAGE not in content:
+        return text_of_content(content, name)
+    return [
+        part if part == IMAGE else {"type": "text", "text": _text_of_part(part, f"{name}[{place}]")}
+        for place, part in enumerate(content)
+    ]
 
 
 def text_of_content(content: object, name: str = "content") -> str:
@@ -51,7 +63,8 @@ def _text_of_part(part: object, name: str) -> str:
         if not isinstance(part.get("text"), str):
             raise refused(f"{name}.text", part.get("text"), "it must be a string")
         return part["text"]
-    raise refused(name, part, "it is not text; only parts of type 'text' are supported")
+    kinds = "'text', 'image_url', 'input_image' or 'image_pil'"
+    raise refused(name, part, f"it is not text or an image; parts may be of type {kinds}")
 
 
 def _parsed_tool_call(call: object, name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jaxllm.frontend.prompt_reader import PromptReader
 from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.lora.catalog import AdapterCatalog
 from jaxllm.lora.request import LoRARequest
+from jaxllm.media.images import Images
 from jaxllm.messages import EngineInfo, EngineRequest
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.plural import counted
@@ -59,6 +60,7 @@ class InputProcessor:
         self._reader = PromptReader(config, info, tokenizer)
         self._seeds = random.Random(config.model.seed)  # for requests without a seed
         self.adapters = AdapterCatalog(info.adapters)
+        self.images = Images(config, info.images)
         self._forms = AnswerForms(config, info, tokenizer)
         self._logits_processors = load_logits_processors(config.model.logits_processors, config)
         of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
@@ -103,7 +105,9 @@ class InputProcessor:
         )
         adapter = None if lora_request is None else self.adapters.check(lora_request)
         length = PromptLength.of(self._info.max_model_len, truncate_prompt_tokens)
+        prompt, images = self.images.taken(prompt)
         text, token_ids, cache_salt = self._reader.read(prompt, length, may_be_empty=True)
+        token_ids, items = self.images.placed(token_ids, images, length)
         params = self._resolve_params(params)
         grammar = self._forms.grammar(params.structured_outputs, text, token_ids, reasoning)
         params.structured_outputs = None  # the engine gets the grammar alone
@@ -142,6 +146,7 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 grammar=grammar,
                 adapter=adapter,
+                images=items,
                 prefix_leader_id=ids[0] if i else None,
             )
             for i, engine_id in enumerate(ids)

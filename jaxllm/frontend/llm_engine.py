@@ -283,5 +283,6 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         self._engine.shutdown()
+        self._input_processor.images.close()
         if self._tracer is not None:
             self._tracer.shutdown()

@@ -21,6 +21,7 @@ from jaxllm.frontend.chat_template import Conversation, render
 from jaxllm.frontend.detokenizer import Detokenizer
 from jaxllm.frontend.long_text import Encode, Shape, encode_at_most, encode_end
 from jaxllm.frontend.tokenizer_files import SmallFiles, defect, refuse_unread
+from jaxllm.media.chat import take_images
 from jaxllm.prompts import TokensPrompt
 
 if TYPE_CHECKING:
@@ -248,9 +249,10 @@ def render_chat(
     Templates write the special tokens, so the tokenizer would add a second BOS. A template that
     does not needs `add_special_tokens`.
     """
+    seen = take_images(messages)
     conversation = _conversation(
         tokenizer,
-        messages,
+        seen.messages,
         chat_template,
         add_generation_prompt,
         continue_final_message,
@@ -262,7 +264,10 @@ def render_chat(
         ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     else:
         ids = length.encode(tokenizer, text, add_special_tokens=add_special_tokens)
-    return TokensPrompt(prompt=text, prompt_token_ids=ids)
+    prompt = TokensPrompt(prompt=text, prompt_token_ids=ids)
+    if seen.images:
+        prompt["multi_modal_data"] = {"image": seen.images}
+    return prompt
 
 
 def _conversation(
@@ -303,8 +308,15 @@ def _conversation(
     ]
     if not conversation:
         raise ValidationError("messages is empty; give at least one", parameter="messages")
+    template = find_chat_template(tokenizer, chat_template, tools)
+    if "image" not in template and any(isinstance(one["content"], list) for one in conversation):
+        raise ValidationError(
+            "messages: there are images, and the model's chat template has no place for any; pass "
+            "chat_template=...",
+            parameter="messages",
+        )
     return Conversation(
-        template=find_chat_template(tokenizer, chat_template, tools),
+        template=template,
         # Leave out fields that are None: templates would write "None".
         messages=[{k: v for k, v in one.items() if v is not None} for one in conversation],
         tools=None if tools is None else list(tools),

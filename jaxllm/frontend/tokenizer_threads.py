@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from jaxllm.frontend.tokenizer import LONG_TEXT
+from jaxllm.media.images import has_images
 
 Result = TypeVar("Result")
 
@@ -34,3 +35,8 @@ class TokenizerThreads:
         self._short.shutdown(wait=False)
         self._long.shutdown(wait=False)
         self._forms.shutdown(wait=False)
+
+
+def takes_long(prompt: object, sampling_params: object) -> bool:
+    """Whether a request compiles a form of its answer, or reads images, which takes as long."""
+    return getattr(sampling_params, "structured_outputs", None) is not None or has_images(prompt)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.mla.api import LatentBackend, LatentConfig
@@ -41,6 +42,21 @@ class LentCache(NamedTuple):
     scales: jax.Array | None  # of the cache's codes, [K, 2]
 
 
+class GivenEmbeddings(NamedTuple):
+    """Embeddings that stand in place of those of tokens: images, as a tower has computed them."""
+
+    rows: jax.Array  # i32 [T]: the row of each token; -1: the token has its own embedding
+    pool: jax.Array  # [rows, D]
+
+    def put_into(self, hidden: jax.Array) -> jax.Array:
+        """Replace what is given of embeddings [T, D]. A step without images reads nothing."""
+        return jax.lax.cond(
+            jnp.any(self.rows >= 0),
+            lambda: jnp.where(self.rows[:, None] >= 0, self.pool[self.rows], hidden),
+            lambda: hidden,
+        )
+
+
 Cache = jax.Array | LentCache | States
 
 # The attention of a mixer and its implementation: heads with keys and values, or latents. Those of
@@ -70,6 +86,11 @@ class StepContext:
     positions: jax.Array | None = None
     rotary: Rotary | None = None
     layer_input: jax.Array | None = None
+    # A jax.Ref of i32 [L, E] to which layers write how many tokens each of their experts has, and
+    # the number of the layer, i32 [], which the decoder sets; None: nobody counts them.
+    expert_tokens: Any = None
+    layer: jax.Array | None = None
+    given: GivenEmbeddings | None = None  # None: all tokens have their own
 
     @classmethod
     def prepare(

@@ -63,6 +63,13 @@ class MoESpec:
         return MoE(self, hidden_size, num_shards=num_shards, dtype=dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MoEBesideMLPSpec(MoESpec):
+    """The static part of a mixture of experts in a layer that has an MLP as well."""
+
+    name: ClassVar[str] = "moe"
+
+
 class MoE(nnx.Module):
     """A router, experts and perhaps a shared MLP."""
 
@@ -93,22 +100,32 @@ class MoE(nnx.Module):
             else None
         )
 
-    def __call__(self, x: jax.Array, context: StepContext) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, context: StepContext, *, routed_by: jax.Array | None = None
+    ) -> jax.Array:
+        """Compute the experts of x. The router chooses them by x, or by what is given for it."""
         with jax.named_scope("moe"):
-            chosen, factors = self.gate.route(x)
+            chosen, factors = self.gate.route(x if routed_by is None else routed_by)
             # Padding chooses no expert, so that it costs nothing.
             is_real = jnp.arange(len(x)) < context.num_tokens
             chosen = jnp.where(is_real[:, None], chosen, self.num_experts)
+            if context.expert_tokens is not None:
+                # Compared, not scattered: one small reduction on every platform.
+                is_of = chosen[:, :, None] == jnp.arange(self.num_experts)
+                counts = is_of.sum((0, 1), dtype=jnp.int32)
+                context.expert_tokens[context.layer, : self.num_experts] = counts
             y = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
             y = self.experts(y, chosen, factors, context)
             if self.fc2_latent_proj is not None:
                 y = self.fc2_latent_proj(y.astype(x.dtype))
             if self.shared_experts is not None:
-                shared = self.shared_experts(x, context).astype(jnp.float32)
+                shared = self.shared_experts(x, context)
                 if self.shared_expert_gate is not None:
                     gate = self.shared_expert_gate(x).astype(jnp.float32)
-                    shared = shared * jax.nn.sigmoid(gate)
-                y = y.astype(jnp.float32) + shared
+                    shared = shared.astype(jnp.float32) * jax.nn.sigmoid(gate)
+                # In float32, or rounded once. Nothing is between two sums over devices and this
+                # one, so that XLA may make one of them.
+                y = y + shared
             return y.astype(x.dtype)
 
 

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxllm.layers.linear import Linear
+from jaxllm.layers.norm import RMSNormSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,10 @@ class RouterSpec:
     chosen_groups: int = 1
     best_of_group: int = 2
     bias: bool = False
+    # The norm of what the router sees, which is then divided by the root of its size.
+    norm: RMSNormSpec | None = None
+    # Whether the factor of each expert is multiplied by a stored number.
+    scales_experts: bool = False
     # Whether weights and logits are float32, not of the model's dtype.
     in_float32: bool = False
     # Whether factors are rounded to the model's dtype.
@@ -59,6 +64,10 @@ class Router(Linear):
         )
         self.spec = spec
         self.num_choices = num_choices
+        self.input_norm = None if spec.norm is None else spec.norm.make(hidden_size, dtype=dtype)
+        self.per_expert_scale = (
+            nnx.Param(jnp.ones(num_experts, dtype), axes=(None,)) if spec.scales_experts else None
+        )
         self.e_score_correction_bias = (
             nnx.Param(jnp.zeros(num_experts, jnp.float32), axes=(None,))
             if spec.has_selection_bias
@@ -68,6 +77,8 @@ class Router(Linear):
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the experts of each token, int32 [T, k], and their factors, float32 [T, k]."""
         spec = self.spec
+        if self.input_norm is not None:
+            x = self.input_norm(x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         logits = self(x.astype(jnp.float32) if spec.in_float32 else x).astype(jnp.float32)
         scores = logits
         if spec.scores == "softmax":
@@ -88,6 +99,8 @@ class Router(Linear):
             factors = factors / jnp.maximum(total, spec.least_sum)
         if spec.scale != 1.0:
             factors = factors * spec.scale
+        if self.per_expert_scale is not None:
+            factors = factors * self.per_expert_scale[...].astype(jnp.float32)[chosen]
         if spec.rounds_factors:
             factors = factors.astype(x.dtype).astype(jnp.float32)
         return chosen, factors

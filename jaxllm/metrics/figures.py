@@ -46,6 +46,8 @@ FIGURES = (
     _gauge("kv_cache_usage_perc", "kv_cache_usage", "Share of the KV cache in use; 1 means all."),
     _gauge("kv_blocks", "num_blocks", "Blocks of the KV cache."),
     _gauge("kv_blocks_used", "num_blocks_used", "Those of them that are in use."),
+    _gauge("state_snapshots", "num_snapshots", "Places for snapshots of recurrent states."),
+    _gauge("state_snapshots_used", "num_snapshots_used", "Those of them that have one."),
     _gauge("overlap", "overlap", "1 if steps are dispatched one ahead of their results, else 0."),
     _gauge("prefix_cache_hit_rate", "prefix_cache_hit_rate", "Found of looked up, since start."),
     _gauge("padding_waste", "padding_waste", "Share of token rows that were padding, since start."),
@@ -61,6 +63,8 @@ FIGURES = (
     _counter("prompt_tokens_cached", "prefix_cache_hits", "Tokens of prompts found in the cache."),
     _counter("generation_tokens", "num_generation_tokens", "Tokens generated."),
     _counter("num_preemptions", "num_preemptions", "Answers put back for want of memory."),
+    _counter("prompt_images", "num_images", "Images of prompts."),
+    _counter("encoded_images", "num_images_encoded", "Images that the tower has encoded."),
     _counter(
         "corrupted_requests",
         "num_requests_corrupted",
@@ -108,6 +112,8 @@ FIGURES = (
     ),
 )
 
+EXPERT_TOKENS = "expert_tokens"
+EXPERT_TOKENS_HELP = "Tokens that chose an expert of a layer; with --count-expert-tokens."
 STEP_TOKENS = "iteration_tokens_total"
 STEP_TOKENS_HELP = "Tokens computed in a step."
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxllm.metrics.figures import FIGURES, STEP_TOKENS, step_tokens_buckets
+from jaxllm.metrics.figures import EXPERT_TOKENS, FIGURES, STEP_TOKENS, step_tokens_buckets
 from jaxllm.metrics.stats import EngineStats
 
 
@@ -50,6 +50,10 @@ def read_metrics(replicas: Sequence[EngineStats], model: str) -> list[Metric]:
         for figure in FIGURES:
             kind = _KINDS[figure.kind]
             metrics.append(kind(_PREFIX + figure.name, labels | figure.labels, figure.read(stats)))
+        for layer, counts in stats.expert_tokens.items():
+            for expert, count in enumerate(counts):
+                its = labels | {"layer": str(layer), "expert": str(expert)}
+                metrics.append(Counter(_PREFIX + EXPERT_TOKENS, its, count))
         buckets = step_tokens_buckets(stats)
         metrics.append(
             Histogram(

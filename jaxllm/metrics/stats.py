@@ -19,6 +19,9 @@ class EngineStats:
     # Blocks of the KV cache, and the blocks that requests hold, by group of layers.
     group_blocks: list[int] = field(default_factory=list)
     group_blocks_used: list[int] = field(default_factory=list)
+    # Snapshots of recurrent layers' states that are kept, and how many there can be.
+    num_snapshots: int = 0
+    num_snapshots_used: int = 0
     # The names of the adapters of running requests, and of waiting ones.
     adapters_running: list[str] = field(default_factory=list)
     adapters_waiting: list[str] = field(default_factory=list)
@@ -29,6 +32,8 @@ class EngineStats:
     num_prompt_tokens: int = 0  # computed, not found in the cache; once each
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_images: int = 0  # of requests that were admitted
+    num_images_encoded: int = 0
     # How often a request found too few free blocks, by group of layers.
     group_shortages: list[int] = field(default_factory=list)
     num_requests_corrupted: int = 0  # requests that ended because their logits were not finite
@@ -48,6 +53,8 @@ class EngineStats:
     num_stages_offered: int = 0
     num_stages_filled: int = 0
     step_sizes: list[int] = field(default_factory=lambda: [0] * NUM_STEP_SIZES)
+    # By layer: the tokens that chose each of its experts; empty if they are not counted.
+    expert_tokens: dict[int, list[int]] = field(default_factory=dict)
     # seconds
     step_s: float = 0.0  # all calls of `step` with work, including all below
     schedule_s: float = 0.0
@@ -66,7 +73,9 @@ class EngineStats:
             if one.name.startswith("adapters_"):
                 in_all = sorted(set().union(*values))
             elif isinstance(values[0], list):
-                in_all = list(map(sum, zip(*values, strict=True)))
+                in_all = _sums(values)
+            elif isinstance(values[0], dict):
+                in_all = {key: _sums([its[key] for its in values]) for key in values[0]}
             else:
                 in_all = sum(values)
             setattr(total, one.name, in_all)
@@ -125,3 +134,8 @@ class EngineStats:
         """Microseconds of scheduling, packing, updating and making masks per step."""
         busy = self.schedule_s + self.pack_s + self.update_s + self.mask_s
         return busy / self.num_steps * 1e6 if self.num_steps else 0.0
+
+
+def _sums(lists: list[list[int]]) -> list[int]:
+    """The sums of the numbers in each place."""
+    return list(map(sum, zip(*lists, strict=True)))

@@ -16,6 +16,9 @@ from jaxllm.models.seeing_all import seeing_all, without_both_sides
 from jaxllm.models.specs import Architecture, MixerSpec
 from jaxllm.quantization.read import read_scheme
 
+# The field of a config.json that describes a tower for images.
+VISION = "vision_config"
+
 
 def read_architecture(
     hf_config: Mapping[str, Any],
@@ -24,6 +27,7 @@ def read_architecture(
     max_model_len: int | None = None,
     quantization: str | None = None,
     pools: bool = False,
+    sees_images: bool = False,
 ) -> Architecture:
     """Read the contents of a config.json.
 
@@ -34,6 +38,7 @@ def read_architecture(
       quantization: the codes that weights of 16 bits become, or the method of a checkpoint that has
         codes. None: as the checkpoint.
       pools: whether the engine pools, so that the model may have no head or that of a classifier.
+      sees_images: whether to read the tower for images beside the decoder, if the model has one.
     """
     config = HFConfig(merge_overrides(hf_config, overrides or {}), max_model_len=max_model_len)
     name = ModelRegistry.select(config.names("architectures") or (), pools=pools)
@@ -53,6 +58,8 @@ def read_architecture(
             f"{name} is an encoder, which generates no text; start the engine with runner='pooling'"
         )
     architecture = family.read(name, config)
+    if sees_images and family.tower is not None and config.get(VISION) is not None:
+        architecture = dataclasses.replace(architecture, tower=family.tower(config, architecture))
     if not has_own_class:
         of_pooling = OF_POOLING if pools else ()
         config.refuse_unread({*HARMLESS, *family.harmless, *of_pooling})

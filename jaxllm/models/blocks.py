@@ -158,10 +158,15 @@ class SandwichBlock(Block):
     def __call__(
         self, hidden: jax.Array, caches: Caches, context: StepContext
     ) -> tuple[jax.Array, Caches]:
-        before_mixers, behind_mixers, before_ffns, behind_ffns = map(self.norm, self.norms)
+        before_mixers, behind_mixers, *_ = map(self.norm, self.norms)
         mixed, caches = self.mix(before_mixers(hidden), caches, context)
         hidden = self.add(hidden, behind_mixers(mixed))
-        return self.add(hidden, behind_ffns(self.feed(before_ffns(hidden), context))), caches
+        return self.add(hidden, self.feed_from(hidden, context)), caches
+
+    def feed_from(self, hidden: jax.Array, context: StepContext) -> jax.Array:
+        """What the ffns make of the residual stream, between their norms."""
+        _, _, before_ffns, behind_ffns = map(self.norm, self.norms)
+        return behind_ffns(self.feed(before_ffns(hidden), context))
 
 
 class ScaledSandwichBlock(SandwichBlock):
@@ -179,6 +184,27 @@ class ScaledSandwichBlock(SandwichBlock):
         if self.spec.per_layer_input is not None:
             hidden = self.add(hidden, self.per_layer_input(hidden, context))
         return hidden * self.layer_scalar[...], caches
+
+
+class ExpertsSandwichBlock(ScaledSandwichBlock):
+    """A scaled sandwich with experts beside the MLP. Both have norms of their own before and after,
+    and the router sees the stream itself."""
+
+    norms = (
+        *ScaledSandwichBlock.norms,
+        "post_feedforward_layernorm_1",
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_2",
+    )
+
+    def feed_from(self, hidden: jax.Array, context: StepContext) -> jax.Array:
+        _, _, before_mlp, behind, behind_mlp, before_experts, behind_experts = map(
+            self.norm, self.norms
+        )
+        mlp, moe = (getattr(self, spec.name) for spec in self.spec.ffns)
+        of_mlp = behind_mlp(mlp(before_mlp(hidden), context))
+        of_experts = moe(before_experts(hidden), context, routed_by=hidden)
+        return behind(of_mlp + behind_experts(of_experts))
 
 
 class TwoNormParallelBlock(Block):

@@ -40,6 +40,12 @@ class DecoderForCausalLM(nnx.Module):
         self.pooling_head: PoolingHead | None = (
             None if head is None else head.make(architecture.hidden_size, dtype=dtype)
         )
+        tower = architecture.tower
+        self.tower = (
+            None
+            if tower is None
+            else tower.make(architecture.hidden_size, num_shards=num_shards, dtype=dtype)
+        )
         # A tied embedding serves as the head, so that there is one array and one leaf.
         self.lm_head = (
             None
@@ -228,7 +234,7 @@ class Decoder(nnx.Module):
         """Return the hidden states, the streams before the layers `taps`, and the caches."""
         hidden: Any = inputs
         if self.embeds:
-            inputs, hidden = self._enter(inputs, positions)
+            inputs, hidden = self._enter(inputs, positions, context)
         of_layers = None if self.per_layer_inputs is None else self.per_layer_inputs(inputs, hidden)
         # Most models have one rope for all layers; its angles are computed once.
         ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers.values())
@@ -248,6 +254,7 @@ class Decoder(nnx.Module):
                 context,
                 rotary=rotations[layer.spec.rope],
                 layer_input=None if of_layers is None else of_layers[:, index],
+                layer=None if context.expert_tokens is None else jnp.int32(index),
             )
             if index in taps:
                 tapped[index] = settle(hidden)
@@ -268,7 +275,9 @@ class Decoder(nnx.Module):
             return settle(hidden), streams, updated
         return normalise(hidden, self.norm, context)[1], streams, updated
 
-    def _enter(self, inputs: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _enter(
+        self, inputs: jax.Array, positions: jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
         """The ids of tokens without their types, and all that is known of the tokens [T, D]."""
         assert self.embed_tokens is not None
         size, types = self.embed_tokens.vocab_size, None
@@ -277,6 +286,8 @@ class Decoder(nnx.Module):
             types = jnp.where(is_real, inputs // size, NOWHERE)
             inputs = jnp.where(is_real, inputs % size, inputs)
         hidden = self.embed(inputs)
+        if context.given is not None:
+            hidden = context.given.put_into(hidden)
         if self.embed_positions is not None:
             rows = jnp.where(inputs < size, positions + self.first_position, NOWHERE)
             hidden = hidden + self.embed_positions(rows)

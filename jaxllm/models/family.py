@@ -16,6 +16,7 @@ from jaxllm.models.draft_head import HeadSpec
 from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.rope_parameters import read_rope, rope_number, stretched_length
 from jaxllm.models.specs import Architecture, FFNSpec, LayerSpec, MixerSpec
+from jaxllm.models.tower import TowerSpec
 from jaxllm.pooler_config import SeqPooling
 
 # Types of layers, as `layer_types` in a config.json names them.
@@ -54,6 +55,14 @@ class Family:
     # The computation -> the head in the same checkpoint that drafts (speculation's method "mtp");
     # it raises an error if the model has none. None: no model of the family has one.
     draft_head: Callable[[Architecture], HeadSpec] | None = None
+    # config.json and what was read of it -> the tower for images. None: prompts are text, also if a
+    # checkpoint has a tower.
+    tower: Callable[[HFConfig, Architecture], TowerSpec] | None = None
+    # For the tiny checkpoint with a tower: fields around the decoder's config, the contents of
+    # preprocessor_config.json, and the tokens that the tokenizer has for images.
+    tiny_config_around: Mapping[str, Any] = field(default_factory=dict)
+    tiny_preprocessor: Mapping[str, Any] = field(default_factory=dict)
+    tiny_image_tokens: tuple[str, ...] = ()
 
 
 def read_attention(

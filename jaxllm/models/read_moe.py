@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm_kernels.experts.api import ExpertsConfig
+from jaxllm_kernels.experts.api import GELU_TANH, ExpertsConfig
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.moe import MoESpec
@@ -12,6 +12,16 @@ from jaxllm.models.hf_config import HFConfig, check_size
 
 _MOST_EXPERTS = 1 << 14
 _MOST_WEIGHTS = 3 << 36  # of a layer
+
+# What experts with and without gates compute, under the names of config.json.
+_GATED: dict[str, ExpertsConfig] = {
+    "silu": ExpertsConfig(),
+    "swish": ExpertsConfig(),
+    "gelu_pytorch_tanh": GELU_TANH,
+    "gelu_new": GELU_TANH,
+    "gelu_fast": GELU_TANH,
+}
+_UNGATED = {"relu2": ExpertsConfig(is_gated=False)}
 
 # Fields of families with experts that act in training only.
 TRAINING = {
@@ -39,24 +49,25 @@ def read_moe(
     default_size: int | None = None,
     activation: str = "hidden_act",
     is_gated: bool = True,
+    kind: type[MoESpec] = MoESpec,
     **others: Any,
 ) -> MoESpec:
     """Read a mixture of experts. `count`, `choices` and `size` are the fields that say how many
     experts there are, how many a token chooses, and how large they are, `activation` the one that
     names the function; `others` are fields of the spec."""
-    supported = ("silu", "swish") if is_gated else ("relu2",)
-    function = config.get(activation) or supported[0]
+    supported = _GATED if is_gated else _UNGATED
+    function = config.get(activation) or next(iter(supported))
     if function not in supported:
         raise UnsupportedModelError(
-            f"{activation} {shown(function)} is not supported for experts; supported is "
-            f"{supported[0]!r}"
+            f"{activation} {shown(function)} is not supported for experts; supported: "
+            f"{', '.join(supported)}"
         )
-    spec = MoESpec(
+    spec = kind(
         num_experts=config.integer(count, default_count),
         num_choices=config.integer(choices, default_choices),
         intermediate_size=config.integer(size, default_size),
         router=router,
-        activation=ExpertsConfig(is_gated=is_gated),
+        activation=supported[function],
         **others,
     )
     check_size(count, spec.num_experts, _MOST_EXPERTS)

@@ -51,6 +51,7 @@ _FAMILIES = {
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
+    "LlavaForConditionalGeneration": "mistral3",
     "Mamba2ForCausalLM": "mamba2",
     "MiMoV2FlashForCausalLM": "mimo_v2",
     "MiniMaxM2ForCausalLM": "minimax_m2",

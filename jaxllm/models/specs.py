@@ -12,11 +12,13 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxllm.layers.context import Cache, StepContext
+from jaxllm.layers.moe import MoESpec
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.rope import RopeConfig
 from jaxllm.layers.self_attention import SelfAttentionSpec
 from jaxllm.models.pooling_head import PoolingHeadSpec
+from jaxllm.models.tower import TowerSpec
 from jaxllm.quantization.products import Products
 from jaxllm.quantization.scheme import Scheme
 
@@ -130,6 +132,7 @@ class Architecture:
     has_head_bias: bool = False
     # What is behind a pooled hidden state, in place of logits; None: the model generates.
     pooling_head: PoolingHeadSpec | None = None
+    tower: TowerSpec | None = None  # what makes embeddings of images; None: prompts are text
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -153,6 +156,16 @@ class Architecture:
         mixers = [mixer for layer in self.layers for mixer in layer.mixers]
         return any(isinstance(mixer, SelfAttentionSpec) for mixer in mixers)
 
+    @property
+    def num_experts(self) -> dict[int, int]:
+        """The number of experts of each layer that has some, by the layer's index."""
+        return {
+            index: ffn.num_experts
+            for index, layer in enumerate(self.layers)
+            for ffn in layer.ffns
+            if isinstance(ffn, MoESpec)
+        }
+
     def with_products(self, products: Products) -> "Architecture":
         """The architecture with a choice of implementations for weights that are codes."""
         if self.scheme is None:
@@ -163,3 +176,5 @@ class Architecture:
         """Raise ValidationError if the model cannot be cut into so many equal shards."""
         for layer in dict.fromkeys(self.layers):
             layer.check(num_shards)
+        if self.tower is not None:
+            self.tower.check(num_shards)

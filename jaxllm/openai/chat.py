@@ -140,6 +140,7 @@ class ChatRequest(RequestFields, kw_only=True, forbid_unknown_fields=True):
 
     def names_of_fields(self, place: int | None) -> dict[str, str]:
         names = {"logprobs": "top_logprobs", "prompt": "messages", "prompt_token_ids": "messages"}
+        names["multi_modal_data"] = "messages"
         if self.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
         return super().names_of_fields(place) | names

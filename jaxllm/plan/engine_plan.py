@@ -15,7 +15,7 @@ from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.platform import Chip
 
-from jaxllm.cache_groups import CacheGroup, room_for
+from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
@@ -33,6 +33,7 @@ from jaxllm.plan.draft_head import DraftHeadPlan
 from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
+from jaxllm.plan.images import ImagePlan
 from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
@@ -69,6 +70,7 @@ class EnginePlan:
     experts: ExpertsOp | None  # None: the model has none
     coded_products: tuple[str, ...]  # how products with codes are computed, in words
     state_ops: StateOps | None  # None: no mixer has a state
+    snapshots: StateSnapshots | None  # None: no states, or requests share no prefixes
     sampling: Layout
     add_norm: AddNorm | None
     stages: tuple[StagePlan, ...]
@@ -87,6 +89,9 @@ class EnginePlan:
     adapters: AdapterPlan | None = None
     # The tail of a step; None: it samples.
     pooling: Pooling | None = None
+    # Whether steps count the tokens of each expert of each layer.
+    counts_experts: bool = False
+    images: ImagePlan | None = None  # None: prompts are text
     # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
 
@@ -106,6 +111,12 @@ class EnginePlan:
     def leaves_logits(self) -> bool:
         """Whether steps leave their logits on the device."""
         return self.samples_late or (self.pooling is None and self.host_reads_logits)
+
+    @property
+    def verifies_late(self) -> bool:
+        """Whether late rows may have drafts: the host must know them before it makes masks, so they
+        are proposed at the end of a step."""
+        return self.samples_late and self.speculation is not None and self.speculation.proposes
 
     @property
     def host_reads_logits(self) -> bool:
@@ -130,6 +141,11 @@ class EnginePlan:
         return room_for(self.cache_groups, context, self.block_size)
 
     @property
+    def experts_shape(self) -> tuple[int, int]:
+        """The number of layers, and of experts of the layer with the most."""
+        return self.architecture.num_layers, max(self.architecture.num_experts.values())
+
+    @property
     def num_devices(self) -> int:
         return sum(stage.mesh.size for stage in self.stages)
 
@@ -147,6 +163,11 @@ class EnginePlan:
     def states_bytes(self) -> int:
         """The bytes of the states of all slots, on the device with the most."""
         return max(stage.states_bytes for stage in self.stages)
+
+    @property
+    def snapshots_bytes(self) -> int:
+        """The bytes of the snapshots of states, on the device with the most."""
+        return max(stage.snapshots_bytes for stage in self.stages)
 
     def abstract_model(self, stage: StagePlan) -> Model:
         """The part of the model in a stage, with shapes in place of weights."""
@@ -215,5 +236,9 @@ class EnginePlan:
             speculation=self.speculation,
             pooling=self.pooling,
             keeps_states=self.state_ops is not None,
+            snapshots=self.snapshots,
             adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
+            counted_experts=self.architecture.num_experts if self.counts_experts else {},
+            images=None if self.images is None else self.images.spec,
+            num_image_rows=0 if self.images is None else self.images.num_rows,
         )

@@ -22,6 +22,7 @@ from jaxllm.models.hf_config import merge_overrides
 from jaxllm.models.pooling_head import PoolingHeadSpec
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
+from jaxllm.plan.images import wants_images
 from jaxllm.pooler_config import Pooling, PoolingConfig, SeqPooling
 from jaxllm.pooling.files import SentenceModel, read_sentence_model
 
@@ -53,6 +54,7 @@ def read_model(
         max_model_len=config.model.max_model_len or longest,
         quantization=config.model.quantization,
         pools=pools,
+        sees_images=not pools and wants_images(config),
     )
     if not pools:
         return architecture, None

@@ -64,6 +64,9 @@ class RowPooling(_Pooling):
     def start_over(self, request: Request) -> None:
         pass  # a row that begins a prompt takes no sum of its slot
 
+    def lose(self) -> None:
+        pass  # it keeps nothing on the device
+
     def draft(self, rows: Sequence[Request], num_tokens: np.ndarray) -> Drafted:
         ended = [
             row
@@ -105,6 +108,9 @@ class TokenPooling(_Pooling):
 
     def start_over(self, request: Request) -> None:
         pass  # what has been read stays, and the same vectors are not read again
+
+    def lose(self) -> None:
+        pass  # it keeps nothing on the device
 
     def draft(self, rows: Sequence[Request], num_tokens: np.ndarray) -> Drafted | None:
         if not self._using:

@@ -98,7 +98,11 @@ class Store(Protocol):
 
     def load(self, key: Hashable) -> jax.stages.Compiled | None: ...
 
-    def save(self, key: Hashable, compiled: jax.stages.Compiled) -> None: ...
+    def find(
+        self, key: Hashable, lowered: jax.stages.Lowered, module: str
+    ) -> jax.stages.Compiled | None: ...
+
+    def save(self, key: Hashable, compiled: jax.stages.Compiled, module: str) -> None: ...
 
 
 class Programs:
@@ -126,7 +130,7 @@ class Programs:
     def compile_all(self) -> CompileReport:
         """Load the stored programs and compile the rest: this thread lowers them one by one, and
         other threads compile meanwhile."""
-        start, hits = time.perf_counter(), compilation_counter.cache_hits
+        start, before = time.perf_counter(), compilation_counter.anew
         num_given = len(self._compiled)
         with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
             missing = [key for key in self._programs if key not in self._compiled]
@@ -145,7 +149,6 @@ class Programs:
                 }
                 fresh = {key: future.result() for key, future in pending.items()}
             self._compiled |= stored | fresh
-        num_stored = len(missing) - len(pending)
         trim_heap()  # the compiler has released much memory
         sizes = [compiled.memory_analysis() for compiled in self._compiled.values()]
         sizes = [size for size in sizes if size is not None]
@@ -153,7 +156,7 @@ class Programs:
             num_programs=len(self._compiled),
             num_loaded=num_given,
             seconds=time.perf_counter() - start,
-            cache_hits=compilation_counter.cache_hits - hits + num_stored,
+            cache_hits=len(missing) - (compilation_counter.anew - before),
             largest_temp_bytes=max((s.temp_size_in_bytes for s in sizes), default=0),
             code_bytes=sum(s.generated_code_size_in_bytes for s in sizes),
         )
@@ -172,10 +175,15 @@ class Programs:
         return self._compile(key, self._programs[key].lower())
 
     def _compile(self, key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        before = compilation_counter.anew_here
-        compiled = self._programs[key].compile(lowered)
-        if self._store and compilation_counter.anew_here > before:
-            self._store.save(key, compiled)
+        program, before = self._programs[key], compilation_counter.anew_here
+        if self._store is None:
+            return program.compile(lowered)
+        module = f"{program.compiler_options}\n{lowered.as_text()}"
+        if (found := self._store.find(key, lowered, module)) is not None:
+            return found
+        compiled = program.compile(lowered)
+        if compilation_counter.anew_here > before:
+            self._store.save(key, compiled, module)
         return compiled
 
 
@@ -208,6 +216,12 @@ class CompilationCounter:
             self._of_thread.anew = self.anew_here - 1
             with self._lock:
                 self.cache_hits += 1
+
+    @property
+    def anew(self) -> int:
+        """The number of programs that were compiled without a cache hit."""
+        with self._lock:
+            return self.compiles - self.cache_hits
 
     @property
     def anew_here(self) -> int:

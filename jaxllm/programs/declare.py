@@ -14,16 +14,18 @@ import numpy as np
 from jaxllm_kernels.common import cdiv
 
 from jaxllm.lora.device import AdapterArrays, write_adapter
+from jaxllm.media.device import EncoderLayout
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.programs.compile import Program
 from jaxllm.runner.draft_model import make_read
+from jaxllm.runner.encode import make_encode
 from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
-from jaxllm.runner.late import Left, make_sample_late
-from jaxllm.runner.outputs import StepOutputs
+from jaxllm.runner.late import LateKey, Left, Tables, late_keys, make_sample_late
+from jaxllm.runner.outputs import DraftedOutputs, StageOutputs, StepOutputs
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.state import DeviceState, abstract_tokens
 from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
@@ -42,15 +44,6 @@ MAKE_ADAPTERS = "make_adapters"
 WRITE_ADAPTER = "write_adapter"
 
 
-class LateKey(NamedTuple):
-    """The key of the program that samples the late rows of steps of so many rows."""
-
-    num_rows: int
-
-    def __str__(self) -> str:
-        return f"sample_late {self.num_rows}"
-
-
 class ReadKey(NamedTuple):
     """The key of the program in which a draft model reads so many tokens."""
 
@@ -58,6 +51,15 @@ class ReadKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"read_draft {self.num_tokens}"
+
+
+class EncodeKey(NamedTuple):
+    """The key of the program in which the tower computes so many patches."""
+
+    num_patches: int
+
+    def __str__(self) -> str:
+        return f"encode {self.num_patches}"
 
 
 TABLE_WRITES = 1024  # block updates per call of WRITE_TABLES
@@ -71,13 +73,23 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         num_cache_groups=len(plan.cache_groups),
         processors=plan.logits_processors,
         features=device_features(plan),
-        num_mask_words=cdiv(plan.num_logits, WORD_BITS) if plan.samples_late else 0,
+        late_keys=late_keys(plan),
+        num_mask_words=cdiv(plan.num_logits, WORD_BITS),
         speculates=plan.speculation is not None,
         reads_ahead=plan.draft_head is not None,
         read_sizes=plan.draft_model.read_sizes if plan.draft_model is not None else (),
         num_read_rows=plan.speculation.max_rows if plan.speculation is not None else 0,
         max_adapters=0 if plan.adapters is None else plan.adapters.max_loras,
+        has_snapshots=plan.snapshots is not None,
     )
+
+
+def encoder_layouts(plan: EnginePlan) -> list[EncoderLayout]:
+    """The inputs of the programs of the tower, the smallest first."""
+    images = plan.images
+    if images is None:
+        return []
+    return [EncoderLayout(size, images.spec, images.num_rows) for size in images.sizes]
 
 
 class StageKey(NamedTuple):
@@ -102,11 +114,11 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
 
 def num_programs(plan: EnginePlan) -> int:
     """How many programs are declared: for each stage, its steps and its small programs."""
-    late = {bucket.num_rows for bucket in plan.buckets} if plan.samples_late else ()
+    late = late_keys(plan)
     drafts = plan.speculation is not None and plan.speculation.proposes
     if plan.draft_model is not None:
         drafts = len(plan.draft_model.read_sizes)
-    small = 2 + 2 * (plan.adapters is not None)
+    small = 2 + 2 * (plan.adapters is not None) + len(encoder_layouts(plan))
     return drafts + sum(
         len(plan.buckets) + small + (1 + len(late)) * (stage.part.has_head and plan.pooling is None)
         for stage in plan.stages
@@ -138,7 +150,7 @@ def declare_stage_programs(
         weights += abstract_weights(drafting, stage.mesh)
     everywhere = sharding(stage.mesh)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
-    left = _outputs_shardings(plan, stage) if stage.part.has_head else everywhere
+    left = _outputs_shardings(plan, stage)
     adapters = None if plan.adapters is None else plan.adapter_arrays(stage)
 
     def program(name: str, function: Callable[..., Any], *arguments: Any, **how: Any) -> Program:
@@ -202,17 +214,28 @@ def declare_stage_programs(
             donate=(0,),
             out_shardings=kept,
         )
-        for late in make_packer(plan).late_layouts.values():
-            programs[LateKey(late.num_rows)] = program(
-                f"sample_late_{late.num_rows}",
+        for key, late in make_packer(plan).late_layouts.items():
+            programs[key] = program(
+                str(key).replace(" ", "_"),
                 make_sample_late(plan, late),
-                state.tokens,
-                state.slots,
-                state.lengths,
-                *_left_by_steps(plan, stage, late.num_rows),
+                Tables.of(plan, state),
+                *_left_by_steps(plan, stage, key),
                 place(late.abstract(), everywhere),
-                donate=(0, 1),
-                out_shardings=(kept.tokens, kept.slots, everywhere),
+                donate=(0,),
+                out_shardings=(Tables.of(plan, kept), everywhere),
+            )
+    if plan.images is not None:
+        for layout in reversed(encoder_layouts(plan)):
+            numbers, pixels = layout.abstract()
+            programs[EncodeKey(layout.num_patches)] = program(
+                f"encode_{layout.num_patches}",
+                make_encode(plan, stage, spec.merge, layout),
+                weights,
+                state,
+                place(numbers, everywhere),
+                place(pixels, everywhere),
+                donate=(1,),
+                out_shardings=kept,
             )
     if plan.draft_model is not None:
         assert draft is not None
@@ -240,23 +263,41 @@ def declare_stage_programs(
 
 
 def _left_by_steps(
-    plan: EnginePlan, stage: StagePlan, num_rows: int
+    plan: EnginePlan, stage: StagePlan, key: LateKey
 ) -> tuple[Left, jax.ShapeDtypeStruct]:
     """What a step leaves for the sampling of its late rows: outputs to complete, and logits."""
-    logprobs = jax.eval_shape(lambda: no_logprobs(num_rows, plan.step_logprobs))
+    num_rows = key.num_rows
+    logprobs, more_logprobs = (
+        jax.eval_shape(lambda n=n: no_logprobs(n, plan.step_logprobs))
+        for n in (num_rows, num_rows * key.num_drafts)
+    )
     tokens: Any = jax.ShapeDtypeStruct((num_rows,), np.int32)
-    logits = jax.ShapeDtypeStruct((num_rows, plan.num_logits), np.float32)
-    left = place(Left(tokens, logprobs), sharding(stage.mesh))
+    drafted = None
+    if plan.verifies_late:
+        figures: Any = jax.ShapeDtypeStruct((num_rows, 2 + key.num_drafts), np.int32)
+        drafted = DraftedOutputs(
+            figures=figures, logprobs=more_logprobs if key.num_drafts else None
+        )
+    logits = jax.ShapeDtypeStruct((key.num_places, plan.num_logits), np.float32)
+    left = place(Left(tokens, logprobs, drafted), sharding(stage.mesh))
     return left, place(logits, plan.logits_sharding(stage))
 
 
-def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs:
+def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs | StageOutputs:
     everywhere: Any = sharding(stage.mesh)
+    expert_tokens = (everywhere,) if plan.counts_experts else ()
+    if not stage.part.has_head:
+        return StageOutputs(hidden=everywhere, expert_tokens=expert_tokens)
     logits: Any = plan.logits_sharding(stage) if plan.leaves_logits else None
     drafted: Any = everywhere if plan.speculation is not None else None
     logprobs: Any = everywhere if plan.pooling is None else None
     return StepOutputs(
-        tokens=everywhere, logprobs=logprobs, slices=everywhere, logits=logits, drafted=drafted
+        tokens=everywhere,
+        logprobs=logprobs,
+        slices=everywhere,
+        logits=logits,
+        drafted=drafted,
+        expert_tokens=expert_tokens,
     )
 
 

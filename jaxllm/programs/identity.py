@@ -49,19 +49,10 @@ _LONGEST = 100  # longer values are hashed
 
 def program_identity(plan: EnginePlan) -> dict[str, str]:
     """Names and values; long values are hashed. Equal identities have equal programs."""
-    devices = [device for stage in plan.stages for device in stage.mesh.devices.flat]
     facts = {
         "jaxllm": jaxllm.__version__,
         "sources": _sources(),
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-        "compiler": devices[0].client.platform_version,
-        "JAX settings": repr([getattr(jax.config, name) for name in _JAX_SETTINGS]),
-        "XLA optimises little": str(jax.config.read("jax_disable_most_optimizations")),
-        "XLA flags": _flags(),
-        "host": processor() if plan.chip.platform == "cpu" else "any",
-        "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "topology": ", ".join(map(_place, devices)),
+        **_compiler(plan),
         # Before the groups, which are divided by it: it is the number that people know.
         "num_blocks": str(plan.num_blocks),
         **{
@@ -75,8 +66,30 @@ def program_identity(plan: EnginePlan) -> dict[str, str]:
 
 def identity_hash(plan: EnginePlan) -> str:
     """The identity as a short hash."""
-    facts = program_identity(plan)
-    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:32]
+    return _short_hash(repr(sorted(program_identity(plan).items())))
+
+
+def module_hash(plan: EnginePlan, mesh: Mesh, module: str) -> str:
+    """What determines one program of the plan once it is lowered to a module, as a short hash: the
+    module, the compiler and the devices, and no longer how it was made."""
+    ids = [device.id for device in mesh.devices.flat]
+    return _short_hash(f"{sorted(_compiler(plan).items())}\n{ids}\n{module}")
+
+
+def _compiler(plan: EnginePlan) -> dict[str, str]:
+    """What compiles the plan's programs, and for which devices."""
+    devices = [device for stage in plan.stages for device in stage.mesh.devices.flat]
+    return {
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "compiler": devices[0].client.platform_version,
+        "JAX settings": repr([getattr(jax.config, name) for name in _JAX_SETTINGS]),
+        "XLA optimises little": str(jax.config.read("jax_disable_most_optimizations")),
+        "XLA flags": _flags(),
+        "host": processor() if plan.chip.platform == "cpu" else "any",
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "topology": ", ".join(map(_place, devices)),
+    }
 
 
 def foreign_code(plan: EnginePlan) -> str | None:
@@ -142,6 +155,10 @@ def _sources() -> str:
                 digest.update(f"{package.__name__}/{path.relative_to(root).as_posix()}\n".encode())
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _hash(text: str) -> str:

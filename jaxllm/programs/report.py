@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxllm.cache_groups import CacheGroup, room_for
+from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
 from jaxllm.layers.attention import AttentionSpec
 from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.models.describe import describe_layers
@@ -64,6 +64,7 @@ class StageReport:
     draft_weights_bytes: int = 0
     draft_cache_bytes: int = 0
     recurrent_bytes: int = 0  # of `state_bytes`, those of the states of recurrent layers
+    snapshots_bytes: int = 0  # of `state_bytes`, those of snapshots of such states
     adapters_bytes: int = 0  # of `state_bytes`, those of the slots of adapters
 
     @property
@@ -92,6 +93,8 @@ class PlanReport:
     stages: list[StageReport]
     block_size: int
     cache_groups: tuple[CacheGroup, ...]
+    keeps_states: bool
+    snapshots: StateSnapshots | None
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -186,6 +189,8 @@ def report_plan(
         stages=stages,
         block_size=plan.block_size,
         cache_groups=plan.cache_groups,
+        keeps_states=plan.state_ops is not None,
+        snapshots=plan.snapshots,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -269,6 +274,7 @@ def _report_stage(
         draft_weights_bytes=stage.weights_bytes - stage.model_weights_bytes,
         draft_cache_bytes=0 if stage.draft is None else stage.draft.kv_cache_bytes,
         recurrent_bytes=stage.states_bytes,
+        snapshots_bytes=stage.snapshots_bytes,
         adapters_bytes=adapters,
     )
 

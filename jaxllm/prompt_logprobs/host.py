@@ -64,6 +64,9 @@ class PromptLogprobs:
             request.num_cache_bars += request.request_id not in self._next
             self._next[request.request_id] = unread
 
+    def lose(self) -> None:
+        pass  # it keeps nothing on the device
+
     def limit(self, request: Request, n: int, budget: int) -> int:
         """Give one position per step to a request that wants more than MAX_STEP_LOGPROBS. These
         come from logits, and a step brings the logits of a row's last position only. So such a

@@ -22,6 +22,8 @@ from jaxllm.sampling.sampler import sample
 from jaxllm.scheduler.schedule import NO_TOKEN
 from jaxllm.speculation.drafter import NO_DRAFT, Drafter
 
+# As many tokens of a row that a grammar has forced does a drafter note.
+_MOST_FORCED = 32
 # What a draft is not sampled with.
 _NO_LOGPROBS = ~(row_params.LOGPROBS | row_params.MORE_LOGPROBS)
 
@@ -72,6 +74,15 @@ class Drafting(Protocol):
         ...
 
 
+class Proposed(NamedTuple):
+    """What a drafter has proposed for some rows, and the tables of the state with it."""
+
+    drafts: jax.Array  # i32 [R, k]
+    num_proposed: jax.Array  # i32 [R]
+    table: jax.Array  # i32 [S, k]
+    drafter: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Proposing:
     """Proposes at the end of a step, by a `Drafter`, which sees tokens only."""
@@ -88,28 +99,62 @@ class Proposing:
     def after(
         self, inputs: StepInputs, forward: Forward, ends: Ends, state: DeviceState
     ) -> tuple[DeviceState, jax.Array]:
-        """With more rows than may have drafts nothing is proposed."""
+        assert state.drafts is not None
+        tables = state.drafter
+        if inputs.num_drafts is not None and self.plan.verifies_late:
+            tables = self._with_forced(inputs, forward, ends, tables)
+        its = self.propose(inputs.slots, inputs.samples, ends, state.drafts, tables)
+        return dataclasses.replace(state, drafts=its.table, drafter=its.drafter), its.num_proposed
+
+    def propose(
+        self,
+        slots: jax.Array,
+        samples: jax.Array,
+        ends: Ends,
+        table: jax.Array,
+        drafter: Any,
+    ) -> Proposed:
+        """Note what some rows have sampled, and propose for them. `table` and `drafter` are those
+        of the state. With more rows than may have drafts nothing is proposed."""
         plan, speculation = self.plan, self.plan.speculation
-        assert speculation is not None and state.drafts is not None
+        assert speculation is not None
         num_rows, k = len(ends.lengths), speculation.num_drafts
         most = min(num_rows, speculation.max_rows)
-        slots = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
+        kept = jnp.where(samples, slots, plan.max_num_seqs)
         places = ends.lengths + 1
         with jax.named_scope("propose"):
-            num_tokens = jnp.where(inputs.samples, 1 + ends.num_accepted, 0)
-            tables = self.drafter.record(state.drafter, ends.tokens, num_tokens, slots, places)
+            num_tokens = jnp.where(samples, 1 + ends.num_accepted, 0)
+            drafter = self.drafter.record(drafter, ends.tokens, num_tokens, kept, places)
             drafts = jax.lax.cond(
                 # Padding rows are the last ones.
-                jnp.any(inputs.samples) & jnp.all(inputs.slots[most:] >= plan.max_num_seqs),
-                lambda: self.drafter.propose(tables, k, slots[:most], places[:most]),
+                jnp.any(samples) & jnp.all(slots[most:] >= plan.max_num_seqs),
+                lambda: self.drafter.propose(drafter, k, kept[:most], places[:most]),
                 lambda: jnp.full((most, k), NO_DRAFT, jnp.int32),
             )
-        are_there = (drafts != NO_DRAFT) & inputs.samples[:most, None]
-        proposed = jnp.sum(are_there, axis=1, dtype=jnp.int32)
-        state = dataclasses.replace(
-            state, drafts=state.drafts.at[slots[:most]].set(drafts, mode="drop"), drafter=tables
+        count = jnp.sum((drafts != NO_DRAFT) & samples[:most, None], axis=1, dtype=jnp.int32)
+        return Proposed(
+            drafts=jnp.pad(drafts, ((0, num_rows - most), (0, 0)), constant_values=NO_DRAFT),
+            num_proposed=jnp.pad(count, (0, num_rows - most)),
+            table=table.at[kept[:most]].set(drafts, mode="drop"),
+            drafter=drafter,
         )
-        return state, jnp.pad(proposed, (0, num_rows - most))
+
+    def _with_forced(self, inputs: StepInputs, forward: Forward, ends: Ends, drafter: Any) -> Any:
+        """Let the drafter note the tokens of rows that a grammar has forced. They come from the
+        host, and nobody has sampled them. Of many in a row it gets the last ones."""
+        assert inputs.num_drafts is not None
+        width = min(len(forward.token_ids), _MOST_FORCED)
+        num_tokens = jnp.diff(inputs.query_starts)
+        forced = jnp.clip(ends.lengths - inputs.prompt_lens, 0, jnp.minimum(num_tokens, width))
+        forced = jnp.where((num_tokens > 1) & (inputs.num_drafts == 0), forced, 0)
+
+        def record() -> Any:
+            first = inputs.query_starts[1:] - forced
+            places = first[:, None] + jnp.arange(width)
+            tokens = forward.token_ids.at[places].get(mode="clip")
+            return self.drafter.record(drafter, tokens, forced, inputs.slots, ends.lengths)
+
+        return jax.lax.cond(jnp.any(forced > 0), record, lambda: drafter)
 
 
 class Round(NamedTuple):

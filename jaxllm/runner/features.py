@@ -1,5 +1,6 @@
 """The device halves of an engine's features. `engine.features` has their host halves."""
 
+from jaxllm.media.device import Images
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.pooling.device import TokenPooling
 from jaxllm.prompt_logprobs.device import PromptLogprobs
@@ -10,4 +11,5 @@ def device_features(plan: EnginePlan) -> tuple[DeviceSlice, ...]:
     """Return the features that the plan's programs have."""
     if plan.pooling is not None:
         return (TokenPooling(),)
-    return (PromptLogprobs(plan.step_logprobs, plan.sampling),)
+    prompt_logprobs = PromptLogprobs(plan.step_logprobs, plan.sampling)
+    return (prompt_logprobs,) if plan.images is None else (Images(), prompt_logprobs)

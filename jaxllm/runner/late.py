@@ -1,28 +1,39 @@
 """The second program of a step that has late rows: it samples them, each under its mask.
 
-    sample_late(tokens, slots, lengths, left, logits, packed) -> (tokens, slots, left)
+    sample_late(tables, left, logits, packed) -> (tables, left)
 
 The step's own program runs as far as the logits, which it leaves on the device, and samples its
 other rows. The masks of the late rows need tokens of the step before, which the host reads
 meanwhile. There is one such program per number of rows, whatever the kind of step: it sees logits
 and no tokens of prompts. A step without late rows is one program, as if there were no other.
+
+In an engine whose drafter proposes, steps in which rows may have drafts have a program of their
+own, since they leave logits behind each draft. It verifies the drafts of late rows, and all these
+programs propose the next ones. The host knows which drafts the grammar takes, and no others count.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.runner.drafting import Ends, Proposing
 from jaxllm.runner.inputs import SlotTable
-from jaxllm.runner.step import sample_rows
+from jaxllm.runner.outputs import DraftedOutputs
+from jaxllm.runner.sample_rows import sample_rows
+from jaxllm.runner.state import DeviceState
+from jaxllm.runner.verify import Verified, find_places, verify
 from jaxllm.sampling.logprobs import LogprobOutput
-from jaxllm.sampling.slot_state import SlotState
-from jaxllm.scheduler.schedule import Schedule
+from jaxllm.scheduler.schedule import LateMasks, Schedule
+from jaxllm.speculation.drafter import NO_DRAFT
+from jaxllm.speculation.drafters import make_drafter
 
 
 class Left(NamedTuple):
@@ -30,6 +41,59 @@ class Left(NamedTuple):
 
     tokens: jax.Array
     logprobs: LogprobOutput
+    drafted: DraftedOutputs | None  # only if late rows may have drafts
+
+
+class LateKey(NamedTuple):
+    """The key of the program that samples the late rows of steps of so many rows."""
+
+    num_rows: int
+    num_drafting: int = 0  # the most of them with drafts
+    num_drafts: int = 0  # of a row
+
+    def __str__(self) -> str:
+        drafts = f" with {self.num_drafting}x{self.num_drafts} drafts" if self.num_drafts else ""
+        return f"sample_late {self.num_rows}{drafts}"
+
+    @property
+    def num_places(self) -> int:
+        """How many places have logits: one for each row, then those behind drafts."""
+        return self.num_rows + self.num_drafting * self.num_drafts
+
+
+def late_keys(plan: EnginePlan) -> set[LateKey]:
+    """The keys of all these programs that an engine needs."""
+    return {late_key(plan, bucket) for bucket in plan.buckets} if plan.samples_late else set()
+
+
+def late_key(plan: EnginePlan, bucket: Bucket) -> LateKey:
+    """The key of the program for steps of such a bucket."""
+    if bucket.decode_only or not plan.verifies_late:
+        return LateKey(bucket.num_rows)
+    assert plan.speculation is not None
+    num_drafting = min(bucket.num_rows, plan.speculation.max_rows)
+    return LateKey(bucket.num_rows, num_drafting, plan.speculation.num_drafts)
+
+
+class Tables(NamedTuple):
+    """What sampling changes of the state."""
+
+    tokens: Any
+    slots: Any
+    lengths: Any
+    drafts: Any  # None if late rows have no drafts
+    drafter: Any
+
+    @classmethod
+    def of(cls, plan: EnginePlan, state: DeviceState) -> "Tables":
+        drafts = (state.drafts, state.drafter) if plan.verifies_late else (None, None)
+        return cls(state.tokens, state.slots, state.lengths, *drafts)
+
+    def put_into(self, state: DeviceState) -> DeviceState:
+        its = self._asdict()
+        if self.drafts is None:  # the state may have some nevertheless
+            del its["drafts"], its["drafter"]
+        return dataclasses.replace(state, **its)
 
 
 @jax.tree_util.register_dataclass
@@ -42,21 +106,26 @@ class LateInputs:
     samples: jax.Array  # bool [R]
     prompt_lens: jax.Array  # i32 [R]
     row_params: jax.Array  # i32 [R, columns]
-    masks: jax.Array  # u32 [R, words]: a bit for each token, lowest first
+    masks: jax.Array  # u32 [places, words]: a bit for each token, lowest first
+    num_drafts: jax.Array | None  # i32 [R]: of all rows of the step
+    drafts: jax.Array | None  # i32 [R, k]: that count, then NO_DRAFT
 
 
 class LateLayout:
     """Where each field of LateInputs lies in the one buffer that the host uploads."""
 
-    def __init__(self, num_rows: int, *, num_slots: int, num_param_columns: int, num_words: int):
-        self.num_rows = num_rows
+    def __init__(self, key: LateKey, *, num_slots: int, num_param_columns: int, num_words: int):
+        self._key = key
         self._num_slots = num_slots
-        shapes = {
+        num_rows = key.num_rows
+        shapes: dict[str, tuple[int, ...]] = {
             "slots": (num_rows,),
             "samples": (num_rows,),
             "slot_columns": (1 + num_param_columns, num_rows),  # of `SlotTable`
-            "masks": (num_rows, num_words),
+            "masks": (key.num_places, num_words),
         }
+        if key.num_drafts:
+            shapes |= {"num_drafts": (num_rows,), "drafts": (num_rows, key.num_drafts)}
         self._fields: dict[str, tuple[slice, tuple[int, ...]]] = {}
         self.size = 0
         for name, shape in shapes.items():
@@ -68,8 +137,8 @@ class LateLayout:
         """Shape of the packed buffer, for compiling."""
         return jax.ShapeDtypeStruct((self.size,), np.int32)
 
-    def pack(self, schedule: Schedule, table: SlotTable, masks: np.ndarray) -> np.ndarray:
-        """Build the buffer of a step with late rows, whose masks are i32 [late rows, words]."""
+    def pack(self, schedule: Schedule, table: SlotTable, masks: LateMasks) -> np.ndarray:
+        """Build the buffer of a step with late rows."""
         assert schedule.late_rows is not None, f"step {schedule.step} has no late rows"
         buffer = np.zeros(self.size, np.int32)
         view = {name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()}
@@ -79,7 +148,21 @@ class LateLayout:
         view["samples"][late] = 1
         view["slot_columns"][:, :rows] = table.columns[schedule.slots].T
         # The logits may be padded; the masks of padding stay zero.
-        view["masks"][late, : masks.shape[1]] = masks
+        num_words = masks.first.shape[1]
+        view["masks"][late, :num_words] = masks.first
+        if self._key.num_drafts:
+            view["drafts"][...] = NO_DRAFT
+            if schedule.num_drafts is not None:
+                view["num_drafts"][:rows] = schedule.num_drafts
+            if masks.drafts is not None:
+                assert schedule.num_drafts is not None and masks.more is not None
+                view["drafts"][late, : masks.drafts.shape[1]] = masks.drafts
+                # The places behind drafts, as in `runner.verify`.
+                drafting = np.flatnonzero(schedule.num_drafts)
+                row, index = np.nonzero(masks.drafts != NO_DRAFT)
+                group = np.searchsorted(drafting, late[row])
+                places = self._key.num_rows + group * self._key.num_drafts + index
+                view["masks"][places, :num_words] = masks.more
         return buffer
 
     def unpack(self, buffer: jax.Array) -> LateInputs:
@@ -92,40 +175,86 @@ class LateLayout:
             prompt_lens=columns[0],
             row_params=columns[1:].T,
             masks=jax.lax.bitcast_convert_type(field["masks"], jnp.uint32),
+            num_drafts=field.get("num_drafts"),
+            drafts=field.get("drafts"),
         )
 
 
-def make_sample_late(plan: EnginePlan, layout: LateLayout) -> Callable[..., object]:
-    """Make the program for steps of so many rows. The caller donates the tables."""
+def make_sample_late(plan: EnginePlan, layout: LateLayout) -> Callable[..., tuple[Tables, Left]]:
+    """Make the program for steps of such a key. The caller donates the tables."""
 
     def sample_late(
-        tokens: jax.Array,
-        slots: SlotState,
-        lengths: jax.Array,
-        left: Left,
-        logits: jax.Array,
-        packed: jax.Array,
-    ) -> tuple[jax.Array, SlotState, Left]:
-        """Sample into the tables `tokens` and `slots` of the state, which are those after the
-        step. So are `lengths`, from which a row has the place of its token."""
+        tables: Tables, left: Left, logits: jax.Array, packed: jax.Array
+    ) -> tuple[Tables, Left]:
+        """Sample into the tables, which are those after the step: a row's length is that up to its
+        newest token."""
         inputs = layout.unpack(packed)
-        context_lens = lengths.at[inputs.slots].get(mode="fill", fill_value=0)
+        lengths = tables.lengths.at[inputs.slots].get(mode="fill", fill_value=0)
         with jax.named_scope("sample_late"):
-            its = sample_rows(
-                plan,
-                inputs,
-                logits,
-                context_lens=context_lens,
-                tokens=tokens,
-                slots=slots,
-                masks=inputs.masks,
-            )
+            its = _verify(plan, inputs, logits, lengths, tables)
+        tables = tables._replace(tokens=its.table, slots=its.slots)
 
         def merged(new: jax.Array, old: jax.Array) -> jax.Array:
-            late = inputs.samples.reshape(-1, *[1] * (new.ndim - 1))
-            return jnp.where(late, new, old)
+            late = jnp.repeat(inputs.samples, len(new) // len(inputs.samples))
+            return jnp.where(late.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-        merged_left = jax.tree.map(merged, Left(its.of_rows, its.logprobs), left)
-        return its.tokens, its.slots, merged_left
+        drafted = None
+        if left.drafted is not None:
+            lengths += its.num_accepted
+            ends = Ends(its.tokens, its.num_accepted, lengths)
+            proposed = _proposing(plan).propose(
+                inputs.slots, inputs.samples, ends, tables.drafts, tables.drafter
+            )
+            kept = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
+            tables = tables._replace(
+                lengths=tables.lengths.at[kept].set(lengths, mode="drop"),
+                drafts=proposed.table,
+                drafter=proposed.drafter,
+            )
+            drafted = DraftedOutputs(
+                figures=merged(its.figures(proposed.num_proposed), left.drafted.figures),
+                logprobs=jax.tree.map(merged, its.more_logprobs, left.drafted.logprobs),
+                proposals=proposed.drafts,
+            )
+        return tables, Left(
+            tokens=merged(its.tokens[:, 0], left.tokens),
+            logprobs=jax.tree.map(merged, its.logprobs, left.logprobs),
+            drafted=drafted,
+        )
 
     return sample_late
+
+
+def _proposing(plan: EnginePlan) -> Proposing:
+    assert plan.speculation is not None
+    return Proposing(plan, make_drafter(plan.speculation))
+
+
+def _verify(
+    plan: EnginePlan, inputs: LateInputs, logits: jax.Array, lengths: jax.Array, tables: Tables
+) -> Verified:
+    """Sample the late rows, and accept their drafts, if they may have some."""
+    if inputs.num_drafts is None or inputs.drafts is None:
+        its = sample_rows(
+            plan,
+            inputs,
+            logits,
+            context_lens=lengths,
+            tokens=tables.tokens,
+            slots=tables.slots,
+            masks=inputs.masks,
+        )
+        none = jnp.zeros_like(lengths)
+        return Verified(its.tokens, its.slots, its.of_rows[:, None], none, its.logprobs, None)
+    return verify(
+        plan,
+        inputs,
+        find_places(plan, inputs.num_drafts, lengths),
+        inputs.num_drafts,
+        inputs.drafts,
+        logits,
+        first=lengths,
+        tokens=tables.tokens,
+        slots=tables.slots,
+        masks=inputs.masks,
+    )

@@ -17,18 +17,20 @@ import numpy as np
 from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
 from jaxllm.lora.adapter_file import Matrices
+from jaxllm.media.device import in_runs
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
+from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.memory import device_memory, format_bytes, peak_host_bytes
 from jaxllm.programs.bundle import load_programs
 from jaxllm.programs.compile import Programs, compilation_counter
-from jaxllm.programs.declare import declare_programs, make_packer
+from jaxllm.programs.declare import declare_programs, encoder_layouts, make_packer
 from jaxllm.programs.store import ProgramStore
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
 from jaxllm.runner.kv_scales import with_calculated_scales
-from jaxllm.runner.late import Left
+from jaxllm.runner.late import Left, late_key
 from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.stage import Stage
@@ -36,6 +38,7 @@ from jaxllm.sampling.slot_state import slot_row
 from jaxllm.scheduler.schedule import (
     Admission,
     DraftedResult,
+    LateMasks,
     LogprobArrays,
     Schedule,
     StepResult,
@@ -49,12 +52,13 @@ logger = init_logger(__name__)
 class PendingStep:
     """A dispatched step whose outputs are on their way to the host."""
 
-    def __init__(self, schedule: Schedule, outputs: StepOutputs):
+    def __init__(self, schedule: Schedule, bucket: Bucket, outputs: StepOutputs):
         self._wants_logprobs = schedule.wants_logprobs
         self._wants_logits = schedule.wants_logits
         self._has_drafts = schedule.num_drafts is not None
         self._features = [name for name, its in schedule.slices.items() if its]
         self.schedule = schedule
+        self.bucket = bucket
         self.outputs = outputs
         if schedule.late_rows is None:
             self.send(outputs)
@@ -73,16 +77,19 @@ class PendingStep:
 
     def result(self) -> StepResult:
         """Wait for the device and return numpy arrays."""
-        tokens, logprobs, logits, slices, drafted = jax.tree.map(np.asarray, self._wanted())
+        wanted = jax.tree.map(np.asarray, self._wanted())
+        tokens, logprobs, logits, slices, drafted, expert_tokens = wanted
         return StepResult(
             token_ids=tokens,
             logprobs=LogprobArrays(*logprobs) if logprobs else None,
             logits=logits,
             slices=slices,
             drafted=_drafted(*drafted) if drafted else None,
+            # The layers of other stages have zeros.
+            expert_tokens=np.sum(expert_tokens, axis=0) if expert_tokens else None,
         )
 
-    def _wanted(self) -> tuple[Any, Any, Any, Any, Any]:
+    def _wanted(self) -> tuple[Any, Any, Any, Any, Any, Any]:
         """The outputs to copy to the host. The others stay on the device, and are freed with the
         step."""
         outputs = self.outputs
@@ -95,17 +102,20 @@ class PendingStep:
             and (
                 outputs.drafted.figures,
                 outputs.drafted.logprobs if self._wants_logprobs and self._has_drafts else None,
+                outputs.drafted.proposals,
             ),
+            outputs.expert_tokens,
         )
 
 
-def _drafted(figures: np.ndarray, logprobs: Any) -> DraftedResult:
+def _drafted(figures: np.ndarray, logprobs: Any, proposals: np.ndarray | None) -> DraftedResult:
     """Read DraftedOutputs."""
     return DraftedResult(
         num_proposed=figures[:, 0],
         num_accepted=figures[:, 1],
         token_ids=figures[:, 2:],
         logprobs=LogprobArrays(*logprobs) if logprobs else None,
+        proposals=proposals,
     )
 
 
@@ -115,6 +125,7 @@ class ModelRunner:
     def __init__(self, plan: EnginePlan):
         self._plan = plan
         self._packer = make_packer(plan)
+        self._encoders = {its.num_patches: its for its in encoder_layouts(plan)}
         declared = declare_programs(plan, self._packer.layouts)
         programs = Programs(declared, load_programs(plan, declared), ProgramStore.of(plan))
         self.startup = Phases()
@@ -160,6 +171,10 @@ class ModelRunner:
         for write in schedule.adapter_writes:
             for stage, arrays in zip(self._stages, write.arrays, strict=True):
                 stage.write_adapter(write.slot, arrays)
+        for run in in_runs(schedule.encodings, list(self._encoders)):
+            num_patches = sum(one.rows * one.columns for one in run)
+            size = next(size for size in self._encoders if size >= num_patches)
+            self._stages[0].encode(size, *self._encoders[size].pack(run))
         packed = self._packer.pack(schedule)
         self._model.write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start
@@ -168,22 +183,31 @@ class ModelRunner:
         # Counted here, since another replica of this process may compile at other times.
         self.num_compiles_after_warmup += compilation_counter.compiles - compiles
         assert isinstance(outputs, StepOutputs)
-        self._newest = PendingStep(schedule, outputs)
+        self._newest = PendingStep(schedule, packed.bucket, outputs)
         return self._newest
 
-    def sample(self, masks: np.ndarray) -> None:
+    def sample(self, masks: LateMasks) -> None:
         """Sample the late rows of the newest step, and return without waiting for it."""
         step = self._newest
         assert step is not None, "no step was executed"
         compiles = compilation_counter.compiles
         outputs = step.outputs
         assert outputs.logprobs is not None, "the engine pools"
-        left = Left(outputs.tokens, outputs.logprobs)
-        packed = self._packer.pack_late(step.schedule, len(left.tokens), masks)
         assert outputs.logits is not None, "the plan has no late rows"
-        left = self._model.sample_late(left, outputs.logits, packed)
+        drafted = outputs.drafted if self._plan.verifies_late else None
+        left = Left(outputs.tokens, outputs.logprobs, drafted)
+        key = late_key(self._plan, step.bucket)
+        packed = self._packer.pack_late(step.schedule, key, masks)
+        left = self._model.sample_late(key, left, outputs.logits, packed)
         self.num_compiles_after_warmup += compilation_counter.compiles - compiles
-        step.send(dataclasses.replace(outputs, tokens=left.tokens, logprobs=left.logprobs))
+        step.send(
+            dataclasses.replace(
+                outputs,
+                tokens=left.tokens,
+                logprobs=left.logprobs,
+                drafted=left.drafted or outputs.drafted,
+            )
+        )
 
     def _admit_drafts(self, admission: Admission) -> None:
         known = admission.prompt_token_ids + admission.output_token_ids

@@ -17,6 +17,8 @@ class DraftedOutputs:
     # program without rows with drafts k is 0.
     figures: jax.Array
     logprobs: LogprobOutput | None  # [R * k, 1 + n], of these tokens
+    # i32 [R, most drafts]: what is proposed, then NO_DRAFT. Only of late rows.
+    proposals: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -32,3 +34,14 @@ class StepOutputs:
     # To leave the logits costs nothing: they stay on the device unless a row wants that many.
     logits: jax.Array | None
     drafted: DraftedOutputs | None = None  # only in an engine that speculates
+    # i32 [L, E]: the tokens of each expert of the layers of each stage; only if they are counted
+    expert_tokens: tuple[jax.Array, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutputs:
+    """What a stage of a pipeline leaves for the next one."""
+
+    hidden: jax.Array  # [T, D]
+    expert_tokens: tuple[jax.Array, ...] = ()  # as of StepOutputs

@@ -1,6 +1,6 @@
 """Packs a Schedule: chooses the program that runs it, and builds the program's buffer."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,11 +8,17 @@ import numpy as np
 from jaxllm.plan.buckets import Bucket, BucketTable
 from jaxllm.runner.draft_model import ReadLayout
 from jaxllm.runner.inputs import InputLayout, SlotTable
-from jaxllm.runner.late import LateLayout
+from jaxllm.runner.late import LateKey, LateLayout
 from jaxllm.runner.slices import DeviceSlice
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logits_processor import LogitsProcessor
-from jaxllm.scheduler.schedule import NO_ADAPTER, Admission, DraftReads, Schedule
+from jaxllm.scheduler.schedule import (
+    NO_ADAPTER,
+    Admission,
+    DraftReads,
+    LateMasks,
+    Schedule,
+)
 
 
 class PackedStep(NamedTuple):
@@ -37,14 +43,16 @@ class StepPacker:
         num_cache_groups: int,
         processors: tuple[LogitsProcessor, ...],
         features: Sequence[DeviceSlice] = (),
+        late_keys: Collection[LateKey] = (),
         num_mask_words: int = 0,
         speculates: bool = False,
         reads_ahead: bool = False,
         read_sizes: Sequence[int] = (),
         num_read_rows: int = 0,
         max_adapters: int = 0,
+        has_snapshots: bool = False,
     ):
-        """Without words in a mask, no step has late rows. A draft model reads at most
+        """`late_keys` are of the programs that sample late rows. A draft model reads at most
         `num_read_rows` texts at a time, in programs of `read_sizes` tokens."""
         columns = row_params.num_columns(processors)
         self.layouts = {
@@ -56,18 +64,18 @@ class StepPacker:
                 features=features,
                 speculates=speculates,
                 reads_ahead=reads_ahead,
+                has_snapshots=has_snapshots,
             )
             for bucket in buckets
         }
-        numbers_of_rows = {bucket.num_rows for bucket in buckets} if num_mask_words else ()
         self.late_layouts = {
-            rows: LateLayout(
-                rows,
+            key: LateLayout(
+                key,
                 num_slots=num_slots,
                 num_param_columns=columns,
                 num_words=num_mask_words,
             )
-            for rows in sorted(numbers_of_rows)
+            for key in sorted(late_keys)
         }
         self.read_layouts = {
             size: ReadLayout(size, num_rows=num_read_rows, num_slots=num_slots)
@@ -109,7 +117,7 @@ class StepPacker:
         size = next(size for size in self.read_layouts if size >= len(reads.token_ids))
         return size, self.read_layouts[size].pack(reads)
 
-    def pack_late(self, schedule: Schedule, num_rows: int, masks: np.ndarray) -> np.ndarray:
-        """Build the buffer for the late rows of a step that ran in a program of `num_rows` rows. No
-        request may have been admitted since."""
-        return self.late_layouts[num_rows].pack(schedule, self._table, masks)
+    def pack_late(self, schedule: Schedule, key: LateKey, masks: LateMasks) -> np.ndarray:
+        """Build the buffer of the program that samples the late rows of a step. No request may have
+        been admitted since the step was packed."""
+        return self.late_layouts[key].pack(schedule, self._table, masks)

@@ -7,14 +7,15 @@ table of sampled tokens is copied to the first stage. A step takes the oldest co
 tokens it goes on from. A newer copy would be correct too, but the step would wait for it.
 """
 
+import dataclasses
 from collections import deque
 
 import jax
 import numpy as np
 
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.runner.late import Left
-from jaxllm.runner.outputs import StepOutputs
+from jaxllm.runner.late import LateKey, Left
+from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.stage import Stage
 from jaxllm.sampling.slot_state import SlotRow
@@ -34,17 +35,19 @@ class Pipeline:
     def run(self, packed: PackedStep) -> StepOutputs:
         """Dispatch a step on all stages."""
         left = self._first.run(packed, self._tokens_since(packed.carried_from))
+        expert_tokens = left.expert_tokens
         for stage in self._others:
-            assert isinstance(left, jax.Array)
-            left = stage.run(packed, jax.device_put(left, stage.everywhere))
+            assert isinstance(left, StageOutputs)
+            left = stage.run(packed, jax.device_put(left.hidden, stage.everywhere))
+            expert_tokens += left.expert_tokens
         self._copy_tokens(packed.step)
         assert isinstance(left, StepOutputs)
-        return left
+        return dataclasses.replace(left, expert_tokens=expert_tokens)
 
-    def sample_late(self, left: Left, logits: jax.Array, packed: np.ndarray) -> Left:
+    def sample_late(self, key: LateKey, left: Left, logits: jax.Array, packed: np.ndarray) -> Left:
         """Sample the late rows of the newest step, which has left these outputs. Return its
         outputs, complete."""
-        left = self._stages[-1].sample_late(left, logits, packed)
+        left = self._stages[-1].sample_late(key, left, logits, packed)
         step, _ = self._tokens.pop()  # a table that lacks the tokens of these rows
         self._copy_tokens(step)
         return left

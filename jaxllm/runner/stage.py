@@ -4,7 +4,6 @@ The devices run a stage's programs in the order of its calls, and no call waits 
 class holds the device state: each program consumes the state and leaves a new one.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -22,12 +21,12 @@ from jaxllm.programs.declare import (
     WRITE_ADAPTER,
     WRITE_SLOT,
     WRITE_TABLES,
-    LateKey,
+    EncodeKey,
     ReadKey,
     program_key,
 )
-from jaxllm.runner.late import Left
-from jaxllm.runner.outputs import StepOutputs
+from jaxllm.runner.late import LateKey, Left, Tables
+from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling.slot_state import SlotRow
@@ -39,6 +38,7 @@ class Stage:
     def __init__(
         self, plan: EnginePlan, stage: StagePlan, programs: Programs, weights: list[jax.Array]
     ):
+        self._plan = plan
         self._stage = stage
         self._num_table_rows = len(plan.cache_groups) * plan.max_num_seqs
         self._programs = programs
@@ -53,7 +53,7 @@ class Stage:
         assert self._state is not None and self._state.tokens is not None
         return self._state.tokens
 
-    def run(self, packed: PackedStep, *arrived: jax.Array) -> StepOutputs | jax.Array:
+    def run(self, packed: PackedStep, *arrived: jax.Array) -> StepOutputs | StageOutputs:
         """Dispatch a step; in a pipeline, with the array that arrived from another stage. Return
         the step's output, for the next stage or for the host."""
         program = self._programs[program_key(self._stage, packed.bucket)]
@@ -73,15 +73,13 @@ class Stage:
         program = self._programs[program_key(self._stage, WRITE_ADAPTER)]
         self._adapters = program(adapters, np.int32(slot), one)
 
-    def sample_late(self, left: Left, logits: jax.Array, packed: np.ndarray) -> Left:
+    def sample_late(self, key: LateKey, left: Left, logits: jax.Array, packed: np.ndarray) -> Left:
         """Sample the late rows of the newest step, which has left these outputs. Return its
         outputs, complete."""
-        program = self._programs[program_key(self._stage, LateKey(len(left.tokens)))]
+        program = self._programs[program_key(self._stage, key)]
         state = self._take_state()
-        tokens, slots, left = program(
-            state.tokens, state.slots, state.lengths, left, logits, packed
-        )
-        self._state = dataclasses.replace(state, tokens=tokens, slots=slots)
+        tables, left = program(Tables.of(self._plan, state), left, logits, packed)
+        self._state = tables.put_into(state)
         return left
 
     def write_slot(self, slot: int, row: SlotRow) -> None:
@@ -93,6 +91,11 @@ class Stage:
         """Give the drafter the tokens of the request in a slot, i32 [max_model_len]."""
         program = self._programs[program_key(self._stage, ADMIT_DRAFTS)]
         self._state = program(self._take_state(), np.int32(slot), tokens)
+
+    def encode(self, num_patches: int, numbers: np.ndarray, pixels: np.ndarray) -> None:
+        """Put images into the pool, by the program of so many patches."""
+        program = self._programs[program_key(self._stage, EncodeKey(num_patches))]
+        self._state = program(self.weights, self._take_state(), numbers, pixels)
 
     def read_draft(self, num_tokens: int, packed: np.ndarray) -> None:
         """Let the draft model read, in the program of so many tokens."""

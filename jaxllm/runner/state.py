@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.layers.context import Cache
+from jaxllm.layers.state import States
 from jaxllm.models.specs import Caches
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.engine_plan import EnginePlan
@@ -91,8 +92,12 @@ class DeviceState:
     # and its own tables.
     drafts: jax.Array | None = None
     drafter: Any = None
+    # Only where requests share prefixes that have states: copies of the states, arrays [N, ...].
+    snapshots: tuple[States, ...] | None = None
     # Only in an engine that pools: what it keeps of each slot's prompt so far, f32 [S, D].
     sums: jax.Array | None = None
+    # Only in an engine that sees images: a row for each token of those that are encoded, [rows, D].
+    images: jax.Array | None = None
 
     @classmethod
     def abstract(cls, plan: EnginePlan, stage: StagePlan) -> "DeviceState":
@@ -108,9 +113,14 @@ class DeviceState:
             "block_tables": place(tables, sharding(stage.mesh)),
             "slots": abstract_slots(plan, stage.mesh) if samples and not plan.pooling else None,
         }
+        if plan.snapshots is not None:
+            shapes["snapshots"] = stage.snapshot_shapes
         if plan.pooling is not None and plan.pooling.needs_whole_prompts and samples:
             sums = jax.ShapeDtypeStruct((slots, plan.architecture.hidden_size), jnp.float32)
             shapes["sums"] = place(sums, sharding(stage.mesh))
+        if plan.images is not None:
+            size = (plan.images.num_rows, plan.architecture.hidden_size)
+            shapes["images"] = place(jax.ShapeDtypeStruct(size, plan.dtype), sharding(stage.mesh))
         if plan.speculation is not None:
             shapes["drafts"], shapes["drafter"] = abstract_drafts(plan, stage.mesh)
         return cls(**shapes)

@@ -5,7 +5,7 @@
 In a pipeline each stage runs its part of the step. Each later stage gets the hidden states of the
 stage before. The first stage gets the last stage's table of sampled tokens.
 
-    step(weights, state, packed, arrived) -> (state, hidden states, or StepOutputs at the end)
+    step(weights, state, packed, arrived) -> (state, StageOutputs, or StepOutputs at the end)
 
 Steps whose rows may have adapters get the arrays of these as one more argument. An engine that
 pools has vectors of prompts at the end of a step, in place of sampled tokens.
@@ -18,15 +18,16 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
-from jaxllm.layers.context import StepContext
+from jaxllm.layers.context import GivenEmbeddings, StepContext
 from jaxllm.lora.device import Adapters, adapted
+from jaxllm.media.slice import NAME as IMAGES
 from jaxllm.models.base import Model
 from jaxllm.models.draft_head import DraftHead
 from jaxllm.plan.engine_plan import EnginePlan
@@ -38,13 +39,11 @@ from jaxllm.runner.draft_head import HeadDrafting
 from jaxllm.runner.draft_model import ModelDrafting
 from jaxllm.runner.drafting import Drafting, Forward, Proposing
 from jaxllm.runner.inputs import InputLayout, StepInputs, table_row
-from jaxllm.runner.outputs import StepOutputs
+from jaxllm.runner.outputs import StageOutputs, StepOutputs
+from jaxllm.runner.sample_rows import sample_rows
+from jaxllm.runner.snapshots import load_states, store_states
 from jaxllm.runner.state import DeviceState
 from jaxllm.runner.verify import verify_and_propose, with_drafts
-from jaxllm.sampling import row_params
-from jaxllm.sampling.logprobs import LogprobOutput
-from jaxllm.sampling.sampler import sample
-from jaxllm.sampling.slot_state import SlotState
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, NO_TOKEN
 from jaxllm.speculation.drafters import make_drafter
 
@@ -70,7 +69,8 @@ class ModelSpec:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 
-StepFunction = Callable[..., tuple[DeviceState, StepOutputs | jax.Array]]
+Outputs = StepOutputs | StageOutputs
+StepFunction = Callable[..., tuple[DeviceState, Outputs]]
 
 
 def make_step(
@@ -89,7 +89,22 @@ def make_step(
         packed: jax.Array,
         arrived: jax.Array | None = None,
         adapters: Adapters | None = None,
-    ) -> tuple[DeviceState, StepOutputs | jax.Array]:
+    ) -> tuple[DeviceState, Outputs]:
+        if not plan.counts_experts:
+            return run(weights, state, packed, arrived, adapters)
+        # Layers write to it, so that their results do not have it.
+        counts = jax.new_ref(jnp.zeros(plan.experts_shape, jnp.int32))
+        state, left = run(weights, state, packed, arrived, adapters, counts)
+        return state, dataclasses.replace(left, expert_tokens=(jax.freeze(counts),))
+
+    def run(
+        weights: list[jax.Array],
+        state: DeviceState,
+        packed: jax.Array,
+        arrived: jax.Array | None,
+        adapters: Adapters | None,
+        expert_tokens: Any = None,
+    ) -> tuple[DeviceState, Outputs]:
         inputs = layout.unpack(packed)
         model = spec.merge(weights[: spec.num_weights])
         if adapters is not None:
@@ -100,6 +115,7 @@ def make_step(
         head = plan.draft_head
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
         state = dataclasses.replace(state, block_tables=block_tables)
+        state = load_states(stage, inputs, state)
         drafting = _drafting(plan, model, draft and draft.merge(weights[spec.num_weights :]))
         context_lens = _context_lens(inputs, state.lengths)
         batches = {
@@ -128,6 +144,7 @@ def make_step(
             slots=inputs.slots,
             num_slots=plan.max_num_seqs,
         )
+        context = dataclasses.replace(context, expert_tokens=expert_tokens)
         entering = arrived
         if stage.part.embeds:
             carried = state.tokens if arrived is None else arrived
@@ -139,6 +156,10 @@ def make_step(
                 newest = entering.at[newest].get(mode="clip")
                 state = drafting.ahead(inputs, context_lens, state, newest)
                 entering = with_drafts(entering, inputs, state)
+        if (its := inputs.slices.get(IMAGES)) is not None:
+            assert state.images is not None
+            given = GivenEmbeddings(its["rows"], state.images)
+            context = dataclasses.replace(context, given=given)
         positions = _positions(inputs, context_lens)
         tapped = ()
         if drafting is None or not drafting.taps:
@@ -147,7 +168,7 @@ def make_step(
             hidden, tapped, caches = model.tapped(
                 entering, positions, state.caches, context, drafting.taps
             )
-        state = dataclasses.replace(state, caches=caches)
+        state = store_states(stage, inputs, dataclasses.replace(state, caches=caches))
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
             if plan.pooling is not None:
@@ -158,12 +179,13 @@ def make_step(
                 _sample, plan, model, inputs, context_lens, hidden, state, slices
             )
             assert entering is not None
-            context = dataclasses.replace(context, positions=positions)
+            # The experts of a head that drafts are not counted.
+            context = dataclasses.replace(context, positions=positions, expert_tokens=None)
             forward = Forward(entering, hidden, tapped, context)
             return verify_and_propose(
                 plan, model, drafting, inputs, context_lens, forward, state, slices, last
             )
-        return _set_lengths(state, inputs, context_lens), hidden
+        return _set_lengths(state, inputs, context_lens), StageOutputs(hidden=hidden)
 
     return step
 
@@ -243,62 +265,6 @@ def _pool(
         logprobs=None,
         slices={**slices, ROWS: {"vectors": pooled.vectors}},
         logits=None,
-    )
-
-
-class SampledRows(Protocol):
-    """What sampling must know of a step's rows; fields as in StepInputs."""
-
-    @property
-    def slots(self) -> jax.Array: ...
-    @property
-    def samples(self) -> jax.Array: ...
-    @property
-    def prompt_lens(self) -> jax.Array: ...
-    @property
-    def row_params(self) -> jax.Array: ...
-
-
-class Sampled(NamedTuple):
-    """The tables of the state after sampling, and what was sampled."""
-
-    tokens: jax.Array  # i32 [S]
-    slots: SlotState
-    of_rows: jax.Array  # i32 [R]; NO_TOKEN if the logits are not finite
-    logprobs: LogprobOutput
-
-
-def sample_rows(
-    plan: EnginePlan,
-    rows: SampledRows,
-    logits: jax.Array,
-    *,
-    context_lens: jax.Array,
-    tokens: jax.Array,
-    slots: SlotState,
-    masks: jax.Array | None = None,
-) -> Sampled:
-    """Sample the rows from their logits, and note their tokens in the tables."""
-    sampled = sample(
-        logits,
-        row_params.decode(rows.row_params, plan.logits_processors),
-        slots=rows.slots,
-        samples=rows.samples,
-        output_index=context_lens - rows.prompt_lens,
-        positions=context_lens,
-        state=slots,
-        num_logprobs=plan.step_logprobs,
-        layout=plan.sampling,
-        processors=plan.logits_processors,
-        vocab_size=plan.architecture.vocab_size,
-        masks=masks,
-    )
-    kept = jnp.where(rows.samples, rows.slots, plan.max_num_seqs)
-    return Sampled(
-        tokens=tokens.at[kept].set(sampled.tokens, mode="drop"),
-        slots=sampled.state,
-        of_rows=jnp.where(sampled.is_valid, sampled.tokens, NO_TOKEN),
-        logprobs=sampled.logprobs,
     )
 
 

@@ -6,6 +6,8 @@ token after the newest one is the token of plain decoding. If it equals the firs
 after this draft is that of plain decoding as well, and so on. The rest is forgotten: the next row
 begins behind the last token that counts, and writes over its keys and values.
 
+Late rows sample nothing here. Their drafts are verified in the second program (`runner.late`).
+
 Only few rows may have drafts. So every mixed step samples after the last token of each row and, for
 these few, after each draft: no second sampler for steps without drafts.
 """
@@ -21,6 +23,7 @@ from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.drafting import Drafting, Ends, Forward
 from jaxllm.runner.inputs import StepInputs
 from jaxllm.runner.outputs import DraftedOutputs, StepOutputs
+from jaxllm.runner.sample_rows import SampledRows
 from jaxllm.runner.state import DeviceState
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logprobs import LogprobOutput
@@ -40,7 +43,21 @@ def with_drafts(token_ids: jax.Array, inputs: StepInputs, state: DeviceState) ->
     return jnp.where(token_ids == DRAFT_TOKEN, jnp.maximum(drafts, 0), token_ids)
 
 
-class _Sampled(NamedTuple):
+class Places(NamedTuple):
+    """The places of a step that sample: first one of each row, behind its newest token, then those
+    behind the drafts of the few rows that have some."""
+
+    rows: jax.Array  # i32 [P]
+    num_before: jax.Array  # i32 [P]: how many drafts of the row come before
+    exist: jax.Array  # bool [P]
+    drafting: jax.Array  # i32 [most]: the rows with drafts, then R
+
+    def of_rows(self, x: jax.Array) -> jax.Array:
+        """What is known of rows, by place."""
+        return x.at[self.rows].get(mode="clip")
+
+
+class Verified(NamedTuple):
     """What was sampled for the rows of a step."""
 
     table: jax.Array  # i32 [S]: the last token of each slot
@@ -48,8 +65,12 @@ class _Sampled(NamedTuple):
     tokens: jax.Array  # i32 [R, 1 + k]; NO_TOKEN if the logits are not finite
     num_accepted: jax.Array  # i32 [R]
     logprobs: LogprobOutput  # [R, 1 + n], of the first tokens
-    more_logprobs: LogprobOutput  # [R * k, 1 + n]
-    logits: jax.Array | None  # as in StepOutputs
+    more_logprobs: LogprobOutput | None  # [R * k, 1 + n]; None if k is 0
+
+    def figures(self, proposed: jax.Array) -> jax.Array:
+        """As in DraftedOutputs."""
+        counts = jnp.stack([proposed, self.num_accepted], axis=1)
+        return jnp.concatenate([counts, self.tokens[:, 1:]], axis=1)
 
 
 def verify_and_propose(
@@ -74,8 +95,27 @@ def verify_and_propose(
         drafted = DraftedOutputs(figures=figures, logprobs=None)
         return state, dataclasses.replace(outputs, drafted=drafted)
 
-    sampled = _verify(plan, model, inputs, context_lens, forward.hidden, state)
-    lengths = context_lens - inputs.num_drafts + sampled.num_accepted
+    assert state.tokens is not None and state.slots is not None and state.drafts is not None
+    first = context_lens - inputs.num_drafts
+    places = find_places(plan, inputs.num_drafts, first)
+    drafts = state.drafts.at[inputs.slots].get(mode="fill", fill_value=NO_DRAFT)
+    before = inputs.query_starts[1:] - 1 - inputs.num_drafts
+    with jax.named_scope("verify"):
+        read = places.of_rows(before) + places.num_before
+        read = jnp.where(places.exist, read, len(forward.hidden))
+        logits = model.compute_logits(forward.hidden.at[read].get(mode="fill", fill_value=0))
+        sampled = verify(
+            plan,
+            inputs,
+            places,
+            inputs.num_drafts,
+            drafts,
+            logits,
+            first=first,
+            tokens=state.tokens,
+            slots=state.slots,
+        )
+    lengths = first + sampled.num_accepted
     state = dataclasses.replace(
         state,
         tokens=sampled.table,
@@ -84,85 +124,89 @@ def verify_and_propose(
     )
     ends = Ends(sampled.tokens, sampled.num_accepted, lengths)
     state, proposed = drafting.after(inputs, forward, ends, state)
-    figures = jnp.concatenate(
-        [proposed[:, None], sampled.num_accepted[:, None], sampled.tokens[:, 1:]], axis=1
-    )
+    left = None
+    if plan.leaves_logits:
+        left = logits if plan.verifies_late else logits[: len(first)]
     return state, StepOutputs(
         tokens=sampled.tokens[:, 0],
         logprobs=sampled.logprobs,
         slices=slices,
-        logits=sampled.logits,
-        drafted=DraftedOutputs(figures=figures, logprobs=sampled.more_logprobs),
+        logits=left,
+        drafted=DraftedOutputs(figures=sampled.figures(proposed), logprobs=sampled.more_logprobs),
     )
 
 
-def _verify(
-    plan: EnginePlan,
-    model: Any,
-    inputs: StepInputs,
-    context_lens: jax.Array,
-    hidden: jax.Array,
-    state: DeviceState,
-) -> _Sampled:
-    """Sample after each token of the rows with drafts, and after the last one of the others."""
-    assert plan.speculation is not None and inputs.num_drafts is not None
-    assert state.tokens is not None and state.slots is not None and state.drafts is not None
-    num_rows, k = len(context_lens), plan.speculation.num_drafts
+def find_places(plan: EnginePlan, num_drafts: jax.Array, first: jax.Array) -> Places:
+    """Find the places of rows with so many drafts. `first` i32 [R] is how many tokens each row has
+    up to its newest; 0 for padding."""
+    assert plan.speculation is not None
+    num_rows, k = len(num_drafts), plan.speculation.num_drafts
     most = min(num_rows, plan.speculation.max_rows)
-    drafting = jnp.nonzero(inputs.num_drafts > 0, size=most, fill_value=num_rows)[0]
-    # The places that sample: first one of each row, then those after the drafts. `index` counts
-    # the drafts of the row up to the place.
+    drafting = jnp.nonzero(num_drafts > 0, size=most, fill_value=num_rows)[0]
     rows = jnp.concatenate([jnp.arange(num_rows), jnp.repeat(drafting, k)])
     index = jnp.concatenate([jnp.zeros(num_rows, jnp.int32), jnp.tile(jnp.arange(1, k + 1), most)])
+    last, length = (x.at[rows].get(mode="clip") for x in (num_drafts, first))
+    return Places(rows, index, (rows < num_rows) & (index <= last) & (length > 0), drafting)
 
-    def of_rows(x: jax.Array) -> jax.Array:
-        return x.at[rows].get(mode="clip")
 
-    refused_at_most = of_rows(inputs.num_drafts) - index
-    exists = (rows < num_rows) & (refused_at_most >= 0) & (of_rows(context_lens) > 0)
-    last = of_rows(inputs.query_starts[1:]) - 1 - refused_at_most
-    drafts = state.drafts.at[inputs.slots].get(mode="fill", fill_value=NO_DRAFT)
-    drafts = jnp.where(jnp.arange(k) < inputs.num_drafts[:, None], drafts, NO_DRAFT)
-    positions = of_rows(context_lens) - refused_at_most
-    with jax.named_scope("verify"):
-        places = jnp.where(exists, last, len(hidden))
-        logits = model.compute_logits(hidden.at[places].get(mode="fill", fill_value=0))
-        sampled = sample(
-            logits,
-            row_params.decode(of_rows(inputs.row_params), plan.logits_processors),
-            slots=jnp.where(exists, of_rows(inputs.slots), plan.max_num_seqs),
-            samples=exists & of_rows(inputs.samples),
-            output_index=positions - of_rows(inputs.prompt_lens),
-            positions=positions,
-            state=state.slots,
-            num_logprobs=plan.step_logprobs,
-            layout=plan.sampling,
-            processors=plan.logits_processors,
-            vocab_size=plan.architecture.vocab_size,
-            pending=jnp.where(jnp.arange(k) < index[:, None], of_rows(drafts), NO_TOKEN),
-        )
+def verify(
+    plan: EnginePlan,
+    rows: SampledRows,
+    places: Places,
+    num_drafts: jax.Array,
+    drafts: jax.Array,
+    logits: jax.Array,
+    *,
+    first: jax.Array,
+    tokens: jax.Array,
+    slots: SlotState,
+    masks: jax.Array | None = None,
+) -> Verified:
+    """Sample at all places, from their logits f32 [P, V], and accept the drafts, i32 [R, k], that
+    are sampled. `tokens` and `slots` are the tables of the state, `masks` u32 [P, words] what the
+    places may sample."""
+    num_rows, k = drafts.shape
+    drafts = jnp.where(jnp.arange(k) < num_drafts[:, None], drafts, NO_DRAFT)
+    of_rows = places.of_rows
+    positions = of_rows(first) + places.num_before
+    sampled = sample(
+        logits,
+        row_params.decode(of_rows(rows.row_params), plan.logits_processors),
+        slots=jnp.where(places.exist, of_rows(rows.slots), plan.max_num_seqs),
+        samples=places.exist & of_rows(rows.samples),
+        output_index=positions - of_rows(rows.prompt_lens),
+        positions=positions,
+        state=slots,
+        num_logprobs=plan.step_logprobs,
+        layout=plan.sampling,
+        processors=plan.logits_processors,
+        vocab_size=plan.architecture.vocab_size,
+        masks=masks,
+        pending=jnp.where(jnp.arange(k) < places.num_before[:, None], of_rows(drafts), NO_TOKEN),
+    )
 
     def by_row(x: jax.Array) -> jax.Array:
         """The values after drafts, [R, k, ...]."""
-        more = x[num_rows:].reshape(most, k, *x.shape[1:])
-        return jnp.zeros((num_rows, *more.shape[1:]), x.dtype).at[drafting].set(more, mode="drop")
+        more = x[num_rows:].reshape(len(places.drafting), k, *x.shape[1:])
+        zeros = jnp.zeros((num_rows, *more.shape[1:]), x.dtype)
+        return zeros.at[places.drafting].set(more, mode="drop")
 
     def all_of_row(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x[:num_rows, None], by_row(x)], axis=1)
 
-    tokens, is_valid = all_of_row(sampled.tokens), all_of_row(sampled.is_valid)
-    right = (tokens[:, :k] == drafts) & (drafts != NO_DRAFT) & is_valid[:, :k]
+    its, is_valid = all_of_row(sampled.tokens), all_of_row(sampled.is_valid)
+    right = (its[:, :k] == drafts) & (drafts != NO_DRAFT) & is_valid[:, :k]
+    right &= rows.samples[:, None]
     num_accepted = jnp.sum(jnp.cumprod(right, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
-    num_tokens = jnp.where(inputs.samples, 1 + num_accepted, 0)
-    params = row_params.decode(inputs.row_params, plan.logits_processors)
-    kept = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
-    newest = jnp.take_along_axis(tokens, num_accepted[:, None], axis=1)[:, 0]
-    return _Sampled(
-        state.tokens.at[kept].set(newest, mode="drop"),
-        record_accepted(state.slots, tokens, num_tokens, inputs.slots, params.flags),
-        jnp.where(is_valid, tokens, NO_TOKEN),
+    num_tokens = jnp.where(rows.samples, 1 + num_accepted, 0)
+    params = row_params.decode(rows.row_params, plan.logits_processors)
+    kept = jnp.where(rows.samples, rows.slots, plan.max_num_seqs)
+    newest = jnp.take_along_axis(its, num_accepted[:, None], axis=1)[:, 0]
+    return Verified(
+        tokens.at[kept].set(newest, mode="drop"),
+        record_accepted(slots, its, num_tokens, rows.slots, params.flags),
+        jnp.where(is_valid, its, NO_TOKEN),
         num_accepted,
         jax.tree.map(lambda x: x[:num_rows], sampled.logprobs),
         jax.tree.map(lambda x: by_row(x).reshape(-1, *x.shape[1:]), sampled.logprobs),
-        logits[:num_rows] if plan.leaves_logits else None,
     )

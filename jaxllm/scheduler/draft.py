@@ -21,6 +21,7 @@ from jaxllm.scheduler.schedule import (
     Admission,
     DraftReads,
     Schedule,
+    StateCopies,
 )
 
 _num_tokens = itemgetter(1)
@@ -40,6 +41,7 @@ class StepDraft:
         self._has_drafts = False
         self.carried_from: int | None = None  # as in Schedule
         self.draft_reads: DraftReads | None = None  # as in Schedule
+        self.state_copies: StateCopies | None = None  # as in Schedule
         self._admissions: list[Admission] = []
         self._starts: dict[int, int] = {}  # of the admitted requests, by slot
         # Block updates, as in Schedule: single ones one after another, longer parts as arrays.
@@ -133,8 +135,10 @@ class StepDraft:
             draft_reads=self.draft_reads,
             next_tokens=self._next_tokens(samples) if self._reads_ahead else None,
             block_updates=updates,
+            state_copies=self.state_copies,
             admissions=self._admissions,
             adapter_writes=[write for its in drafted.values() for write in its.adapter_writes],
+            encodings=[one for its in drafted.values() for one in its.encodings],
             wants_logprobs=bool(counts),
             late_rows=late[0] if late else None,
             wants_logits=(
@@ -176,5 +180,9 @@ class StepDraft:
         index = place - request.num_prompt_tokens
         if index < 0:
             return request.prompt_token_ids[place]
+        if index < len(outputs):
+            return outputs[index]
+        if request.forced:
+            return request.forced[index - len(outputs)]
         # While drafts are in flight the place is the latest possible one, and behind known tokens.
-        return outputs[index] if index < len(outputs) else CARRIED_TOKEN
+        return CARRIED_TOKEN

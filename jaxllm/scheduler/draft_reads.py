@@ -51,7 +51,7 @@ class Reader:
     def is_ready(self, request: Request) -> bool:
         """Whether the draft model will have read what it must before the planned step, in which the
         request computes its newest token. Plans to read it, or a part of it."""
-        if request.had_drafts:
+        if request.num_drafts:
             return True
         end = request.num_tokens - 2
         if request.num_uncertain or end > request.num_known_tokens:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.messages import EngineOutput
 from jaxllm.scheduler.request import Request
-from jaxllm.scheduler.schedule import AdapterWrite, Schedule, Slice, StepResult
+from jaxllm.scheduler.schedule import AdapterWrite, Encoding, Schedule, Slice, StepResult
 
 
 class Drafted(NamedTuple):
@@ -33,6 +33,8 @@ class Drafted(NamedTuple):
     late_rows: np.ndarray | None = None
     # What takes slots of the device before the step (`Schedule.adapter_writes`).
     adapter_writes: Sequence[AdapterWrite] = ()
+    # What is encoded before the step (`Schedule.encodings`).
+    encodings: Sequence[Encoding] = ()
 
 
 class Brought(Protocol):
@@ -94,8 +96,13 @@ class Feature(Protocol):
         ...
 
     def limit(self, request: Request, n: int, budget: int) -> int:
-        """Return how many of `n` tokens a request may compute in a step, at least one. These limits
-        come before those of `scheduler.limits`."""
+        """Return how many of `n` tokens a request may compute in a step. These limits come before
+        those of `scheduler.limits`. A feature that gives none must give some once it has what this
+        step's other requests hold of it."""
+        ...
+
+    def lose(self) -> None:
+        """Note that all that the device holds is lost. No request runs."""
         ...
 
     def draft(self, rows: Sequence[Request], num_tokens: np.ndarray) -> Drafted | None:
@@ -131,8 +138,4 @@ class Gate(Feature, Protocol):
 
     def left(self, request: Request) -> None:
         """Note that a request runs no longer: it has ended, or was preempted."""
-        ...
-
-    def lose(self) -> None:
-        """Note that the device's slots are lost. No request runs."""
         ...

@@ -53,6 +53,7 @@ def check(
             in_flight[id(request)] += bool(samples) + num_drafts  # that of None is never read
             uncertain[id(request)] += num_drafts
     for r in requests.values():
+        in_flight[id(r)] += max(len(r.forced) - 1, 0)
         assert r.num_in_flight == in_flight[id(r)], f"{r}: {in_flight[id(r)]} in flight"
         assert r.num_uncertain == uncertain[id(r)], f"{r}: {uncertain[id(r)]} uncertain"
         assert r.num_known_tokens <= r.num_tokens <= r.max_num_tokens, r

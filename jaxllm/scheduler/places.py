@@ -44,8 +44,8 @@ class Places:
     def add(self, request: Request, prefix_leader_id: str | None) -> None:
         """Put a new request in the waiting queue; park it while its leader's prompt has not been
         dispatched, or a feature holds it."""
-        # Of a leader with a state nothing can be shared, so nobody waits for it.
-        leader = None if self._kv.keeps_states else self.requests.get(prefix_leader_id or "")
+        # Nobody waits for a leader of which nothing can be shared.
+        leader = self.requests.get(prefix_leader_id or "") if self._kv.can_share else None
         self.requests[request.request_id] = request
         for feature in self._features:
             feature.add(request)
@@ -86,7 +86,7 @@ class Places:
         it runs again it computes its tokens again, except those whose blocks are still cached."""
         self._give_back(request)
         request.num_computed_tokens = request.num_proposed = request.num_draft_read = 0
-        request.had_drafts = False
+        request.num_drafts = 0
         request.stats.num_preemptions += 1
         request.has_new_stats = True
         self._stats.num_preemptions += 1
@@ -146,6 +146,9 @@ class Places:
         stats.num_requests_deferred = self.num_waiting - len(self.waiting)
         stats.group_blocks_used = self._kv.num_blocks_used
         stats.group_shortages = [*self._kv.num_shortages]
+        if (snapshots := self._kv.snapshots) is not None:
+            stats.num_snapshots = snapshots.sizes.count
+            stats.num_snapshots_used = snapshots.num_used
 
     def _give_back(self, request: Request) -> None:
         """Take slot and blocks from a request that ran."""

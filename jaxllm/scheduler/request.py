@@ -7,6 +7,10 @@ That token is *in flight* until its id arrives: `num_tokens` counts it, `output_
 
 A step may also compute drafts of the tokens after the newest one. Until the step comes back, both
 numbers count the drafts as if they were accepted; `num_uncertain` is how many they are.
+
+A grammar may leave the token in flight no choice, nor those behind it. They are *forced*: no step
+samples those behind it, and `num_tokens` counts them from the moment that they are known to come.
+They become outputs together with the token in flight.
 """
 
 import copy
@@ -14,7 +18,7 @@ import enum
 import sys
 
 from jaxllm.messages import EngineRequest, FinishReason, RequestStats
-from jaxllm.scheduler.kv.tables import BlockTable
+from jaxllm.scheduler.kv.tables import BlockTable, PendingSnapshot
 
 NO_LANE = -1
 
@@ -44,11 +48,12 @@ class Request:
         "eos_token_ids",
         "error",
         "followers",
+        "forced",
         "grammar",
-        "had_drafts",
         "has_new_stats",
         "has_taken_over_blocks",
         "hash_root",
+        "images",
         "lane",
         "max_num_tokens",
         "max_tokens",
@@ -60,6 +65,7 @@ class Request:
         "num_computed_tokens",
         "num_counted_prompt_tokens",
         "num_draft_read",
+        "num_drafts",
         "num_holds",
         "num_prompt_tokens",
         "num_proposed",
@@ -68,15 +74,19 @@ class Request:
         "num_uncertain",
         "order",
         "output_token_ids",
+        "parts_at",
+        "passed_snapshot",
         "pooling_task",
         "priority",
         "prompt_token_ids",
+        "proposal",
         "request_id",
         "room",
         "sampled_in",
         "sampling_params",
         "seed",
         "slot",
+        "snapshots",
         "stats",
         "status",
         "stop_token_ids",
@@ -87,6 +97,7 @@ class Request:
         params = message.sampling_params
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
+        self.images = message.images  # their pixels are kept for a request that computes them again
         self.output_token_ids: list[int] = []
         self.sampling_params = params
         self.seed = message.seed
@@ -107,6 +118,7 @@ class Request:
         self.max_num_tokens = self.num_prompt_tokens + message.max_tokens
         self.num_computed_tokens = 0
         self.num_uncertain = 0
+        self.forced: list[int] = []  # the token in flight, and those that follow it for sure
         self.num_counted_prompt_tokens = 0  # the statistics have counted this many
         # How many features bar it from the prefix cache: it must compute its tokens itself.
         self.num_cache_bars = 0
@@ -125,9 +137,9 @@ class Request:
         # Owned by `speculation`: the drafter's proposal in the latest known step, what drafts bring
         # on average, and steps without drafts until they are tried again.
         self.num_proposed = 0
-        # What a draft model has read of it for sure, and whether its newest row had drafts.
-        self.num_draft_read = 0
-        self.had_drafts = False
+        self.proposal: list[int] = []  # its tokens, if the request has a grammar
+        self.num_drafts = 0  # of its newest row
+        self.num_draft_read = 0  # what a draft model has read of it for sure
         self.draft_gain = 1.0
         self.draft_pause = 0
         self.next_draft_pause = 0
@@ -142,6 +154,22 @@ class Request:
         self.has_taken_over_blocks = False
         # At this number of computed tokens a block can be registered, or falls behind a window.
         self.next_block_at = sys.maxsize
+
+        # Owned by `kv.snapshots`: places of snapshots that are not findable yet, the newest of
+        # those that are, if it is at the stride, and where computed blocks without snapshots end.
+        self.snapshots: list[PendingSnapshot] = []
+        self.passed_snapshot: bytes | None = None
+        self.parts_at = 0
+
+    def force(self, tokens: list[int]) -> None:
+        """Note that the token in flight is the first of these, and that the others follow it."""
+        self.forced = tokens[: 1 + self.max_num_tokens - self.num_tokens]
+        self.num_tokens += len(self.forced) - 1
+
+    def take_forced(self) -> list[int]:
+        """Return the tokens that follow the one in flight without a choice, now that it is here."""
+        tokens, self.forced = self.forced[1:], []
+        return tokens
 
     @property
     def num_known_tokens(self) -> int:
@@ -163,11 +191,13 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def known_tokens(self, start: int, end: int) -> list[int]:
-        """Return the tokens at positions [start, end), all of which must be known."""
+        """Return the tokens at positions [start, end), all of which must be known or forced."""
         num_prompt = self.num_prompt_tokens
         if end <= num_prompt:
             return self.prompt_token_ids[start:end]
         outputs = self.output_token_ids[max(start - num_prompt, 0) : end - num_prompt]
+        if self.forced and end > (num_known := self.num_known_tokens):
+            outputs += self.forced[max(start - num_known, 0) : end - num_known]
         return self.prompt_token_ids[start:] + outputs if start < num_prompt else outputs
 
     def count_prompt_tokens(self, n: int) -> int:

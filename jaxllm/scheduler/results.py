@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxllm.logging import init_logger
 from jaxllm.messages import EngineOutput, FinishReason
 from jaxllm.metrics.stats import EngineStats
@@ -43,6 +45,7 @@ class Results:
     ) -> None:
         """`generates` is whether the tokens of results are counted as generated ones."""
         self.dispatched: deque[Dispatched] = deque()  # the oldest first
+        self.expert_tokens: np.ndarray | None = None  # [L, E], since the start
         self._places = places
         self._kv = kv
         self._features = features
@@ -54,6 +57,9 @@ class Results:
         """Take in the result of the oldest dispatched step; return the new outputs."""
         step = self._take_oldest(schedule)
         now = time.monotonic()
+        if result.expert_tokens is not None:
+            before = 0 if self.expert_tokens is None else self.expert_tokens
+            self.expert_tokens = before + result.expert_tokens.astype(np.int64)
         token_ids = result.token_ids[: len(step.rows)].tolist()
         has_drafts = schedule.num_drafts is not None
         corrupted = set[int]()
@@ -95,6 +101,8 @@ class Results:
                         brought.add_to(output, row)
                 continue
             tokens = [token] if drafting is None else drafting.take(request, row, token)
+            if request.forced:
+                tokens += request.take_forced()
             finish = request.take_tokens(tokens)
             num_new_tokens += len(tokens)
             stats = request.stats
@@ -197,6 +205,7 @@ class Results:
         request.hash_root = None
         request.num_tokens = request.num_known_tokens
         request.num_uncertain = 0
+        request.forced = []
         if request.status is RequestStatus.RUNNING:
             self._places.preempt(request)
         else:  # it was preempted before, and parked until this token arrived

@@ -5,6 +5,7 @@ request in a step is a row. Rows are in order of their number of tokens, so deco
 single one, come first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +53,29 @@ class AdapterWrite(NamedTuple):
     arrays: Any  # as the executor has laid it out
 
 
+class StateCopies(NamedTuple):
+    """Copies between the states of slots and snapshots of such states."""
+
+    loads: np.ndarray  # int32 [n, 2]: before the step, from a snapshot to a slot
+    stores: np.ndarray  # int32 [n, 2]: after the step, from a slot to a snapshot
+
+    @classmethod
+    def of(
+        cls, loads: Sequence[tuple[int, int]], stores: Sequence[tuple[int, int]]
+    ) -> "StateCopies":
+        """Make the arrays of these pairs."""
+        return cls(*(np.array(pairs, np.int32).reshape(len(pairs), 2) for pairs in (loads, stores)))
+
+
+class Encoding(NamedTuple):
+    """An image whose embeddings the tower puts into the pool of the device before the step."""
+
+    rows: int  # of patches
+    columns: int
+    pixels: np.ndarray  # uint8: those of its patches
+    pool_rows: np.ndarray  # int32 [tokens]: where in the pool they go
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftReads:
     """What a draft model reads before a step, so that it can draft in the step. Rows are in order
@@ -89,8 +113,10 @@ class Schedule:
     # int32 [rows]: the token behind each row that samples none, for a head that drafts; NO_TOKEN
     # for the other rows. None: no row has one, or nothing asks for it.
     next_tokens: np.ndarray | None = None
+    state_copies: StateCopies | None = None
     admissions: list[Admission] = field(default_factory=list)
     adapter_writes: list[AdapterWrite] = field(default_factory=list)
+    encodings: list[Encoding] = field(default_factory=list)
     wants_logprobs: bool = False  # whether a row that samples wants logprobs
     # Rows that sample late: under a mask that the host makes while the device runs the step. Their
     # tokens come from a second program, for which the executor waits (`Executor.sample`).
@@ -118,6 +144,16 @@ class Schedule:
         return self.num_decodes == len(self.slots) and not self.needs_mixed
 
 
+class LateMasks(NamedTuple):
+    """What the late rows of a step may sample, as bits: one for each token, lowest first."""
+
+    first: np.ndarray  # int32 [late rows, words]: behind each row's newest token
+    # int32 [late rows, n]: the drafts that each row may have, then NO_TOKEN; no others are
+    # accepted. None: no late row has any.
+    drafts: np.ndarray | None = None
+    more: np.ndarray | None = None  # int32 [these drafts, words]: behind each of them
+
+
 class LogprobArrays(NamedTuple):
     """Logprobs of some positions: column 0 is the token at the position, the others are the best
     tokens, best first."""
@@ -137,6 +173,9 @@ class DraftedResult(NamedTuple):
     # sampled as drafts are accepted. Empty if no row has drafts.
     token_ids: np.ndarray
     logprobs: LogprobArrays | None  # of these tokens, one row after another, if wants_logprobs
+    # int32 [>= rows, most drafts]: the tokens that the next step can have as drafts. Only of a step
+    # with late rows, and of these.
+    proposals: np.ndarray | None = None
 
 
 class StepResult(NamedTuple):
@@ -149,3 +188,4 @@ class StepResult(NamedTuple):
     logits: np.ndarray | None = None  # float32 [>= rows, >= vocabulary]; padding is -inf
     slices: dict[str, Slice] = {}  # of the features in Schedule.slices; read only
     drafted: DraftedResult | None = None  # only of an engine that speculates
+    expert_tokens: np.ndarray | None = None  # int32 [L, E], by layer; only if they are counted

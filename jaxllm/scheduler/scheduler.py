@@ -17,7 +17,7 @@ finished.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxllm.errors import ValidationError
 from jaxllm.messages import EngineOutput, EngineRequest, FinishReason
@@ -85,6 +85,8 @@ class Scheduler:
                 long_prefill_token_threshold=long_prefill_token_threshold,
             ),
         )
+        # For which rows are cut; None: they are not.
+        self._snapshots = kv.snapshots if enable_chunked_prefill else None
         self._check_invariants = check_invariants
         self.stats = stats if stats is not None else EngineStats()
         self.stats.group_blocks = [group.num_blocks for group in kv.groups]
@@ -164,8 +166,8 @@ class Scheduler:
         assert not dispatched, f"{len(dispatched)} steps are on their way"
         while running:
             self._places.preempt(running.pop())
-        if self._gate is not None:
-            self._gate.lose()
+        for feature in self._features:
+            feature.lose()
         forgotten = self.reset_prefix_cache()
         assert forgotten, "blocks are in use, and no request runs"
         self._settle()
@@ -203,6 +205,8 @@ class Scheduler:
             draft.carried_from = self._lanes.carried_from(rows)
         if self._drafting is not None:
             draft.draft_reads = self._drafting.take_reads()
+        if self._kv.snapshots is not None:
+            draft.state_copies = self._kv.snapshots.take_copies(rows)
         schedule = draft.build(self._num_steps, rows)
         self._num_steps += 1
         self._results.dispatched.append(Dispatched(schedule, [*rows]))
@@ -210,6 +214,7 @@ class Scheduler:
         if self._lanes is not None:
             self._lanes.dispatch(schedule.step, rows)
         self.stats.count_step(schedule.total_tokens)
+        self.stats.num_images_encoded += len(schedule.encodings)
         self._settle()
         return schedule
 
@@ -246,7 +251,8 @@ class Scheduler:
                 continue  # its last token is in flight
             n = num_tokens - num_computed
             if n > 1:
-                n = self._limit(request, n, budget)
+                request.num_drafts = 0
+                n = self._limit(request, num_computed, budget)
                 if n == 0:
                     continue
             elif drafting is not None:
@@ -299,7 +305,7 @@ class Scheduler:
                 continue
             prefix = self._kv.find_prefix(request)
             num_cached = prefix * self._kv.block_size
-            n = self._limit(request, request.num_tokens - num_cached, budget)
+            n = self._limit(request, num_cached, budget)
             # Keep one block in reserve for each running request. Otherwise a request that grows
             # would soon preempt the new one.
             if n == 0 or not self._kv.admit(request, prefix, reserve=len(places.running)):
@@ -309,6 +315,7 @@ class Scheduler:
                 request.stats.scheduled_ts = time.monotonic()
                 request.num_cached_tokens = num_cached
                 self.stats.prefix_cache_hits += num_cached
+                self.stats.num_images += len(request.images)
                 if self._kv.may_read(request):
                     self.stats.prefix_cache_queries += request.num_tokens
             request.num_computed_tokens = num_cached + n
@@ -319,10 +326,12 @@ class Scheduler:
             self.stats.num_prompt_tokens += request.count_prompt_tokens(n)
         return budget
 
-    def _limit(self, request: Request, n: int, budget: int) -> int:
+    def _limit(self, request: Request, start: int, budget: int) -> int:
+        """How many of a request's tokens from `start` on to compute now."""
+        n = request.num_tokens - start
         for limit in self._limits:
             n = limit(request, n, budget)
-        return n
+        return n if self._snapshots is None else self._snapshots.cut(request, start, n)
 
     def _advance(self, rows: list[Request]) -> None:
         """Count the tokens that the step samples, and let other requests share its full blocks."""
@@ -349,6 +358,13 @@ class Scheduler:
         outputs = self._results.fail(schedule, message)
         self._settle()
         return outputs
+
+    def expert_tokens(self, num_experts: Mapping[int, int]) -> dict[int, list[int]]:
+        """The tokens of each expert since the start, for layers with so many of them."""
+        totals = self._results.expert_tokens
+        if totals is None:
+            return {layer: [0] * count for layer, count in num_experts.items()}
+        return {layer: totals[layer, :count].tolist() for layer, count in num_experts.items()}
 
     # ---- bookkeeping
 

@@ -81,7 +81,9 @@ class Drafting:
         for request in running:
             if request.draft_pause:
                 request.draft_pause -= 1
-            elif request.num_proposed or (not self._waits_for_proposals and _may_draft(request)):
+            elif request.num_proposed or (
+                not self._waits_for_proposals and self._may_draft(request)
+            ):
                 gain += request.draft_gain
         if gain < _MIN_GAIN * num_running:
             self._most = 0
@@ -89,7 +91,7 @@ class Drafting:
     def draft(self, request: Request) -> int:
         """Count drafts behind the newest token of a request, and return how many there are."""
         count = self._count(request)
-        request.had_drafts = count > 0
+        request.num_drafts = count
         if not count:
             return 0
         self._spare -= count
@@ -108,7 +110,7 @@ class Drafting:
 
     def _count(self, request: Request) -> int:
         """How many drafts a request gets behind its newest token."""
-        if not self._most or request.draft_pause or not _may_draft(request):
+        if not self._most or request.draft_pause or not self._may_draft(request):
             return 0
         if self._waits_for_proposals and not request.num_proposed:
             return 0
@@ -138,10 +140,12 @@ class Drafting:
         # A request that was preempted since then has computed nothing.
         runs = request.status is RequestStatus.RUNNING
         request.num_proposed = self._num_proposed[row] if runs else 0
-        if not self._num_drafts or not (num_drafts := self._num_drafts[row]):
-            return [first]
         drafted = self._drafted
         assert drafted is not None
+        if drafted.proposals is not None and request.grammar is not None:
+            request.proposal = drafted.proposals[row, : request.num_proposed].tolist()
+        if not self._num_drafts or not (num_drafts := self._num_drafts[row]):
+            return [first]
         num_accepted = self._num_accepted[row]
         refused = num_drafts - num_accepted
         request.num_tokens -= refused
@@ -180,10 +184,9 @@ class Drafting:
             # After the pause a single row that brings much is enough.
             request.draft_gain = _MIN_GAIN
 
-
-def _may_draft(request: Request) -> bool:
-    """Whether a row of the request may have drafts."""
-    if request.grammar is not None:
-        return False  # its row samples late, under the mask of one token
-    # More logprobs come from logits, and a step leaves those of one token for each row.
-    return (request.sampling_params.logprobs or 0) <= MAX_STEP_LOGPROBS
+    def _may_draft(self, request: Request) -> bool:
+        """Whether a row of the request may have drafts."""
+        if request.grammar is not None and not self._waits_for_proposals:
+            return False  # masks come before what is drafted in the step is known
+        # More logprobs come from logits, and a step leaves those of one token for each row.
+        return (request.sampling_params.logprobs or 0) <= MAX_STEP_LOGPROBS

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.frontend.input_processor import ProcessedInput
+from jaxllm.media.chat import has_images
 from jaxllm.openai.answer import TIMEOUT
 from jaxllm.openai.endpoints import Background, Endpoint, Request
 from jaxllm.openai.errors import UnavailableError
@@ -166,13 +167,15 @@ class AnswerEndpoint:
     async def _inputs(self, job: _Job, size: int) -> list[ProcessedInput]:
         """Validate and tokenize all prompts, off the event loop."""
         service, request = self._service, job.request
-        if job.params.structured_outputs is None:
+        has_form = job.params.structured_outputs is not None
+        if not has_form and not _shows_images(request):
             process = partial(self._process, job)
             return await service.in_text_thread(request.conversation, process, size)
         read = partial(request.prompts, job.served)
         prompts = await service.in_text_thread(request.conversation, read, size)
+        prompts = await self._engine.images.loaded(prompts)
         process = partial(self._process, job, prompts)
-        return await self._engine.in_tokenizer_thread(process, size, has_form=True)
+        return await self._engine.in_tokenizer_thread(process, size, has_form=has_form)
 
     def _read(self, body: bytes, arrival: _Arrival) -> _Job:
         options, served = self._service.options, self._service.served
@@ -281,6 +284,11 @@ class AnswerEndpoint:
     ) -> AsyncGenerator[RequestOutput, None]:
         fits = fitting(params, prompt, self._engine.info)
         return search(self._engine, prompt, fits, job.request.priority or 0)
+
+
+def _shows_images(request: Request) -> bool:
+    chat = request.conversation
+    return chat is not None and has_images(chat.messages)
 
 
 class _Alarm:

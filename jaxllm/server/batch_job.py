@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import msgspec
+
 from jaxllm.batch.custom_ids import CustomIds
 from jaxllm.batch.input import Item, read_items
 from jaxllm.batch.journal import Journal, Kind
@@ -208,6 +210,9 @@ class BatchJob:
         if isinstance(prompts, PooledPrompts):
             return await engine.in_tokenizer_thread(process, size)
         has_form = prompts.params.structured_outputs is not None
+        loaded = await engine.images.loaded(prompts.prompts)
+        prompts = msgspec.structs.replace(prompts, prompts=loaded)
+        process = partial(processed, engine, prompts, line, item.number, name)
         inputs = await engine.in_tokenizer_thread(process, size, has_form=has_form)
         lengths = [len(one.prompt_token_ids) for one in inputs]
         check_logprobs(

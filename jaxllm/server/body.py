@@ -17,6 +17,8 @@ from jaxllm.server.options import ServerOptions
 # Close the connection, so that the unread rest of a body is not parsed as the next request.
 _CLOSE = {"Connection": "close"}
 
+_IMAGES_BYTES = 64 << 20
+
 
 class BodyLimits(NamedTuple):
     """The limits of a body's size and of the time to send it."""
@@ -25,11 +27,13 @@ class BodyLimits(NamedTuple):
     timeout_s: float
 
     @classmethod
-    def of(cls, options: ServerOptions, max_model_len: int) -> "BodyLimits":
+    def of(
+        cls, options: ServerOptions, max_model_len: int, *, has_images: bool = False
+    ) -> "BodyLimits":
         """The limits of the options. The default fits the longest prompt in any encoding: a token
         is a few bytes of text, and JSON may escape each as six bytes. The constant is for other
-        fields and for several prompts."""
-        default = (4 << 20) + 64 * max_model_len
+        fields and for several prompts. Images in it are some megabytes each."""
+        default = (4 << 20) + 64 * max_model_len + (has_images and _IMAGES_BYTES)
         return cls(options.max_body_bytes or default, options.client_timeout)
 
 

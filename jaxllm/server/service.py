@@ -39,7 +39,9 @@ class Service:
         self.templates = Templates(options.chat_template_timeout)
         self.served = dataclasses.replace(served, renderer=self.templates)
         self.options = options
-        self.body_limits = BodyLimits.of(options, engine.info.max_model_len)
+        self.body_limits = BodyLimits.of(
+            options, engine.info.max_model_len, has_images=engine.info.images is not None
+        )
         self.peers = peers or Peers.none()
         store = options.response_store
         self.responses = (

@@ -6,7 +6,7 @@ from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
 from jaxllm.plan.buckets import Bucket, BucketTable
-from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
 from jaxllm.simulation.step_time import StepTime
 
 # A token that ends no answer.
@@ -65,7 +65,7 @@ class SimulatedExecutor:
         self._done_at[schedule.step] = self._last_done = begin
         return _Pending(self, schedule)
 
-    def sample(self, masks: np.ndarray) -> None:
+    def sample(self, masks: LateMasks) -> None:
         raise AssertionError("simulated requests have no grammar")
 
     def is_done(self, schedule: Schedule) -> bool:

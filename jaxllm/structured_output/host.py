@@ -6,6 +6,9 @@ when the masks are there (`EngineCore.step`). This is a `Feature` of the schedul
 late rows; the engine core asks it for their masks.
 
 A request's matcher has consumed exactly its known output tokens. A preempted request keeps it.
+
+Where the grammar forces several tokens, their masks need no matcher, and only the first of them is
+sampled: the others are added to the request (`Request.force`), whose next row computes them all.
 """
 
 import concurrent.futures
@@ -19,21 +22,12 @@ from llguidance import LLMatcher
 from jaxllm.messages import EngineOutput
 from jaxllm.scheduler.features import Drafted
 from jaxllm.scheduler.request import Request
-from jaxllm.scheduler.schedule import NO_TOKEN, Schedule, StepResult
-from jaxllm.structured_output.compile import reason_of
+from jaxllm.scheduler.schedule import NO_TOKEN, LateMasks, Schedule, StepResult
+from jaxllm.structured_output.form import Form, may_skip, message
 from jaxllm.structured_output.matchers import CompiledGrammars, Masks
-from jaxllm.structured_output.vocabulary import Vocabulary, num_words
+from jaxllm.structured_output.vocabulary import WORD_BITS, Vocabulary, num_words
 
 _ANY_TOKEN = -1  # a word of a mask with all bits
-
-
-@dataclass(slots=True)
-class _Form:
-    """Where a request is in its grammar."""
-
-    matcher: LLMatcher | None = None
-    error: str = ""  # why it has no matcher that can go on
-    num_consumed: int = 0  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +54,17 @@ class StructuredOutput:
         self._num_words = num_words(vocab_size)
         self._grammars = CompiledGrammars(load)
         self._masks = Masks()
-        self._forms: dict[str, _Form] = {}  # of the unfinished requests with a grammar
+        self._forms: dict[str, Form] = {}  # of the unfinished requests with a grammar
         self._held: dict[str, tuple[Request, Future[LLMatcher]]] = {}
-        self._late: list[Request] = []  # of the newest step
+        # Of the newest step; with how many drafts.
+        self._late: list[tuple[Request, int]] = []
 
     def add(self, request: Request) -> None:
         """Note a request; hold it while its grammar is compiled."""
         if request.grammar is None:
             return
         future = self._grammars.get(request.grammar)
-        self._forms[request.request_id] = _Form()
+        self._forms[request.request_id] = Form(may_skip(request.sampling_params))
         if future.done():
             self._begin(request, future)
         else:
@@ -95,11 +90,11 @@ class StructuredOutput:
     def start_over(self, request: Request) -> None:
         """Forget a token that was read with a result that is dropped."""
         form = self._forms.get(request.request_id)
-        if form is not None and form.matcher is not None:
-            too_many = form.num_consumed - len(request.output_token_ids)
-            if too_many and not form.matcher.rollback(too_many):
-                self._fail(form)
-            form.num_consumed -= too_many
+        if form is not None:
+            form.go_back(form.num_consumed - len(request.output_token_ids))
+
+    def lose(self) -> None:
+        pass  # it keeps nothing on the device
 
     def limit(self, request: Request, n: int, budget: int) -> int:
         return n
@@ -114,31 +109,79 @@ class StructuredOutput:
         ]
         if not late:
             return None
-        self._late = [rows[row] for row in late]
+        self._late = [(rows[row], rows[row].num_drafts) for row in late]
         late_rows = np.array(late, np.int32)
         return Drafted({}, needs_mixed=False, wants_logits=False, late_rows=late_rows)
 
-    def masks(self) -> np.ndarray | None:
-        """Return the masks of the newest step's late rows, i32 [late rows, words]: a bit for each
-        token, lowest first. Return None if a token that they depend on is still in flight.
+    def masks(self) -> LateMasks | None:
+        """Return the masks of the newest step's late rows. Return None if a token that they depend
+        on is still in flight.
 
         A row whose request has ended or started over gets a mask of all tokens, and so does one
-        whose matcher has failed. The tokens of both are dropped."""
-        # Of each row, the token that it samples is in flight.
-        in_flight = [0 if r.is_finished else r.num_in_flight for r in self._late]
+        whose matcher has failed. The tokens of both are dropped. Call this once for a step: the
+        tokens that are forced after a row's are added to its request."""
+        # Of each row, the token that it samples is in flight, and its drafts may be accepted.
+        in_flight = [0 if r.is_finished else r.num_in_flight - drafts for r, drafts in self._late]
         if max(in_flight) > 1:
             return None
         masks = np.full((len(in_flight), self._num_words), _ANY_TOKEN, np.int32)
         going_on: list[tuple[LLMatcher, int]] = []
-        for row, (request, count) in enumerate(zip(self._late, in_flight, strict=True)):
-            form = self._forms[request.request_id] if count else _NO_FORM
-            if form.matcher is not None:
+        drafting: list[tuple[int, Form, list[int]]] = []
+        for row, ((request, num_drafts), count) in enumerate(
+            zip(self._late, in_flight, strict=True)
+        ):
+            form = self._forms[request.request_id] if count == 1 else _NO_FORM
+            if form.matcher is None:
+                continue
+            if forced := form.forced():
+                _allow_only(forced[0], masks[row])
+                if form.skips and not num_drafts:
+                    request.force(forced)
+            else:
                 going_on.append((form.matcher, row))
+            if num_drafts:
+                drafting.append((row, form, request.proposal[:num_drafts]))
         self._masks.fill(going_on, masks)
         for matcher, row in going_on:
             if matcher.is_error():
-                self._fail(self._forms[self._late[row].request_id])
+                self._forms[self._late[row][0].request_id].fail()
                 masks[row] = _ANY_TOKEN
+        return self._with_drafts(masks, drafting) if drafting else LateMasks(masks)
+
+    def _with_drafts(
+        self, first: np.ndarray, drafting: list[tuple[int, Form, list[int]]]
+    ) -> LateMasks:
+        """Add the masks behind the drafts of rows, up to the first that the grammar does not take.
+        `first` are those before the drafts."""
+        drafts = np.full((len(first), max(len(its) for _, _, its in drafting)), NO_TOKEN, np.int32)
+        more: list[np.ndarray] = []
+        for row, form, proposal in drafting:
+            masks = self._behind(form, proposal, first[row])
+            drafts[row, : len(masks)] = proposal[: len(masks)]
+            more += masks
+        if not more:
+            return LateMasks(first)
+        return LateMasks(first, drafts, np.stack(more))
+
+    def _behind(self, form: Form, proposal: list[int], mask: np.ndarray) -> list[np.ndarray]:
+        """The masks behind the tokens of a proposal, as far as the text goes on there; `mask` is
+        the one before them."""
+        masks: list[np.ndarray] = []
+        ahead = form.copy()
+        for token in proposal:
+            if ahead.matcher is None or not _allows(mask, token):
+                break
+            ahead.consume([token])
+            if ahead.matcher is None or ahead.matcher.is_stopped():
+                break
+            mask = np.empty(self._num_words, np.int32)
+            if forced := ahead.forced():
+                _allow_only(forced[0], mask)
+            else:
+                self._masks.fill([(ahead.matcher, 0)], mask[None])
+                if ahead.matcher.is_error():
+                    break
+            masks.append(mask)
         return masks
 
     def read(self, schedule: Schedule, result: StepResult, rows: Sequence[Request | None]) -> Ends:
@@ -146,15 +189,16 @@ class StructuredOutput:
         ends = Ends()
         assert schedule.late_rows is not None, f"step {schedule.step} has no late rows"
         late = schedule.late_rows
+        drafted = result.drafted if schedule.num_drafts is not None else None
         for row, token in zip(late.tolist(), result.token_ids[late].tolist(), strict=True):
             request = rows[row]
-            if request is None or request.is_finished or token == NO_TOKEN:
+            tokens = [token]
+            if drafted is not None:
+                tokens += drafted.token_ids[row, : drafted.num_accepted[row]].tolist()
+            if request is None or request.is_finished or NO_TOKEN in tokens:
                 continue
             form = self._forms[request.request_id]
-            if form.matcher is not None:
-                form.num_consumed += 1
-                if not form.matcher.consume_token(token):
-                    self._fail(form)
+            form.consume(tokens + request.forced[1:])
             if form.matcher is None:
                 ends.failed[row] = form.error
             elif form.matcher.is_stopped():
@@ -170,16 +214,20 @@ class StructuredOutput:
         if error is None:
             form.matcher = future.result().deep_copy()
         else:
-            form.error = _message(str(error))
-
-    @staticmethod
-    def _fail(form: _Form) -> None:
-        assert form.matcher is not None
-        form.matcher, form.error = None, _message(reason_of(form.matcher))
+            form.error = message(str(error))
 
 
-_NO_FORM = _Form()
+_NO_FORM = Form()
 
 
-def _message(reason: str) -> str:
-    return f"structured_outputs: {reason}"[:500]
+def _allows(mask: np.ndarray, token: int) -> bool:
+    """Whether a mask has the bit of a token, which may be any number."""
+    if not 0 <= token < WORD_BITS * len(mask):
+        return False
+    return bool(mask.view(np.uint32)[token // WORD_BITS] >> token % WORD_BITS & 1)
+
+
+def _allow_only(token: int, mask: np.ndarray) -> None:
+    """Set a mask to that of one token."""
+    mask[:] = 0
+    mask.view(np.uint32)[token // WORD_BITS] = 1 << token % WORD_BITS

@@ -64,6 +64,9 @@ class BestOnHost:
     def drop(self, request):
         self.using.discard(request.request_id)
 
+    def lose(self):
+        pass
+
     def start_over(self, request):
         pass
 

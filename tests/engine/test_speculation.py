@@ -6,16 +6,11 @@ takes a slot. So one set of programs has drafts that are all right, all wrong, o
 
 import itertools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.speculation.drafter import NO_DRAFT
-from jaxllm.speculation.drafters import DRAFTERS
 from jaxllm.testing import make_tiny_checkpoint
+from tests.drafts import MIXED, RIGHT, WRONG, told
 
 METHOD = {"method": "ngram", "num_speculative_tokens": 3}
 LOGPROBS = 3
@@ -35,6 +30,14 @@ BASE = {
 
 def prompt(index: int, length: int) -> list[int]:
     return [3 + (index * 131 + i * i * 7 + i) % 380 for i in range(length)]
+
+
+def learn(script, outputs, params, is_wrong=RIGHT):
+    """Draft the answers that a plain engine has given, but another token where it is wrong."""
+    for output, its in zip(outputs, params, strict=True):
+        for answer in output.outputs:
+            seed = None if its.is_greedy else (its.seed or 0) + answer.index
+            script.learn(output.prompt_token_ids, seed, answer.token_ids, is_wrong)
 
 
 PROMPTS = [prompt(i, length) for i, length in enumerate([1, 5, 16, 17, 33, 48, 20, 60, 3])]
@@ -65,49 +68,6 @@ PARAMS = [
     SamplingParams(temperature=1, seed=8, max_tokens=40, logprobs=LOGPROBS, stop=["e", "th"]),
 ]  # fmt: skip
 
-# Whether the draft of a place is wrong.
-RIGHT = lambda place: False  # noqa: E731
-WRONG = lambda place: True  # noqa: E731
-MIXED = lambda place: place % 5 in (0, 3)  # noqa: E731
-
-
-class Told:
-    """Its state is i32 [S, max_model_len]: the text that it drafts from, then NO_DRAFT."""
-
-    def abstract(self, num_slots, max_model_len):
-        return jax.ShapeDtypeStruct((num_slots, max_model_len), jnp.int32)
-
-    def admit(self, state, slot, tokens):
-        return state.at[slot].set(tokens)
-
-    def record(self, state, tokens, num_tokens, slots, ends):
-        return state
-
-    def propose(self, state, num_drafts, slots, ends):
-        places = ends[:, None] + jnp.arange(num_drafts)
-        return state.at[slots[:, None], places].get(mode="fill", fill_value=NO_DRAFT)
-
-
-class Script:
-    """What the drafter is told: the texts of requests, by their prompt and their seed."""
-
-    def __init__(self):
-        self._texts: dict[tuple, np.ndarray] = {}
-
-    def learn(self, outputs, params, is_wrong=lambda place: False):
-        """Draft the answers that a plain engine has given, but another token where it is wrong."""
-        for output, its in zip(outputs, params, strict=True):
-            for answer in output.outputs:
-                tokens = list(output.prompt_token_ids) + list(answer.token_ids)
-                text = [t + 1 if is_wrong(place) else t for place, t in enumerate(tokens)]
-                seed = None if its.is_greedy else (its.seed or 0) + answer.index
-                self._texts[tuple(output.prompt_token_ids), seed] = np.array(text, np.int32)
-
-    def text(self, admission):
-        greedy = admission.sampling_params.is_greedy
-        key = tuple(admission.prompt_token_ids), None if greedy else admission.seed
-        return self._texts.get(key, np.zeros(0, np.int32))
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -127,17 +87,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def script():
     """Replaces the drafter of engines that are made in this module."""
-    script = Script()
-
-    def admit_drafts(runner, admission):
-        text = script.text(admission)
-        tokens = np.full(runner._plan.max_model_len, NO_DRAFT, np.int32)
-        tokens[: len(text)] = text
-        runner._stages[0].admit_drafts(admission.slot, tokens)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(DRAFTERS, "ngram", lambda speculation: Told())
-        patch.setattr(ModelRunner, "_admit_drafts", admit_drafts)
+    with told() as script:
         yield script
 
 
@@ -170,7 +120,7 @@ def answers_as_expected(script, expected, assert_same):
     """Drafts of this kind give the plain answers; returns what became of them."""
 
     def check(llm, is_wrong=MIXED, prompts=PROMPTS, params=PARAMS, expected=expected):
-        script.learn(expected, params, is_wrong)
+        learn(script, expected, params, is_wrong)
         before = stats(llm)
         llm.reset_prefix_cache()
         assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
@@ -197,7 +147,7 @@ def test_right_wrong_and_mixed_drafts_change_no_token(llm, answers_as_expected):
 
 
 def test_right_drafts_take_the_fewest_steps(make_llm, script, expected):
-    script.learn(expected, PARAMS)
+    learn(script, expected, PARAMS)
     llm = make_llm(async_scheduling=False)
     llm.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False)
     # One token with the prompt, four in each further step.
@@ -227,7 +177,7 @@ def test_cached_prefixes_are_the_same(llm, answers_as_expected, expected, assert
 
 def test_an_answer_is_found_as_prefix(llm, script, expected, assert_same):
     """The blocks that were filled by rows with drafts hold what plain rows would have written."""
-    script.learn(expected, PARAMS, MIXED)
+    learn(script, expected, PARAMS, MIXED)
     llm.reset_prefix_cache()
     [first] = llm.generate(PROMPTS[1:2], PARAMS[1:2], use_tqdm=False)
     longer = PROMPTS[1] + list(first.outputs[0].token_ids)
@@ -252,7 +202,7 @@ def test_preempted_is_undisturbed(make_llm, plain, answers_as_expected):
 
 
 def test_others_are_aborted(llm, script, expected, assert_same):
-    script.learn(expected, PARAMS, MIXED)
+    learn(script, expected, PARAMS, MIXED)
     engine = llm.llm_engine
     for number, (ids, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         engine.add_request(str(number), {"prompt_token_ids": ids}, params)
@@ -273,7 +223,7 @@ def test_more_logprobs_than_steps_compute_are_the_same(llm, plain, script, asser
         for count in (30, 2)
     ]
     expected = plain.generate(PROMPTS[4:6], params, use_tqdm=False)
-    script.learn(expected, params)
+    learn(script, expected, params)
     before = stats(llm).num_accepted_tokens
     assert_same(llm.generate(PROMPTS[4:6], params, use_tqdm=False), expected)
     # Of the second request.
@@ -281,7 +231,7 @@ def test_more_logprobs_than_steps_compute_are_the_same(llm, plain, script, asser
 
 
 def test_nothing_is_compiled_after_start(make_llm, script, expected):
-    script.learn(expected, PARAMS, MIXED)
+    learn(script, expected, PARAMS, MIXED)
     llm = make_llm(enforce_eager=False)
     llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert stats(llm).num_accepted_tokens > 0

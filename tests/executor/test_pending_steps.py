@@ -20,7 +20,7 @@ from jaxllm.executor.wire import (
     decode_from_leader,
     encode,
 )
-from jaxllm.scheduler.schedule import Schedule, StepResult
+from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
 from tests.stand_in import INFO, TOKEN, StandIn
 
 ONE = np.ones(1, np.int32)
@@ -106,11 +106,11 @@ def test_late_rows_are_sampled_everywhere_before_the_step_is_read(peer_and_inbox
 
     class Device(StandIn):
         def sample(self, masks):
-            asked.append(masks.tolist())
+            asked.append(masks.first.tolist())
 
     device = Device(on_result=lambda schedule: read.append(len(asked)))
     executor = MultiHostExecutor(inbox, 0, [0, 1], INFO, device)
-    masks = np.array([[-1, 3]], np.int32)
+    masks = LateMasks(np.array([[-1, 3]], np.int32))
     step = executor.execute(dataclasses.replace(SCHEDULE, late_rows=np.zeros(1, np.int32)))
     assert not step.is_ready() and not read
     executor.sample(masks)
@@ -118,7 +118,7 @@ def test_late_rows_are_sampled_everywhere_before_the_step_is_read(peer_and_inbox
     assert (asked, read) == ([[[-1, 3]]], [1])
     execute, sample = (decode_from_leader(peer.receive()) for _ in range(2))
     assert isinstance(execute, Execute) and execute.schedule.late_rows.tolist() == [0]
-    assert isinstance(sample, Sample) and sample.masks.tolist() == [[-1, 3]]
+    assert isinstance(sample, Sample) and sample.masks.first.tolist() == [[-1, 3]]
     executor.shutdown()
 
 

@@ -10,7 +10,14 @@ from jaxllm.executor.wire import (
     encode,
 )
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.schedule import Admission, DraftedResult, LogprobArrays, Schedule, StepResult
+from jaxllm.scheduler.schedule import (
+    Admission,
+    DraftedResult,
+    LateMasks,
+    LogprobArrays,
+    Schedule,
+    StepResult,
+)
 
 
 def assert_same(one, other):
@@ -64,7 +71,8 @@ def test_a_schedule_travels_whole():
 
 
 def test_masks_travel_whole():
-    masks = np.array([[-1, 7], [0, -(2**31)]], np.int32)
+    bits = np.array([[-1, 7], [0, -(2**31)]], np.int32)
+    masks = LateMasks(bits, np.array([[5], [-1]], np.int32), bits[:1])
     message = decode_from_leader(encode(Sample(2, masks)))
     assert isinstance(message, Sample) and message.replica == 2
     assert_same(masks, message.masks)

@@ -159,7 +159,7 @@ def test_no_content_is_empty_text_for_the_template(byte_level):
     [
         ([], {}, "give at least one"),
         (["hello"], {}, "'role'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "type 'text'"),
+        ([{"role": "user", "content": [{"type": "audio_url"}]}], {}, "type 'text'"),
         (HELLO, {"chat_template": "{% if %}"}, "chat template"),
         (HELLO, {"chat_template": "{{ raise_exception('no') }}"}, "no"),
         (HELLO, {"continue_final_message": True}, "add_generation_prompt=False"),

@@ -48,7 +48,7 @@ class Spy:
 
 
 class Context:
-    mesh = None
+    mesh = expert_tokens = None
 
     def __init__(self, num_tokens):
         self.num_tokens = num_tokens
@@ -108,7 +108,7 @@ def run(spec, size):
         axes = leaf.get_metadata()["axes"]
         return leaf.replace(jax.device_put(values, sharding(mesh, axes)))
     state = jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    class Context: num_tokens, = (7,)
+    class Context: num_tokens, expert_tokens = 7, None
     Context.mesh = mesh
     call = jax.jit(lambda state, x: nnx.merge(graph, state)(x, Context))
     compiled = call.lower(state, jax.device_put(x, sharding(mesh))).compile()

@@ -19,14 +19,16 @@ from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.cache_config import CacheConfig
 from jaxllm.cache_groups import window_of
-from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerConfig, StepContext
 from jaxllm.layers.state import StateConfig, StateOps
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.whole_experts import with_whole_experts
 from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
 from jaxllm.plan.choose_kv_cache import with_kv_cache
+from jaxllm.quantization.config_file import read_config
+from jaxllm.quantization.products import Products
 from jaxllm.weights.loader import load_weights
 
 BLOCK_SIZE = 4
@@ -48,12 +50,18 @@ class SingleRow:
         num_blocks: int = 16,
         quantization: str | None = None,
         cache: CacheConfig | None = None,
+        spreads_experts: bool = False,
+        products: Products | None = None,
     ):
         self.num_blocks = num_blocks
-        config = read_json(model_dir / "config.json")
+        config = read_config(model_dir)
         self.architecture = read_architecture(
             config, max_model_len=max_model_len, quantization=quantization
         )
+        if spreads_experts:
+            self.architecture = with_whole_experts(self.architecture)
+        if products is not None:
+            self.architecture = self.architecture.with_products(products)
         model_class = ModelRegistry.resolve([self.architecture.name])
         self.dtype = jnp.dtype(dtype)
         if cache is not None:

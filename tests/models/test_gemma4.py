@@ -12,6 +12,12 @@ from jaxllm.testing import make_tiny_checkpoint, tiny_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS = [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL]
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 PROMPT = np.random.default_rng(0).integers(3, 384, 24).tolist()
 
 
@@ -47,7 +53,10 @@ def test_sizes_are_those_of_the_type_or_of_the_layer():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block=true is not supported"),
+        (
+            EXPERTS | {"hidden_activation": "gelu"},
+            "hidden_activation .?gelu.? is not supported for experts",
+        ),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'.*before it"),
         ({"per_layer_config": {"2": {"hidden_size": 9}}}, "per_layer_config with hidden_size"),
     ],

@@ -25,6 +25,7 @@ FIRST = {case["family"]: case for case in reversed(CASES.values())}
 FURTHER = (
     "gemma4-dense-values-are-keys",
     "gemma4-sizes-by-layer",
+    "gemma4-experts-beside-mlp",
     "gemma4-mqa-biases-odd-sizes-untied",
     "deepseek-v3-plain-queries-biases-halves-tied",
     "deepseek-v2-lite-plain-queries-mlp-biases",

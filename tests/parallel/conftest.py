@@ -62,6 +62,9 @@ def run(options):
     return {
         "answers": answers,
         "again": again,
+        "expert_tokens": [
+            m.value for m in llm.get_metrics() if m.name == "jaxllm:expert_tokens"
+        ],
         "metrics": {
             m.name.partition(":")[2]: m.value
             for m in llm.get_metrics()

@@ -44,6 +44,10 @@ def test_latents_are_on_every_device_and_heads_are_cut(engines, same_answers, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", [WAYS, pytest.param(OTHER_WAYS, marks=pytest.mark.sweep)])
 def test_any_number_of_devices_gives_the_same_tokens(engines, model, same_answers, ways):
-    expected, *answers = engines(model, *ways.values())
+    counted = [way | {"count_expert_tokens": True} for way in ways.values()]
+    expected, *answers = engines(model, *counted)
+    # Two of three layers have experts.
+    assert len(expected["expert_tokens"]) == 2 * 8 and sum(expected["expert_tokens"]) > 0
     for answer in answers:
         same_answers(answer, expected)
+        assert answer["expert_tokens"] == expected["expert_tokens"]

@@ -223,7 +223,7 @@ def test_a_program_that_cannot_be_loaded_or_is_missing_is_compiled(model_dir, bu
     plan = plan_engine(args(model_dir, bundle))
     assert load_programs(plan, ["decode 2x2", "decode 99x99"]) == {}
     assert "it lacks the program decode 99x99" in warnings()
-    data = pickle.dumps((b"no executable", None, None))
+    data = pickle.dumps((b"no executable", pickle.dumps((None, None))))
     (bundle / "decode_2x2.pickle").write_bytes(data)
     entry = {"file": "decode_2x2.pickle", "sha256": hashlib.sha256(data).hexdigest()}
     edit_manifest(bundle, programs={"decode 2x2": entry})

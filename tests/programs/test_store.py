@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.programs.compile import compilation_counter
+from jaxllm.programs import identity
+from jaxllm.programs.compile import Program, compilation_counter
 from jaxllm.runner.jax_setup import use_compilation_cache
 from jaxllm.sampling.logits_processor import LogitsProcessor
 from jaxllm.testing import make_tiny_checkpoint
@@ -84,16 +85,46 @@ def test_the_next_start_compiles_nothing_and_answers_the_same(
 @pytest.mark.slow
 def test_what_is_damaged_or_missing_is_compiled(model_dir, cache, first, warnings):
     damaged, missing, *_ = stored(cache)
-    kept = damaged.read_bytes(), missing.read_bytes()
-    damaged.write_bytes(kept[0][:-1] + b"?")
-    missing.unlink()
+    kept = damaged.read_bytes()
+    damaged.write_bytes(kept[:-1] + b"?")
+    missing.rename(cache / "missing")
+    (cache / "programs" / "modules").rename(cache / "elsewhere")
     answers, compiles, hits = start(model_dir, cache)
     assert answers == first[0]
     # JAX's cache has them, and what is from there cannot be kept once more.
     assert compiles == hits > 0 and not missing.exists()
     assert f"is not taken from {damaged}: the file is damaged" in warnings()
-    damaged.write_bytes(kept[0])
-    missing.write_bytes(kept[1])
+    (cache / "programs" / "modules").rmdir()
+    (cache / "elsewhere").rename(cache / "programs" / "modules")
+    damaged.write_bytes(kept)
+    (cache / "missing").rename(missing)
+
+
+@pytest.mark.slow
+def test_other_sources_find_the_programs_that_are_what_they_were(
+    model_dir, cache, first, monkeypatch
+):
+    before, lowered = stored(cache), []
+    lower = Program.lower
+    monkeypatch.setattr(Program, "lower", lambda self: lowered.append(self.name) or lower(self))
+    monkeypatch.setattr(identity, "_sources", lambda: "others")
+    assert start(model_dir, cache) == (first[0], 0, 0)
+    assert len(lowered) == len(before) == len(stored(cache)) - len(before)
+    lowered.clear()
+    assert start(model_dir, cache) == (first[0], 0, 0)
+    assert not lowered
+    for path in set(stored(cache)) - set(before):
+        path.unlink()
+
+
+@pytest.mark.slow
+def test_a_program_that_no_plan_has_any_more_is_deleted(model_dir, cache, first, monkeypatch):
+    modules = cache / "programs" / "modules"
+    (modules / "left").write_bytes(b"of a plan that is gone")
+    kept = {path.name for path in modules.iterdir()} - {"left"}
+    monkeypatch.setattr(identity, "_sources", lambda: "still others")
+    start(model_dir, cache, enforce_eager=True)
+    assert {path.name for path in modules.iterdir()} == kept
 
 
 @pytest.mark.slow

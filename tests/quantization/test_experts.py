@@ -1,7 +1,6 @@
 """Experts whose matrices are codes, in models of one row."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from jaxllm.files import read_json
 from jaxllm.layers.moe import Experts
 from jaxllm.quantization.linear import CodedExperts
 from jaxllm.quantization.products import Products
-from jaxllm.quantization.read import read_scheme
 from jaxllm.testing import make_tiny_checkpoint
 from tests.models.conftest import SingleRow
 from tests.quantization.checkpoints import FLOAT8, compressed, write_format
@@ -47,9 +45,9 @@ def test_experts_with_codes(family, name, tmp_path):
     np.testing.assert_allclose(model.logits(PROMPT), expected, atol=1e-4, rtol=0)
 
 
-def write_gpt_oss(path):
+def write_gpt_oss(path, **fields):
     """As released, and in floats."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    sizes = {"hidden_size": 64, "intermediate_size": 96} | fields
     coded = make_tiny_checkpoint(path / "coded", "gpt_oss", **sizes)
     plain = make_tiny_checkpoint(path / "plain", "gpt_oss", **sizes)
     tensors = load_file(plain / "model.safetensors")
@@ -74,17 +72,10 @@ def write_gpt_oss(path):
 
 
 @pytest.mark.parametrize("by_output", [False, True])
-def test_gpt_oss_as_released(by_output, tmp_path, monkeypatch):
+def test_gpt_oss_as_released(by_output, tmp_path):
     coded, plain = write_gpt_oss(tmp_path)
-    if by_output:
-        op = XlaExperts(coded=XlaCodedMatmul(mx_by_output=True))
-
-        def read(*args):
-            scheme = read_scheme(*args)
-            return scheme and replace(scheme, products=Products(experts=(op,)))
-
-        monkeypatch.setattr("jaxllm.models.architecture.read_scheme", read)
-    model = SingleRow(coded)
+    op = XlaExperts(coded=XlaCodedMatmul(mx_by_output=by_output))
+    model = SingleRow(coded, products=Products(experts=(op,)))
     weight = model.weights["model"]["layers"][0]["mlp"]["experts"]["w13_weight"]
     assert weight.dtype == (FLOAT8 if by_output else np.uint8)
     expected = SingleRow(plain).logits(PROMPT)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from jaxllm.cache_groups import CacheGroup, CacheSizes, Chunk, Window
+from jaxllm.cache_groups import CacheGroup, CacheSizes, Chunk, StateSnapshots, Window
 from jaxllm.messages import (
     EngineOutput,
     EngineRequest,
@@ -97,8 +97,12 @@ class FakeDevice:
         max_num_seqs: int,
         max_blocks: int,
         num_drafts: int = 0,
+        num_snapshots: int = 0,
         is_right=lambda rng: rng.random() < 0.7,
     ) -> None:
+        # With snapshots there are states: each slot's is the history of its newest token.
+        self.states = np.full(max_num_seqs, POISON, np.int64)
+        self.snapshots = np.full(num_snapshots, POISON, np.int64)
         self.num_drafts = num_drafts
         self.is_right = is_right
         self.rng = np.random.default_rng(0)
@@ -144,6 +148,7 @@ class FakeDevice:
                 schedule.slots, context_lens, schedule.num_tokens, ends, strict=True
             )
         ]
+        self.advance_states(schedule, rows)
         if self.is_broken:
             for slot, start, end, _ in rows:
                 self.write(slot, start, end, POISON)
@@ -197,6 +202,24 @@ class FakeDevice:
             self.write(slot, start, end, POISON if self.is_corrupted[slot] else row_histories)
             flat_histories += row_histories
         return self.outputs(schedule, rows, flat_histories)
+
+    def advance_states(self, schedule: Schedule, rows: list) -> None:
+        """Load snapshots, check and write the states of the rows, store snapshots."""
+        copies = schedule.state_copies
+        if copies is not None:
+            assert len(self.snapshots), "there are no snapshots"
+            self.states[copies.loads[:, 1]] = self.snapshots[copies.loads[:, 0]]
+        for slot, start, end, _ in rows:
+            is_right = not self.is_corrupted[slot] and not self.is_broken
+            if len(self.snapshots) and start and is_right:
+                assert self.states[slot] == self.histories[slot][start - 1], f"slot {slot}"
+            known = self.histories[slot][:end]
+            self.states[slot] = known[-1] if is_right else POISON
+        if copies is not None:
+            # A snapshot is kept of a row of the step, in a place of its own.
+            assert set(copies.stores[:, 0].tolist()) <= set(schedule.slots.tolist())
+            assert len(set(copies.stores[:, 1].tolist())) == len(copies.stores)
+            self.snapshots[copies.stores[:, 1]] = self.states[copies.stores[:, 0]]
 
     def outputs(self, schedule: Schedule, rows: list, flat_histories: list[int]) -> StepResult:
         sampled, row_logprobs = [], self.no_logprobs(len(rows))
@@ -269,6 +292,8 @@ class FakeDevice:
         for kv in self.kv:
             kv[:] = POISON
         self.lengths[:] = POISON
+        self.states[:] = POISON
+        self.snapshots[:] = POISON
 
     def address(self, group: int, slot: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         positions = np.arange(start, end)
@@ -364,6 +389,7 @@ class FakeEngine:
         max_num_batched_tokens: int = 16,
         max_model_len: int = 64,
         enable_prefix_caching: bool = True,
+        snapshots: StateSnapshots | None = None,
         policy=fcfs,
         failure_loses_cache: bool = False,
         speculation: Speculation | None = None,
@@ -382,6 +408,8 @@ class FakeEngine:
             groups=groups,
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
+            keeps_states=snapshots is not None,
+            snapshots=snapshots,
         )
         self.scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
@@ -402,6 +430,7 @@ class FakeEngine:
             max_num_seqs=max_num_seqs,
             max_blocks=-(-max_model_len // block_size),
             num_drafts=speculation.num_drafts if speculation else 0,
+            num_snapshots=snapshots.count if snapshots else 0,
             is_right=is_right,
         )
         self.in_flight: deque[tuple[Schedule, StepResult, bool]] = deque()

@@ -219,6 +219,24 @@ def test_blocks_are_told_by_group_of_layers():
     }
 
 
+def test_tokens_of_experts_are_told_by_layer():
+    replicas = [EngineStats(expert_tokens={1: [5, 0], 3: [2, 3]}) for _ in range(2)]
+    assert EngineStats.total(replicas).expert_tokens == {1: [10, 0], 3: [4, 6]}
+    families = Figures("jaxllm", "tiny").of_experts(replicas[:1])
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert found == {
+        ("jaxllm:expert_tokens_total", "tiny", "0", "1", "0"): 5,
+        ("jaxllm:expert_tokens_total", "tiny", "0", "1", "1"): 0,
+        ("jaxllm:expert_tokens_total", "tiny", "0", "3", "0"): 2,
+        ("jaxllm:expert_tokens_total", "tiny", "0", "3", "1"): 3,
+    }
+    assert not list(Figures("jaxllm", "tiny").of_experts([EngineStats()]))
+
+
 def test_memory_of_accelerators_is_told_by_device():
     devices = [[DeviceMemory(0, 5, 7, 9)], [DeviceMemory(1, 6, 8, 9)]]
     families = Figures("jaxllm", "tiny").of_memory(EngineMemory(100, devices), 50)

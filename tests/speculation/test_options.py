@@ -35,10 +35,10 @@ def test_a_model_says_the_method():
 @pytest.mark.parametrize(
     ("fields", "lookup"),
     [
-        ({}, (2, 4)),
+        ({}, (2, 16)),
         ({"prompt_lookup_max": 1}, (1, 1)),
         ({"prompt_lookup_max": 6}, (2, 6)),
-        ({"prompt_lookup_min": 5}, (5, 5)),
+        ({"prompt_lookup_min": 5}, (5, 16)),
         ({"prompt_lookup_min": 3, "prompt_lookup_max": 3}, (3, 3)),
     ],
 )

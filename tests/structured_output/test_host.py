@@ -107,12 +107,12 @@ def test_masks_wait_for_the_tokens_that_they_depend_on(drive, ids):
     driver.begin()
     drafted = driver.draft()
     assert drafted.late_rows.tolist() == [0, 1] and drafted.slice == {}
-    assert [legal(mask) for mask in driver.feature.masks()] == [[ids["a"]]] * 2
+    assert [legal(mask) for mask in driver.feature.masks().first] == [[ids["a"]]] * 2
     driver.draft()
     assert driver.feature.masks() is None, "the first token is in flight"
     driver.read(ids["a"], ids["a"], 7)
     wanted = sorted([ids["b"], ids["c"]])
-    assert [legal(mask) for mask in driver.feature.masks()] == [wanted] * 2
+    assert [legal(mask) for mask in driver.feature.masks().first] == [wanted] * 2
 
 
 def test_rows_that_compute_a_prompt_are_not_late(drive):
@@ -129,7 +129,7 @@ def test_rows_of_requests_that_have_ended_or_started_over_get_any_token(drive, i
     driver.draft()
     driver.rows[0].status = RequestStatus.FINISHED
     driver.rows[1].num_tokens = driver.rows[1].num_known_tokens
-    assert (driver.feature.masks() == ALL).all()
+    assert (driver.feature.masks().first == ALL).all()
 
 
 def test_tokens_end_requests_alone(drive, ids):
@@ -141,8 +141,8 @@ def test_tokens_end_requests_alone(drive, ids):
     assert ends.failed[1].startswith("structured_outputs: ")
     # It may end here, and ends with the last letter that is possible.
     driver.draft()
-    assert legal(driver.feature.masks()[0]) == sorted([0, ids["b"]])
-    assert (driver.feature.masks()[1] == ALL).all()
+    assert legal(driver.feature.masks().first[0]) == sorted([0, ids["b"]])
+    assert (driver.feature.masks().first[1] == ALL).all()
     assert driver.read(ids["b"], ids["b"], 7).complete == [0]
 
 
@@ -159,7 +159,7 @@ def test_what_is_read_and_then_dropped_is_forgotten(drive, ids):
     driver.feature.start_over(row)
     row.num_tokens = row.num_known_tokens
     driver.draft()
-    first, second = (legal(mask) for mask in driver.feature.masks())
+    first, second = (legal(mask) for mask in driver.feature.masks().first)
     assert first == sorted([ids["b"], ids["c"]]) and second != first
 
 
@@ -167,11 +167,11 @@ def test_a_row_without_a_token_stays_where_it_is(drive, ids):
     driver = drive("start: /ab?/")
     driver.begin()
     driver.draft()
-    before = driver.feature.masks()
+    before = driver.feature.masks().first
     ends = driver.read(NO_TOKEN, NO_TOKEN, NO_TOKEN)
     assert not ends.failed and not ends.complete
     for row in driver.rows:
         row.output_token_ids.clear()
         row.num_tokens = 2
     driver.draft()
-    assert (driver.feature.masks() == before).all()
+    assert (driver.feature.masks().first == before).all()

@@ -4,7 +4,8 @@ Scores are not scaled, since queries, keys and values are all normalised. Full l
 quarter of the pairs of a head. Large models have no projection of values there: a value is its key
 before norm and rotation. In small models, the last layers have only queries, and attend to the keys
 and values of the last earlier layer of their type. Their MLPs may be twice as wide. Every layer
-of a small model also gets an input of its own for each token. Each layer ends with a stored scalar.
+of a small model also gets an input of its own for each token. Some models have experts beside the
+MLP of each layer, chosen by the residual stream itself. Each layer ends with a stored scalar.
 The decoder of models that also see images or hear is read without its towers.
 """
 
@@ -14,14 +15,25 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.attention import AttentionSpec, QKNorm
+from jaxllm.layers.moe import MoEBesideMLPSpec, MoESpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.layers.per_layer_input import PerLayerInputSpec
-from jaxllm.models.blocks import ScaledSandwichBlock
-from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap, inside_larger_model
+from jaxllm.layers.router import RouterSpec
+from jaxllm.models.blocks import ExpertsSandwichBlock, ScaledSandwichBlock
+from jaxllm.models.checkpoint_map import (
+    LLAMA_NAMES,
+    CheckpointMap,
+    Place,
+    Source,
+    Tensor,
+    inside_larger_model,
+)
+from jaxllm.models.expert_tensors import stacked_experts
 from jaxllm.models.families.gemma2 import FULL, SLIDING, read_gemma, read_layer_types
 from jaxllm.models.family import Family, read_attention, read_mlp
 from jaxllm.models.harmless import AROUND_DECODER
 from jaxllm.models.hf_config import HFConfig, check_size
+from jaxllm.models.read_moe import read_moe
 from jaxllm.models.specs import Architecture, LayerSpec
 
 _IN_LARGER_MODEL = "Gemma4ForConditionalGeneration"
@@ -54,15 +66,16 @@ def read(name: str, config: HFConfig) -> Architecture:
     kinds = read_layer_types(config, pattern=6)
     kinds[-1] = FULL  # whatever the config says, as in transformers
     owners = _read_owners(config, kinds)
+    moe = _read_moe(config)
     is_wide = config.flag("use_double_wide_mlp")
     mlp = read_mlp(config, activation="hidden_activation")
     wide = dataclasses.replace(mlp, intermediate_size=2 * mlp.intermediate_size)
     layers = [
         LayerSpec(
             mixers=(_read_attention(config, index, kind, owners),),
-            ffns=(wide if is_wide and owners[index] is not None else mlp,),
+            ffns=(wide if is_wide and owners[index] is not None else mlp, *moe),
             norm=_read_norm(config),
-            block=ScaledSandwichBlock,
+            block=ExpertsSandwichBlock if moe else ScaledSandwichBlock,
             caches_of=owners[index],
             per_layer_input=_read_per_layer_input(config, mlp.activation),
         )
@@ -165,6 +178,27 @@ def _read_per_layer_input(config: HFConfig, activation: str) -> PerLayerInputSpe
     )
 
 
+def _read_moe(config: HFConfig) -> tuple[MoESpec, ...]:
+    """The experts beside each MLP, if there are any."""
+    if not config.flag("enable_moe_block"):
+        return ()
+    router = RouterSpec(
+        scores="softmax",
+        normalises=True,
+        norm=RMSNormSpec(eps=_read_norm(config).eps),
+        scales_experts=True,
+    )
+    return (
+        read_moe(
+            config,
+            router,
+            kind=MoEBesideMLPSpec,
+            choices="top_k_experts",
+            activation="hidden_activation",
+        ),
+    )
+
+
 def _read_norm(config: HFConfig) -> RMSNormSpec:
     return RMSNormSpec(eps=config.positive("rms_norm_eps", 1e-6), rounds_first=False)
 
@@ -189,8 +223,6 @@ def _check_heads(layers: list[LayerSpec]) -> None:
 
 
 def _refuse_unsupported(config: HFConfig) -> None:
-    if config.flag("enable_moe_block"):
-        raise UnsupportedModelError("enable_moe_block=true is not supported: it needs experts")
     # Only images see each other with "vision", and prompts are text.
     direction = config.get("use_bidirectional_attention")
     if direction not in (None, False, "vision"):
@@ -207,11 +239,23 @@ def _checkpoint(architecture: Architecture) -> CheckpointMap:
     ]
     unused = rf".*\.layers\.({'|'.join(borrowers)})\.self_attn\.[kv]_(proj|norm)\..*"
     names = dataclasses.replace(
-        LLAMA_NAMES,
-        renamed={"per_layer_input": "", "per_layer_inputs": ""},
+        LLAMA_NAMES.with_rules(
+            gate=_router,
+            input_norm=lambda place: Tensor(f"{place.parent}.scale", place.pieces[0]),
+            experts=stacked_experts("experts.gate_up_proj", "experts.down_proj"),
+        ),
+        renamed={"per_layer_input": "", "per_layer_inputs": "", "moe": "", "gate": "router"},
         ignored=(*LLAMA_NAMES.ignored, *([unused] if borrowers else [])),
     )
     return inside_larger_model(names) if architecture.name == _IN_LARGER_MODEL else names
+
+
+def _router(place: Place) -> Source:
+    """Numbers of experts are beside the projection to them."""
+    (shape,) = place.pieces
+    if place.leaf == "weight":
+        return place.tensor("router.proj", shape)
+    return Tensor(f"{place.parent}.router.{place.leaf}", shape)
 
 
 FAMILY = Family(
@@ -236,7 +280,7 @@ FAMILY = Family(
         "tie_word_embeddings": True,
     },
     # Nothing else makes scores small.
-    tiny_gains={"k_norm": 0.2},
+    tiny_gains={"k_norm": 0.2, "proj": 16.0},
     harmless=AROUND_DECODER
     | {
         field: "describes experts, which a model has only with enable_moe_block"

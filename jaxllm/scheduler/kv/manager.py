@@ -13,10 +13,16 @@ a block of a group with a window back once none of its later tokens can read the
 import sys
 from collections.abc import Iterable, Sequence
 
-from jaxllm.cache_groups import CacheGroup
+from jaxllm.cache_groups import CacheGroup, StateSnapshots
 from jaxllm.lora.request import Adapter
 from jaxllm.scheduler.kv.block_pool import BlockPool
-from jaxllm.scheduler.kv.prefix_hash import block_hashes, group_root_hash, root_hash
+from jaxllm.scheduler.kv.prefix_hash import (
+    block_hashes,
+    group_root_hash,
+    image_marks,
+    root_hash,
+)
+from jaxllm.scheduler.kv.snapshots import Snapshots
 from jaxllm.scheduler.kv.tables import BlockTable
 from jaxllm.scheduler.request import Request
 
@@ -33,14 +39,19 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool,
         keeps_states: bool = False,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         """With `keeps_states` the model has layers with a state of each request. Blocks do not have
-        it, so a request that took over blocks would go on from a wrong state: none does."""
-        assert not (keeps_states and enable_prefix_caching), "states are not in blocks"
+        it, so a request takes over blocks only where a snapshot has the state at their end."""
+        assert not keeps_states or enable_prefix_caching == (snapshots is not None), (
+            "states are not in blocks"
+        )
         self.groups = tuple(groups)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.keeps_states = keeps_states
+        # Whether requests can share a prefix at all.
+        self.can_share = snapshots is not None or not keeps_states
+        self.snapshots = None if snapshots is None else Snapshots(snapshots, block_size)
         self._pools = tuple(BlockPool(group.num_blocks) for group in groups)
         self._windowed = [i for i, group in enumerate(groups) if group.window is not None]
         self._num_sharing = 0
@@ -59,7 +70,7 @@ class KVCacheManager:
 
     def let_share(self, leader: Request, follower: Request) -> None:
         """Let the follower find the leader's blocks even if prefix caching is off."""
-        assert not self.keeps_states, "states are not in blocks"
+        assert self.can_share, "states are not in blocks"
         if self.enable_prefix_caching:
             return
         if leader.hash_root is None:
@@ -81,13 +92,13 @@ class KVCacheManager:
         """
         if not self.may_read(request):
             return 0
-        length = (request.num_known_tokens - 1) // self.block_size
-        num_agreed = index = 0
-        while length and num_agreed < len(self.groups):
-            found = self._find_in_group(request, index, length)
-            num_agreed = num_agreed + 1 if found == length else 1
-            length = found
-            index = (index + 1) % len(self.groups)
+        length = self._find_in_groups(request, (request.num_known_tokens - 1) // self.block_size)
+        if self.snapshots is None:
+            return length
+        end = length
+        while (found := self.snapshots.find(request, length)) < length:
+            length = self._find_in_groups(request, found)
+        request.parts_at = end * self.block_size if length < end else 0
         return length
 
     def admit(self, request: Request, num_prefix_blocks: int, reserve: int) -> bool:
@@ -122,6 +133,8 @@ class KVCacheManager:
         request.has_taken_over_blocks = num_prefix_blocks > 0
         request.room = min(table.end for table in tables) * self.block_size
         self._note_next_block(request)
+        if self.snapshots is not None and num_prefix_blocks:
+            self.snapshots.load(request, num_prefix_blocks)
         return True
 
     def extend(self, request: Request, num_tokens: int) -> bool:
@@ -162,6 +175,8 @@ class KVCacheManager:
         self._register(request)
         for pool, table in zip(self._pools, request.tables, strict=True):
             pool.release(table.blocks)
+        if self.snapshots is not None:
+            self.snapshots.drop(request)
         request.tables = ()
         request.room = 0
         request.num_registered_blocks = 0
@@ -172,11 +187,16 @@ class KVCacheManager:
         for pool in self._pools:
             for content in request.block_hashes:
                 pool.forget(content)
+        if self.snapshots is not None:
+            for content in request.block_hashes:
+                self.snapshots.forget(content)
 
     def reset(self) -> bool:
         """Forget all prefixes. Does nothing and returns False while a request holds blocks."""
         if any(pool.num_used for pool in self._pools):
             return False
+        if self.snapshots is not None:
+            self.snapshots.reset()
         return all([pool.reset() for pool in self._pools])
 
     def check(self, running: Iterable[Request]) -> None:
@@ -193,6 +213,19 @@ class KVCacheManager:
         for request in running:
             ends = [table.end for table in request.tables]
             assert request.room == min(ends) * self.block_size, f"{request}: {ends}"
+        if self.snapshots is not None:
+            self.snapshots.check(running)
+
+    def _find_in_groups(self, request: Request, length: int) -> int:
+        """Return the length in blocks of the longest prefix, at most `length`, of which every group
+        has every block that later tokens read."""
+        num_agreed = index = 0
+        while length and num_agreed < len(self.groups):
+            found = self._find_in_group(request, index, length)
+            num_agreed = num_agreed + 1 if found == length else 1
+            length = found
+            index = (index + 1) % len(self.groups)
+        return length
 
     def _find_in_group(self, request: Request, index: int, length: int) -> int:
         """Return the length in blocks of the longest prefix, at most `length`, of which the group
@@ -236,6 +269,8 @@ class KVCacheManager:
                     request.block_hashes[start:end],
                 )
             request.num_registered_blocks = end
+            if self.snapshots is not None:
+                self.snapshots.register(request)
 
     def hash_blocks(self, request: Request, num_blocks: int) -> None:
         """Hash the request's first `num_blocks` blocks; each is hashed once per request."""
@@ -244,7 +279,9 @@ class KVCacheManager:
         start, end = len(hashes) * self.block_size, num_blocks * self.block_size
         if start < end:
             tokens = request.known_tokens(start, end)
-            hashes += block_hashes(hashes[-1] if hashes else root, tokens, self.block_size)
+            marks = image_marks(request.images, len(hashes), num_blocks, self.block_size)
+            parent = hashes[-1] if hashes else root
+            hashes += block_hashes(parent, tokens, self.block_size, marks)
 
     def _note_next_block(self, request: Request) -> None:
         """Note at how many computed tokens `advance` has something to do."""

@@ -6,7 +6,10 @@ apart. SHA-256, because a collision would show one user's text to another.
 """
 
 from array import array
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
+
+from jaxllm.media.item import ImageItem
 
 
 def root_hash(cache_salt: str | None, adapter: str | None = None) -> bytes:
@@ -22,13 +25,33 @@ def group_root_hash(group: int) -> bytes:
     return sha256(b"group%d" % group).digest()
 
 
-def block_hashes(parent: bytes, token_ids: list[int], block_size: int) -> list[bytes]:
-    """Return the hashes of the full blocks of `token_ids`, which follow the block `parent`."""
+def image_marks(
+    images: Sequence[ImageItem], first: int, end: int, block_size: int
+) -> Mapping[int, bytes]:
+    """What the blocks [first, end) have of images: by the index of the block from `first` on, of
+    each image its digest and where in it the block begins. Equal images of equal sizes stand at
+    equal tokens, so the tokens alone do not tell two images apart."""
+    marks: dict[int, bytes] = {}
+    for image in images:
+        for block in range(
+            max(image.start // block_size, first), min(-(-image.end // block_size), end)
+        ):
+            offset = block * block_size - image.start
+            mark = image.digest + offset.to_bytes(8, "little", signed=True)
+            marks[block - first] = marks.get(block - first, b"") + mark
+    return marks
+
+
+def block_hashes(
+    parent: bytes, token_ids: list[int], block_size: int, marks: Mapping[int, bytes]
+) -> list[bytes]:
+    """Return the hashes of the full blocks of `token_ids`, which follow the block `parent`. `marks`
+    has what some of them have beside their tokens."""
     assert len(token_ids) % block_size == 0, f"{len(token_ids)} tokens are not full blocks"
     tokens = array("i", token_ids)
     data, width = tokens.tobytes(), block_size * tokens.itemsize
     hashes = []
-    for start in range(0, len(data), width):
-        parent = sha256(parent + data[start : start + width]).digest()
+    for index, start in enumerate(range(0, len(data), width)):
+        parent = sha256(parent + data[start : start + width] + marks.get(index, b"")).digest()
         hashes.append(parent)
     return hashes

@@ -7,6 +7,7 @@ share of the sums, and the caller adds the shares up.
 Axis letters: T tokens, k choices of a token, E experts, F intermediate size, D hidden size.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -21,18 +22,23 @@ from jaxllm_kernels.coded import CodedWeight, CodeForm
 class ExpertsConfig:
     """The static part of a layer's experts; equal for layers of the same kind.
 
-    Between its matrices an expert computes (up + up_offset) * gate * sigmoid(gate_slope * gate), or
-    relu(up)^2 if it has no gate.
+    Between its matrices an expert computes (up + up_offset) * gate * sigmoid(gate_slope * (gate +
+    gate_cubic * gate^3)), or relu(up)^2 if it has no gate.
     """
 
     is_gated: bool = True
 
     gate_slope: float = 1.0
+    gate_cubic: float = 0.0
     up_offset: float = 0.0
     # Before that, gate is clamped from above, and up from both sides.
     limit: float | None = None
     # Whether the factor of a choice multiplies the expert's input, not its output.
     scales_input: bool = False
+
+
+# gate * sigmoid(2 u) is 0.5 * gate * (1 + tanh(u)): GELU, by its approximation with tanh.
+GELU_TANH = ExpertsConfig(gate_slope=2 * math.sqrt(2 / math.pi), gate_cubic=0.044715)
 
 
 class ExpertWeights(NamedTuple):
@@ -107,4 +113,7 @@ def activate(gate: jax.Array, up: jax.Array, config: ExpertsConfig) -> jax.Array
     """What an expert with a gate computes between its matrices, in float32."""
     if config.limit is not None:
         gate, up = jnp.minimum(gate, config.limit), jnp.clip(up, -config.limit, config.limit)
-    return (up + config.up_offset) * gate * jax.nn.sigmoid(config.gate_slope * gate)
+    inner = gate
+    if config.gate_cubic:
+        inner = gate + config.gate_cubic * gate * gate * gate
+    return (up + config.up_offset) * gate * jax.nn.sigmoid(config.gate_slope * inner)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxllm_kernels.coded import CodedWeight, CodeForm, values
 from jaxllm_kernels.coded_cases import random_weight
-from jaxllm_kernels.experts.api import ExpertsConfig, ExpertsOp, ExpertWeights
+from jaxllm_kernels.experts.api import GELU_TANH, ExpertsConfig, ExpertsOp, ExpertWeights
 
 # gpt-oss's activation.
 CLAMPED = ExpertsConfig(gate_slope=1.702, up_offset=1.0, limit=0.7)
@@ -88,6 +88,7 @@ CASES: Mapping[str, Case] = {
     "clamped without offset": Case(
         num_tokens=9, num_choices=2, num_experts=4, config=ExpertsConfig(limit=0.5)
     ),
+    "gelu": Case(num_tokens=21, num_choices=2, num_experts=8, config=GELU_TANH),
     "wide": Case(num_tokens=40, num_choices=2, num_experts=3, size=1568, hidden_size=1120),
 }
 # For implementations that compute experts without gates.
@@ -169,7 +170,8 @@ def _between(halves: np.ndarray, config: ExpertsConfig) -> np.ndarray:
     if config.limit is not None:
         gate = np.minimum(gate, config.limit)
         up = np.clip(up, -config.limit, config.limit)
-    return (up + config.up_offset) * gate / (1 + np.exp(-config.gate_slope * gate))
+    inner = gate + config.gate_cubic * gate**3
+    return (up + config.up_offset) * gate / (1 + np.exp(-config.gate_slope * inner))
 
 
 # Of the norm: the inner values of 16-bit experts are rounded.

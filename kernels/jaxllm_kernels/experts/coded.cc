@@ -19,7 +19,7 @@ ffi::Error RunExperts(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
                       ffi::Buffer<ffi::F32, 3> down_scales, ffi::Buffer<ffi::F32, 3> down_offsets,
                       ffi::Buffer<kType, 3> gate_up_bias, ffi::Buffer<kType, 2> down_bias,
                       ffi::ResultBuffer<ffi::F32, 2> y, ffi::ResultBuffer<kType, 2> inner,
-                      float slope, float offset, float limit) {
+                      float slope, float cubic, float offset, float limit) {
   using Matrices = CodedMatrices<typename Kind::Element, JAXLLM_CODES>;
   const auto groups = gate_up_scales.dimensions(), down_groups = down_scales.dimensions();
   const int64_t num_experts = groups[0], size = groups[2], hidden_size = down_groups[1];
@@ -41,7 +41,7 @@ ffi::Error RunExperts(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
       int64_t(down.size_bytes()) != num_experts * second.num_bytes())
     return ffi::Error::InvalidArgument("the sizes do not fit");
   RunLayer<Kind>(pool, Operands<kType>{x, chosen, factors, gate_up_bias, down_bias, y, inner},
-                 num_experts, first, second, {slope, offset, limit});
+                 num_experts, first, second, {slope, cubic, offset, limit});
   return ffi::Error::Success();
 }
 
@@ -63,6 +63,7 @@ auto Signature() {
       .template Ret<ffi::Buffer<ffi::F32, 2>>()
       .template Ret<ffi::Buffer<kType, 2>>()
       .template Attr<float>("slope")
+      .template Attr<float>("cubic")
       .template Attr<float>("offset")
       .template Attr<float>("limit");
 }

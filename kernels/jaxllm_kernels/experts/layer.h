@@ -56,7 +56,7 @@ struct Layer {
   float* y;
   Element* inner;  // [choices, size], in the order of `tokens`
   int64_t num_tokens, num_choices, num_experts, size, hidden_size;
-  float slope, offset, limit;
+  float slope, cubic, offset, limit;
 
   // The choices in the order of their experts.
   std::vector<int32_t> tokens;
@@ -146,7 +146,7 @@ void Layer<Kind, Matrices>::Activate(const RowsOfX& rows_of_x, const Tile& tile)
         gate = gate > limit ? limit - Floats{} : gate;
         up = up > limit ? limit - Floats{} : up;
         up = up < -limit ? -limit - Floats{} : up;
-        const Floats scaled = slope * gate;
+        const Floats scaled = slope * (gate + cubic * gate * gate * gate);
         const Floats e = Exp(scaled > 0.0f ? -scaled : scaled);  // `Exp` is for numbers up to zero
         const Floats sigmoid = (scaled > 0.0f ? 1.0f - Floats{} : e) / (1.0f + e);
         Kind::Store((up + offset) * gate * sigmoid, out + n);
@@ -185,7 +185,7 @@ void Layer<Kind, Matrices>::AddOutputs(const RowsOfX& rows_of_inner, Range outpu
 
 // What an expert computes between its matrices; see `ExpertsConfig`.
 struct Activation {
-  float slope, offset, limit;
+  float slope, cubic, offset, limit;
 };
 
 // Operands and results in the order of the functions' arguments; the matrices are apart.
@@ -225,6 +225,7 @@ void RunLayer(xla::ffi::ThreadPool& pool, Operands<kType> operands, int64_t num_
                               size,
                               hidden_size,
                               activation.slope,
+                              activation.cubic,
                               activation.offset,
                               limit > 0 ? limit : std::numeric_limits<float>::infinity()};
   layer.Sort();

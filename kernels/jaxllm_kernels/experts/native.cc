@@ -16,7 +16,7 @@ ffi::Error RunExperts(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
                       ffi::Buffer<kType, 4> gate_up, ffi::Buffer<kType, 3> down,
                       ffi::Buffer<kType, 3> gate_up_bias, ffi::Buffer<kType, 2> down_bias,
                       ffi::ResultBuffer<ffi::F32, 2> y, ffi::ResultBuffer<kType, 2> inner,
-                      float slope, float offset, float limit) {
+                      float slope, float cubic, float offset, float limit) {
   using Element = typename Kind::Element;
   const auto sizes = down.dimensions();
   const int64_t hidden_size = sizes[1], size = sizes[2];
@@ -27,7 +27,7 @@ ffi::Error RunExperts(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
       {reinterpret_cast<const Element*>(gate_up.untyped_data()), size, hidden_size},
       {reinterpret_cast<const Element*>(down.untyped_data()), hidden_size, size}};
   RunLayer<Kind>(pool, Operands<kType>{x, chosen, factors, gate_up_bias, down_bias, y, inner},
-                 sizes[0], matrices[0], matrices[1], {slope, offset, limit});
+                 sizes[0], matrices[0], matrices[1], {slope, cubic, offset, limit});
   return ffi::Error::Success();
 }
 
@@ -45,6 +45,7 @@ auto Signature() {
       .template Ret<ffi::Buffer<ffi::F32, 2>>()
       .template Ret<ffi::Buffer<kType, 2>>()
       .template Attr<float>("slope")
+      .template Attr<float>("cubic")
       .template Attr<float>("offset")
       .template Attr<float>("limit");
 }

@@ -1,5 +1,6 @@
 """The experts on CPUs, in C++: one call of the library of native kernels per layer."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -71,6 +72,7 @@ class NativeExperts:
             jnp.zeros((0, 2, size), x.dtype) if bias is None else bias,
             jnp.zeros((0, hidden_size), x.dtype) if down_bias is None else down_bias,
             slope=np.float32(config.gate_slope),
+            cubic=np.float32(config.gate_cubic),
             offset=np.float32(config.up_offset),
             limit=np.float32(config.limit or 0),
         )
@@ -99,9 +101,7 @@ class NativeExperts:
         order = jnp.argsort(chosen, axis=1, stable=True)
         chosen, factors = (jnp.take_along_axis(a, order, axis=1) for a in (chosen, factors))
         rows = (x[:, None] * factors[:, :, None]).astype(x.dtype)
-        config = ExpertsConfig(
-            gate_slope=config.gate_slope, up_offset=config.up_offset, limit=config.limit
-        )
+        config = dataclasses.replace(config, scales_input=False)
         outputs = self(
             rows.reshape(-1, x.shape[1]),
             chosen.reshape(-1, 1),

@@ -124,7 +124,7 @@ def turn(**fields):
         (CHAT, "messages[0]", [{}]),
         (CHAT, "messages[0]", [{"role": 5, "content": "a"}]),
         (CHAT, "messages[0].content", [{"role": "user", "content": {"text": "a"}}]),
-        (CHAT, "messages[0].content[0]", [{"role": "user", "content": [{"type": "image_url"}]}]),
+        (CHAT, "messages[0].content[0]", [{"role": "user", "content": [{"type": "audio_url"}]}]),
         (CHAT, "messages[0].content[0].text", [{"role": "user", "content": [{"type": "text"}]}]),
         (CHAT, "messages[1].tool_calls", [USER, turn(tool_calls="look")]),
         (CHAT, "messages[1].tool_calls[0]", [USER, turn(tool_calls=["look"])]),

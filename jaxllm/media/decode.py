@@ -1,0 +1,131 @@
+"""From the bytes of an image file to pixels in patches.
+
+What a file claims to be is checked by its header, before anything is decoded. Errors are in our own
+words: those of a library may tell what is none of a client's business.
+"""
+
+import io
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxllm.errors import ValidationError, refused
+from jaxllm.media.item import ImageSpec
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# The most pixels of an image, as its header tells them. Pillow's own limit is four times as high.
+MAX_PIXELS = 40_000_000
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+class Patches(NamedTuple):
+    """An image as a tower takes it."""
+
+    rows: int  # of patches
+    columns: int
+    pixels: bytes  # as in ImageItem
+
+
+class UndecodableError(ValueError):
+    """Why there is no picture in a file."""
+
+
+def pillow() -> Any:
+    """Import Pillow, which comes with jaxllm[images]."""
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError:
+        raise ValidationError(
+            "images need Pillow; install jaxllm[images]", parameter="multi_modal_data"
+        ) from None
+    return PIL
+
+
+def decode(data: bytes) -> "Image":
+    """Decode a file, in RGB and turned as its EXIF says; raise UndecodableError. Of an animation
+    the first picture."""
+    library = pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about sizes, which have a lower limit here
+            image = library.Image.open(io.BytesIO(data), formats=_FORMATS)
+    except library.Image.DecompressionBombError:
+        raise UndecodableError(_TOO_LARGE) from None
+    except Exception:  # parsers raise anything
+        kinds = ", ".join(_FORMATS)
+        raise UndecodableError(f"it is not an image file; it may be one of {kinds}") from None
+    if image.width * image.height > MAX_PIXELS:
+        raise UndecodableError(f"it has {image.width} x {image.height} pixels; {_TOO_LARGE}")
+    try:
+        image.load()
+        return in_rgb(image)
+    except MemoryError:
+        raise
+    except Exception:
+        raise UndecodableError("the file is damaged, or its end is missing") from None
+
+
+def in_rgb(image: "Image") -> "Image":
+    """Turn an image as its EXIF says, and convert it as transformers does: on a white ground."""
+    library = pillow()
+    upright = library.ImageOps.exif_transpose(image)
+    if "A" in upright.getbands() or upright.info.get("transparency") is not None:
+        layer = upright.convert("RGBA")
+        ground = library.Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return library.Image.alpha_composite(ground, layer).convert("RGB")
+    return upright if upright.mode == "RGB" else upright.convert("RGB")
+
+
+def of_array(name: str, array: np.ndarray) -> "Image":
+    """Make an image of an array, uint8 [rows, columns] or [rows, columns, 1, 3 or 4]."""
+    shape = array.shape
+    is_flat = len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3, 4))
+    if array.dtype != np.uint8 or not is_flat or 0 in shape:
+        raise refused(
+            name,
+            f"an array {array.dtype} {shape}",
+            "it must be uint8, of rows, columns and, if it has colours, 3 or 4 channels",
+        )
+    squeezed = array[:, :, 0] if len(shape) == 3 and shape[2] == 1 else array
+    return pillow().Image.fromarray(np.ascontiguousarray(squeezed))
+
+
+def to_patches(image: "Image", spec: ImageSpec) -> Patches:
+    """Resize an RGB image and cut it; raise UndecodableError."""
+    height, width = target_size(spec, image.height, image.width)
+    resized = image.resize((width, height), resample=spec.resample)
+    return cut(np.asarray(resized), spec)
+
+
+def target_size(spec: ImageSpec, height: int, width: int) -> tuple[int, int]:
+    """The size to which an image is resized: its longest edge has a limit, and both are whole
+    numbers of tokens."""
+    ratio = max(height, width) / spec.longest_edge
+    if ratio > 1:
+        height, width = int(height / ratio), int(width / ratio)
+    if not height or not width:
+        raise UndecodableError("one edge is so much longer than the other that nothing is left")
+    return -(-height // spec.side) * spec.side, -(-width // spec.side) * spec.side
+
+
+def cut(pixels: np.ndarray, spec: ImageSpec) -> Patches:
+    """Cut pixels [height, width, 3] into patches, in the order of ImageItem."""
+    size, merge = spec.patch_size, spec.merge
+    rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
+    blocks = pixels.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+    ordered = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
+    return Patches(rows, columns, ordered.tobytes())
+
+
+def places(rows: int, columns: int, merge: int) -> np.ndarray:
+    """The row and column of each patch, in the order of ImageItem: i32 [P, 2]."""
+    grid = np.indices((rows, columns), np.int32).transpose(1, 2, 0)
+    squares = grid.reshape(rows // merge, merge, columns // merge, merge, 2)
+    return squares.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+
+
+_TOO_LARGE = f"at most {MAX_PIXELS} are allowed"

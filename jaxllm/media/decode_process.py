@@ -1,0 +1,130 @@
+"""Decodes image files in a process of its own, which can be killed.
+
+`python -m jaxllm.media.decode_process SPEC SECONDS` reads files from standard input, each after its
+length, and answers each with its patches, or with the reason why there are none. A timer whose
+signal kills the process bounds the time, and the system bounds the memory: nothing in a file can
+prevent that. The parent sees the end of the pipe, and starts another process.
+"""
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from jaxllm.errors import JaxLLMError
+from jaxllm.media.decode import Patches, UndecodableError, decode, pillow, to_patches
+from jaxllm.media.item import ImageSpec
+
+# The most memory that an image may need.
+_MEMORY_BYTES = 1 << 30
+_TIMEOUT_S = 20.0
+_LENGTH = struct.Struct("<q")
+
+
+class Answer(msgspec.Struct):
+    """The patches of an image, or why there are none."""
+
+    rows: int = 0
+    columns: int = 0
+    pixels: bytes = b""
+    error: str | None = None
+
+
+class DecodeProcess:
+    """Runs one decoding process at a time, which the first file starts. Thread-safe: files wait for
+    each other."""
+
+    def __init__(self, spec: ImageSpec, timeout_s: float = _TIMEOUT_S):
+        self._arguments = [msgspec.json.encode(spec).decode(), str(timeout_s)]
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+
+    def patches(self, data: bytes) -> Patches:
+        """Decode, resize and cut a file; raise UndecodableError."""
+        pillow()  # says so here if it is missing
+        with self._lock:
+            answer = self._ask(data)
+        if answer.error is not None:
+            raise UndecodableError(answer.error)
+        return Patches(answer.rows, answer.columns, answer.pixels)
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._is_closed = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def _ask(self, data: bytes) -> Answer:
+        if self._is_closed:
+            raise JaxLLMError("the engine has been shut down")
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", __spec__.name, *self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(_LENGTH.pack(len(data)) + data)
+            process.stdin.flush()
+            length = process.stdout.read(_LENGTH.size)
+            answer = process.stdout.read(_LENGTH.unpack(length)[0]) if length else b""
+        except BrokenPipeError:
+            answer = b""
+        if answer:
+            return msgspec.msgpack.decode(answer, type=Answer)
+        status = process.wait()
+        if status == -signal.SIGALRM:
+            return Answer(error="to decode it takes too long")
+        return Answer(error="to decode it ends the process that does so")
+
+
+def main() -> None:
+    # The parent ends the process by closing standard input, so ignore signals to the group.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    spec, timeout_s = msgspec.json.decode(sys.argv[1], type=ImageSpec), float(sys.argv[2])
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what other code prints must not become an answer
+    pillow().Image.init()  # loads the formats before the clock runs
+    _limit_memory()
+    while length := sys.stdin.buffer.read(_LENGTH.size):
+        data = sys.stdin.buffer.read(_LENGTH.unpack(length)[0])
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        answer = msgspec.msgpack.encode(_answer(data, spec))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(_LENGTH.pack(len(answer)) + answer)
+        answers.flush()
+
+
+def _answer(data: bytes, spec: ImageSpec) -> Answer:
+    try:
+        return Answer(*to_patches(decode(data), spec))
+    except UndecodableError as error:
+        return Answer(error=str(error))
+    except MemoryError:
+        return Answer(error="to decode it takes too much memory")
+
+
+def _limit_memory() -> None:
+    """Limit the memory to _MEMORY_BYTES more than is in use, where the system reports that."""
+    import resource
+
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        size = int(statm.read_text().split()[0]) * resource.getpagesize()
+        limit = size + _MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The pool of embeddings of images, on the device, and the places of their tokens in a step."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.media.decode import places
+from jaxllm.media.item import ImageSpec
+from jaxllm.media.slice import NAME, NO_ROW
+from jaxllm.models.base import Model
+from jaxllm.plan.buckets import Bucket
+from jaxllm.scheduler.schedule import Encoding, Slice
+
+# The most images of one run of the tower.
+_MAX_IMAGES = 32
+
+
+class Images:
+    """The feature's device half. Only programs for mixed steps have it: the step takes the rows of
+    its tokens, and there is nothing to compute behind the model."""
+
+    name = NAME
+
+    def fields(self, bucket: Bucket) -> dict[str, tuple[int, ...]]:
+        return {} if bucket.decode_only else {"rows": (bucket.num_tokens,)}
+
+    def pack(self, fields: Mapping[str, np.ndarray], its: Slice | None) -> None:
+        fields["rows"][...] = NO_ROW
+        if its is not None:
+            fields["rows"][: len(its["rows"])] = its["rows"]
+
+    def compute(
+        self, fields: Mapping[str, jax.Array], model: Model, hidden: jax.Array
+    ) -> dict[str, jax.Array]:
+        return {}
+
+
+class EncoderInputs(NamedTuple):
+    """The images of one run of the tower, on the device."""
+
+    pixels: jax.Array  # f32 [P, numbers of a patch], normalised
+    places: jax.Array  # i32 [P, 2]
+    starts: jax.Array  # i32 [images + 1]
+    rows: jax.Array  # i32 [tokens]: where in the pool they go; padding is out of range
+
+
+class EncoderLayout:
+    """What travels to the device for a run of the tower over so many patches: their bytes, and one
+    buffer of numbers."""
+
+    def __init__(self, num_patches: int, spec: ImageSpec, num_rows: int):
+        self.num_patches = num_patches
+        self._spec = spec
+        self._num_rows = num_rows
+        sizes = (2 * num_patches, _MAX_IMAGES + 1, num_patches // spec.patches_per_token)
+        ends = np.cumsum((0, *sizes))
+        self._places, self._starts, self._rows = (
+            slice(int(first), int(end)) for first, end in zip(ends[:-1], ends[1:], strict=True)
+        )
+        self._size = int(ends[-1])
+
+    def abstract(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of the numbers and of the bytes, for compiling."""
+        bytes_shape = (self.num_patches, self._spec.patch_bytes)
+        return (
+            jax.ShapeDtypeStruct((self._size,), np.int32),
+            jax.ShapeDtypeStruct(bytes_shape, np.uint8),
+        )
+
+    def pack(self, encodings: Sequence[Encoding]) -> tuple[np.ndarray, np.ndarray]:
+        """Build both."""
+        numbers = np.zeros(self._size, np.int32)
+        pixels = np.zeros((self.num_patches, self._spec.patch_bytes), np.uint8)
+        where, rows = numbers[self._places].reshape(-1, 2), numbers[self._rows]
+        rows[...] = self._num_rows
+        end = 0
+        starts = [0]
+        for one in encodings:
+            start, end = end, end + one.rows * one.columns
+            pixels[start:end] = one.pixels.reshape(end - start, -1)
+            where[start:end] = places(one.rows, one.columns, self._spec.merge)
+            merged = self._spec.patches_per_token
+            rows[start // merged : end // merged] = one.pool_rows
+            starts.append(end)
+        numbers[self._starts] = starts + [end] * (_MAX_IMAGES + 1 - len(starts))
+        return numbers, pixels
+
+    def unpack(self, numbers: jax.Array, pixels: jax.Array) -> EncoderInputs:
+        """Cut the buffer, and normalise the bytes; traced."""
+        spec = self._spec
+        of_channels = pixels.reshape(self.num_patches, 3, -1).astype(jnp.float32)
+        mean, std = (jnp.array(values)[:, None] for values in (spec.mean, spec.std))
+        normal = (of_channels * spec.scale - mean) / std
+        return EncoderInputs(
+            pixels=normal.reshape(self.num_patches, -1),
+            places=numbers[self._places].reshape(-1, 2),
+            starts=numbers[self._starts],
+            rows=numbers[self._rows],
+        )
+
+
+def encoder_sizes(spec: ImageSpec) -> tuple[int, ...]:
+    """How many patches the programs of the tower compute: powers of two, up to one that holds the
+    largest image."""
+    first = max(256, spec.patches_per_token)
+    powers = [1 << power for power in range(first.bit_length() - 1, 1 << 5)]
+    up_to = next(size for size in powers if size >= spec.max_patches)
+    return tuple(
+        math.ceil(size / spec.patches_per_token) * spec.patches_per_token
+        for size in powers
+        if size <= up_to
+    )
+
+
+def in_runs(encodings: Iterable[Encoding], sizes: Sequence[int]) -> Iterator[list[Encoding]]:
+    """Divide images among runs of the tower, in their order."""
+    run: list[Encoding] = []
+    num_patches = 0
+    for one in encodings:
+        its = one.rows * one.columns
+        if run and (num_patches + its > sizes[-1] or len(run) == _MAX_IMAGES):
+            yield run
+            run, num_patches = [], 0
+        run.append(one)
+        num_patches += its
+    if run:
+        yield run

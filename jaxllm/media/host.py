@@ -1,0 +1,151 @@
+"""Images on the host: which of them are in the pool of the device, and which a step must encode.
+
+The pool is a cache by the images' content. An image that a step needs and that is not there is
+encoded before the step, in place of those that were not used for longest. So equal images are
+encoded once, for how many requests soever, and nothing must be given back: a request that goes on
+inside an image after others have taken its place, or after a preemption, has it encoded again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.media.item import ImageItem, ImageSpec
+from jaxllm.media.slice import NAME, NO_ROW
+from jaxllm.messages import EngineOutput
+from jaxllm.scheduler.features import Drafted
+from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.schedule import Encoding, Schedule, StepResult
+
+
+class _Placed(NamedTuple):
+    """An image of a request, and the places of its embeddings in the prompt."""
+
+    item: ImageItem
+    places: np.ndarray  # int [tokens], ascending
+
+    def part(self, start: int, end: int) -> tuple[int, int]:
+        """Which of the places are in [start, end)."""
+        first, last = np.searchsorted(self.places, (start, end)).tolist()
+        return first, last
+
+
+class Nothing:
+    """Images add nothing to outputs."""
+
+    corrupted: Iterable[int] = ()
+    failed: Mapping[int, str] = {}
+    complete: Iterable[int] = ()
+    rows: Iterable[int] = ()
+
+    def add_to(self, output: EngineOutput, row: int) -> None:
+        raise AssertionError("no row adds anything")
+
+
+class Images:
+    """The feature's host half."""
+
+    name = NAME
+
+    def __init__(self, spec: ImageSpec, num_rows: int) -> None:
+        """`num_rows` are those of the pool, which holds the largest image at least."""
+        self._token = spec.image_token_id
+        self._num_rows = num_rows
+        self._free = list(range(num_rows))
+        self._held: OrderedDict[bytes, list[int]] = OrderedDict()  # rows, the oldest image first
+        # The images that the step under way needs, and their sizes.
+        self._wanted: dict[bytes, int] = {}
+        self._using: dict[str, list[_Placed]] = {}
+
+    def add(self, request: Request) -> None:
+        if not request.images:
+            return
+        tokens = np.array(request.prompt_token_ids)
+        self._using[request.request_id] = [
+            _Placed(one, one.start + np.flatnonzero(tokens[one.start : one.end] == self._token))
+            for one in request.images
+        ]
+
+    def ready(self, *, wait: bool) -> Sequence[Request]:
+        self._wanted.clear()  # a step begins
+        return ()
+
+    def drop(self, request: Request) -> None:
+        self._using.pop(request.request_id, None)
+
+    def start_over(self, request: Request) -> None:
+        pass  # its images are in the pool, or are encoded again
+
+    def lose(self) -> None:
+        self._held.clear()
+        self._free = list(range(self._num_rows))
+
+    def limit(self, request: Request, n: int, budget: int) -> int:
+        """End the chunk before an image for which this step has no place left in the pool. No
+        prompt ends with an image's embedding, so a request that wants one token wants none."""
+        using = self._using.get(request.request_id)
+        if using is None:
+            return n
+        start = request.num_tokens - n
+        end = start + min(n, budget)
+        for placed in using:
+            first, last = placed.part(start, end)
+            if first == last or placed.item.digest in self._wanted:
+                continue
+            size = len(placed.places)
+            if sum(self._wanted.values()) + size > self._num_rows:
+                return int(placed.places[first]) - start
+            self._wanted[placed.item.digest] = size
+        return n
+
+    def draft(self, rows: Sequence[Request], num_tokens: np.ndarray) -> Drafted | None:
+        if not self._using:
+            return None
+        encodings: list[Encoding] = []
+        given: np.ndarray | None = None
+        firsts = np.cumsum(num_tokens) - num_tokens
+        for row, request in enumerate(rows):
+            using = self._using.get(request.request_id)
+            end = request.num_computed_tokens
+            if using is None or end - int(num_tokens[row]) >= using[-1].item.end:
+                continue
+            start = end - int(num_tokens[row])
+            for placed in using:
+                first, last = placed.part(start, end)
+                if first == last:
+                    continue
+                its = self._rows_of(placed, encodings)
+                if given is None:
+                    given = np.full(int(num_tokens.sum()), NO_ROW, np.int32)
+                given[placed.places[first:last] - start + firsts[row]] = its[first:last]
+        if given is None:
+            return None
+        return Drafted({"rows": given}, needs_mixed=True, wants_logits=False, encodings=encodings)
+
+    def read(
+        self, schedule: Schedule, result: StepResult, rows: Sequence[Request | None]
+    ) -> Nothing:
+        return Nothing()
+
+    def _rows_of(self, placed: _Placed, encodings: list[Encoding]) -> list[int]:
+        """The rows of the pool that have the image, which is encoded unless it is there."""
+        item, size = placed.item, len(placed.places)
+        if item.digest in self._held:
+            self._held.move_to_end(item.digest)
+            return self._held[item.digest]
+        while len(self._free) < size:
+            oldest = next(one for one in self._held if one not in self._wanted)
+            self._free += self._held.pop(oldest)
+        rows, self._free = self._free[:size], self._free[size:]
+        self._held[item.digest] = rows
+        encodings.append(
+            Encoding(
+                rows=item.rows,
+                columns=item.columns,
+                pixels=np.frombuffer(item.pixels, np.uint8),
+                pool_rows=np.array(rows, np.int32),
+            )
+        )
+        return rows

@@ -1,0 +1,56 @@
+"""An image on its way to the engine, and what must be known of a model to make one."""
+
+import msgspec
+
+
+class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model's images become pixels, patches and tokens. Sizes are in pixels."""
+
+    patch_size: int
+    merge: int  # the patches of a token's side
+    longest_edge: int  # larger images are made smaller
+    resample: int  # the filter for that, as Pillow counts them
+    # What the device makes of the bytes of each channel: (byte * scale - mean) / std.
+    scale: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    image_token: str  # stands for an image in the text of a prompt
+    image_token_id: int
+    break_token_id: int  # after each row of an image but the last
+    end_token_id: int
+    max_images: int  # of a prompt
+
+    @property
+    def side(self) -> int:
+        """The pixels of a token's side."""
+        return self.patch_size * self.merge
+
+    @property
+    def max_patches(self) -> int:
+        """The patches of the largest image."""
+        return (-(-self.longest_edge // self.side) * self.merge) ** 2
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.merge**2
+
+    @property
+    def patch_bytes(self) -> int:
+        return 3 * self.patch_size**2
+
+
+class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
+    """An image at its place in a prompt."""
+
+    digest: bytes  # of all that its embeddings depend on
+    start: int  # the place of its first token in the prompt
+    end: int  # the place behind its last token
+    rows: int  # of patches
+    columns: int
+    # uint8: the patches one after another, those of a token beside each other. A patch has the rows
+    # of its first channel, then those of the next.
+    pixels: bytes
+
+    @property
+    def num_patches(self) -> int:
+        return self.rows * self.columns

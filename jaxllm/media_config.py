@@ -1,0 +1,71 @@
+"""The options of images in prompts."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.errors import refused
+from jaxllm.option_types import option
+
+_MOST_IMAGES = 64  # of a prompt, where no option says otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaConfig:
+    """Images in prompts"""
+
+    limit_mm_per_prompt: Mapping[str, Any] | None = option(
+        None, f'JSON object: {{"image": most images of a prompt}} (default: {_MOST_IMAGES}).'
+    )
+    language_model_only: bool = option(
+        False, "Leave out the tower for images: prompts are text, and nothing is compiled for them."
+    )
+    mm_processor_kwargs: Mapping[str, Any] | None = option(
+        None, 'JSON object, such as {"size": {"longest_edge": 1024}}: how large images stay.'
+    )
+    allowed_local_media_path: str | None = option(
+        None, "Directory from which requests may name images, as file:// URLs."
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "Hosts from which requests may name images, as http(s) URLs; none unless given."
+    )
+
+    def check(self) -> None:
+        """Refuse values that are wrong for every model."""
+        assert self.max_images >= 0
+        path = self.allowed_local_media_path
+        if path and not os.path.isdir(path):
+            raise refused("allowed_local_media_path", path, "it is not a directory")
+        for domain in self.allowed_media_domains:
+            if not isinstance(domain, str) or not domain or set(domain) & set("/:@ \\*"):
+                raise refused(
+                    "allowed_media_domains",
+                    domain,
+                    "give the names of hosts alone, such as images.example.com",
+                )
+
+    @property
+    def max_images(self) -> int:
+        """The most images of a prompt."""
+        limits = self.limit_mm_per_prompt or {}
+        for name, given in limits.items():
+            if name not in ("image", "video", "audio"):
+                raise refused("limit_mm_per_prompt", name, "it has limits of 'image' alone")
+            count = given.get("count") if isinstance(given, Mapping) else given
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise refused(
+                    "limit_mm_per_prompt",
+                    given,
+                    f"the limit of {name!r} must be a number from 0 on, or an object with 'count'",
+                )
+            if isinstance(given, Mapping) and set(given) != {"count"}:
+                raise refused(
+                    "limit_mm_per_prompt",
+                    given,
+                    "only 'count' is supported; mm_processor_kwargs says how large images stay",
+                )
+            if name != "image" and count:
+                raise refused("limit_mm_per_prompt", given, f"there is no {name} in prompts")
+        given = limits.get("image", _MOST_IMAGES)
+        return given["count"] if isinstance(given, Mapping) else given

@@ -1,0 +1,64 @@
+"""The contract of a tower, which turns images into embeddings that stand for tokens of a prompt.
+
+A tower computes the patches of many images at once. They lie one image after another in a flat
+batch, and within an image in the order of the tokens that they become: the patches of one token are
+neighbours, row by row.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxllm.layers.state import StateOps
+from jaxllm.models.checkpoint_map import CheckpointMap
+
+
+class Images(NamedTuple):
+    """The patches of many images."""
+
+    pixels: jax.Array  # f32 [P, numbers of a patch], normalised: of each channel its rows
+    places: jax.Array  # i32 [P, 2]: the row and the column of each patch in its image
+    # i32 [R + 1]: the patches of image r are [starts[r], starts[r + 1]). Images of padding are
+    # empty. Patches of padding are in none, and what is computed of them must be finite.
+    starts: jax.Array
+
+
+class Tower(Protocol):
+    """A flax nnx module."""
+
+    def __call__(self, images: Images, ops: StateOps, mesh: Mesh | None) -> jax.Array:
+        """Return the embeddings [P / patches of a token, D]. Heads are cut over the mesh."""
+        ...
+
+
+class TowerSpec(Protocol):
+    """What is static about a tower; hashable."""
+
+    @property
+    def patch_size(self) -> int:
+        """The pixels of a patch's side."""
+        ...
+
+    @property
+    def merge(self) -> int:
+        """The patches of a token's side."""
+        ...
+
+    @property
+    def image_token_id(self) -> int:
+        """The token for which an embedding stands."""
+        ...
+
+    def check(self, num_shards: int) -> None:
+        """Raise ValidationError if the tower cannot be cut into so many equal shards."""
+        ...
+
+    def make(self, hidden_size: int, *, num_shards: int, dtype: DTypeLike) -> Any:
+        """Make the `Tower`; `hidden_size` is the decoder's."""
+        ...
+
+    def names(self, names: CheckpointMap) -> CheckpointMap:
+        """The map of the decoder together with this tower, which is its module `tower`."""
+        ...

@@ -1,0 +1,95 @@
+"""Decides whether an engine sees images, and what its tower needs."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jaxllm_kernels.platform import Chip
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ValidationError, refused
+from jaxllm.layers.state import StateOps
+from jaxllm.logging import init_logger
+from jaxllm.media.device import encoder_sizes
+from jaxllm.media.item import ImageSpec
+from jaxllm.media.preprocessor import read_image_spec
+from jaxllm.models.specs import Architecture
+from jaxllm.plan.choose_kernels import choose_state_ops
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePlan:
+    """What an engine that sees images has beside the others."""
+
+    spec: ImageSpec
+    num_rows: int  # of the pool: how many tokens of images it holds
+    sizes: tuple[int, ...]  # how many patches the programs of the tower compute
+    ops: StateOps
+
+    def pool_bytes(self, hidden_size: int, dtype: Any) -> int:
+        return self.num_rows * hidden_size * jnp.dtype(dtype).itemsize
+
+
+def wants_images(config: EngineConfig) -> bool:
+    """Whether the user wants the tower of a model that has one."""
+    return not config.media.language_model_only and config.media.max_images > 0
+
+
+def with_images(
+    config: EngineConfig, architecture: Architecture, model_dir: Path
+) -> tuple[Architecture, ImageSpec | None]:
+    """Keep the tower of a model if its files say how images are made, and return how; None: prompts
+    are text."""
+    tower = architecture.tower
+    if tower is None:
+        return architecture, None
+    spec = read_image_spec(
+        model_dir,
+        patch_size=tower.patch_size,
+        merge=tower.merge,
+        image_token_id=tower.image_token_id,
+        changes=config.media.mm_processor_kwargs or {},
+        max_images=config.media.max_images,
+    )
+    if spec is None:
+        logger.warning(
+            "prompts are text alone: the model has a tower for images, but its directory has no "
+            "preprocessor_config.json or no tokenizer.json"
+        )
+        return dataclasses.replace(architecture, tower=None), None
+    _check(config)
+    return architecture, spec
+
+
+def plan_images(spec: ImageSpec, chip: Chip, max_num_batched_tokens: int) -> ImagePlan:
+    """The pool holds what a step can see, and at least two images of the largest size, so that one
+    follows the other without delay."""
+    largest = spec.max_patches // spec.patches_per_token
+    return ImagePlan(
+        spec=spec,
+        num_rows=max(max_num_batched_tokens, 2 * largest),
+        sizes=encoder_sizes(spec),
+        ops=choose_state_ops(chip, is_encoder=True),
+    )
+
+
+def _check(config: EngineConfig) -> None:
+    """Refuse what does not go with images yet."""
+    parallel = config.parallel
+    remedy = "start with language_model_only=True for prompts of text"
+    for name, value, neutral in (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
+        ("nnodes", parallel.nnodes, 1),
+        ("enable_lora", config.lora.enable_lora, False),
+    ):
+        if value != neutral:
+            raise refused(name, value, f"it is not supported with images; {remedy}")
+    if config.speculation.read() is not None:
+        raise ValidationError(
+            f"speculative_config: it is not supported with images; {remedy}",
+            parameter="speculative_config",
+        )

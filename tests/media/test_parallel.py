@@ -1,0 +1,49 @@
+"""An engine cut over devices, and its replicas, see what one on one device sees."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.media.models import OPTIONS
+
+pytest.importorskip("PIL")
+
+# The devices of a process are counted once, so it is another one.
+SCRIPT = """
+import json, os, sys
+os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from jaxllm import LLM, SamplingParams
+from tests.media.models import picture
+
+images = [[picture(64, 64)], [picture(30, 50, 1), picture(9, 3, 2)], [picture(64, 64)]]
+prompts = [
+    {"prompt": "Look: " + "[IMG]" * len(its), "multi_modal_data": {"image": its}} for its in images
+]
+params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0)
+found = []
+for options in json.loads(sys.argv[1]):
+    llm = LLM(**options)
+    answers = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    found.append([(one.token_ids, one.cumulative_logprob) for one in answers])
+    llm.shutdown()
+print(json.dumps(found))
+"""
+WAYS = ["tensor_parallel_size", pytest.param("data_parallel_size", marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_do_not_depend_on_the_devices(way, vision_model):
+    options = OPTIONS | {"model": str(vision_model)}
+    variants = json.dumps([options, options | {way: 2}])
+    run = [sys.executable, "-c", SCRIPT, variants]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, *others = json.loads(done.stdout.splitlines()[-1])
+    assert one[0] == one[2] != one[1]
+    for other in others:
+        for (tokens, logprob), (wanted, of_wanted) in zip(other, one, strict=True):
+            assert tokens == wanted and abs(logprob - of_wanted) < 1e-3

@@ -1,0 +1,93 @@
+"""Towers: embeddings and logits of prompts with images are those of transformers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm.files import read_json
+from jaxllm.models.architecture import read_architecture
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.tower import Images
+from jaxllm.parallel.sharding import make_mesh
+from jaxllm.quantization.linear import CodedLinear
+from jaxllm.weights.loader import load_weights
+from tests.media.models import make_model, make_pixtral
+from tests.models.conftest import STATE_OPS
+
+# Rows and columns of patches.
+GRIDS = [(2, 2), (4, 10), (16, 6)]
+
+
+KINDS = {"mistral3": make_model, "pixtral-12b": make_pixtral}
+
+
+def made_pixels(grid, patch_size, seed):
+    rows, columns = (n * patch_size for n in grid)
+    return np.random.default_rng(seed).standard_normal((3, rows, columns)).astype(np.float32)
+
+
+def in_patches(pixels, patch_size, merge):
+    """[C, H, W] -> patches [P, C * p * p] and their places, those of a token beside each other."""
+    channels, height, width = pixels.shape
+    grid = height // patch_size, width // patch_size
+    cut = pixels.reshape(
+        channels, grid[0] // merge, merge, patch_size, grid[1] // merge, merge, patch_size
+    )
+    patches = cut.transpose(1, 4, 2, 5, 0, 3, 6).reshape(grid[0] * grid[1], -1)
+    places = np.stack(np.mgrid[: grid[0], : grid[1]], -1)
+    places = places.reshape(grid[0] // merge, merge, grid[1] // merge, merge, 2)
+    return patches, places.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixtral_is_as_in_transformers(kind, tmp_path):
+    path = KINDS[kind](tmp_path)
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForImageTextToText
+
+    architecture = read_architecture(read_json(path / "config.json"), sees_images=True)
+    model_class = ModelRegistry.resolve([architecture.name])
+    abstract = model_class.abstract(architecture, jnp.float32)
+    mesh = make_mesh(jax.devices()[:1])
+    weights = load_weights(path, abstract, mesh=mesh)
+
+    oracle = AutoModelForImageTextToText.from_pretrained(path, dtype="float32").eval()
+    images = [made_pixels(grid, 4, seed) for seed, grid in enumerate(GRIDS)]
+    padded = np.zeros((len(images), 3, 64, 64), np.float32)
+    for place, image in enumerate(images):
+        padded[place, :, : image.shape[1], : image.shape[2]] = image
+    sizes = torch.tensor([image.shape[1:] for image in images])
+    with torch.no_grad():
+        features = oracle.get_image_features(torch.tensor(padded), image_sizes=sizes).pooler_output
+    expected = np.concatenate([one.numpy() for one in features])
+
+    patches, places = zip(
+        *(in_patches(image, 4, architecture.tower.merge) for image in images), strict=True
+    )
+    starts = np.cumsum([0, *map(len, patches)])
+    starts = np.append(starts, starts[-1])  # an image of padding
+    padding = 20
+    pixels = np.concatenate([*patches, np.ones((padding, 48), np.float32)])
+    where = np.concatenate([*places, np.zeros((padding, 2), np.int32)])
+    made = Images(jnp.array(pixels), jnp.array(where), jnp.array(starts))
+    graphdef, _ = nnx.split(abstract)
+
+    @jax.jit
+    def embed(weights, images):
+        return nnx.merge(graphdef, weights).tower(images, STATE_OPS, mesh)
+
+    out = embed(weights, made)
+    assert np.isfinite(out).all()
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(out[: len(expected)], expected, atol=2e-4, rtol=0)
+
+
+def test_a_tower_keeps_its_weights_where_others_become_codes(tmp_path):
+    config = read_json(make_model(tmp_path) / "config.json")
+    architecture = read_architecture(config, sees_images=True, quantization="int8")
+    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, jnp.float32)
+    coded = [path for path, module in nnx.iter_graph(model) if isinstance(module, CodedLinear)]
+    assert coded and all(path[0] == "model" for path in coded)
