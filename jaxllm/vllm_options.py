@@ -18,6 +18,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_sleep_mode": (False, True),  # every engine can sleep
     "lora_dtype": ("auto", None),
     "logprobs_mode": ("raw_logprobs",),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_cache_mode": ("align",),  # snapshots where rows end at the stride
+    "mamba_ssm_cache_dtype": ("auto", "float32"),
     "tokenizer_mode": ("auto",),
 }
 
@@ -72,6 +75,9 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "prefixes are found by SHA-256": ("prefix_caching_hash_algo",),
     "blocks of all layers are of one kind": (
         "disable_hybrid_kv_cache_manager", "disable_sliding_window",
+    ),
+    "matrices of recurrent layers are float32, and --mamba-block-size is the stride of snapshots": (
+        "mamba_cache_dtype", "mamba_cache_mode", "mamba_ssm_cache_dtype",
     ),
     "every engine can sleep; --admin-api-key-file opens /sleep": ("enable_sleep_mode",),
     "--profile-dir is where profiles go": ("profiler_config",),

@@ -28,7 +28,7 @@ SERVERS = ("tpu", "gpu", "tpu-hosts", "gpu-hosts")
 OF_GROUP = {
     "LWS_GROUP_SIZE": "2",
     "LWS_WORKER_INDEX": "1",
-    "LWS_LEADER_ADDRESS": "jaxllm-0.jaxllm.jaxllm",
+    "LWS_LEADER_ADDRESS": "jaxllm-hosts-0.jaxllm-hosts.jaxllm",
 }
 PROBES = {one.path for one in ENDPOINTS if one.access is Access.ANYBODY and "GET" in one.methods}
 
@@ -126,7 +126,7 @@ def test_requests_under_way_have_the_time_to_finish(folder):
 
 @pytest.mark.parametrize("folder", ("tpu-hosts", "gpu-hosts"))
 def test_other_ranks_stay_until_rank_0_has_ended(folder):
-    (group,) = [one for one in read(FOLDER / folder / "server.yaml") if one["kind"] != "Service"]
+    (group,) = read(FOLDER / folder / "server.yaml")
     leader, worker = templates(group)
     (first,), (other,) = leader["spec"]["containers"], worker["spec"]["containers"]
     assert first["args"] == other["args"]
@@ -142,6 +142,15 @@ def test_other_ranks_stay_until_rank_0_has_ended(folder):
     assert claims == ["cache"]
     # Such a container would count as a rank of its own.
     assert not [one for one in (leader, worker) if "initContainers" in one["spec"]]
+
+
+@pytest.mark.parametrize("folder", ("tpu-hosts", "gpu-hosts"))
+def test_the_service_of_a_group_is_not_taken(folder):
+    (group,) = read(FOLDER / folder / "server.yaml")
+    (service,) = read(FOLDER / "common" / "service.yaml")
+    # The controller makes one of the group's name, unless it is there, and ranks meet by it.
+    assert group["metadata"]["name"] != service["metadata"]["name"]
+    assert OF_GROUP["LWS_LEADER_ADDRESS"].split(".")[1] == group["metadata"]["name"]
 
 
 @pytest.mark.parametrize("folder", ("tpu", "gpu"))
