@@ -41,6 +41,10 @@ def measure_steps(
     if config.speculation.read() is not None:
         given = config.speculation.speculative_config or config.speculation.spec_method
         raise refused("speculative_config", given, "steps without drafts are timed; leave it out")
+    if (size := config.cache.kv_offloading_size) is not None:
+        raise refused(
+            "kv_offloading_size", size, "steps between which no blocks move are timed; leave it out"
+        )
     set_up_jax(config)
     executor = _TimingExecutor(config)
     plan = executor.plan
