@@ -1,9 +1,22 @@
 """What the user asks for of the KV cache: a part of `jaxllm.config`."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+from jaxllm.cache_groups import StateSnapshots
+from jaxllm.errors import refused
 from jaxllm.option_types import option
+
+
+class Keeping(Protocol):
+    """What an engine keeps of requests beside blocks: states, and snapshots of them."""
+
+    @property
+    def keeps_states(self) -> bool: ...
+
+    @property
+    def snapshots(self) -> StateSnapshots | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +38,19 @@ class CacheConfig:
     )
     enable_prefix_caching: bool | None = option(
         None,
-        "Share KV blocks between requests with equal heads (default: on, except for models with "
-        "recurrent layers, whose states are not in blocks).",
+        "Share KV blocks between requests with equal heads, and snapshots of the states of "
+        "recurrent layers (default: on).",
+    )
+    mamba_block_size: int | None = option(
+        None,
+        "Tokens from one snapshot of recurrent layers' states to the next, of any kind; a multiple "
+        "of the block size (default: about 512).",
+    )
+    num_state_snapshots: int | None = option(
+        None,
+        "Number of such snapshots; 0 turns prefix caching off for models with recurrent layers "
+        "(default: as many as fit in a tenth of the free memory, at most two for each of "
+        "max_num_seqs).",
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "int8"] = option(
         "auto",
@@ -44,7 +68,50 @@ class CacheConfig:
         "with a window.",
     )
 
-    def shares_prefixes(self, keeps_states: bool) -> bool:
-        """Whether requests share blocks. `keeps_states` is whether the model has recurrent layers;
-        with them nobody may ask for it (`jaxllm.plan.choose`)."""
-        return self.enable_prefix_caching is not False and not keeps_states
+    kv_offloading_size: float | None = option(
+        None,
+        "GiB of each replica's host memory for KV blocks that the devices have no room for; they "
+        "come back when a request needs them.",
+    )
+    kv_offloading_path: str | None = option(
+        None,
+        "Private directory in which these blocks also outlive the process: they are users' text.",
+    )
+    kv_offloading_path_size: float = option(
+        16.0, "GiB that the files there may take; the least recently used ones give way."
+    )
+    kv_offloading_backend: Literal["native"] = option(
+        "native", "Who keeps the blocks on the host; vLLM's name for its own."
+    )
+
+    def check_offloading(self, nnodes: int | str) -> None:
+        """Refuse what is wrong for every model."""
+        size = self.kv_offloading_size
+        if size is None:
+            if self.kv_offloading_path is not None:
+                raise refused(
+                    "kv_offloading_path",
+                    self.kv_offloading_path,
+                    "blocks go through the host's memory; give kv_offloading_size, too",
+                )
+            return
+        for name in ("kv_offloading_size", "kv_offloading_path_size"):
+            if not (math.isfinite(its := getattr(self, name)) and its > 0):
+                raise refused(name, its, "give a number of GiB above 0")
+        if self.enable_prefix_caching is False:
+            raise refused(
+                "kv_offloading_size",
+                size,
+                "blocks are found by the hashes of prefixes; leave enable_prefix_caching on",
+            )
+        if nnodes != 1:
+            raise refused(
+                "kv_offloading_size",
+                size,
+                "an engine on several hosts keeps its blocks on the devices; leave it out",
+            )
+
+    def shares_prefixes(self, info: Keeping) -> bool:
+        """Whether requests share blocks."""
+        can_share = not info.keeps_states or info.snapshots is not None
+        return self.enable_prefix_caching is not False and can_share

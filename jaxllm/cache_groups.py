@@ -83,6 +83,14 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateSnapshots:
+    """How many copies of recurrent layers' states are kept, so that requests share prefixes."""
+
+    count: int
+    stride: int  # rows end at its multiples, in tokens; a multiple of the block size
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheSizes:
     """The numbers that determine the sizes of groups."""
 

@@ -315,6 +315,7 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        self.cache.check_offloading(self.parallel.nnodes)
         self.lora.check()
         self.media.check()
         if self.model.structured_outputs_config:
@@ -368,6 +369,8 @@ _LOWEST = {
     "block_size": 1,
     "kv_cache_memory_bytes": 1,
     "kv_cache_request_len": 1,
+    "mamba_block_size": 1,
+    "num_state_snapshots": 0,
     "num_gpu_blocks_override": 1,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,

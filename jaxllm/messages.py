@@ -5,7 +5,7 @@ import enum
 
 import msgspec
 
-from jaxllm.cache_groups import CacheGroup
+from jaxllm.cache_groups import CacheGroup, StateSnapshots
 from jaxllm.config import EngineConfig
 from jaxllm.lora.request import Adapter, AdapterLimits
 from jaxllm.media.item import ImageItem, ImageSpec
@@ -65,7 +65,13 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     pooling: Pooling | None = None  # None: the engine generates
     # Whether layers keep a state of each request, which a cached prefix of tokens does not have.
     keeps_states: bool = False
+    # Copies of such states, so that requests go on from a prefix; None: they share none.
+    snapshots: StateSnapshots | None = None
     adapters: AdapterLimits | None = None  # None: the engine has none
+    # Of the second home of KV blocks: places on the host by cache group, and whether there are
+    # files too. Empty: there is none.
+    host_places: tuple[int, ...] = ()
+    has_block_files: bool = False
     # The number of experts of each layer that has some, if their tokens are counted.
     counted_experts: dict[int, int] = {}
     images: ImageSpec | None = None  # None: prompts are text

@@ -103,13 +103,13 @@ def _calls(blocks: Sequence[Any], where: str) -> dict[str, str]:
 
 def _of_user(blocks: Sequence[object], where: str, waiting: Mapping[str, str]) -> list[_Message]:
     results: list[_Message] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     answered = set[str]()
     for place, block in enumerate(blocks):
         at = f"{where}.content[{place}]"
         kind = _kind(block, at)
         if kind == "tool_result":
-            if texts:
+            if parts:
                 raise refused(at, kind, "results of tools come before text")
             call = _field(block, "tool_use_id", str, at)
             if call not in waiting:
@@ -121,15 +121,19 @@ def _of_user(blocks: Sequence[object], where: str, waiting: Mapping[str, str]) -
             text = _result(block, at)
             results.append({"role": "tool", "tool_call_id": call, "content": text})
         elif kind == "text":
-            texts.append(_field(block, "text", str, at))
+            parts.append(_part(_field(block, "text", str, at)))
         elif kind == "document":
-            texts.append(_document(block, at))
+            parts.append(_part(_document(block, at)))
+        elif kind == "image":
+            parts.append({"type": "image_url", "image_url": {"url": _image(block, at)}})
         else:
             raise _unsupported(kind, at)
     _check_results({call: at for call, at in waiting.items() if call not in answered})
-    if not texts and results:
+    if not parts and results:
         return results
-    return [*results, {"role": "user", "content": "\n".join(texts)}]
+    if any(part["type"] != "text" for part in parts):
+        return [*results, {"role": "user", "content": parts}]
+    return [*results, {"role": "user", "content": "\n".join(part["text"] for part in parts)}]
 
 
 def _check_results(waiting: Mapping[str, str]) -> None:
@@ -156,6 +160,23 @@ def _document(block: object, at: str) -> str:
     return text if not isinstance(title, str) else f"{title}\n{text}"
 
 
+def _image(block: object, at: str) -> str:
+    """The URL of an image."""
+    source, at = _field(block, "source", dict, at), f"{at}.source"
+    match source.get("type"):
+        case "url":
+            return _field(source, "url", str, at)
+        case "base64":
+            kind, data = (_field(source, name, str, at) for name in ("media_type", "data"))
+            return f"data:{kind};base64,{data}"
+        case other:
+            raise refused(f"{at}.type", other, "images must be of type 'base64' or 'url'")
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
 def _texts(content: object, where: str) -> str:
     """A text, or one of blocks that are all text."""
     if isinstance(content, str):
@@ -179,6 +200,7 @@ _FIELDS = {
     "tool_use": {"id", "name", "input", "caller"},
     "tool_result": {"tool_use_id", "content", "is_error"},
     "document": {"source", "title"},
+    "image": {"source"},
 }
 
 
@@ -209,7 +231,7 @@ def _unsupported(kind: str, at: str) -> ValidationError:
     return refused(at, kind, f"blocks of this type are not supported here; use {_SUPPORTED}")
 
 
-_SUPPORTED = "'text', in answers 'thinking' and 'tool_use', in questions 'tool_result'"
+_SUPPORTED = "'text', in answers 'thinking' and 'tool_use', in questions 'tool_result' and 'image'"
 
 
 def _join(found: list[_Message], new: list[_Message]) -> None:
@@ -219,8 +241,15 @@ def _join(found: list[_Message], new: list[_Message]) -> None:
         found += new
         return
     between = "" if first["role"] == "assistant" else "\n"
-    before["content"] = between.join(filter(None, (before["content"], first["content"])))
+    if isinstance(before["content"], list) or isinstance(first["content"], list):
+        before["content"] = _as_parts(before["content"]) + _as_parts(first["content"])
+    else:
+        before["content"] = between.join(filter(None, (before["content"], first["content"])))
     for name in ("reasoning", "tool_calls"):
         if name in first:
             before[name] = before[name] + first[name] if name in before else first[name]
     found += new[1:]
+
+
+def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [_part(content)]

@@ -10,7 +10,7 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.executor.wire import Hello
 from jaxllm.files import MAX_JSON_BYTES, read_bytes
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.plan.make_plan import replica_devices
+from jaxllm.plan.stages import replica_devices
 from jaxllm.programs.sizing import plan_engine
 from jaxllm.weights.checkpoint import resolve_model_dir
 
@@ -26,7 +26,9 @@ class Layout:
         parallel = config.parallel
         size, replicas = parallel.tensor_parallel_size, parallel.data_parallel_size
         self._config = config
-        self._devices = [replica_devices(config, replica)[:size] for replica in range(replicas)]
+        self._devices = [
+            replica_devices(config.parallel, replica)[:size] for replica in range(replicas)
+        ]
         self.ranks = [sorted({d.process_index for d in devices}) for devices in self._devices]
         idle = set(range(jax.process_count())).difference(*self.ranks)
         if idle:

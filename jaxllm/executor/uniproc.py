@@ -10,11 +10,11 @@ from jaxllm.lora.adapter_file import Matrices
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
-from jaxllm.plan.make_plan import replica_devices
+from jaxllm.plan.stages import replica_devices
 from jaxllm.programs.sizing import plan_engine
 from jaxllm.programs.summary import summary
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.scheduler.schedule import LateMasks, Schedule
+from jaxllm.scheduler.schedule import LateMasks, Mover, Schedule
 
 logger = init_logger(__name__)
 
@@ -25,7 +25,7 @@ class UniProcExecutor:
     def __init__(self, config: EngineConfig, replica: int = 0):
         self.startup = Phases()
         with self.startup.timed("Plan"):
-            self.plan = plan_engine(config, replica_devices(config, replica))
+            self.plan = plan_engine(config, replica_devices(config.parallel, replica))
         logger.info("plan: %s", summary(self.plan))
         self.info: EngineInfo = self.plan.info()
         self._runner = ModelRunner(self.plan)
@@ -54,6 +54,9 @@ class UniProcExecutor:
 
     def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:
         return self._runner.lay_out_adapter(adapter)
+
+    def mover(self) -> Mover:
+        return self._runner.mover()
 
     def check(self) -> None:
         """Do nothing: in one process a failure raises in its step."""

@@ -119,11 +119,13 @@ class MoE(nnx.Module):
             if self.fc2_latent_proj is not None:
                 y = self.fc2_latent_proj(y.astype(x.dtype))
             if self.shared_experts is not None:
-                shared = self.shared_experts(x, context).astype(jnp.float32)
+                shared = self.shared_experts(x, context)
                 if self.shared_expert_gate is not None:
                     gate = self.shared_expert_gate(x).astype(jnp.float32)
-                    shared = shared * jax.nn.sigmoid(gate)
-                y = y.astype(jnp.float32) + shared
+                    shared = shared.astype(jnp.float32) * jax.nn.sigmoid(gate)
+                # In float32, or rounded once. Nothing is between two sums over devices and this
+                # one, so that XLA may make one of them.
+                y = y + shared
             return y.astype(x.dtype)
 
 

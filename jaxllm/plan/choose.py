@@ -88,13 +88,6 @@ def choose_speculation(
 
 def check_states(config: EngineConfig) -> None:
     """Refuse what does not go with the states of recurrent layers."""
-    if config.cache.enable_prefix_caching:
-        raise refused(
-            "enable_prefix_caching",
-            True,
-            "the model has recurrent layers, and no snapshots of their states are kept from which "
-            "another request could go on; leave it out",
-        )
     if config.speculation.read() is not None:
         raise ValidationError(
             "speculative_config: the model has recurrent layers, whose states cannot go back to "

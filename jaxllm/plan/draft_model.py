@@ -27,6 +27,7 @@ from jaxllm.models.specs import Architecture
 from jaxllm.plan.choose_kv_cache import KVCachePlan, with_kv_cache
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plural import counted
+from jaxllm.quantization.config_file import read_config
 from jaxllm.speculative_config import Speculation
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
@@ -82,7 +83,7 @@ def plan_draft_model(
     asked = speculation.draft_model
     assert asked is not None, speculation
     model_dir = resolve_model_dir(asked.model, asked.revision, download_dir)
-    hf_config = read_json(model_dir / "config.json")
+    hf_config = read_config(model_dir)
     architecture = read_architecture(hf_config, max_model_len=asked.max_model_len)
     architecture = choose_products(architecture)
     longest = _check_length(asked.max_model_len, architecture.max_model_len, max_model_len)

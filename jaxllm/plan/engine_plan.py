@@ -15,7 +15,7 @@ from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.platform import Chip
 
-from jaxllm.cache_groups import CacheGroup, room_for
+from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
@@ -34,6 +34,7 @@ from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
 from jaxllm.plan.images import ImagePlan
+from jaxllm.plan.offload import OffloadPlan
 from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
@@ -70,6 +71,7 @@ class EnginePlan:
     experts: ExpertsOp | None  # None: the model has none
     coded_products: tuple[str, ...]  # how products with codes are computed, in words
     state_ops: StateOps | None  # None: no mixer has a state
+    snapshots: StateSnapshots | None  # None: no states, or requests share no prefixes
     sampling: Layout
     add_norm: AddNorm | None
     stages: tuple[StagePlan, ...]
@@ -86,6 +88,7 @@ class EnginePlan:
     graph_options: tuple[tuple[str, str], ...]
     speculation: Speculation | None = None
     adapters: AdapterPlan | None = None
+    offload: OffloadPlan | None = None  # None: evicted blocks are gone
     # The tail of a step; None: it samples.
     pooling: Pooling | None = None
     # Whether steps count the tokens of each expert of each layer.
@@ -163,6 +166,11 @@ class EnginePlan:
         """The bytes of the states of all slots, on the device with the most."""
         return max(stage.states_bytes for stage in self.stages)
 
+    @property
+    def snapshots_bytes(self) -> int:
+        """The bytes of the snapshots of states, on the device with the most."""
+        return max(stage.snapshots_bytes for stage in self.stages)
+
     def abstract_model(self, stage: StagePlan) -> Model:
         """The part of the model in a stage, with shapes in place of weights."""
         model = self.model_class.abstract(
@@ -230,7 +238,10 @@ class EnginePlan:
             speculation=self.speculation,
             pooling=self.pooling,
             keeps_states=self.state_ops is not None,
+            snapshots=self.snapshots,
             adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
+            host_places=() if self.offload is None else self.offload.places,
+            has_block_files=self.offload is not None and self.offload.directory is not None,
             counted_experts=self.architecture.num_experts if self.counts_experts else {},
             images=None if self.images is None else self.images.spec,
             num_image_rows=0 if self.images is None else self.images.num_rows,

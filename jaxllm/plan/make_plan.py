@@ -15,10 +15,9 @@ from jaxllm_kernels.mla.api import LatentConfig
 from jaxllm_kernels.platform import DEFAULT_BLOCK_SIZES, MIN_DOT_ROWS, Device, chip_of
 from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 
-from jaxllm.cache_groups import CacheGroup, CacheSizes, group_windows, window_of
+from jaxllm.cache_groups import CacheGroup, CacheSizes, StateSnapshots, group_windows, window_of
 from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
-from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.models.part import split_model
@@ -61,7 +60,9 @@ from jaxllm.plan.generation_config import (
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.images import plan_images, with_images
 from jaxllm.plan.memory import size_kv_cache
+from jaxllm.plan.offload import plan_offload
 from jaxllm.plan.pooling import pooling_bytes, read_model
+from jaxllm.plan.snapshots import choose_snapshots
 from jaxllm.plan.stages import (
     StagePlan,
     activation_bytes,
@@ -70,26 +71,11 @@ from jaxllm.plan.stages import (
     sampling_bytes,
     stage_meshes,
 )
+from jaxllm.quantization.config_file import read_config
 from jaxllm.quantization.linear import describe_products
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
-
-
-def replica_devices(config: EngineConfig, replica: int) -> Sequence[Device]:
-    """The devices that a replica of the engine may use: neighbours in JAX's order."""
-    devices, parallel = jax.devices(), config.parallel
-    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    replicas = parallel.data_parallel_size
-    if replicas > 1 and size * replicas > len(devices):
-        raise refused(
-            "data_parallel_size",
-            replicas,
-            f"{replicas} replicas with tensor_parallel_size={parallel.tensor_parallel_size} and "
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} want {size * replicas} "
-            f"devices, and there are {len(devices)}; lower one of them",
-        )
-    return devices[replica * size : (replica + 1) * size] if replicas > 1 else devices
 
 
 def make_plan(
@@ -111,7 +97,7 @@ def make_plan(
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
-    hf_config = read_json(model_dir / "config.json")
+    hf_config = read_config(model_dir)
     architecture, pooling = read_model(config, hf_config, model_dir)
     architecture, image_spec = with_images(config, architecture, model_dir)
     if config.parallel.enable_expert_parallel:
@@ -137,10 +123,8 @@ def make_plan(
         scheme = architecture.scheme
         if scheme is None:
             return architecture
-        keeps_groups = scheme.keeps_groups
-        return architecture.with_products(
-            choose_products(chip, library, num_shards, keeps_groups=keeps_groups)
-        )
+        products = choose_products(chip, library, num_shards, keeps_groups=scheme.keeps_groups)
+        return architecture.with_products(products)
 
     architecture = products_of(architecture)
     max_model_len = choose_max_model_len(model.max_model_len, architecture)
@@ -232,7 +216,9 @@ def make_plan(
         request_len=config.cache.kv_cache_request_len,
     )
 
-    def plan_stages(groups: Sequence[CacheGroup]) -> tuple[StagePlan, ...]:
+    def plan_stages(
+        groups: Sequence[CacheGroup], snapshots: StateSnapshots | None = None
+    ) -> tuple[StagePlan, ...]:
         num_blocks = {group.window: group.num_blocks for group in groups}
 
         def cache(config: MixerConfig, num_blocks: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -248,6 +234,11 @@ def make_plan(
                 ),
                 state_shapes=tuple(
                     state.of_slots(max_num_seqs, mesh) for state in abstract.state_configs
+                ),
+                snapshot_shapes=tuple(
+                    state.of_slots(snapshots.count, mesh)
+                    for state in abstract.state_configs
+                    if snapshots is not None
                 ),
                 attention_configs=abstract.attention_configs,
                 block_bytes=tuple(
@@ -266,8 +257,7 @@ def make_plan(
 
     samples_late = not model.skip_tokenizer_init and pooling is None
     vocab_size = architecture.vocab_size
-    max_logprobs = model.max_logprobs
-    max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+    max_logprobs = vocab_size if model.max_logprobs == -1 else min(model.max_logprobs, vocab_size)
     if pooling is not None:
         tail_bytes = pooling_bytes(
             pooling,
@@ -290,6 +280,15 @@ def make_plan(
             if isinstance(draft, DraftHeadPlan)
             else 0,
         )
+    num_devices = sum(mesh.size for mesh in meshes) * config.parallel.data_parallel_size
+    one_block = sizes.divide(windows, num_blocks=1)
+    snapshots = choose_snapshots(
+        config.cache,
+        plan_stages(one_block),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        num_devices=num_devices,
+    )
     images = None
     if image_spec is not None:
         images = plan_images(image_spec, chip, max_num_batched_tokens)
@@ -299,6 +298,7 @@ def make_plan(
             config.cache,
             weights_bytes=stage.weights_bytes,
             states_bytes=stage.states_bytes,
+            snapshots_bytes=stage.snapshots_bytes,
             adapters_bytes=0 if adapters is None else adapters.bytes_by_stage[stage.index],
             other_bytes=(tail_bytes if stage.part.has_head else 0)
             + activation_bytes(
@@ -312,12 +312,13 @@ def make_plan(
             min_blocks=sizes.max_blocks(windows[0]),
             max_num_seqs=max_num_seqs,
             device=stage.mesh.devices.flat[0],
-            num_devices=sum(mesh.size for mesh in meshes) * config.parallel.data_parallel_size,
+            num_devices=num_devices,
             program_bytes=program_bytes[stage.index] if program_bytes is not None else None,
         )
-        for stage in plan_stages(sizes.divide(windows, num_blocks=1))
+        for stage in plan_stages(one_block, snapshots)
     )
     cache_groups = sizes.divide(windows, num_blocks)
+    stages = plan_stages(cache_groups, snapshots)
     matmul = choose_matmul(library, num_shards)
     buckets = make_ladder(
         max_num_seqs=max_num_seqs,
@@ -355,9 +356,11 @@ def make_plan(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
         state_ops=choose_state_ops(chip, is_encoder=is_encoder) if keeps_states else None,
+        snapshots=snapshots,
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
-        stages=plan_stages(cache_groups),
+        stages=stages,
+        offload=plan_offload(config.cache, stages, cache_groups),
         buckets=buckets if adapters is None else with_adapters(buckets),
         adapters=adapters,
         pooling=pooling,

@@ -31,6 +31,7 @@ def size_kv_cache(
     device: Device,
     num_devices: int = 1,
     states_bytes: int = 0,
+    snapshots_bytes: int = 0,
     adapters_bytes: int = 0,
     program_bytes: int | None = None,
 ) -> int:
@@ -47,8 +48,8 @@ def size_kv_cache(
     can use at once.
     """
     useful = min_blocks * max_num_seqs
-    free = _free_bytes(config, device, num_devices)
-    fixed = weights_bytes + other_bytes + states_bytes + adapters_bytes
+    free = free_bytes(config, device, num_devices)
+    fixed = weights_bytes + other_bytes + states_bytes + snapshots_bytes + adapters_bytes
     has_blocks = cache_bytes(1) > 0  # no layer has, if there is no attention
     needed = fixed + cache_bytes(min_blocks)
     if config.num_gpu_blocks_override is not None:
@@ -79,12 +80,14 @@ def size_kv_cache(
         raise OutOfMemoryError(
             f"each device has {format_bytes(free)} free and needs {format_bytes(needed)}: weights "
             f"{format_bytes(weights_bytes)}, a KV cache of at least {format_bytes(needed - fixed)} "
-            f"{_of_states(states_bytes, max_num_seqs)}{_of_adapters(adapters_bytes)}"
+            f"{_of_states(states_bytes, snapshots_bytes, max_num_seqs)}"
+            f"{_of_adapters(adapters_bytes)}"
             f"and {format_bytes(other_bytes)} of sampler "
             "state and outputs; "
             f"{format_bytes(needed - free)} are missing. Use more devices (tensor_parallel_size), "
             "or a smaller model or dtype, or lower max_model_len or kv_cache_memory_bytes"
             f"{' or max_num_seqs' if states_bytes else ''}"
+            f"{' or num_state_snapshots' if snapshots_bytes else ''}"
             f"{' or max_loras' if adapters_bytes else ''}"
         )
     if num_blocks < min_blocks:
@@ -98,11 +101,14 @@ def size_kv_cache(
     return num_blocks
 
 
-def _of_states(states_bytes: int, max_num_seqs: int) -> str:
+def _of_states(states_bytes: int, snapshots_bytes: int, max_num_seqs: int) -> str:
     if not states_bytes:
         return ""
     each = format_bytes(states_bytes // max_num_seqs)
-    return f"{format_bytes(states_bytes)} of states, {each} for each of {max_num_seqs} requests, "
+    return (
+        f"{format_bytes(states_bytes)} of states, {each} for each of {max_num_seqs} requests, "
+        f"{format_bytes(snapshots_bytes)} of snapshots of them, "
+    )
 
 
 def _of_adapters(adapters_bytes: int) -> str:
@@ -157,7 +163,7 @@ def _memory_stats(device: Device) -> Mapping[str, int]:
         return {}  # a device of a compile-only topology
 
 
-def _free_bytes(config: CacheConfig, device: Device, num_devices: int) -> int:
+def free_bytes(config: CacheConfig, device: Device, num_devices: int) -> int:
     """How much of the device's memory the engine may take."""
     if device.platform == "cpu":
         return _available_host_bytes() // num_devices

@@ -38,6 +38,7 @@ class StagePlan:
     cache_shapes: tuple[jax.ShapeDtypeStruct, ...]  # by attention, over all devices
     # Of mixers that keep no tokens: the arrays of their states for all slots, over all devices.
     state_shapes: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
+    snapshot_shapes: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]  # copies of such states
     attention_configs: tuple[MixerConfig, ...]  # of one device
     block_bytes: tuple[int, ...]  # of a block on one device, by attention
     weights_bytes: int  # on one device, with those that draft
@@ -59,6 +60,11 @@ class StagePlan:
         """The bytes of the states of all slots on one device."""
         return sum(map(device_bytes, jax.tree.leaves(self.state_shapes)))
 
+    @property
+    def snapshots_bytes(self) -> int:
+        """The bytes of the snapshots of states on one device."""
+        return sum(map(device_bytes, jax.tree.leaves(self.snapshot_shapes)))
+
     def cache_bytes(self, groups: Sequence[CacheGroup]) -> int:
         """The bytes on one device if the groups had these sizes."""
         num_blocks = {group.window: group.num_blocks for group in groups}
@@ -67,6 +73,22 @@ class StagePlan:
             num_blocks[window_of(config)] * size
             for config, size in zip(self.attention_configs, self.block_bytes, strict=True)
         )
+
+
+def replica_devices(parallel: ParallelConfig, replica: int) -> Sequence[Device]:
+    """The devices that a replica of the engine may use: neighbours in JAX's order."""
+    devices = jax.devices()
+    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    replicas = parallel.data_parallel_size
+    if replicas > 1 and size * replicas > len(devices):
+        raise refused(
+            "data_parallel_size",
+            replicas,
+            f"{replicas} replicas with tensor_parallel_size={parallel.tensor_parallel_size} and "
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} want {size * replicas} "
+            f"devices, and there are {len(devices)}; lower one of them",
+        )
+    return devices[replica * size : (replica + 1) * size] if replicas > 1 else devices
 
 
 def stage_meshes(devices: Sequence[Device], parallel: ParallelConfig) -> list[Mesh]:

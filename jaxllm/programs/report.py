@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxllm.cache_groups import CacheGroup, room_for
+from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
 from jaxllm.layers.attention import AttentionSpec
 from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.models.describe import describe_layers
@@ -25,6 +25,7 @@ from jaxllm.programs.declare import (
 )
 from jaxllm.programs.hlo import collectives, whole_array_copies
 from jaxllm.programs.needs import needed_bytes
+from jaxllm.programs.offload import OffloadReport, report_offload
 from jaxllm.programs.progress import CompileProgress
 from jaxllm.programs.roofline import Bound, ExpertLayers, Roofline, Window
 from jaxllm.runner.state import DeviceState
@@ -64,6 +65,7 @@ class StageReport:
     draft_weights_bytes: int = 0
     draft_cache_bytes: int = 0
     recurrent_bytes: int = 0  # of `state_bytes`, those of the states of recurrent layers
+    snapshots_bytes: int = 0  # of `state_bytes`, those of snapshots of such states
     adapters_bytes: int = 0  # of `state_bytes`, those of the slots of adapters
 
     @property
@@ -92,10 +94,13 @@ class PlanReport:
     stages: list[StageReport]
     block_size: int
     cache_groups: tuple[CacheGroup, ...]
+    keeps_states: bool
+    snapshots: StateSnapshots | None
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     buckets: tuple[Bucket, ...]
+    offload: OffloadReport | None  # None: evicted blocks are gone
     context: int  # the bounds assume so many tokens in every row
     # An upper bound of output tokens per second, with as many rows as fit in the cache, spread
     # evenly over one step in each stage; and the least time of the slowest stage, which sets the
@@ -186,10 +191,16 @@ def report_plan(
         stages=stages,
         block_size=plan.block_size,
         cache_groups=plan.cache_groups,
+        keeps_states=plan.state_ops is not None,
+        snapshots=plan.snapshots,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         buckets=plan.buckets,
+        offload=report_offload(
+            plan,
+            [step_bound(plan, s, plan.max_num_batched_tokens, 1, context) for s in plan.stages],
+        ),
         context=context,
         max_tokens_per_second=rows_of_step / pace.seconds if pace else None,
         pace=pace,
@@ -269,6 +280,7 @@ def _report_stage(
         draft_weights_bytes=stage.weights_bytes - stage.model_weights_bytes,
         draft_cache_bytes=0 if stage.draft is None else stage.draft.kv_cache_bytes,
         recurrent_bytes=stage.states_bytes,
+        snapshots_bytes=stage.snapshots_bytes,
         adapters_bytes=adapters,
     )
 

@@ -1,11 +1,14 @@
 """Formats the decisions of a plan for the log."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.mla.api import LatentConfig
 
 from jaxllm.cache_groups import describe_groups, describe_room, shown_lengths
 from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.int4 import bytes_as_int4
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
 from jaxllm.programs.declare import num_programs
@@ -24,10 +27,16 @@ def _states(plan: EnginePlan) -> str:
     if not plan.states_bytes:
         return ""
     each = format_bytes(plan.states_bytes // plan.max_num_seqs)
+    its = plan.snapshots
+    snapshots = "no snapshots, so no prefix caching"
+    if its is not None:
+        snapshots = (
+            f"{counted(its.count, 'snapshot')}, at multiples of {its.stride} tokens, take "
+            f"{format_bytes(plan.snapshots_bytes)}"
+        )
     return (
         f"states of recurrent layers {format_bytes(plan.states_bytes)}: {each} for each of "
-        f"max_num_seqs={plan.max_num_seqs} requests; no prefix caching, since blocks do not have "
-        "them\n"
+        f"max_num_seqs={plan.max_num_seqs} requests; {snapshots}\n"
     )
 
 
@@ -37,6 +46,29 @@ def _adapters(plan: EnginePlan) -> str:
         return ""
     slots = f"{counted(its.max_loras, 'slot')} of rank {its.max_lora_rank}"
     return f"adapters {format_bytes(max(its.bytes_by_stage))}: {slots}\n"
+
+
+def _offload(plan: EnginePlan) -> str:
+    its = plan.offload
+    if its is None:
+        return ""
+    where = f", and in {its.directory}" if its.directory is not None else ""
+    groups = (
+        dataclasses.replace(group, num_blocks=num_places)
+        for group, num_places in zip(plan.cache_groups, its.places, strict=True)
+    )
+    return f"evicted blocks {its}{where}: {describe_groups(groups, plan.block_size)}\n"
+
+
+def _int4(plan: EnginePlan) -> str:
+    num_bytes = bytes_as_int4(plan)
+    if num_bytes is None:
+        return ""
+    size = format_bytes(num_bytes)
+    return (
+        f"--quantization int4 would make the weights about {size}, which every decode reads, and "
+        "round them\n"
+    )
 
 
 def summary(plan: EnginePlan) -> str:
@@ -65,8 +97,10 @@ def summary(plan: EnginePlan) -> str:
         f"{describe_room(plan.room_for, shown_lengths(plan.max_model_len))} "
         f"(max_num_seqs={plan.max_num_seqs})\n"
         f"{products}"
+        f"{_int4(plan)}"
         f"{_states(plan)}"
         f"{_adapters(plan)}"
+        f"{_offload(plan)}"
         f"{draft}{counted(num_programs(plan), 'program')}, "
         f"with steps of {', '.join(map(str, plan.buckets))}"
     )

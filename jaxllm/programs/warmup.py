@@ -12,8 +12,8 @@ import jax
 from jaxllm.config import EngineConfig
 from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.logging import init_logger
-from jaxllm.plan.make_plan import replica_devices
 from jaxllm.plan.memory import format_bytes
+from jaxllm.plan.stages import replica_devices
 from jaxllm.plural import counted
 from jaxllm.programs.compile import CompileReport, Programs
 from jaxllm.programs.declare import declare_programs, make_packer
@@ -67,7 +67,7 @@ def warm_up(config: EngineConfig) -> WarmupReport:
         )
     replicas = []
     for replica in range(config.parallel.data_parallel_size):
-        plan = plan_engine(config, replica_devices(config, replica))
+        plan = plan_engine(config, replica_devices(config.parallel, replica))
         logger.info("plan: %s", summary(plan))
         declared = declare_programs(plan, make_packer(plan).layouts)
         programs = Programs(declared, store=ProgramStore.of(plan))

@@ -8,7 +8,7 @@ planning take its size. A step has one upload, whatever its number of fields.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +20,15 @@ from jaxllm.scheduler.schedule import NO_ADAPTER, NO_TOKEN, Schedule
 
 # The token of padding. No vocabulary has it, so its embedding is zero.
 PADDING_TOKEN = np.iinfo(np.int32).max
+
+
+class CopyInputs(NamedTuple):
+    """`StateCopies`, as many as `num_loads` and `num_stores` say."""
+
+    num_loads: jax.Array  # i32 []
+    num_stores: jax.Array  # i32 []
+    loads: jax.Array  # i32 [R, 2]
+    stores: jax.Array  # i32 [R, 2]
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +57,7 @@ class StepInputs:
     # i32 [R]: the slot of each row's adapter, or their number; only in programs with adapters
     adapters: jax.Array | None
     block_updates: jax.Array  # i32 [U, 3]: row of the tables (`table_row`), index in it, block
+    state_copies: CopyInputs | None  # only with snapshots of states
     slices: dict[str, dict[str, jax.Array]]  # of the features in this program, i32
 
 
@@ -81,6 +91,7 @@ class InputLayout:
         features: Sequence[DeviceSlice] = (),
         speculates: bool = False,
         reads_ahead: bool = False,
+        has_snapshots: bool = False,
     ):
         self.bucket = bucket
         # The features in the programs of this bucket, and the fields of this layout by the names
@@ -114,6 +125,8 @@ class InputLayout:
             shapes["next_tokens"] = (rows,)
         if bucket.has_adapters:
             shapes["adapters"] = (rows,)
+        if has_snapshots:
+            shapes |= {"num_copies": (2,), "loads": (rows, 2), "stores": (rows, 2)}
         for feature in self.features:
             its = feature.fields(bucket)
             keys = {name: f"{feature.name}.{name}" for name in its}
@@ -165,6 +178,11 @@ class InputLayout:
             view["token_rows"][tokens:] = self.bucket.num_rows - 1
             np.cumsum(schedule.num_tokens, out=view["query_starts"][1 : rows + 1])
             view["query_starts"][rows + 1 :] = tokens
+        if schedule.state_copies is not None:
+            for index, name in enumerate(("loads", "stores")):
+                pairs = getattr(schedule.state_copies, name)
+                view["num_copies"][index] = len(pairs)
+                view[name][: len(pairs)] = pairs
         if schedule.num_drafts is not None:
             view["num_drafts"][:rows] = schedule.num_drafts
         if self._reads_ahead:
@@ -195,7 +213,9 @@ class InputLayout:
 
     def unpack(self, buffer: jax.Array) -> StepInputs:
         """Cut the buffer into fields; traced."""
-        field = {name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()}
+        field: dict[str, Any] = {
+            name: buffer[span].reshape(shape) for name, (span, shape) in self._fields.items()
+        }
         field["samples"] = field["samples"] != 0
         columns = field.pop("slot_columns")
         field["prompt_lens"], field["row_params"] = columns[0], columns[1:].T
@@ -208,5 +228,9 @@ class InputLayout:
             feature: {name: field.pop(key) for name, key in names.items()}
             for feature, names in self._slices.items()
         }
-        absent = {"num_drafts": None, "next_tokens": None, "adapters": None}
+        absent = {"num_drafts": None, "next_tokens": None, "adapters": None, "state_copies": None}
+        if "num_copies" in field:
+            field["state_copies"] = CopyInputs(
+                *field.pop("num_copies"), loads=field.pop("loads"), stores=field.pop("stores")
+            )
         return StepInputs(**{**absent, **field}, slices=slices)

@@ -50,6 +50,7 @@ class StepPacker:
         read_sizes: Sequence[int] = (),
         num_read_rows: int = 0,
         max_adapters: int = 0,
+        has_snapshots: bool = False,
     ):
         """`late_keys` are of the programs that sample late rows. A draft model reads at most
         `num_read_rows` texts at a time, in programs of `read_sizes` tokens."""
@@ -63,6 +64,7 @@ class StepPacker:
                 features=features,
                 speculates=speculates,
                 reads_ahead=reads_ahead,
+                has_snapshots=has_snapshots,
             )
             for bucket in buckets
         }

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.layers.context import Cache
+from jaxllm.layers.state import States
 from jaxllm.models.specs import Caches
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.engine_plan import EnginePlan
@@ -91,6 +92,8 @@ class DeviceState:
     # and its own tables.
     drafts: jax.Array | None = None
     drafter: Any = None
+    # Only where requests share prefixes that have states: copies of the states, arrays [N, ...].
+    snapshots: tuple[States, ...] | None = None
     # Only in an engine that pools: what it keeps of each slot's prompt so far, f32 [S, D].
     sums: jax.Array | None = None
     # Only in an engine that sees images: a row for each token of those that are encoded, [rows, D].
@@ -110,6 +113,8 @@ class DeviceState:
             "block_tables": place(tables, sharding(stage.mesh)),
             "slots": abstract_slots(plan, stage.mesh) if samples and not plan.pooling else None,
         }
+        if plan.snapshots is not None:
+            shapes["snapshots"] = stage.snapshot_shapes
         if plan.pooling is not None and plan.pooling.needs_whole_prompts and samples:
             sums = jax.ShapeDtypeStruct((slots, plan.architecture.hidden_size), jnp.float32)
             shapes["sums"] = place(sums, sharding(stage.mesh))

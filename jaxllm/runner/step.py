@@ -41,6 +41,7 @@ from jaxllm.runner.drafting import Drafting, Forward, Proposing
 from jaxllm.runner.inputs import InputLayout, StepInputs, table_row
 from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.sample_rows import sample_rows
+from jaxllm.runner.snapshots import load_states, store_states
 from jaxllm.runner.state import DeviceState
 from jaxllm.runner.verify import verify_and_propose, with_drafts
 from jaxllm.scheduler.schedule import CARRIED_TOKEN, GO_ON, NO_TOKEN
@@ -114,6 +115,7 @@ def make_step(
         head = plan.draft_head
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
         state = dataclasses.replace(state, block_tables=block_tables)
+        state = load_states(stage, inputs, state)
         drafting = _drafting(plan, model, draft and draft.merge(weights[spec.num_weights :]))
         context_lens = _context_lens(inputs, state.lengths)
         batches = {
@@ -166,7 +168,7 @@ def make_step(
             hidden, tapped, caches = model.tapped(
                 entering, positions, state.caches, context, drafting.taps
             )
-        state = dataclasses.replace(state, caches=caches)
+        state = store_states(stage, inputs, dataclasses.replace(state, caches=caches))
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
             if plan.pooling is not None:

@@ -19,8 +19,10 @@ from jaxllm.scheduler.schedule import (
     NO_ADAPTER,
     NO_TOKEN,
     Admission,
+    BlockMoves,
     DraftReads,
     Schedule,
+    StateCopies,
 )
 
 _num_tokens = itemgetter(1)
@@ -40,6 +42,8 @@ class StepDraft:
         self._has_drafts = False
         self.carried_from: int | None = None  # as in Schedule
         self.draft_reads: DraftReads | None = None  # as in Schedule
+        self.moves: BlockMoves | None = None  # as in Schedule
+        self.state_copies: StateCopies | None = None  # as in Schedule
         self._admissions: list[Admission] = []
         self._starts: dict[int, int] = {}  # of the admitted requests, by slot
         # Block updates, as in Schedule: single ones one after another, longer parts as arrays.
@@ -131,8 +135,10 @@ class StepDraft:
             token_ids=self._token_ids(),
             num_drafts=num_drafts,
             draft_reads=self.draft_reads,
+            moves=self.moves,
             next_tokens=self._next_tokens(samples) if self._reads_ahead else None,
             block_updates=updates,
+            state_copies=self.state_copies,
             admissions=self._admissions,
             adapter_writes=[write for its in drafted.values() for write in its.adapter_writes],
             encodings=[one for its in drafted.values() for one in its.encodings],

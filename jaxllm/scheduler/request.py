@@ -18,7 +18,7 @@ import enum
 import sys
 
 from jaxllm.messages import EngineRequest, FinishReason, RequestStats
-from jaxllm.scheduler.kv.tables import BlockTable
+from jaxllm.scheduler.kv.tables import BlockTable, PendingSnapshot
 
 NO_LANE = -1
 
@@ -67,6 +67,7 @@ class Request:
         "num_draft_read",
         "num_drafts",
         "num_holds",
+        "num_loaded_blocks",
         "num_prompt_tokens",
         "num_proposed",
         "num_registered_blocks",
@@ -74,6 +75,8 @@ class Request:
         "num_uncertain",
         "order",
         "output_token_ids",
+        "parts_at",
+        "passed_snapshot",
         "pooling_task",
         "priority",
         "prompt_token_ids",
@@ -83,7 +86,9 @@ class Request:
         "sampled_in",
         "sampling_params",
         "seed",
+        "is_swapped",
         "slot",
+        "snapshots",
         "stats",
         "status",
         "stop_token_ids",
@@ -122,6 +127,7 @@ class Request:
         self.num_holds = 0  # what it waits for, parked, before it may run the first time
 
         self.status = RequestStatus.WAITING
+        self.is_swapped = False  # it was preempted, and its blocks may be on the host
         self.order: tuple = ()  # set once, by the scheduling policy
         self.slot = -1
         self.lane = NO_LANE  # `lanes` owns this field and the next
@@ -147,10 +153,17 @@ class Request:
         self.hash_root = hash_root  # None: this request shares no blocks
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
+        self.num_loaded_blocks = 0  # of its last admission: the most that a group got from the host
         # Whether its last admission took over blocks that other requests had filled.
         self.has_taken_over_blocks = False
         # At this number of computed tokens a block can be registered, or falls behind a window.
         self.next_block_at = sys.maxsize
+
+        # Owned by `kv.snapshots`: places of snapshots that are not findable yet, the newest of
+        # those that are, if it is at the stride, and where computed blocks without snapshots end.
+        self.snapshots: list[PendingSnapshot] = []
+        self.passed_snapshot: bytes | None = None
+        self.parts_at = 0
 
     def force(self, tokens: list[int]) -> None:
         """Note that the token in flight is the first of these, and that the others follow it."""

@@ -5,8 +5,9 @@ request in a step is a row. Rows are in order of their number of tokens, so deco
 single one, come first.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -52,6 +53,20 @@ class AdapterWrite(NamedTuple):
     arrays: Any  # as the executor has laid it out
 
 
+class StateCopies(NamedTuple):
+    """Copies between the states of slots and snapshots of such states."""
+
+    loads: np.ndarray  # int32 [n, 2]: before the step, from a snapshot to a slot
+    stores: np.ndarray  # int32 [n, 2]: after the step, from a slot to a snapshot
+
+    @classmethod
+    def of(
+        cls, loads: Sequence[tuple[int, int]], stores: Sequence[tuple[int, int]]
+    ) -> "StateCopies":
+        """Make the arrays of these pairs."""
+        return cls(*(np.array(pairs, np.int32).reshape(len(pairs), 2) for pairs in (loads, stores)))
+
+
 class Encoding(NamedTuple):
     """An image whose embeddings the tower puts into the pool of the device before the step."""
 
@@ -59,6 +74,53 @@ class Encoding(NamedTuple):
     columns: int
     pixels: np.ndarray  # uint8: those of its patches
     pool_rows: np.ndarray  # int32 [tokens]: where in the pool they go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMoves:
+    """Blocks of the KV cache that move between the devices and the host before a step. The loads
+    are read on the host before anything is written there, and written on the devices after the
+    stores have been read there."""
+
+    number: int  # counts the moves of an engine
+    stores: np.ndarray  # int32 [stores, 3]: cache group, device block, place on the host
+    contents: list[bytes]  # the hashes of what is stored
+    loads: np.ndarray  # int32 [loads, 3]: the same numbers
+    reads: list[tuple[int, int, bytes]]  # from files: cache group, place, content
+
+
+class Arrival(NamedTuple):
+    """A content that is on the host now, or has failed to come."""
+
+    number: int  # of the moves
+    group: int
+    content: bytes
+    ok: bool
+
+
+class Mover(Protocol):
+    """What moves the blocks."""
+
+    def send(self, moves: BlockMoves) -> None:
+        """Dispatch moves, behind all steps that have been dispatched. Does not wait."""
+        ...
+
+    def arrived(self, *, wait: bool = False) -> Iterable[Arrival]:
+        """Return what has come to the host since the last call; with `wait`, something that is on
+        its way."""
+        ...
+
+    def is_stored(self, group: int, content: bytes) -> bool:
+        """Whether there is a file of a content."""
+        ...
+
+    def forget(self, group: int, content: bytes) -> None:
+        """Remove the file of a content, if there is one."""
+        ...
+
+    def forget_all(self) -> None:
+        """Remove all files."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +157,11 @@ class Schedule:
     # int32 [rows]: how many of each row's tokens are drafts; None if no row has any.
     num_drafts: np.ndarray | None = None
     draft_reads: DraftReads | None = None
+    moves: BlockMoves | None = None
     # int32 [rows]: the token behind each row that samples none, for a head that drafts; NO_TOKEN
     # for the other rows. None: no row has one, or nothing asks for it.
     next_tokens: np.ndarray | None = None
+    state_copies: StateCopies | None = None
     admissions: list[Admission] = field(default_factory=list)
     adapter_writes: list[AdapterWrite] = field(default_factory=list)
     encodings: list[Encoding] = field(default_factory=list)

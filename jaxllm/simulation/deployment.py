@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxllm.cache_groups import CacheGroup
+from jaxllm.cache_groups import CacheGroup, StateSnapshots
 from jaxllm.errors import ValidationError, refused
 from jaxllm.files import parse_json
 from jaxllm.messages import EngineInfo
@@ -35,6 +35,8 @@ class _Plan(msgspec.Struct):
     max_num_batched_tokens: int
     buckets: tuple[Bucket, ...]
     stages: list[_Stage]
+    keeps_states: bool = False
+    snapshots: StateSnapshots | None = None
 
 
 class MeasuredLine(msgspec.Struct):
@@ -98,6 +100,8 @@ def read_plan(
         max_num_batched_tokens=plan.max_num_batched_tokens,
         cache_groups=plan.cache_groups,
         block_size=plan.block_size,
+        keeps_states=plan.keeps_states,
+        snapshots=plan.snapshots,
     )
     return Deployment(
         name=f"{plan.model} on {name}",

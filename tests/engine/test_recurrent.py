@@ -12,6 +12,7 @@ OPTIONS = {
     "max_num_batched_tokens": 128,
     "block_size": 8,
     "num_gpu_blocks_override": 128,
+    "mamba_block_size": 32,
     "check_invariants": True,
     "enforce_eager": True,
 }
@@ -56,10 +57,51 @@ def test_alone_is_in_a_crowd(base, expected, assert_same):
         assert_same(base.generate([prompt], params, use_tqdm=False), [wanted], ATOL)
 
 
-def test_again_is_the_same_and_nothing_is_cached(base, expected, assert_same):
+@pytest.fixture(scope="module")
+def cold(model):
+    return LLM(model, **OPTIONS, enable_prefix_caching=False)
+
+
+def test_cached_is_cold(model, base, cold, expected, assert_same):
+    assert_same(cold.generate(PROMPTS, PARAMS, use_tqdm=False), expected, ATOL)
     again = base.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert_same(again, expected, ATOL)
+    assert again[0].num_cached_tokens > 0
+    assert 0 < stats(base).num_snapshots_used <= stats(base).num_snapshots == 8
+    assert stats(cold).num_snapshots == stats(cold).prefix_cache_hits == 0
+
+
+def test_cached_is_cold_to_the_bit_where_rows_end_at_the_same_tokens(model):
+    llm = LLM(model, **OPTIONS)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=5)
+    prompt = {"prompt_token_ids": PROMPTS[0]["prompt_token_ids"][:134]}
+    first, second = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 128)
+    assert first.outputs[0].logprobs == second.outputs[0].logprobs
+
+
+def test_what_parts_and_what_was_generated_is_found(model, cold, assert_same):
+    llm = LLM(model, **OPTIONS)
+    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=1)
+    head = PROMPTS[4]["prompt_token_ids"][:50]
+    first, second, third = ({"prompt_token_ids": [7, *head, i, 9]} for i in range(3))
+    outputs = llm.generate([first], params, use_tqdm=False)
+    turns = [*first["prompt_token_ids"], *outputs[0].outputs[0].token_ids, 4]
+    # At the stride; where the two before have parted; in the answer.
+    for prompt, found in ((second, 32), (third, 48), ({"prompt_token_ids": turns}, 96)):
+        got = llm.generate([prompt], params, use_tqdm=False)
+        assert got[0].num_cached_tokens == found
+        assert_same(got, cold.generate([prompt], params, use_tqdm=False), ATOL)
+
+
+def test_sleep_forgets_snapshots(model, expected, assert_same):
+    llm = LLM(model, **OPTIONS)
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    llm.sleep(level=1)
+    llm.wake_up()
+    again = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert {out.num_cached_tokens for out in again} == {0}
+    assert_same(again, expected, ATOL)
 
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65])
@@ -70,7 +112,7 @@ def test_chunked_is_whole(model, expected, size, assert_same):
 
 
 def test_preempted_is_undisturbed(model, expected, assert_same):
-    llm = LLM(model, **OPTIONS | {"num_gpu_blocks_override": 36})
+    llm = LLM(model, **OPTIONS | {"num_gpu_blocks_override": 36, "num_state_snapshots": 3})
     params = [params.clone(max_tokens=100, ignore_eos=True) for params in PARAMS]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     assert stats(llm).num_preemptions > 0
@@ -101,8 +143,8 @@ def test_n_answers_are_separate_requests_with_the_same_seeds(base, assert_same_a
     params = SamplingParams(temperature=1, n=3, seed=11, max_tokens=16, logprobs=1)
     computed = stats(base).num_prompt_tokens
     [together] = base.generate([PROMPTS[4]], params, use_tqdm=False)
-    # Each computes the prompt: their states could not be shared.
-    assert stats(base).num_prompt_tokens == computed + 3 * 90
+    # All but the first go on from the end of the prompt's last block.
+    assert stats(base).num_prompt_tokens <= computed + 90 + 2 * 2
     for i, answer in enumerate(together.outputs):
         [alone] = base.generate([PROMPTS[4]], params.clone(n=1, seed=11 + i), use_tqdm=False)
         assert_same_answer(answer, alone.outputs[0], ATOL)

@@ -1,5 +1,10 @@
 """Models in GGUF files compute what checkpoints with the same weights compute."""
 
+import json
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -72,6 +77,43 @@ def test_logits_are_those_of_the_weights_that_blocks_stand_for(name, tmp_path):
         name = jax.tree_util.keystr(path)
         if leaf.ndim > 1 and not any(its in name for its in ("_scale", "_offset", "gate'")):
             assert leaf.dtype in (np.int8, np.uint8), name
+
+
+ON_DEVICES = """
+import os, sys
+os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import json
+import numpy as np
+from tests.gguf.test_models import logits_of
+
+for file, *ways in json.loads(sys.argv[1]):
+    whole = logits_of(file)
+    for way in ways:
+        np.testing.assert_allclose(logits_of(file, **way)[:, :384], whole, atol=1e-4, rtol=0)
+print("equal")
+"""
+
+
+def test_logits_do_not_depend_on_the_number_of_devices(tmp_path):
+    """Of blocks of 256 a device has a part; experts are in one tensor."""
+    files = []
+    for name in ("Q4_K and Q6_K", "MXFP4 beside Q8_0"):
+        type_of, architecture, fields, _ = CODED[name]
+        file, _ = write_pair(
+            tmp_path / architecture, architecture, type_of, **fields, num_hidden_layers=1
+        )
+        spread = {"num_shards": 4, "spreads_experts": architecture == "qwen3moe"}
+        files.append([str(file), {"num_shards": 2}, spread])
+    process = subprocess.run(
+        [sys.executable, "-c", ON_DEVICES, json.dumps(files)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout.endswith("equal\n"), process.stderr[-3000:]
 
 
 def test_frequencies_of_llama_3_are_read(tmp_path):

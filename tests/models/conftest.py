@@ -19,7 +19,6 @@ from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.cache_config import CacheConfig
 from jaxllm.cache_groups import window_of
-from jaxllm.files import read_json
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerConfig, StepContext
 from jaxllm.layers.state import StateConfig, StateOps
@@ -28,6 +27,7 @@ from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.whole_experts import with_whole_experts
 from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
 from jaxllm.plan.choose_kv_cache import with_kv_cache
+from jaxllm.quantization.config_file import read_config
 from jaxllm.quantization.products import Products
 from jaxllm.weights.loader import load_weights
 
@@ -54,7 +54,7 @@ class SingleRow:
         products: Products | None = None,
     ):
         self.num_blocks = num_blocks
-        config = read_json(model_dir / "config.json")
+        config = read_config(model_dir)
         self.architecture = read_architecture(
             config, max_model_len=max_model_len, quantization=quantization
         )

@@ -60,7 +60,7 @@ def test_the_words_of_system_and_developer_come_first():
         ([{"type": "web_search_call"}], "input[0].type"),
         ([{"role": "tool", "content": "a"}], "input[0].role"),
         ([HELLO | {"name": "Ann"}], "input[0].name"),
-        ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].image_url"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
         ([{"role": "user"}], "input[0].content"),
         ([reasoning("a") | {"encrypted_content": "x"}], "input[0].encrypted_content"),

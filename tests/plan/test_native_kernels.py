@@ -13,7 +13,10 @@ from jaxllm_kernels.dense.native import NativeMatmul
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
+from jaxllm.plan.int4 import bytes_as_int4
 from jaxllm.plan.make_plan import make_plan
+from jaxllm.plan.memory import format_bytes
+from jaxllm.programs.summary import summary
 from jaxllm.testing import make_tiny_checkpoint
 
 needs_compiler = pytest.mark.skipif(
@@ -35,6 +38,16 @@ def test_they_run_where_nobody_asks_for_others(plan):
     assert plan(attention_backend="native").attention == made.attention
     asked_for_xla = plan(attention_backend="xla")
     assert asked_for_xla.attention.name == "xla" and asked_for_xla.matmul == made.matmul
+
+
+@needs_compiler
+def test_the_summary_says_what_codes_of_4_bits_would_bring(plan):
+    made, coded = plan(), plan(quantization="int4")
+    told = bytes_as_int4(made)
+    assert told == pytest.approx(coded.weights_bytes, rel=0.03) and told < made.weights_bytes
+    assert f"int4 would make the weights about {format_bytes(told)}" in summary(made)
+    for other in (coded, plan(native_kernels=False)):
+        assert "int4 would" not in summary(other)
 
 
 @needs_compiler

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 
+from jaxllm.cache_groups import StateSnapshots
 from jaxllm.config import EngineArgs
 from jaxllm.errors import OutOfMemoryError, ValidationError
 from jaxllm.plan import memory
@@ -37,7 +38,51 @@ def test_a_request_has_a_state_in_every_recurrent_layer(model):
     text = summary(plan)
     assert "recurrent layers 'xla'" in text
     assert f"{memory.format_bytes(3 * (INPUTS + MATRICES))} for each of max_num_seqs=4" in text
-    assert "no prefix caching" in text and plan.info().keeps_states
+    assert plan.info().keeps_states
+
+
+def test_snapshots_are_counted_and_told(model):
+    plan = make_plan(EngineArgs(model, **OPTIONS))
+    assert plan.snapshots == plan.info().snapshots == StateSnapshots(count=8, stride=512)
+    assert plan.snapshots_bytes == 8 * 3 * (INPUTS + MATRICES)
+    size = memory.format_bytes(plan.snapshots_bytes)
+    assert f"8 snapshots, at multiples of 512 tokens, take {size}" in summary(plan)
+    asked = {"num_state_snapshots": 3, "mamba_block_size": 48}
+    plan = make_plan(EngineArgs(model, **OPTIONS, **asked))
+    assert plan.snapshots == StateSnapshots(count=3, stride=48)
+    assert plan.stages[0].snapshot_shapes[0][1].shape == (3, 8, 16, 24)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"enable_prefix_caching": False}, {"num_state_snapshots": 0}],
+)
+def test_there_is_no_prefix_caching_without_snapshots(model, options):
+    plan = make_plan(EngineArgs(model, **OPTIONS, **options))
+    assert plan.snapshots is None and plan.snapshots_bytes == 0
+    assert "no snapshots, so no prefix caching" in summary(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mamba_block_size": 20}, "mamba_block_size=20: give a multiple of the block size"),
+        (
+            {"num_state_snapshots": 0, "enable_prefix_caching": True},
+            "enable_prefix_caching=True: the model has recurrent layers, and there are no snap",
+        ),
+    ],
+)
+def test_snapshots_that_cannot_be_are_refused(model, options, message):
+    with pytest.raises(ValidationError, match=message):
+        make_plan(EngineArgs(model, **OPTIONS, **options))
+
+
+@pytest.mark.parametrize("option", ["mamba_block_size", "num_state_snapshots"])
+def test_snapshots_of_a_model_without_states_are_refused(tmp_path, option):
+    model = str(make_tiny_checkpoint(tmp_path))
+    with pytest.raises(ValidationError, match=f"{option}=64: the model has no recurrent layers"):
+        make_plan(EngineArgs(model, **OPTIONS, **{option: 64}))
 
 
 def test_heads_are_cut_over_devices(model):
@@ -73,8 +118,6 @@ def test_a_bound_counts_states_as_read_and_written(model):
 
 
 def test_what_needs_older_states_is_refused(model):
-    with pytest.raises(ValidationError, match="enable_prefix_caching=True: the model has recurr"):
-        make_plan(EngineArgs(model, **OPTIONS, enable_prefix_caching=True))
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     with pytest.raises(ValidationError, match="speculative_config: the model has recurrent"):
         make_plan(EngineArgs(model, **OPTIONS, speculative_config=drafts))

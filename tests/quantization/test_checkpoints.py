@@ -153,6 +153,29 @@ def test_logits_of_codes_in_other_formats(name, tmp_path):
     np.testing.assert_allclose(SingleRow(coded).logits(PROMPT), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["modelopt-fp8", "modelopt-nvfp4"])
+def test_codes_may_be_described_beside_the_config(name, tmp_path):
+    coded, plain = write_format(tmp_path, FORMATS[name])
+    config = read_json(coded / "config.json")
+    fields = config.pop("quantization_config")
+    (coded / "config.json").write_text(json.dumps(config))
+    # As ModelOpt writes it.
+    described = {
+        "producer": {"name": "modelopt", "version": "0.15.1"},
+        "quantization": {
+            "quant_algo": fields["quant_algo"],
+            "kv_cache_quant_algo": None,
+            "exclude_modules": ["lm_head"],
+        },
+    }
+    (coded / "hf_quant_config.json").write_text(json.dumps(described))
+    expected = SingleRow(plain).logits(PROMPT)
+    np.testing.assert_allclose(SingleRow(coded).logits(PROMPT), expected, atol=1e-4, rtol=0)
+    (coded / "hf_quant_config.json").write_text('{"quantization": "FP8"}')
+    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: quantization='FP8' must be"):
+        SingleRow(coded)
+
+
 def test_int4_is_made_in_groups_that_divide_the_inputs(tmp_path):
     sizes = {"hidden_size": 80, "num_attention_heads": 4, "head_dim": 24, "intermediate_size": 256}
     make_tiny_checkpoint(tmp_path, "qwen3", **sizes)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from jaxllm.cache_groups import CacheGroup, CacheSizes, Chunk, Window
+from jaxllm.cache_groups import CacheGroup, CacheSizes, Chunk, StateSnapshots, Window
 from jaxllm.messages import (
     EngineOutput,
     EngineRequest,
@@ -24,6 +24,7 @@ from jaxllm.messages import (
 from jaxllm.prompt_logprobs.host import PromptLogprobs
 from jaxllm.prompt_logprobs.slice import NAME as PROMPT_LOGPROBS
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.kv.host_tier import HostTier
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.policy import fcfs
@@ -39,6 +40,7 @@ from jaxllm.scheduler.schedule import (
 )
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.speculative_config import Speculation
+from tests.scheduler.fake_mover import FakeMover
 
 VOCAB_SIZE = 50
 NUM_LOGPROBS = 3
@@ -97,8 +99,12 @@ class FakeDevice:
         max_num_seqs: int,
         max_blocks: int,
         num_drafts: int = 0,
+        num_snapshots: int = 0,
         is_right=lambda rng: rng.random() < 0.7,
     ) -> None:
+        # With snapshots there are states: each slot's is the history of its newest token.
+        self.states = np.full(max_num_seqs, POISON, np.int64)
+        self.snapshots = np.full(num_snapshots, POISON, np.int64)
         self.num_drafts = num_drafts
         self.is_right = is_right
         self.rng = np.random.default_rng(0)
@@ -144,6 +150,7 @@ class FakeDevice:
                 schedule.slots, context_lens, schedule.num_tokens, ends, strict=True
             )
         ]
+        self.advance_states(schedule, rows)
         if self.is_broken:
             for slot, start, end, _ in rows:
                 self.write(slot, start, end, POISON)
@@ -197,6 +204,24 @@ class FakeDevice:
             self.write(slot, start, end, POISON if self.is_corrupted[slot] else row_histories)
             flat_histories += row_histories
         return self.outputs(schedule, rows, flat_histories)
+
+    def advance_states(self, schedule: Schedule, rows: list) -> None:
+        """Load snapshots, check and write the states of the rows, store snapshots."""
+        copies = schedule.state_copies
+        if copies is not None:
+            assert len(self.snapshots), "there are no snapshots"
+            self.states[copies.loads[:, 1]] = self.snapshots[copies.loads[:, 0]]
+        for slot, start, end, _ in rows:
+            is_right = not self.is_corrupted[slot] and not self.is_broken
+            if len(self.snapshots) and start and is_right:
+                assert self.states[slot] == self.histories[slot][start - 1], f"slot {slot}"
+            known = self.histories[slot][:end]
+            self.states[slot] = known[-1] if is_right else POISON
+        if copies is not None:
+            # A snapshot is kept of a row of the step, in a place of its own.
+            assert set(copies.stores[:, 0].tolist()) <= set(schedule.slots.tolist())
+            assert len(set(copies.stores[:, 1].tolist())) == len(copies.stores)
+            self.snapshots[copies.stores[:, 1]] = self.states[copies.stores[:, 0]]
 
     def outputs(self, schedule: Schedule, rows: list, flat_histories: list[int]) -> StepResult:
         sampled, row_logprobs = [], self.no_logprobs(len(rows))
@@ -269,6 +294,8 @@ class FakeDevice:
         for kv in self.kv:
             kv[:] = POISON
         self.lengths[:] = POISON
+        self.states[:] = POISON
+        self.snapshots[:] = POISON
 
     def address(self, group: int, slot: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         positions = np.arange(start, end)
@@ -364,12 +391,16 @@ class FakeEngine:
         max_num_batched_tokens: int = 16,
         max_model_len: int = 64,
         enable_prefix_caching: bool = True,
+        snapshots: StateSnapshots | None = None,
         policy=fcfs,
         failure_loses_cache: bool = False,
         speculation: Speculation | None = None,
         is_right=lambda rng: rng.random() < 0.7,
+        num_places: int = 0,
+        has_files: bool = False,
         **options,
     ) -> None:
+        """With `num_places` the host has places for so many blocks of each cache group."""
         self.depth = depth
         self.failure_loses_cache = failure_loses_cache
         sizes = CacheSizes(
@@ -378,10 +409,27 @@ class FakeEngine:
             max_num_batched_tokens=max_num_batched_tokens,
         )
         groups = sizes.divide(windows, num_blocks)
+        self.device = FakeDevice(
+            groups=groups,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_blocks=-(-max_model_len // block_size),
+            num_drafts=speculation.num_drafts if speculation else 0,
+            num_snapshots=snapshots.count if snapshots else 0,
+            is_right=is_right,
+        )
+        self.mover = FakeMover(self.device.kv, has_files=has_files)
+        self.tier = None
+        if num_places:
+            places = [num_places] * len(groups)
+            self.tier = HostTier(places, self.mover, is_eager=has_files)
         self.kv = KVCacheManager(
             groups=groups,
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
+            tier=self.tier,
+            keeps_states=snapshots is not None,
+            snapshots=snapshots,
         )
         self.scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
@@ -396,14 +444,6 @@ class FakeEngine:
             **options,
         )
         self.stats = self.scheduler.stats
-        self.device = FakeDevice(
-            groups=groups,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_blocks=-(-max_model_len // block_size),
-            num_drafts=speculation.num_drafts if speculation else 0,
-            is_right=is_right,
-        )
         self.in_flight: deque[tuple[Schedule, StepResult, bool]] = deque()
         self.received: dict[str, Received] = {}
         self.done: list[Received] = []
@@ -422,6 +462,8 @@ class FakeEngine:
         if schedule is not None:
             # Steps dispatched after a failed step, before its failure is known, are lost too.
             self.device.is_broken |= fails
+            if schedule.moves is not None:
+                self.mover.send(schedule.moves)
             self.in_flight.append((schedule, self.device.run(schedule), fails))
         return schedule
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxllm.cache_groups import Chunk
+from jaxllm.cache_groups import Chunk, StateSnapshots
 from jaxllm.messages import FinishReason
 from jaxllm.scheduler.policy import priority
 from jaxllm.scheduler.request import RequestStatus
@@ -79,6 +79,8 @@ GROUPS = [
     ("priority", "one window"),
     ("fcfs", "chunks"),
 ]
+# Few, so that they give way all the time.
+SNAPSHOTS = StateSnapshots(count=4, stride=8)
 
 
 def kinds_of_traffic():
@@ -137,6 +139,99 @@ def test_thousands_of_requests_come_and_go(
     assert engine.stats.num_requests_finished == next(traffic.ids)
 
 
+@pytest.mark.parametrize(
+    ("run", "windows"),
+    [("plain", "windows"), ("overlapped", "everything"), ("overlapped pipeline", "everything")],
+)
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+def test_thousands_of_requests_with_states_come_and_go(
+    make_engine, make_request, run, windows, chunked
+):
+    rng = np.random.default_rng([len(run), chunked])
+    depth, num_stages = RUNS[run]
+    engine = make_engine(
+        depth=depth,
+        num_stages=num_stages,
+        windows=WINDOWS[windows][0],
+        num_blocks=WINDOWS[windows][1],
+        block_size=4,
+        max_num_seqs=5,
+        max_num_batched_tokens=13 if chunked else MAX_MODEL_LEN,
+        max_model_len=MAX_MODEL_LEN,
+        long_prefill_token_threshold=9,
+        enable_chunked_prefill=chunked,
+        snapshots=SNAPSHOTS,
+        failure_loses_cache=num_stages == 1,
+    )
+    traffic = Traffic(make_request, rng)
+    while len(engine.done) < 300:
+        if len(engine.received) < 30 and rng.random() < 0.5:
+            for request in traffic.requests():
+                engine.add(request)
+        if engine.received and rng.random() < 0.03:
+            engine.abort(*rng.choice(list(engine.received), size=2))
+        if rng.random() < 0.02:
+            engine.scheduler.reset_prefix_cache()
+        engine.step(fails=rng.random() < 0.01)
+    engine.drain()
+    assert {received.finish_reason for received in engine.done} == set(FinishReason)
+    assert engine.stats.num_preemptions > 0
+    # Prompts that are not cut rarely end where a snapshot is kept.
+    assert engine.stats.prefix_cache_hits > 0 or not chunked
+    assert 0 < engine.stats.num_snapshots_used <= SNAPSHOTS.count
+
+
+@pytest.mark.parametrize(
+    ("depth", "num_stages", "windows", "num_places", "has_files"),
+    [(1, 1, "everything", 12, False), (4, 4, "windows", 60, False), (1, 1, "chunks", 40, True)],
+)
+def test_blocks_go_to_the_host_and_come_back(
+    make_engine, make_request, depth, num_stages, windows, num_places, has_files
+):
+    """While copies arrive late or fail, steps fail, requests are aborted and prefixes forgotten."""
+    rng = np.random.default_rng([depth, num_places])
+    engine = make_engine(
+        depth=depth,
+        num_stages=num_stages,
+        windows=WINDOWS[windows][0],
+        num_blocks=WINDOWS[windows][1],
+        max_num_seqs=5,
+        max_num_batched_tokens=13,
+        max_model_len=MAX_MODEL_LEN,
+        num_places=num_places,
+        has_files=has_files,
+        failure_loses_cache=has_files,
+    )
+    traffic = Traffic(make_request, rng)
+    while len(engine.done) < 300:
+        if len(engine.received) < 30 and rng.random() < 0.5:
+            for request in traffic.requests():
+                engine.add(request)
+        if engine.received and rng.random() < 0.03:
+            engine.abort(*rng.choice(list(engine.received), size=2))
+        if rng.random() < 0.02:
+            engine.scheduler.reset_prefix_cache()
+        engine.step(fails=rng.random() < 0.01)
+    engine.drain()
+    stats = engine.stats
+    assert stats.num_requests_swapped == 0
+    assert stats.num_preemptions and stats.host_blocks_stored and stats.host_blocks_loaded
+    assert stats.external_cache_hits and stats.host_blocks_dropped
+    assert bool(stats.host_blocks_read) == has_files
+
+
+def test_a_preempted_request_computes_at_most_a_block_again(make_engine, make_request):
+    engine = make_engine(num_blocks=16, block_size=4, num_places=64, max_model_len=64)
+    engine.mover.is_prompt = True
+    for index in range(8):
+        engine.add(make_request(str(index), 20, 40))
+    engine.drain()
+    stats = engine.stats
+    assert stats.num_preemptions > 4 and stats.host_blocks_dropped == 0
+    most = 8 * (20 + 40 - 1) + (4 + 1) * stats.num_preemptions
+    assert stats.num_scheduled_tokens <= most, stats.num_preemptions
+
+
 @pytest.mark.parametrize("depth", [0, 1], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 def test_the_oldest_request_is_served_in_every_step(make_engine, make_request, depth, chunked):
@@ -179,9 +274,22 @@ def test_any_sequence_of_calls_keeps_the_invariants(make_engine, make_request):
             by_priority=st.booleans(),
             num_stages=st.integers(1, 4),
             windows=st.sampled_from([(None,), (None, 7), (5,), (None, 20, 3), (None, Chunk(6))]),
+            has_states=st.booleans(),
+            num_places=st.sampled_from([0, 8, 60]),
+            has_files=st.booleans(),
         )
         def start(
-            self, num_blocks, budget, max_num_seqs, caching, by_priority, num_stages, windows
+            self,
+            num_blocks,
+            budget,
+            max_num_seqs,
+            caching,
+            by_priority,
+            num_stages,
+            windows,
+            has_states,
+            num_places,
+            has_files,
         ):
             self.num_stages = num_stages
             self.engine = make_engine(
@@ -193,6 +301,9 @@ def test_any_sequence_of_calls_keeps_the_invariants(make_engine, make_request):
                 max_num_batched_tokens=budget,
                 max_model_len=MAX_MODEL_LEN,
                 enable_prefix_caching=caching,
+                snapshots=SNAPSHOTS if has_states and caching else None,
+                num_places=num_places if caching and not has_states else 0,
+                has_files=has_files,
                 **({"policy": priority} if by_priority else {}),
             )
             self.ids = itertools.count()

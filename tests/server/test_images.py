@@ -121,3 +121,41 @@ def test_too_many_images_and_marks_are_refused(both):
     ):
         with pytest.raises(openai.BadRequestError, match=reason):
             client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+
+
+def test_other_protocols_show_the_same_image(both):
+    llm, client, _ = both
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_pil", "image_pil": LARGE}]
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    (expected,) = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
+    given = [
+        {"type": "input_text", "text": "What is it?"},
+        {"type": "input_image", "image_url": url(encoded(LARGE)), "detail": "auto"},
+    ]
+    answer = client.responses.create(
+        model="tiny",
+        input=[{"role": "user", "content": given}],
+        temperature=0,
+        max_output_tokens=6,
+        store=False,
+    )
+    assert answer.output_text == expected.outputs[0].text
+    assert answer.usage.input_tokens == len(expected.prompt_token_ids)
+
+    anthropic = pytest.importorskip("anthropic")
+    base = str(client.base_url).removesuffix("/").removesuffix("/v1")
+    data = base64.b64encode(encoded(LARGE)).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    blocks = [{"type": "text", "text": "What is it?"}, {"type": "image", "source": source}]
+    with anthropic.Anthropic(base_url=base, api_key="none", max_retries=0) as other:
+        message = other.messages.create(
+            model="tiny",
+            max_tokens=6,
+            messages=[{"role": "user", "content": blocks}],
+            extra_body={"temperature": 0},
+        )
+    assert message.content[0].text == expected.outputs[0].text
+    usage = message.usage
+    assert usage.cache_read_input_tokens > 64  # the image's, too
+    num_tokens = usage.input_tokens + usage.cache_read_input_tokens
+    assert num_tokens == len(expected.prompt_token_ids)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import refused
+from jaxllm.media.chat import has_images
 
 _Message = dict[str, Any]
 # The fields of items that are read, and those that say nothing to a model.
@@ -81,9 +82,25 @@ def _message(item: Mapping[str, Any], where: str) -> _Message:
     role = item.get("role")
     if role not in _ROLES:
         raise refused(f"{where}.role", role, f"it must be one of {', '.join(_ROLES)}")
-    content = _texts(item.get("content"), f"{where}.content")
+    content: Any = item.get("content")
+    if role == "user" and has_images([item]):
+        content = _parts(content, f"{where}.content")
+    else:
+        content = _texts(content, f"{where}.content")
     # A developer is what a system was before; templates know the older word.
     return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _parts(content: Sequence[Any], where: str) -> list[dict[str, Any]]:
+    """Parts of a chat's message, among which are images."""
+    parts: list[dict[str, Any]] = []
+    for place, part in enumerate(content):
+        if has_images([{"content": [part]}]):
+            _check_text(part.get("image_url"), f"{where}[{place}].image_url")
+            parts.append({name: value for name, value in part.items() if value is not None})
+        else:
+            parts.append({"type": "text", "text": _text(part, f"{where}[{place}]")})
+    return parts
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
@@ -120,15 +137,15 @@ def _texts(content: object, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise refused(where, content, "it must be text or a list of parts")
-    texts = []
-    for place, part in enumerate(content):
-        at = f"{where}[{place}]"
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if not isinstance(part, Mapping) or kind not in _PARTS:
-            raise refused(at, kind, f"it is no text; supported are {', '.join(_PARTS)}")
-        _check_text(part.get(_PARTS[kind]), f"{at}.{_PARTS[kind]}")
-        texts.append(part[_PARTS[kind]])
-    return "\n".join(texts)
+    return "\n".join(_text(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _text(part: object, at: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind not in _PARTS:
+        raise refused(at, kind, f"it is no text; supported are {', '.join(_PARTS)}")
+    _check_text(part.get(_PARTS[kind]), f"{at}.{_PARTS[kind]}")
+    return part[_PARTS[kind]]
 
 
 # Parts of text, and the field that has it.

@@ -1,4 +1,14 @@
-"""The blocks that one request holds in one group of layers."""
+"""What one request holds: blocks in one group of layers, and places for snapshots of its state."""
+
+from typing import NamedTuple
+
+
+class PendingSnapshot(NamedTuple):
+    """A snapshot that cannot be found yet: the host does not know all of its tokens."""
+
+    num_blocks: int  # of the prefix
+    place: int
+    is_passed: bool  # at the stride: of less use once its request has a later one
 
 
 class BlockTable:

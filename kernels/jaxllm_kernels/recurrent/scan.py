@@ -70,9 +70,7 @@ def _run_decodes(
     def run_one(i: jax.Array, carried: _Carried) -> _Carried:
         states, out = carried
         slot = rows.slots[i]
-        state = lax.dynamic_index_in_dim(states, slot, keepdims=False)
-        # A select also replaces NaN.
-        state = jnp.where(rows.begins[i], 0, state)
+        state = _read(states, slot, rows.begins[i])
         state, y = step(state, jax.tree.map(lambda x: x[i], operands))
         states = lax.dynamic_update_index_in_dim(states, state, slot, 0)
         return states, lax.dynamic_update_index_in_dim(out, y, i, 0)
@@ -83,6 +81,7 @@ def _run_decodes(
         is_decode = places < rows.num_decodes
         slots = jnp.where(is_decode, rows.slots.at[places].get(mode="clip"), len(states))
         state = states.at[slots].get(mode="clip")
+        # A select also replaces NaN.
         begins = rows.begins.at[places].get(mode="clip")
         state = jnp.where(_beside(begins, state), 0, state)
         its = jax.tree.map(lambda x: x.at[places].get(mode="clip"), operands)
@@ -103,14 +102,7 @@ def _run_tiles(chunk: Advance, operands: Any, carried: _Carried, rows: StateRows
         states, out = carried
         row, token, num_tokens = (x[i] for x in tiles)
         slot = rows.slots[row]
-        is_first = rows.begins[row] & (token == rows.query_starts[row])
-        # Read once, into memory of its own. Where XLA for CPUs can fuse the read into what uses it,
-        # some use may come after the update, so it copies the states of all slots.
-        state = lax.cond(
-            is_first,
-            lambda: jnp.zeros(states.shape[1:], states.dtype),
-            lambda: lax.dynamic_index_in_dim(states, slot, keepdims=False),
-        )
+        state = _read(states, slot, rows.begins[row] & (token == rows.query_starts[row]))
         # Tokens of the next row, and garbage, become zeros.
         is_there = jnp.arange(TILE) < num_tokens
         its = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, token, TILE), operands)
@@ -121,6 +113,19 @@ def _run_tiles(chunk: Advance, operands: Any, carried: _Carried, rows: StateRows
         return states, lax.dynamic_update_slice_in_dim(out, y, token, axis=0)
 
     return lax.fori_loop(0, rows.num_tiles, run_one, carried)
+
+
+def _read(states: jax.Array, slot: jax.Array, is_first: jax.Array) -> jax.Array:
+    """The state of a slot, or zeros if the row begins a request.
+
+    It is read once, into memory of its own. Where XLA for CPUs can fuse the read into what uses it,
+    some use may come after the update, so it copies the states of all slots.
+    """
+    return lax.cond(
+        is_first,
+        lambda: jnp.zeros(states.shape[1:], states.dtype),
+        lambda: lax.dynamic_index_in_dim(states, slot, keepdims=False),
+    )
 
 
 def _pad_rows(x: jax.Array, count: int) -> jax.Array:

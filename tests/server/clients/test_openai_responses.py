@@ -211,7 +211,7 @@ def test_the_first_turns_of_a_long_conversation_are_left_out(client):
         ({"temperature": -1}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-         "input[0].content[0]"),
+         "input[0].content[0].image_url"),
         ({"tools": [LOOK | {"name": "a b"}]}, "tools[0].name"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "no"}}}},
          "text.format.schema"),
