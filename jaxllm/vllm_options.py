@@ -39,7 +39,7 @@ _ABSENT: dict[str, tuple[str, ...]] = {
         "guided_decoding_disable_any_whitespace", "guided_decoding_disable_fallback",
     ),
     "weights and KV cache are on the devices; --tensor-parallel-size takes more of them": (
-        "cpu_offload_gb", "kv_offloading_backend", "kv_offloading_size",
+        "cpu_offload_gb",
     ),
     "the KV cache is not handed to other engines": (
         "ec_transfer_config", "kv_events_config", "kv_transfer_config",
