@@ -1,9 +1,11 @@
 """What the user asks for of the KV cache: a part of `jaxllm.config`."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from jaxllm.cache_groups import StateSnapshots
+from jaxllm.errors import refused
 from jaxllm.option_types import option
 
 
@@ -65,6 +67,49 @@ class CacheConfig:
         "Layers whose cache keeps the model's type: their numbers, or 'sliding_window' for all "
         "with a window.",
     )
+
+    kv_offloading_size: float | None = option(
+        None,
+        "GiB of each replica's host memory for KV blocks that the devices have no room for; they "
+        "come back when a request needs them.",
+    )
+    kv_offloading_path: str | None = option(
+        None,
+        "Private directory in which these blocks also outlive the process: they are users' text.",
+    )
+    kv_offloading_path_size: float = option(
+        16.0, "GiB that the files there may take; the least recently used ones give way."
+    )
+    kv_offloading_backend: Literal["native"] = option(
+        "native", "Who keeps the blocks on the host; vLLM's name for its own."
+    )
+
+    def check_offloading(self, nnodes: int | str) -> None:
+        """Refuse what is wrong for every model."""
+        size = self.kv_offloading_size
+        if size is None:
+            if self.kv_offloading_path is not None:
+                raise refused(
+                    "kv_offloading_path",
+                    self.kv_offloading_path,
+                    "blocks go through the host's memory; give kv_offloading_size, too",
+                )
+            return
+        for name in ("kv_offloading_size", "kv_offloading_path_size"):
+            if not (math.isfinite(its := getattr(self, name)) and its > 0):
+                raise refused(name, its, "give a number of GiB above 0")
+        if self.enable_prefix_caching is False:
+            raise refused(
+                "kv_offloading_size",
+                size,
+                "blocks are found by the hashes of prefixes; leave enable_prefix_caching on",
+            )
+        if nnodes != 1:
+            raise refused(
+                "kv_offloading_size",
+                size,
+                "an engine on several hosts keeps its blocks on the devices; leave it out",
+            )
 
     def shares_prefixes(self, info: Keeping) -> bool:
         """Whether requests share blocks."""

@@ -315,6 +315,7 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        self.cache.check_offloading(self.parallel.nnodes)
         self.lora.check()
         self.media.check()
         if self.model.structured_outputs_config:

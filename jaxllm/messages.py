@@ -68,6 +68,10 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     # Copies of such states, so that requests go on from a prefix; None: they share none.
     snapshots: StateSnapshots | None = None
     adapters: AdapterLimits | None = None  # None: the engine has none
+    # Of the second home of KV blocks: places on the host by cache group, and whether there are
+    # files too. Empty: there is none.
+    host_places: tuple[int, ...] = ()
+    has_block_files: bool = False
     # The number of experts of each layer that has some, if their tokens are counted.
     counted_experts: dict[int, int] = {}
     images: ImageSpec | None = None  # None: prompts are text

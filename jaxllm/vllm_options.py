@@ -18,6 +18,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_sleep_mode": (False, True),  # every engine can sleep
     "lora_dtype": ("auto", None),
     "logprobs_mode": ("raw_logprobs",),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_cache_mode": ("align",),  # snapshots where rows end at the stride
+    "mamba_ssm_cache_dtype": ("auto", "float32"),
     "tokenizer_mode": ("auto",),
 }
 
@@ -36,7 +39,7 @@ _ABSENT: dict[str, tuple[str, ...]] = {
         "guided_decoding_disable_any_whitespace", "guided_decoding_disable_fallback",
     ),
     "weights and KV cache are on the devices; --tensor-parallel-size takes more of them": (
-        "cpu_offload_gb", "kv_offloading_backend", "kv_offloading_size",
+        "cpu_offload_gb",
     ),
     "the KV cache is not handed to other engines": (
         "ec_transfer_config", "kv_events_config", "kv_transfer_config",
@@ -72,6 +75,9 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "prefixes are found by SHA-256": ("prefix_caching_hash_algo",),
     "blocks of all layers are of one kind": (
         "disable_hybrid_kv_cache_manager", "disable_sliding_window",
+    ),
+    "matrices of recurrent layers are float32, and --mamba-block-size is the stride of snapshots": (
+        "mamba_cache_dtype", "mamba_cache_mode", "mamba_ssm_cache_dtype",
     ),
     "every engine can sleep; --admin-api-key-file opens /sleep": ("enable_sleep_mode",),
     "--profile-dir is where profiles go": ("profiler_config",),

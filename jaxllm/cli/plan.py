@@ -179,6 +179,7 @@ def as_text(name: str, report: "PlanReport", price: float | None) -> str:
         f"KV cache{f' of {report.kv_cache}' if report.kv_cache else ''}: "
         f"{describe_groups(report.cache_groups, report.block_size)}: "
         + describe_room(report.room_for, [*shown_lengths(report.max_model_len), report.context]),
+        *_offload_lines(report),
         "",
         f"{'program':<{width}}{'compiled':>9}{'temp':>10}{'code':>9}{'least time':>12}  limited by",
     ]
@@ -195,6 +196,28 @@ def as_text(name: str, report: "PlanReport", price: float | None) -> str:
     if report.max_tokens_per_second is not None:
         lines += ["", *_bound_lines(report, price)]
     return "\n".join(lines)
+
+
+def _offload_lines(report: "PlanReport") -> list[str]:
+    its = report.offload
+    if its is None:
+        return []
+    groups = (
+        dataclasses.replace(group, num_blocks=num_blocks)
+        for group, num_blocks in zip(report.cache_groups, its.num_blocks, strict=True)
+    )
+    lines = [
+        f"on the host {its.num_bytes / 2**30:.2f} GiB: "
+        + describe_groups(groups, report.block_size)
+    ]
+    if its.seconds_to_load and its.seconds_to_compute:
+        ratio = its.seconds_to_compute / its.seconds_to_load
+        lines.append(
+            f"a block comes back in {1e3 * its.seconds_to_load:.2f} ms at 45 GB/s; to compute it "
+            f"takes at least {1e3 * its.seconds_to_compute:.2f} ms: "
+            + (f"it pays {ratio:.1f} times" if ratio > 1 else "it does not pay")
+        )
+    return lines
 
 
 def _memory_lines(report: "PlanReport") -> list[str]:

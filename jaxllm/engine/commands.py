@@ -13,7 +13,7 @@ import msgspec
 from jaxllm.engine.sleep import KV_CACHE, WEIGHTS, parts_named, parts_of
 from jaxllm.errors import ValidationError, refused
 from jaxllm.lora.request import Adapter
-from jaxllm.messages import EngineOutput, FinishReason
+from jaxllm.messages import EngineInfo, EngineOutput, FinishReason
 from jaxllm.metrics.memory import DeviceMemory, EngineMemory, resident_bytes
 from jaxllm.metrics.stats import EngineStats
 
@@ -30,6 +30,7 @@ Answer = TypeVar("Answer")
 class Core(Protocol):
     """What a command may use of an engine core."""
 
+    info: EngineInfo
     scheduler: "Scheduler"
     executor: "Executor"
     profiler: "Profiler"
@@ -125,7 +126,8 @@ class StopProfile(Order, frozen=True):
 
 class Sleep(Order, frozen=True):
     """Free memory of the devices, and compute nothing until `WakeUp`. New requests are accepted and
-    wait. All cached prefixes are forgotten, except at level 0."""
+    wait. All cached prefixes are forgotten, except at level 0 and, at level 1, those on the
+    host."""
 
     level: int = 1
     mode: str = "keep"
@@ -136,6 +138,13 @@ class Sleep(Order, frozen=True):
         parts = parts_of(self.level, self.mode)
         if not core.is_on_one_host:
             raise refused("level", self.level, "an engine on several hosts cannot sleep")
+        if self.level == 2 and core.info.has_block_files:
+            raise refused(
+                "level",
+                self.level,
+                "the weights that are read again may be others than those of the blocks in "
+                "kv_offloading_path; use level 1",
+            )
         core.settle()
         if self.mode == "abort":
             core.late_outputs += core.scheduler.end_all(FinishReason.ABORT)
@@ -143,6 +152,8 @@ class Sleep(Order, frozen=True):
         if self.level:
             # Running requests will compute their keys and values again.
             core.scheduler.restart()
+            if self.level == 2:
+                core.scheduler.reset_prefix_cache()  # on the host: the next weights may be others
             core.executor.sleep(keep_weights=self.level == 1)
 
 

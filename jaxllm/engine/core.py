@@ -19,6 +19,7 @@ from jaxllm.logging import init_logger
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest, FinishReason
 from jaxllm.metrics.startup import Phase
 from jaxllm.metrics.stats import EngineStats
+from jaxllm.scheduler.kv.host_tier import HostTier
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.policy import get_scheduling_policy
@@ -45,6 +46,11 @@ class EngineCore:
         self._stats = EngineStats(overlap=overlap)
         self._structured_output = structured_output(config, self.info)
         self.adapters = adapters(config, self.info, executor)
+        self.tier = None
+        if self.info.host_places:
+            self.tier = HostTier(
+                self.info.host_places, executor.mover(), is_eager=self.info.has_block_files
+            )
         if not overlap:
             logger.info("async_scheduling is off: the device waits for the host at every step")
         shares_prefixes = config.cache.shares_prefixes(self.info)
@@ -60,6 +66,7 @@ class EngineCore:
                 block_size=self.info.block_size,
                 enable_prefix_caching=shares_prefixes,
                 keeps_states=self.info.keeps_states,
+                tier=self.tier,
                 snapshots=self.info.snapshots if shares_prefixes else None,
             ),
             lanes=(
@@ -149,6 +156,8 @@ class EngineCore:
             if not wait and not self.in_flight.is_ready():
                 break
             outputs += self._collect()
+        if self.tier is not None and not self.in_flight:
+            self.tier.send()  # perhaps no step follows that would
         self._stats.step_s += self._clock() - start
         return outputs
 

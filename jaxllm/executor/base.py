@@ -7,7 +7,7 @@ from jaxllm.lora.adapter_file import Matrices
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
-from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
+from jaxllm.scheduler.schedule import LateMasks, Mover, Schedule, StepResult
 
 
 class PendingResult(Protocol):
@@ -57,6 +57,10 @@ class Executor(Protocol):
 
     def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:
         """Arrange an adapter's matrices for `Schedule.adapter_writes`. Any thread may call this."""
+        ...
+
+    def mover(self) -> Mover:
+        """What moves blocks; only if there are places for them (`EngineInfo.host_places`)."""
         ...
 
     def check(self) -> None:

@@ -224,6 +224,9 @@ class MultiHostExecutor:
     def lay_out_adapter(self, adapter: object) -> NoReturn:
         raise AssertionError("the plan refuses adapters on several hosts")
 
+    def mover(self) -> NoReturn:
+        raise AssertionError("an engine on several hosts keeps its blocks on the devices")
+
     def check(self) -> None:
         self._inbox.take_in()
 

@@ -14,7 +14,7 @@ from jaxllm.plan.stages import replica_devices
 from jaxllm.programs.sizing import plan_engine
 from jaxllm.programs.summary import summary
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.scheduler.schedule import LateMasks, Schedule
+from jaxllm.scheduler.schedule import LateMasks, Mover, Schedule
 
 logger = init_logger(__name__)
 
@@ -54,6 +54,9 @@ class UniProcExecutor:
 
     def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:
         return self._runner.lay_out_adapter(adapter)
+
+    def mover(self) -> Mover:
+        return self._runner.mover()
 
     def check(self) -> None:
         """Do nothing: in one process a failure raises in its step."""

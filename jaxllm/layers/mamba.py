@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxllm_kernels.causal_conv.api import state_dtype
 from jaxllm_kernels.recurrent.rows import StateRows
 
 from jaxllm.errors import refused
 from jaxllm.layers.context import Cache, LentCache, StepContext
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.state import StateArray, StateConfig, StateOps, on_shards
+from jaxllm.layers.state import StateConfig, StateOps, head_matrices, last_inputs, on_shards
 from jaxllm.layers.taps import Taps
 from jaxllm.parallel.sharding import Axes, Part
 
@@ -129,11 +128,10 @@ class Mamba(nnx.Module):
         self.out_proj = Linear(
             inner, hidden_size, bias=spec.out_bias, axes=("hidden", "heads"), dtype=dtype
         )
-        matrices = (spec.num_heads, spec.head_size, spec.state_size)
         self.config = StateConfig(
             arrays=(
-                StateArray((spec.conv_width - 1, num_channels), state_dtype(dtype), _HEADS),
-                StateArray(matrices, jnp.float32, ("heads",)),
+                last_inputs(spec.conv_width, num_channels, dtype),
+                head_matrices(spec.num_heads, spec.head_size, spec.state_size),
             )
         )
 

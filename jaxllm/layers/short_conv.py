@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxllm_kernels.causal_conv.api import state_dtype
 from jaxllm_kernels.recurrent.rows import StateRows
 
 from jaxllm.errors import refused
 from jaxllm.layers.context import Cache, LentCache, StepContext
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.state import StateArray, StateConfig, StateOps, on_shards
+from jaxllm.layers.state import StateConfig, StateOps, last_inputs, on_shards
 from jaxllm.layers.taps import Taps
 from jaxllm.parallel.sharding import Axes, Part
 
@@ -69,8 +68,7 @@ class ShortConv(nnx.Module):
         self.out_proj = Linear(
             spec.num_channels, hidden_size, bias=spec.bias, axes=("hidden", "heads"), dtype=dtype
         )
-        inputs = StateArray((spec.width - 1, spec.num_channels), state_dtype(dtype), _CHANNELS)
-        self.config = StateConfig(arrays=(inputs,))
+        self.config = StateConfig(arrays=(last_inputs(spec.width, spec.num_channels, dtype),))
 
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
         """Mix x [T, D]; return [T, D] and the states after the step."""

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxllm_kernels.causal_conv.api import ConvOp
+from jax.typing import DTypeLike
+from jaxllm_kernels.causal_conv.api import ConvOp, state_dtype
 from jaxllm_kernels.gated_delta.api import DeltaOp
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionOp
 from jaxllm_kernels.ssd.api import SsdOp
@@ -53,6 +54,16 @@ class StateConfig:
     def of_slots(self, num_slots: int, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Its arrays for all slots, on the devices of a mesh."""
         return tuple(array.of_slots(num_slots, mesh) for array in self.arrays)
+
+
+def last_inputs(width: int, num_channels: int, dtype: DTypeLike) -> StateArray:
+    """What a short convolution over `width` tokens keeps: its inputs, cut by channels."""
+    return StateArray((width - 1, num_channels), state_dtype(dtype), (None, "heads"))
+
+
+def head_matrices(num_heads: int, rows: int, columns: int) -> StateArray:
+    """A matrix for each head."""
+    return StateArray((num_heads, rows, columns), jnp.float32, ("heads",))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,13 @@ FIGURES = (
     _gauge("num_requests_waiting", "num_requests_waiting", "Answers that wait for a place in it."),
     _gauge("num_requests_waiting_by_reason", "num_requests_for_room", _WAITING, reason="capacity"),
     _gauge("num_requests_waiting_by_reason", "num_requests_deferred", _WAITING, reason="deferred"),
+    _gauge(
+        "num_requests_swapped",
+        "num_requests_swapped",
+        "Answers that wait, preempted, while the host may have their blocks.",
+    ),
+    _gauge("kv_offload_blocks", "host_blocks", "Places for blocks on the host."),
+    _gauge("kv_offload_blocks_used", "host_blocks_used", "Those of them that are in use."),
     _gauge("kv_cache_usage_perc", "kv_cache_usage", "Share of the KV cache in use; 1 means all."),
     _gauge("kv_blocks", "num_blocks", "Blocks of the KV cache."),
     _gauge("kv_blocks_used", "num_blocks_used", "Those of them that are in use."),
@@ -86,6 +93,20 @@ FIGURES = (
     ),
     _counter("prefix_cache_queries", "prefix_cache_queries", "Tokens looked up in the cache."),
     _counter("prefix_cache_hits", "prefix_cache_hits", "Tokens found there."),
+    _counter(
+        "external_prefix_cache_queries",
+        "external_cache_queries",
+        "Tokens that the devices' cache lacked, looked up on the host.",
+    ),
+    _counter("external_prefix_cache_hits", "external_cache_hits", "Tokens found there."),
+    _counter("kv_offload_store_blocks", "host_blocks_stored", "Blocks copied to the host."),
+    _counter("kv_offload_load_blocks", "host_blocks_loaded", "Blocks copied back."),
+    _counter("kv_offload_read_blocks", "host_blocks_read", "Blocks read from files."),
+    _counter(
+        "kv_offload_dropped_blocks",
+        "host_blocks_dropped",
+        "Blocks that were not copied: too many were on their way, or a copy failed.",
+    ),
     _counter(
         "engine_answers_finished", "num_requests_finished", "Answers that the engine is done with."
     ),

@@ -25,6 +25,11 @@ class EngineStats:
     # The names of the adapters of running requests, and of waiting ones.
     adapters_running: list[str] = field(default_factory=list)
     adapters_waiting: list[str] = field(default_factory=list)
+    # With a second home of KV blocks: the waiting requests that were preempted and whose blocks may
+    # be there, its places for blocks, and those that hold or await one.
+    num_requests_swapped: int = 0
+    host_blocks: int = 0
+    host_blocks_used: int = 0
     overlap: bool = False  # whether steps are dispatched one ahead
     # counters
     num_steps: int = 0
@@ -39,6 +44,14 @@ class EngineStats:
     num_requests_corrupted: int = 0  # requests that ended because their logits were not finite
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
+    # Of the second home: tokens looked up there and found, blocks copied there, back and from
+    # files, and blocks that were not, since too many were on their way or a copy failed.
+    external_cache_queries: int = 0
+    external_cache_hits: int = 0
+    host_blocks_stored: int = 0
+    host_blocks_loaded: int = 0
+    host_blocks_read: int = 0
+    host_blocks_dropped: int = 0
     # Of speculation: rows with drafts, their drafts, those that were accepted, and these by their
     # place in the row.
     num_drafts: int = 0

@@ -34,6 +34,7 @@ from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.gpu_compiler import AutotuneResults
 from jaxllm.plan.images import ImagePlan
+from jaxllm.plan.offload import OffloadPlan
 from jaxllm.plan.stages import (
     StagePlan,
     logits_sharding,
@@ -87,6 +88,7 @@ class EnginePlan:
     graph_options: tuple[tuple[str, str], ...]
     speculation: Speculation | None = None
     adapters: AdapterPlan | None = None
+    offload: OffloadPlan | None = None  # None: evicted blocks are gone
     # The tail of a step; None: it samples.
     pooling: Pooling | None = None
     # Whether steps count the tokens of each expert of each layer.
@@ -244,6 +246,8 @@ class EnginePlan:
             keeps_states=self.state_ops is not None,
             snapshots=self.snapshots,
             adapters=None if self.adapters is None else self.adapters.limits(self.dtype),
+            host_places=() if self.offload is None else self.offload.places,
+            has_block_files=self.offload is not None and self.offload.directory is not None,
             counted_experts=self.architecture.num_experts if self.counts_experts else {},
             images=None if self.images is None else self.images.spec,
             num_image_rows=0 if self.images is None else self.images.num_rows,

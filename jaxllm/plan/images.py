@@ -61,7 +61,7 @@ def with_images(
             "preprocessor_config.json or no tokenizer.json"
         )
         return dataclasses.replace(architecture, tower=None), None
-    _check(config, architecture)
+    _check(config)
     return architecture, spec
 
 
@@ -77,7 +77,7 @@ def plan_images(spec: ImageSpec, chip: Chip, max_num_batched_tokens: int) -> Ima
     )
 
 
-def _check(config: EngineConfig, architecture: Architecture) -> None:
+def _check(config: EngineConfig) -> None:
     """Refuse what does not go with images yet."""
     parallel = config.parallel
     remedy = "start with language_model_only=True for prompts of text"
@@ -92,8 +92,4 @@ def _check(config: EngineConfig, architecture: Architecture) -> None:
         raise ValidationError(
             f"speculative_config: it is not supported with images; {remedy}",
             parameter="speculative_config",
-        )
-    if architecture.scheme is not None:
-        raise ValidationError(
-            f"quantization: it is not supported with images; {remedy}", parameter="quantization"
         )

@@ -60,6 +60,7 @@ from jaxllm.plan.generation_config import (
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.images import plan_images, with_images
 from jaxllm.plan.memory import size_kv_cache
+from jaxllm.plan.offload import plan_offload
 from jaxllm.plan.pooling import pooling_bytes, read_model
 from jaxllm.plan.snapshots import choose_snapshots
 from jaxllm.plan.stages import (
@@ -122,10 +123,8 @@ def make_plan(
         scheme = architecture.scheme
         if scheme is None:
             return architecture
-        keeps_groups = scheme.keeps_groups
-        return architecture.with_products(
-            choose_products(chip, library, num_shards, keeps_groups=keeps_groups)
-        )
+        products = choose_products(chip, library, num_shards, keeps_groups=scheme.keeps_groups)
+        return architecture.with_products(products)
 
     architecture = products_of(architecture)
     max_model_len = choose_max_model_len(model.max_model_len, architecture)
@@ -319,6 +318,7 @@ def make_plan(
         for stage in plan_stages(one_block, snapshots)
     )
     cache_groups = sizes.divide(windows, num_blocks)
+    stages = plan_stages(cache_groups, snapshots)
     matmul = choose_matmul(library, num_shards)
     buckets = make_ladder(
         max_num_seqs=max_num_seqs,
@@ -359,7 +359,8 @@ def make_plan(
         snapshots=snapshots,
         sampling=choose_sampling(chip, num_shards),
         add_norm=choose_add_norm(chip, num_shards),
-        stages=plan_stages(cache_groups, snapshots),
+        stages=stages,
+        offload=plan_offload(config.cache, stages, cache_groups),
         buckets=buckets if adapters is None else with_adapters(buckets),
         adapters=adapters,
         pooling=pooling,

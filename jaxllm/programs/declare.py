@@ -7,7 +7,7 @@ for a device that exists only as a description.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,13 @@ from jaxllm_kernels.common import cdiv
 
 from jaxllm.lora.device import AdapterArrays, write_adapter
 from jaxllm.media.device import EncoderLayout
+from jaxllm.offload.buffers import (
+    BLOCKS_PER_CALL,
+    cache_shapes,
+    group_buffers,
+    make_gather,
+    make_scatter,
+)
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
@@ -42,6 +49,16 @@ WRITE_SLOT = "write_slot"
 ADMIT_DRAFTS = "admit_drafts"
 MAKE_ADAPTERS = "make_adapters"
 WRITE_ADAPTER = "write_adapter"
+
+
+class BlocksKey(NamedTuple):
+    """The key of a program that moves blocks of a cache group."""
+
+    way: Literal["read", "write"]  # on the devices
+    group: int
+
+    def __str__(self) -> str:
+        return f"{self.way}_blocks {self.group}"
 
 
 class ReadKey(NamedTuple):
@@ -119,9 +136,21 @@ def num_programs(plan: EnginePlan) -> int:
     if plan.draft_model is not None:
         drafts = len(plan.draft_model.read_sizes)
     small = 2 + 2 * (plan.adapters is not None) + len(encoder_layouts(plan))
-    return drafts + sum(
-        len(plan.buckets) + small + (1 + len(late)) * (stage.part.has_head and plan.pooling is None)
+    moving = 2 * sum(
+        bool(group_buffers(plan, stage, group))
         for stage in plan.stages
+        for group in range(len(plan.cache_groups))
+        if plan.offload is not None
+    )
+    return (
+        drafts
+        + moving
+        + sum(
+            len(plan.buckets)
+            + small
+            + (1 + len(late)) * (stage.part.has_head and plan.pooling is None)
+            for stage in plan.stages
+        )
     )
 
 
@@ -193,6 +222,29 @@ def declare_stage_programs(
             adapters.abstract_one(),
             donate=(0,),
             out_shardings=their,
+        )
+    for group in range(len(plan.cache_groups) if plan.offload is not None else 0):
+        if not (buffers := group_buffers(plan, stage, group)):
+            continue
+        caches = cache_shapes(stage, buffers)
+        blocks = place(jax.ShapeDtypeStruct((BLOCKS_PER_CALL,), np.int32), everywhere)
+        data = tuple(buffer.shape for buffer in buffers)
+        programs[BlocksKey("read", group)] = program(
+            f"read_blocks_{group}",
+            make_gather(buffers),
+            caches,
+            blocks,
+            donate=(),
+            out_shardings=tuple(its.sharding for its in data),
+        )
+        programs[BlocksKey("write", group)] = program(
+            f"write_blocks_{group}",
+            make_scatter(buffers),
+            caches,
+            blocks,
+            data,
+            donate=(0,),
+            out_shardings=tuple(its.sharding for its in caches),
         )
     programs[MAKE_STATE] = program(MAKE_STATE, make_state, donate=(), out_shardings=kept)
     updates = jax.ShapeDtypeStruct((TABLE_WRITES, 3), np.int32)

@@ -25,6 +25,7 @@ from jaxllm.programs.declare import (
 )
 from jaxllm.programs.hlo import collectives, whole_array_copies
 from jaxllm.programs.needs import needed_bytes
+from jaxllm.programs.offload import OffloadReport, report_offload
 from jaxllm.programs.progress import CompileProgress
 from jaxllm.programs.roofline import Bound, ExpertLayers, Roofline, Window
 from jaxllm.runner.state import DeviceState
@@ -99,6 +100,7 @@ class PlanReport:
     max_num_seqs: int
     max_num_batched_tokens: int
     buckets: tuple[Bucket, ...]
+    offload: OffloadReport | None  # None: evicted blocks are gone
     context: int  # the bounds assume so many tokens in every row
     # An upper bound of output tokens per second, with as many rows as fit in the cache, spread
     # evenly over one step in each stage; and the least time of the slowest stage, which sets the
@@ -195,6 +197,10 @@ def report_plan(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         buckets=plan.buckets,
+        offload=report_offload(
+            plan,
+            [step_bound(plan, s, plan.max_num_batched_tokens, 1, context) for s in plan.stages],
+        ),
         context=context,
         max_tokens_per_second=rows_of_step / pace.seconds if pace else None,
         pace=pace,

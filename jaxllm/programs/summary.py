@@ -1,5 +1,7 @@
 """Formats the decisions of a plan for the log."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.mla.api import LatentConfig
@@ -46,6 +48,18 @@ def _adapters(plan: EnginePlan) -> str:
     return f"adapters {format_bytes(max(its.bytes_by_stage))}: {slots}\n"
 
 
+def _offload(plan: EnginePlan) -> str:
+    its = plan.offload
+    if its is None:
+        return ""
+    where = f", and in {its.directory}" if its.directory is not None else ""
+    groups = (
+        dataclasses.replace(group, num_blocks=num_places)
+        for group, num_places in zip(plan.cache_groups, its.places, strict=True)
+    )
+    return f"evicted blocks {its}{where}: {describe_groups(groups, plan.block_size)}\n"
+
+
 def _int4(plan: EnginePlan) -> str:
     num_bytes = bytes_as_int4(plan)
     if num_bytes is None:
@@ -86,6 +100,7 @@ def summary(plan: EnginePlan) -> str:
         f"{_int4(plan)}"
         f"{_states(plan)}"
         f"{_adapters(plan)}"
+        f"{_offload(plan)}"
         f"{draft}{counted(num_programs(plan), 'program')}, "
         f"with steps of {', '.join(map(str, plan.buckets))}"
     )

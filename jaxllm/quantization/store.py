@@ -24,6 +24,8 @@ _UNUSED = (
     r".*\.weight_(shape|format)",
 )
 _HEAD = "lm_head"
+# A tower has few weights, and they are read once for an image: they become no codes.
+_TOWER = "tower."
 
 
 def with_codes(names: CheckpointMap, scheme: Scheme | None) -> CheckpointMap:
@@ -47,7 +49,7 @@ def store_codes(
         if kind is None:
             continue
         storage = scheme.storage_of(names.modules(f"{name}.{leaf}", pieces))
-        if storage is None:
+        if storage is None or (name.startswith(_TOWER) and isinstance(storage, AtLoad)):
             continue
         coded = kind(module, storage, name, products=scheme.products, num_shards=num_shards)
         *parent, last = path

@@ -20,6 +20,8 @@ from jaxllm.lora.adapter_file import Matrices
 from jaxllm.media.device import in_runs
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
+from jaxllm.offload.identity import open_files
+from jaxllm.offload.mover import BlockMover
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.memory import device_memory, format_bytes, peak_host_bytes
@@ -140,6 +142,9 @@ class ModelRunner:
                 for stage, its in zip(plan.stages, weights, strict=True)
             ]
         self._model = self._stages[0] if len(self._stages) == 1 else Pipeline(plan, self._stages)
+        self._mover: BlockMover | None = None
+        if plan.offload is not None:
+            self._mover = BlockMover(plan, self._stages, open_files(plan))
         self._host_weights: list[list[HostArray]] = []  # by stage, while the engine sleeps
         self._adapter_arrays = (
             [plan.adapter_arrays(stage) for stage in plan.stages] if plan.adapters else []
@@ -159,6 +164,8 @@ class ModelRunner:
         """Dispatch one step and return without waiting for it."""
         compiles = compilation_counter.compiles
         start = time.perf_counter()
+        if schedule.moves is not None:
+            self.mover().send(schedule.moves)
         for admission in schedule.admissions:
             self._packer.admit(admission)
             row = slot_row(admission, self._plan.num_logits, self._plan.max_model_len)
@@ -219,6 +226,11 @@ class ModelRunner:
         """Arrange an adapter, by layer, as AdapterWrite has it. Any thread may call this."""
         return [arrays.lay_out(adapter) for arrays in self._adapter_arrays]
 
+    def mover(self) -> BlockMover:
+        """What moves blocks to the host and back."""
+        assert self._mover is not None, "the plan has no places on the host"
+        return self._mover
+
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
         self._newest = None
@@ -255,6 +267,8 @@ class ModelRunner:
 
     def free(self) -> None:
         """Free the devices' memory. Nothing can run any more."""
+        if self._mover is not None:
+            self._mover.close()
         self._host_weights, self._newest = [], None
         self._model.free()
 

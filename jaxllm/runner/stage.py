@@ -4,11 +4,14 @@ The devices run a stage's programs in the order of its calls, and no call waits 
 class holds the device state: each program consumes the state and leaves a new one.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxllm.offload.buffers import Buffer, group_buffers
 from jaxllm.parallel.sharding import sharding
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
@@ -21,6 +24,7 @@ from jaxllm.programs.declare import (
     WRITE_ADAPTER,
     WRITE_SLOT,
     WRITE_TABLES,
+    BlocksKey,
     EncodeKey,
     ReadKey,
     program_key,
@@ -42,6 +46,9 @@ class Stage:
         self._stage = stage
         self._num_table_rows = len(plan.cache_groups) * plan.max_num_seqs
         self._programs = programs
+        self._buffers = [
+            group_buffers(plan, stage, group) for group in range(len(plan.cache_groups))
+        ]
         self.weights = weights  # empty while the engine sleeps
         self._state: DeviceState | None = programs[program_key(stage, MAKE_STATE)]()
         self._adapters: Any = None  # made when the first one is written
@@ -112,6 +119,30 @@ class Stage:
             program = self._programs[program_key(self._stage, WRITE_TABLES)]
             self._state = program(self._take_state(), padded)
 
+    def block_buffers(self, group: int) -> tuple[Buffer, ...]:
+        """The buffers for blocks of a cache group; empty: the stage has no caches of it."""
+        return self._buffers[group]
+
+    def read_blocks(self, group: int, blocks: np.ndarray) -> tuple[jax.Array, ...]:
+        """Copy blocks of a cache group, i32 [BLOCKS_PER_CALL], to new buffers."""
+        assert (state := self._state) is not None, "there is no cache to read"
+        program = self._programs[program_key(self._stage, BlocksKey("read", group))]
+        buffers = program(_caches(state, self._buffers[group]), blocks)
+        for buffer in buffers:
+            buffer.copy_to_host_async()
+        return buffers
+
+    def write_blocks(self, group: int, blocks: np.ndarray, data: Sequence[jax.Array]) -> None:
+        """Copy buffers to blocks of a cache group, i32 [BLOCKS_PER_CALL]."""
+        program = self._programs[program_key(self._stage, BlocksKey("write", group))]
+        buffers, state = self._buffers[group], self._take_state()
+        caches = list(state.caches)
+        indices = [index for buffer in buffers for index in buffer.caches]
+        written = program(_caches(state, buffers), blocks, tuple(data))
+        for index, cache in zip(indices, written, strict=True):
+            caches[index] = cache
+        self._state = dataclasses.replace(state, caches=tuple(caches))
+
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
         self._state = None  # the next step makes it: there may be no room for two caches
@@ -132,3 +163,7 @@ class Stage:
             state = self._programs[program_key(self._stage, MAKE_STATE)]()
         self._state = None
         return state
+
+
+def _caches(state: DeviceState, buffers: Sequence[Buffer]) -> tuple[Any, ...]:
+    return tuple(state.caches[index] for buffer in buffers for index in buffer.caches)

@@ -19,6 +19,7 @@ from jaxllm.scheduler.schedule import (
     NO_ADAPTER,
     NO_TOKEN,
     Admission,
+    BlockMoves,
     DraftReads,
     Schedule,
     StateCopies,
@@ -41,6 +42,7 @@ class StepDraft:
         self._has_drafts = False
         self.carried_from: int | None = None  # as in Schedule
         self.draft_reads: DraftReads | None = None  # as in Schedule
+        self.moves: BlockMoves | None = None  # as in Schedule
         self.state_copies: StateCopies | None = None  # as in Schedule
         self._admissions: list[Admission] = []
         self._starts: dict[int, int] = {}  # of the admitted requests, by slot
@@ -133,6 +135,7 @@ class StepDraft:
             token_ids=self._token_ids(),
             num_drafts=num_drafts,
             draft_reads=self.draft_reads,
+            moves=self.moves,
             next_tokens=self._next_tokens(samples) if self._reads_ahead else None,
             block_updates=updates,
             state_copies=self.state_copies,

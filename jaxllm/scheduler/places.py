@@ -5,12 +5,14 @@ requests wait.
 """
 
 import bisect
+import time
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from jaxllm.messages import EngineOutput, FinishReason
 from jaxllm.metrics.stats import EngineStats
 from jaxllm.scheduler.features import Feature, Gate
+from jaxllm.scheduler.kv.host_tier import HostTier
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.request import NO_LANE, Request, RequestStatus
 from jaxllm.scheduler.waiting_queue import WaitingQueue
@@ -65,12 +67,31 @@ class Places:
         if not request.num_holds and not request.is_finished:
             self.wait(request)
 
-    def admit_first(self) -> None:
-        """Let the first waiting request run. It already has its blocks."""
+    def admit_first(self, num_cached: int) -> None:
+        """Let the first waiting request run. It already has its blocks, where `num_cached` of its
+        tokens need not be computed."""
         request = self.waiting.pop()
         request.status = RequestStatus.RUNNING
         request.slot = self.free_slots.pop()
+        self._note_swapped(request, False)
         bisect.insort(self.running, request, key=attrgetter("order"))
+        if not request.stats.scheduled_ts:
+            request.stats.scheduled_ts = time.monotonic()
+            request.num_cached_tokens = num_cached
+            self._count_cached(request)
+
+    def _count_cached(self, request: Request) -> None:
+        """Count what a request has found that runs for the first time."""
+        stats, num_cached = self._stats, request.num_cached_tokens
+        stats.prefix_cache_hits += num_cached
+        stats.num_images += len(request.images)
+        if not self._kv.may_read(request):
+            return
+        stats.prefix_cache_queries += request.num_tokens
+        if self._kv.tier is not None:
+            found = request.num_loaded_blocks * self._kv.block_size
+            stats.external_cache_hits += found
+            stats.external_cache_queries += request.num_tokens - num_cached + found
 
     def hold_first(self) -> None:
         """Park the first waiting request, which the gate holds."""
@@ -85,6 +106,7 @@ class Places:
         """Take slot and blocks from a running request; the caller takes it out of `running`. When
         it runs again it computes its tokens again, except those whose blocks are still cached."""
         self._give_back(request)
+        self._note_swapped(request, self._kv.tier is not None)
         request.num_computed_tokens = request.num_proposed = request.num_draft_read = 0
         request.num_drafts = 0
         request.stats.num_preemptions += 1
@@ -124,6 +146,7 @@ class Places:
         status = request.status
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
+        self._note_swapped(request, False)
         if status is RequestStatus.RUNNING:
             self._give_back(request)
         elif status is RequestStatus.WAITING:
@@ -149,6 +172,18 @@ class Places:
         if (snapshots := self._kv.snapshots) is not None:
             stats.num_snapshots = snapshots.sizes.count
             stats.num_snapshots_used = snapshots.num_used
+        if self._kv.tier is not None:
+            self._count_tier(self._kv.tier)
+
+    def _count_tier(self, tier: HostTier) -> None:
+        stats = self._stats
+        stats.host_blocks, stats.host_blocks_used = tier.num_places, tier.num_used
+        stats.host_blocks_stored, stats.host_blocks_loaded = tier.num_stored, tier.num_loaded
+        stats.host_blocks_read, stats.host_blocks_dropped = tier.num_read, tier.num_dropped
+
+    def _note_swapped(self, request: Request, is_swapped: bool) -> None:
+        self._stats.num_requests_swapped += is_swapped - request.is_swapped
+        request.is_swapped = is_swapped
 
     def _give_back(self, request: Request) -> None:
         """Take slot and blocks from a request that ran."""

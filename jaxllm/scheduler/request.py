@@ -67,6 +67,7 @@ class Request:
         "num_draft_read",
         "num_drafts",
         "num_holds",
+        "num_loaded_blocks",
         "num_prompt_tokens",
         "num_proposed",
         "num_registered_blocks",
@@ -85,6 +86,7 @@ class Request:
         "sampled_in",
         "sampling_params",
         "seed",
+        "is_swapped",
         "slot",
         "snapshots",
         "stats",
@@ -125,6 +127,7 @@ class Request:
         self.num_holds = 0  # what it waits for, parked, before it may run the first time
 
         self.status = RequestStatus.WAITING
+        self.is_swapped = False  # it was preempted, and its blocks may be on the host
         self.order: tuple = ()  # set once, by the scheduling policy
         self.slot = -1
         self.lane = NO_LANE  # `lanes` owns this field and the next
@@ -150,6 +153,7 @@ class Request:
         self.hash_root = hash_root  # None: this request shares no blocks
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
+        self.num_loaded_blocks = 0  # of its last admission: the most that a group got from the host
         # Whether its last admission took over blocks that other requests had filled.
         self.has_taken_over_blocks = False
         # At this number of computed tokens a block can be registered, or falls behind a window.

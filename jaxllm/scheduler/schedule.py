@@ -5,9 +5,9 @@ request in a step is a row. Rows are in order of their number of tokens, so deco
 single one, come first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -77,6 +77,53 @@ class Encoding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMoves:
+    """Blocks of the KV cache that move between the devices and the host before a step. The loads
+    are read on the host before anything is written there, and written on the devices after the
+    stores have been read there."""
+
+    number: int  # counts the moves of an engine
+    stores: np.ndarray  # int32 [stores, 3]: cache group, device block, place on the host
+    contents: list[bytes]  # the hashes of what is stored
+    loads: np.ndarray  # int32 [loads, 3]: the same numbers
+    reads: list[tuple[int, int, bytes]]  # from files: cache group, place, content
+
+
+class Arrival(NamedTuple):
+    """A content that is on the host now, or has failed to come."""
+
+    number: int  # of the moves
+    group: int
+    content: bytes
+    ok: bool
+
+
+class Mover(Protocol):
+    """What moves the blocks."""
+
+    def send(self, moves: BlockMoves) -> None:
+        """Dispatch moves, behind all steps that have been dispatched. Does not wait."""
+        ...
+
+    def arrived(self, *, wait: bool = False) -> Iterable[Arrival]:
+        """Return what has come to the host since the last call; with `wait`, something that is on
+        its way."""
+        ...
+
+    def is_stored(self, group: int, content: bytes) -> bool:
+        """Whether there is a file of a content."""
+        ...
+
+    def forget(self, group: int, content: bytes) -> None:
+        """Remove the file of a content, if there is one."""
+        ...
+
+    def forget_all(self) -> None:
+        """Remove all files."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftReads:
     """What a draft model reads before a step, so that it can draft in the step. Rows are in order
     of their number of tokens."""
@@ -110,6 +157,7 @@ class Schedule:
     # int32 [rows]: how many of each row's tokens are drafts; None if no row has any.
     num_drafts: np.ndarray | None = None
     draft_reads: DraftReads | None = None
+    moves: BlockMoves | None = None
     # int32 [rows]: the token behind each row that samples none, for a head that drafts; NO_TOKEN
     # for the other rows. None: no row has one, or nothing asks for it.
     next_tokens: np.ndarray | None = None

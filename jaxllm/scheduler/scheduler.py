@@ -168,12 +168,14 @@ class Scheduler:
             self._places.preempt(running.pop())
         for feature in self._features:
             feature.lose()
-        forgotten = self.reset_prefix_cache()
-        assert forgotten, "blocks are in use, and no request runs"
+        self._kv.lose()
+        if self._drafting is not None:
+            self._drafting.forget()
         self._settle()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Return False and change nothing if a request holds blocks."""
+        """Forget all cached prefixes, on the host and on disks too. Return False and change nothing
+        if a request holds blocks."""
         if not self._kv.reset():
             return False
         if self._drafting is not None:
@@ -185,6 +187,9 @@ class Scheduler:
     def schedule(self) -> Schedule | None:
         """Plan the next step, or return None if no request can compute a token now."""
         self._release(wait=False)
+        tier = self._kv.tier
+        if tier is not None:
+            tier.take_arrivals()
         draft = StepDraft(self._features, reads_ahead=self._reads_ahead)
         budget, preempted = self._schedule_running(draft, self._max_num_batched_tokens)
         # Blocks that a preemption freed go to running requests, not to new ones.
@@ -196,6 +201,9 @@ class Scheduler:
         if not rows:
             if not self._results.dispatched and self._release(wait=True):
                 return self.schedule()
+            if not self._results.dispatched and self._places.requests:
+                if tier is not None and tier.await_arrivals():
+                    return self.schedule()
             assert self._results.dispatched or not self._places.requests, (
                 f"{len(self._places.requests)} unfinished requests, and none of them can ever run"
             )
@@ -205,6 +213,8 @@ class Scheduler:
             draft.carried_from = self._lanes.carried_from(rows)
         if self._drafting is not None:
             draft.draft_reads = self._drafting.take_reads()
+        if tier is not None:
+            draft.moves = tier.take_moves()
         if self._kv.snapshots is not None:
             draft.state_copies = self._kv.snapshots.take_copies(rows)
         schedule = draft.build(self._num_steps, rows)
@@ -303,21 +313,16 @@ class Scheduler:
             if self._gate is not None and not self._gate.admits(request):
                 places.hold_first()
                 continue
-            prefix = self._kv.find_prefix(request)
+            prefix = self._kv.find_now(request)
+            if prefix is None:
+                break  # most likely its blocks are on the host when the next step is planned
             num_cached = prefix * self._kv.block_size
             n = self._limit(request, num_cached, budget)
             # Keep one block in reserve for each running request. Otherwise a request that grows
             # would soon preempt the new one.
             if n == 0 or not self._kv.admit(request, prefix, reserve=len(places.running)):
                 break
-            places.admit_first()
-            if not request.stats.scheduled_ts:
-                request.stats.scheduled_ts = time.monotonic()
-                request.num_cached_tokens = num_cached
-                self.stats.prefix_cache_hits += num_cached
-                self.stats.num_images += len(request.images)
-                if self._kv.may_read(request):
-                    self.stats.prefix_cache_queries += request.num_tokens
+            places.admit_first(num_cached)
             request.num_computed_tokens = num_cached + n
             budget -= n
             adapter = NO_ADAPTER if self._gate is None else self._gate.admitted(request)

@@ -1,6 +1,7 @@
 """Every endpoint of the server. Routes, keys, host names, metrics and /openapi.json follow this
 table. A new endpoint needs a line here and a file of its own."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -234,4 +235,10 @@ def offered(service: Service, keys: Keys) -> list[Endpoint]:
             found += OF_PROFILER
         if service.engine.info.adapters is not None:
             found += OF_ADAPTERS
+    if service.options.metrics_without_key:
+        found = [_without_key(one) if one.path == "/metrics" else one for one in found]
     return found
+
+
+def _without_key(endpoint: Endpoint) -> Endpoint:
+    return dataclasses.replace(endpoint, access=Access.WITHOUT_KEY)

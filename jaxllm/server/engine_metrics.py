@@ -4,6 +4,7 @@ This module counts nothing, so every frontend gives the same answer.
 """
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import (
@@ -17,6 +18,7 @@ from jaxllm.cache_groups import CacheGroup
 from jaxllm.config import CacheConfig
 from jaxllm.errors import EngineDeadError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.lora.request import AdapterLimits
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.figures import (
     EXPERT_TOKENS,
@@ -74,7 +76,7 @@ class EngineMetrics:
             *families.of_stats(self._stats),
             *families.of_groups(self._stats, self._engine.info.cache_groups),
             *families.of_memory(self._memory, resident_bytes()),
-            *families.of_adapters(self._engine.info, self._stats),
+            *families.of_adapters(self._engine.info.adapters, self._stats),
             *families.of_experts(self._stats),
             families.of_cache(self._engine.config.cache, self._engine.info, len(self._stats)),
         ]
@@ -122,18 +124,25 @@ class Figures:
                     family.add_metric(labels, count)
             yield family
 
-    def of_adapters(self, info: EngineInfo, replicas: Sequence[EngineStats]) -> Iterator[Metric]:
-        """The adapters of running and of waiting requests, in the labels."""
-        if info.adapters is None:
+    def of_adapters(
+        self, limits: AdapterLimits | None, replicas: Sequence[EngineStats]
+    ) -> Iterator[Metric]:
+        """The adapters of running and of waiting requests, in the labels.
+
+        The value is the time of reading: readers that gather series take the latest one of an
+        engine as current."""
+        if limits is None:
             return
+        now = time.time()
         family = GaugeMetricFamily(
             f"{self._prefix}:lora_requests_info",
-            "Adapters in use, in the labels.",
+            "Adapters in use, in the labels; the value is the time at which they were.",
             labels=(*_LABELS, "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         )
         for number, stats in enumerate(replicas):
             names = (",".join(stats.adapters_running), ",".join(stats.adapters_waiting))
-            family.add_metric((self._model, str(number), str(info.adapters.max_loras), *names), 1)
+            labels = (self._model, str(number), str(limits.max_loras), *names)
+            family.add_metric(labels, now)
         yield family
 
     def of_experts(self, replicas: Sequence[EngineStats]) -> Iterator[Metric]:

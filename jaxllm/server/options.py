@@ -152,6 +152,9 @@ class ServerOptions(ParserOptions):
     )
     # Reports.
     metrics_prefix: str = option("jaxllm", "Of the names in /metrics; 'vllm' fits its dashboards.")
+    metrics_without_key: bool = option(
+        False, "Let everybody read /metrics, as a gateway or a scraper that has no key does."
+    )
     disable_log_stats: bool = option(False, "Do not log the state of the engine every 10 seconds.")
     disable_page: bool = option(
         False, "Show no page at / to talk to the model and to watch the engine."

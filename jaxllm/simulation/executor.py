@@ -1,5 +1,7 @@
 """Replaces an engine's executor: computes when a step would be done, and runs nothing."""
 
+from typing import NoReturn
+
 import numpy as np
 
 from jaxllm.messages import EngineInfo
@@ -84,6 +86,9 @@ class SimulatedExecutor:
 
     def lay_out_adapter(self, adapter: object) -> object:
         return adapter  # no step reads it
+
+    def mover(self) -> NoReturn:
+        raise AssertionError("simulated blocks stay on the devices")
 
     def check(self) -> None: ...
 

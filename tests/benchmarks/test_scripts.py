@@ -10,6 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = [
+    "attention_bounds",
     "connections",
     "frontend",
     "h200",

@@ -126,7 +126,9 @@ class Program(NamedTuple):
         scale = array((self.num_kv_heads,), jnp.float32, "tp")
         scales = None if self.kv_dtype is None else KVScales(scale, scale)
         step = jax.jit(attend, donate_argnums=3)
-        compiled = step.lower(q, k, v, cache, batch, sinks, scales).compile()
+        # As plans compile.
+        options = dict(chip_of(devices[0]).compiler_options)
+        compiled = step.lower(q, k, v, cache, batch, sinks, scales).compile(options)
         return compiled, shard.size * shard.dtype.itemsize
 
 

@@ -1,11 +1,20 @@
 """Towers: embeddings and logits of prompts with images are those of transformers."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxllm.files import read_json
+from jaxllm.models.architecture import read_architecture
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.tower import Images
+from jaxllm.parallel.sharding import make_mesh
+from jaxllm.quantization.linear import CodedLinear
+from jaxllm.weights.loader import load_weights
 from tests.media.models import make_model, make_pixtral
-
-pytestmark = pytest.mark.oracle
+from tests.models.conftest import STATE_OPS
 
 # Rows and columns of patches.
 GRIDS = [(2, 2), (4, 10), (16, 6)]
@@ -32,22 +41,12 @@ def in_patches(pixels, patch_size, merge):
     return patches, places.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixtral_is_as_in_transformers(kind, tmp_path):
     path = KINDS[kind](tmp_path)
     torch = pytest.importorskip("torch")
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
     from transformers import AutoModelForImageTextToText
-
-    from jaxllm.files import read_json
-    from jaxllm.models.architecture import read_architecture
-    from jaxllm.models.registry import ModelRegistry
-    from jaxllm.models.tower import Images
-    from jaxllm.parallel.sharding import make_mesh
-    from jaxllm.weights.loader import load_weights
-    from tests.models.conftest import STATE_OPS
 
     architecture = read_architecture(read_json(path / "config.json"), sees_images=True)
     model_class = ModelRegistry.resolve([architecture.name])
@@ -84,3 +83,11 @@ def test_pixtral_is_as_in_transformers(kind, tmp_path):
     assert np.isfinite(out).all()
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(out[: len(expected)], expected, atol=2e-4, rtol=0)
+
+
+def test_a_tower_keeps_its_weights_where_others_become_codes(tmp_path):
+    config = read_json(make_model(tmp_path) / "config.json")
+    architecture = read_architecture(config, sees_images=True, quantization="int8")
+    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, jnp.float32)
+    coded = [path for path, module in nnx.iter_graph(model) if isinstance(module, CodedLinear)]
+    assert coded and all(path[0] == "model" for path in coded)

@@ -24,6 +24,7 @@ from jaxllm.messages import (
 from jaxllm.prompt_logprobs.host import PromptLogprobs
 from jaxllm.prompt_logprobs.slice import NAME as PROMPT_LOGPROBS
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.kv.host_tier import HostTier
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.lanes import Lanes
 from jaxllm.scheduler.policy import fcfs
@@ -39,6 +40,7 @@ from jaxllm.scheduler.schedule import (
 )
 from jaxllm.scheduler.scheduler import Scheduler
 from jaxllm.speculative_config import Speculation
+from tests.scheduler.fake_mover import FakeMover
 
 VOCAB_SIZE = 50
 NUM_LOGPROBS = 3
@@ -394,8 +396,11 @@ class FakeEngine:
         failure_loses_cache: bool = False,
         speculation: Speculation | None = None,
         is_right=lambda rng: rng.random() < 0.7,
+        num_places: int = 0,
+        has_files: bool = False,
         **options,
     ) -> None:
+        """With `num_places` the host has places for so many blocks of each cache group."""
         self.depth = depth
         self.failure_loses_cache = failure_loses_cache
         sizes = CacheSizes(
@@ -404,10 +409,25 @@ class FakeEngine:
             max_num_batched_tokens=max_num_batched_tokens,
         )
         groups = sizes.divide(windows, num_blocks)
+        self.device = FakeDevice(
+            groups=groups,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_blocks=-(-max_model_len // block_size),
+            num_drafts=speculation.num_drafts if speculation else 0,
+            num_snapshots=snapshots.count if snapshots else 0,
+            is_right=is_right,
+        )
+        self.mover = FakeMover(self.device.kv, has_files=has_files)
+        self.tier = None
+        if num_places:
+            places = [num_places] * len(groups)
+            self.tier = HostTier(places, self.mover, is_eager=has_files)
         self.kv = KVCacheManager(
             groups=groups,
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
+            tier=self.tier,
             keeps_states=snapshots is not None,
             snapshots=snapshots,
         )
@@ -424,15 +444,6 @@ class FakeEngine:
             **options,
         )
         self.stats = self.scheduler.stats
-        self.device = FakeDevice(
-            groups=groups,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_blocks=-(-max_model_len // block_size),
-            num_drafts=speculation.num_drafts if speculation else 0,
-            num_snapshots=snapshots.count if snapshots else 0,
-            is_right=is_right,
-        )
         self.in_flight: deque[tuple[Schedule, StepResult, bool]] = deque()
         self.received: dict[str, Received] = {}
         self.done: list[Received] = []
@@ -451,6 +462,8 @@ class FakeEngine:
         if schedule is not None:
             # Steps dispatched after a failed step, before its failure is known, are lost too.
             self.device.is_broken |= fails
+            if schedule.moves is not None:
+                self.mover.send(schedule.moves)
             self.in_flight.append((schedule, self.device.run(schedule), fails))
         return schedule
 

@@ -181,6 +181,57 @@ def test_thousands_of_requests_with_states_come_and_go(
     assert 0 < engine.stats.num_snapshots_used <= SNAPSHOTS.count
 
 
+@pytest.mark.parametrize(
+    ("depth", "num_stages", "windows", "num_places", "has_files"),
+    [(1, 1, "everything", 12, False), (4, 4, "windows", 60, False), (1, 1, "chunks", 40, True)],
+)
+def test_blocks_go_to_the_host_and_come_back(
+    make_engine, make_request, depth, num_stages, windows, num_places, has_files
+):
+    """While copies arrive late or fail, steps fail, requests are aborted and prefixes forgotten."""
+    rng = np.random.default_rng([depth, num_places])
+    engine = make_engine(
+        depth=depth,
+        num_stages=num_stages,
+        windows=WINDOWS[windows][0],
+        num_blocks=WINDOWS[windows][1],
+        max_num_seqs=5,
+        max_num_batched_tokens=13,
+        max_model_len=MAX_MODEL_LEN,
+        num_places=num_places,
+        has_files=has_files,
+        failure_loses_cache=has_files,
+    )
+    traffic = Traffic(make_request, rng)
+    while len(engine.done) < 300:
+        if len(engine.received) < 30 and rng.random() < 0.5:
+            for request in traffic.requests():
+                engine.add(request)
+        if engine.received and rng.random() < 0.03:
+            engine.abort(*rng.choice(list(engine.received), size=2))
+        if rng.random() < 0.02:
+            engine.scheduler.reset_prefix_cache()
+        engine.step(fails=rng.random() < 0.01)
+    engine.drain()
+    stats = engine.stats
+    assert stats.num_requests_swapped == 0
+    assert stats.num_preemptions and stats.host_blocks_stored and stats.host_blocks_loaded
+    assert stats.external_cache_hits and stats.host_blocks_dropped
+    assert bool(stats.host_blocks_read) == has_files
+
+
+def test_a_preempted_request_computes_at_most_a_block_again(make_engine, make_request):
+    engine = make_engine(num_blocks=16, block_size=4, num_places=64, max_model_len=64)
+    engine.mover.is_prompt = True
+    for index in range(8):
+        engine.add(make_request(str(index), 20, 40))
+    engine.drain()
+    stats = engine.stats
+    assert stats.num_preemptions > 4 and stats.host_blocks_dropped == 0
+    most = 8 * (20 + 40 - 1) + (4 + 1) * stats.num_preemptions
+    assert stats.num_scheduled_tokens <= most, stats.num_preemptions
+
+
 @pytest.mark.parametrize("depth", [0, 1], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 def test_the_oldest_request_is_served_in_every_step(make_engine, make_request, depth, chunked):
@@ -224,6 +275,8 @@ def test_any_sequence_of_calls_keeps_the_invariants(make_engine, make_request):
             num_stages=st.integers(1, 4),
             windows=st.sampled_from([(None,), (None, 7), (5,), (None, 20, 3), (None, Chunk(6))]),
             has_states=st.booleans(),
+            num_places=st.sampled_from([0, 8, 60]),
+            has_files=st.booleans(),
         )
         def start(
             self,
@@ -235,6 +288,8 @@ def test_any_sequence_of_calls_keeps_the_invariants(make_engine, make_request):
             num_stages,
             windows,
             has_states,
+            num_places,
+            has_files,
         ):
             self.num_stages = num_stages
             self.engine = make_engine(
@@ -247,6 +302,8 @@ def test_any_sequence_of_calls_keeps_the_invariants(make_engine, make_request):
                 max_model_len=MAX_MODEL_LEN,
                 enable_prefix_caching=caching,
                 snapshots=SNAPSHOTS if has_states and caching else None,
+                num_places=num_places if caching and not has_states else 0,
+                has_files=has_files,
                 **({"policy": priority} if by_priority else {}),
             )
             self.ids = itertools.count()

@@ -6,14 +6,18 @@ then cached blocks, the least recently used first. A cached block loses its cont
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
     """Blocks 0 to num_blocks - 1. Every operation costs O(1) per block it names."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, evicted: Callable[[int, bytes], None] | None = None
+    ) -> None:
+        """`evicted` is called for a block that is about to be overwritten, with its content."""
         self.num_blocks = num_blocks
+        self._evicted = evicted
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         # A hash names one block. Two requests that compute the same prefix side by side fill two
@@ -46,7 +50,9 @@ class BlockPool:
         del blank[split:]
         while len(taken) < count:
             block, _ = self._cached.popitem(last=False)
-            self._unname(block)
+            content = self._unname(block)
+            if self._evicted is not None:
+                self._evicted(block, content)
             taken.append(block)
         for block in taken:
             self._ref_counts[block] = 1
@@ -129,8 +135,9 @@ class BlockPool:
         assert all(self._hashes[block] is None for block in self._blank), "a blank block is named"
         assert all(self._hashes[block] is not None for block in self._cached)
 
-    def _unname(self, block: int) -> None:
+    def _unname(self, block: int) -> bytes:
         content = self._hashes[block]
         assert content is not None, f"block {block} has no content"
         del self._block_of[content]
         self._hashes[block] = None
+        return content

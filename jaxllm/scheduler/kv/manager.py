@@ -8,14 +8,19 @@ all admissions of a step.
 
 Each group of layers has a pool of blocks, and a request has a table in each group. A request gives
 a block of a group with a window back once none of its later tokens can read the block.
+
+With a tier (`host_tier`), blocks have a second home on the host. Of a prefix that is there, a
+request gets blocks of its own, which are filled before its first chunk.
 """
 
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 
 from jaxllm.cache_groups import CacheGroup, StateSnapshots
 from jaxllm.lora.request import Adapter
 from jaxllm.scheduler.kv.block_pool import BlockPool
+from jaxllm.scheduler.kv.host_tier import HostTier
 from jaxllm.scheduler.kv.prefix_hash import (
     block_hashes,
     group_root_hash,
@@ -39,6 +44,7 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool,
         keeps_states: bool = False,
+        tier: HostTier | None = None,
         snapshots: StateSnapshots | None = None,
     ) -> None:
         """With `keeps_states` the model has layers with a state of each request. Blocks do not have
@@ -52,9 +58,17 @@ class KVCacheManager:
         # Whether requests can share a prefix at all.
         self.can_share = snapshots is not None or not keeps_states
         self.snapshots = None if snapshots is None else Snapshots(snapshots, block_size)
-        self._pools = tuple(BlockPool(group.num_blocks) for group in groups)
+        assert tier is None or enable_prefix_caching, "the host has blocks by their hashes"
+        self.tier = tier
+        self._pools = tuple(
+            BlockPool(
+                group.num_blocks, None if tier is None else functools.partial(tier.offer, index)
+            )
+            for index, group in enumerate(groups)
+        )
         self._windowed = [i for i, group in enumerate(groups) if group.window is not None]
         self._num_sharing = 0
+        self._counts_coming = False  # while a prefix is sought
         # How often a request found too few free blocks, by group.
         self.num_shortages = [0] * len(self.groups)
 
@@ -84,14 +98,16 @@ class KVCacheManager:
         """Whether a request may take over computed blocks."""
         return request.hash_root is not None and not request.num_cache_bars
 
-    def find_prefix(self, request: Request) -> int:
+    def find_prefix(self, request: Request, *, now: bool = True) -> int:
         """Return how many blocks at the head of the request need not be computed: every group has
-        those of them that later tokens read.
+        those of them that later tokens read. Without `now`, what is on its way to the host counts,
+        and what would first be read from files.
 
         The last token is never among them: it must be computed to sample the next one.
         """
         if not self.may_read(request):
             return 0
+        self._counts_coming = not now
         length = self._find_in_groups(request, (request.num_known_tokens - 1) // self.block_size)
         if self.snapshots is None:
             return length
@@ -101,9 +117,33 @@ class KVCacheManager:
         request.parts_at = end * self.block_size if length < end else 0
         return length
 
+    def find_now(self, request: Request) -> int | None:
+        """Return how many blocks of a prefix a request may be admitted with; None: it should wait
+        for more, which are on their way to the host."""
+        tier = self.tier
+        if tier is None:
+            return self.find_prefix(request)
+        length = self.find_prefix(request, now=False)
+        missing = [self._missing(request, index, length) for index in range(len(self.groups))]
+        # If these take most of a pool, others on their way might drive them out again and again.
+        fits = all(
+            2 * len(its) <= pool.num_places for its, pool in zip(missing, tier.pools, strict=True)
+        )
+        wanted = [(index, content) for index, its in enumerate(missing) for content in its]
+        if not fits:
+            return self.find_prefix(request)
+        return length if tier.fetch(wanted) else None
+
+    def _missing(self, request: Request, index: int, length: int) -> list[bytes]:
+        """The contents of a prefix that no block of a group has."""
+        start = self.groups[index].first_block(length * self.block_size, self.block_size)
+        pool = self._pools[index]
+        return [one for one in request.block_hashes[start:length] if pool.find(one) is None]
+
     def admit(self, request: Request, num_prefix_blocks: int, reserve: int) -> bool:
-        """Give a request blocks for all its tokens; the first `num_prefix_blocks` are shared. In a
-        group with a window it gets at most as many as it can hold at once.
+        """Give a request blocks for all its tokens. The first `num_prefix_blocks` are shared, or
+        filled from the host. In a group with a window it gets at most as many as it can hold at
+        once.
 
         It gets them all at once, not chunk by chunk: otherwise prompts that are admitted together
         could take each other's room half way. Return False and change nothing if fewer than
@@ -113,21 +153,25 @@ class KVCacheManager:
         parts = []
         for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
             start = group.first_block(num_prefix_blocks * self.block_size, self.block_size)
-            prefix = [
-                block
-                for content in request.block_hashes[start:num_prefix_blocks]
-                if (block := pool.find(content)) is not None
-            ]
-            assert start + len(prefix) == num_prefix_blocks, f"{request}: prefix is gone"
-            num_new = min(length, start + group.max_blocks_per_request) - num_prefix_blocks
-            if num_new + reserve > pool.num_free - pool.count_free(prefix):
+            prefix = [pool.find(its) for its in request.block_hashes[start:num_prefix_blocks]]
+            shared = [block for block in prefix if block is not None]
+            assert self.tier is not None or len(shared) == num_prefix_blocks - start, (
+                f"{request}: prefix is gone"
+            )
+            num_new = min(length, start + group.max_blocks_per_request) - start - len(shared)
+            if num_new + reserve > pool.num_free - pool.count_free(shared):
                 self.num_shortages[index] += 1
                 return False
-            parts.append((pool, start, prefix, num_new))
+            parts.append((pool, start, prefix, shared, num_new))
         tables = []
-        for pool, start, prefix, num_new in parts:
-            pool.share(prefix)
-            tables.append(BlockTable(start, prefix + pool.take(num_new)))
+        request.num_loaded_blocks = 0
+        for index, (pool, start, prefix, shared, num_new) in enumerate(parts):
+            pool.share(shared)
+            if len(shared) == len(prefix):
+                blocks = shared + pool.take(num_new)
+            else:
+                blocks = self._load(request, index, start, prefix, num_new)
+            tables.append(BlockTable(start, blocks))
         request.tables = tuple(tables)
         request.num_registered_blocks = num_prefix_blocks
         request.has_taken_over_blocks = num_prefix_blocks > 0
@@ -136,6 +180,34 @@ class KVCacheManager:
         if self.snapshots is not None and num_prefix_blocks:
             self.snapshots.load(request, num_prefix_blocks)
         return True
+
+    def _load(
+        self,
+        request: Request,
+        index: int,
+        start: int,
+        prefix: list[int | None],
+        num_new: int,
+    ) -> list[int]:
+        """Take new blocks in a group, and let those that the prefix lacks be filled from the host.
+        Return the prefix and the other new blocks."""
+        tier, pool = self.tier, self._pools[index]
+        assert tier is not None
+        missing = [
+            content
+            for content, block in zip(request.block_hashes[start:], prefix, strict=False)
+            if block is None
+        ]
+        # Before new blocks are taken: what they held may drive these contents out.
+        places = [tier.place_of(index, content) for content in missing]
+        new = pool.take(num_new)
+        filled = new[: len(missing)]
+        for place, block in zip(places, filled, strict=True):
+            tier.load(index, place, block)
+        pool.register(filled, missing)
+        request.num_loaded_blocks = max(request.num_loaded_blocks, len(missing))
+        following = iter(filled)
+        return [next(following) if its is None else its for its in prefix] + new[len(missing) :]
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Give a running request room for `num_tokens` tokens. Return False and change nothing if a
@@ -184,26 +256,42 @@ class KVCacheManager:
 
     def forget(self, request: Request) -> None:
         """Make every block that this request may have filled unfindable."""
-        for pool in self._pools:
+        for index, pool in enumerate(self._pools):
             for content in request.block_hashes:
                 pool.forget(content)
+                if self.tier is not None:
+                    self.tier.forget(index, content)
         if self.snapshots is not None:
             for content in request.block_hashes:
                 self.snapshots.forget(content)
 
     def reset(self) -> bool:
-        """Forget all prefixes. Does nothing and returns False while a request holds blocks."""
+        """Forget all prefixes, also those on the host. Does nothing and returns False while a
+        request holds blocks."""
         if any(pool.num_used for pool in self._pools):
             return False
+        if self.tier is not None:
+            self.tier.reset()
         if self.snapshots is not None:
             self.snapshots.reset()
         return all([pool.reset() for pool in self._pools])
+
+    def lose(self) -> None:
+        """Forget what the devices had, since it is lost. No request holds blocks."""
+        if self.tier is not None:
+            self.tier.lose_coming()
+        if self.snapshots is not None:
+            self.snapshots.reset()
+        forgotten = all([pool.reset() for pool in self._pools])
+        assert forgotten, "blocks are in use, and no request runs"
 
     def check(self, running: Iterable[Request]) -> None:
         """Assert that blocks and tables add up. O(blocks)."""
         running = list(running)
         for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
             pool.check([request.tables[index].blocks for request in running])
+            if self.tier is not None:
+                self.tier.pools[index].check()
             for request in running:
                 table = request.tables[index]
                 first = group.first_block(request.num_certain_tokens, self.block_size)
@@ -230,14 +318,14 @@ class KVCacheManager:
     def _find_in_group(self, request: Request, index: int, length: int) -> int:
         """Return the length in blocks of the longest prefix, at most `length`, of which the group
         has every block that later tokens read."""
-        group, pool = self.groups[index], self._pools[index]
+        group = self.groups[index]
         if group.window is None:
             hashes = request.block_hashes
             for found in range(length):
                 if found == len(hashes):
                     # Not all at once: after the first miss no more are needed for now.
                     self.hash_blocks(request, min(found + _HASH_STRIDE, length))
-                if pool.find(hashes[found]) is None:
+                if not self._has(index, hashes[found]):
                     return found
             return length
         self.hash_blocks(request, length)
@@ -248,12 +336,21 @@ class KVCacheManager:
                 # At the beginning of a chunk no block is read. The last one shows that the tokens
                 # before it have been computed; elsewhere the group without a window shows it.
                 start = min(start, length - 1)
-            while first > start and pool.find(request.block_hashes[first - 1]) is not None:
+            while first > start and self._has(index, request.block_hashes[first - 1]):
                 first -= 1
             if first <= start:
                 return length
             first = length = first - 1  # a longer prefix would read the missing block
         return 0
+
+    def _has(self, index: int, content: bytes) -> bool:
+        """Whether a group has a content, on the devices or in its second home."""
+        if self._pools[index].find(content) is not None:
+            return True
+        tier = self.tier
+        if tier is None:
+            return False
+        return tier.has(index, content) if self._counts_coming else tier.is_there(index, content)
 
     def _register(self, request: Request) -> None:
         if request.hash_root is None:
@@ -262,12 +359,14 @@ class KVCacheManager:
         first, end = request.num_registered_blocks, num_tokens // self.block_size
         if first < end:
             self.hash_blocks(request, end)
-            for pool, table in zip(self._pools, request.tables, strict=True):
+            for index, (pool, table) in enumerate(zip(self._pools, request.tables, strict=True)):
                 start = max(first, table.start)
-                pool.register(
-                    table.blocks[start - table.start : end - table.start],
-                    request.block_hashes[start:end],
-                )
+                blocks = table.blocks[start - table.start : end - table.start]
+                contents = request.block_hashes[start:end]
+                pool.register(blocks, contents)
+                if self.tier is not None and self.tier.is_eager:
+                    for block, content in zip(blocks, contents, strict=True):
+                        self.tier.offer(index, block, content)
             request.num_registered_blocks = end
             if self.snapshots is not None:
                 self.snapshots.register(request)

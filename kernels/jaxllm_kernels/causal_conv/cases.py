@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.causal_conv.api import Activation, ConvOp, state_dtype
-from jaxllm_kernels.recurrent.cases import CASES, run_case
+from jaxllm_kernels.recurrent.cases import CASES, largest_error, run_case
 
 # The largest relative error (of norms).
 TOLERANCES = {"float32": 1e-6, "bfloat16": 5e-3}
@@ -63,9 +63,4 @@ def error(op: ConvOp, name: str, layer: Filter, dtype: DTypeLike = "float32") ->
         jnp.asarray(bits.astype(jnp.dtype(dtype)).view(state_dtype(dtype))),
         draw,
     )
-    errors = [0.0]
-    for request, out in outputs.items():
-        if len(out):
-            exact = layer.expected(draw(np.random.default_rng(request), len(out)))
-            errors.append(float(np.linalg.norm(out - exact) / np.linalg.norm(exact)))
-    return max(errors)
+    return largest_error(outputs, lambda random, count: layer.expected(draw(random, count)))

@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.gated_delta.api import DeltaOp
-from jaxllm_kernels.recurrent.cases import CASES, Case, run_case
+from jaxllm_kernels.recurrent.cases import CASES, Case, largest_error, run_case
 
 # The largest relative error (of norms).
 TOLERANCE = 1e-5
@@ -91,9 +91,7 @@ def outputs(
 
 def error(op: DeltaOp, name: str, layer: Layer, dtype: DTypeLike = "float32") -> float:
     """The largest relative error of an implementation for the requests of a case."""
-    errors = [0.0]
-    for request, out in outputs(op, CASES[name], layer, dtype).items():
-        if len(out):
-            exact = expected(draw(layer, np.random.default_rng(request), len(out), dtype))
-            errors.append(float(np.linalg.norm(out - exact) / np.linalg.norm(exact)))
-    return max(errors)
+    return largest_error(
+        outputs(op, CASES[name], layer, dtype),
+        lambda random, count: expected(draw(layer, random, count, dtype)),
+    )

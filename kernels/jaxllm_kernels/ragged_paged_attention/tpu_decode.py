@@ -28,8 +28,10 @@ from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     Ref,
     cast,
     cdiv,
+    divide,
     for_each,
     multiple_of,
+    remainder,
 )
 from jaxllm_kernels.ragged_paged_attention.tpu_row import Row, RowScratch
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
@@ -89,7 +91,7 @@ class DecodeStep:
         """Wait for what is left after the last step."""
         num_sent = self.scratch.num_sent[0]
         for i in (1, 2):
-            copy = self._tile_copy(0, 0, lax.rem(num_sent + i, 2))
+            copy = self._tile_copy(0, 0, remainder(num_sent + i, 2))
             pl.when(num_sent >= i)(copy.wait)
         if self.sizes.kind == "short":
             self._outputs().finish()
@@ -173,7 +175,7 @@ class DecodeStep:
             slot = items.take_slot()
             items.fetch_next()
             pages = items.pages(row.segment, item)
-            items.wait(row.segment, pages, slot)
+            items.wait(pages, slot)
             if row.num_tokens == 1:
                 pl.when(item == num_items - 1)(lambda: self._insert_token(row, pages, slot))
             else:
@@ -193,7 +195,7 @@ class DecodeStep:
         """Insert a decode's key and value into the slot of its last pages, and send them."""
         tile = self.scratch.written.shape[2]
         position = row.position
-        self._insert_into_tile(row, pages, slot, position - lax.rem(position, tile))
+        self._insert_into_tile(row, pages, slot, position - remainder(position, tile))
 
     def _insert_tokens(self, row: Row, pages: Pages, slot: jax.Array) -> None:
         """Insert the keys and values whose places are in a slot, and send them.
@@ -225,9 +227,9 @@ class DecodeStep:
 
         num_sent = scratch.num_sent[0]
         scratch.num_sent[0] = num_sent + 1
-        buffer = lax.rem(num_sent, 2)
-        block = items.block(row.segment, lax.div(start, items.block_size))
-        copy = self._tile_copy(block, lax.rem(start, items.block_size), buffer)
+        buffer = remainder(num_sent, 2)
+        block = items.block(row.segment, divide(start, items.block_size))
+        copy = self._tile_copy(block, remainder(start, items.block_size), buffer)
         # The buffer was last used two tiles ago.
         pl.when(num_sent >= 2)(copy.wait)
         scratch.written[buffer] = merged

@@ -5,7 +5,6 @@ memory holds. The items of all segments form one sequence. While the kernel comp
 fetches the pages of later items, across the borders of segments and steps.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +14,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxllm_kernels.ragged_paged_attention.tpu_primitives import Ref, cdiv, for_each, multiple_of
+from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
+    Ref,
+    cdiv,
+    divide,
+    for_each_unrolled,
+    multiple_of,
+    remainder,
+)
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
 from jaxllm_kernels.ragged_paged_attention.tpu_work import Work
+
+# Copies that are started together: each looks up a block and computes two addresses.
+_PAGES_AT_ONCE = 8
 
 # The state between items: the next item to fetch, its slot, and the next slot to compute.
 _FETCH_SEGMENT, _FETCH_ITEM, _FETCH_SLOT, _COMPUTE_SLOT = range(NUM_STATES := 4)
@@ -58,12 +67,14 @@ class Items:
 
         @pl.when(segment < self.work.first_segments[self.work.first_segments.shape[0] - 1])
         def _():
-            pages = self.pages(segment, item)
-            self._for_each_copy(segment, pages, slot, lambda copy: copy.start())
-            is_last = item + 1 == self.num_items(segment)
+            all_pages = self._all_pages(segment)
+            pages = self._pages_of(all_pages, item)
+            # The next numbers are stored first, so that the scalar core need not read them again.
+            is_last = pages.end == all_pages.end
             state[_FETCH_SEGMENT] = jnp.where(is_last, self._next_segment(segment), segment)
             state[_FETCH_ITEM] = jnp.where(is_last, 0, item + 1)
             state[_FETCH_SLOT] = self._after(slot)
+            self._start_copies(segment, pages, slot)
 
     def take_slot(self) -> jax.Array:
         """Return the slot of the next item to compute, and advance."""
@@ -71,9 +82,13 @@ class Items:
         self.state[_COMPUTE_SLOT] = self._after(slot)
         return slot
 
-    def wait(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
-        """Wait until an item's pages are in its slot."""
-        self._for_each_copy(segment, pages, slot, lambda copy: copy.wait())
+    def wait(self, pages: Pages, slot: jax.Array) -> None:
+        """Wait until an item's pages are in its slot: for powers of two of them at once."""
+        num_pages = pages.end - pages.first
+        for bit in range(self.sizes.slot_pages.bit_length()):
+            some = self.in_slot(slot, 0, 1 << bit)
+            copy = pltpu.make_async_copy(some, some, self.fetched.at[slot])
+            pl.when((num_pages & (1 << bit)) != 0)(copy.wait)
 
     def next_slot(self) -> jax.Array:
         """The slot that `take_slot` returns next; the others follow in turn."""
@@ -92,13 +107,15 @@ class Items:
 
     def pages(self, segment: jax.Array, item: jax.Array) -> Pages:
         """The pages of an item."""
-        pages = self._all_pages(segment)
+        return self._pages_of(self._all_pages(segment), item)
+
+    def _pages_of(self, pages: Pages, item: jax.Array) -> Pages:
         first = pages.first + item * self.sizes.slot_pages
         return Pages(first, jnp.minimum(first + self.sizes.slot_pages, pages.end))
 
     def offset(self, segment: jax.Array) -> jax.Array:
         """The index of a segment's first token in its step."""
-        return lax.rem(self.work.tokens[segment], self.sizes.step_tokens)
+        return remainder(self.work.tokens[segment], self.sizes.step_tokens)
 
     @property
     def num_heads(self) -> int:
@@ -124,10 +141,10 @@ class Items:
         """The first kv head of this group."""
         return lax.div(pl.program_id(0), self.sizes.row_groups) * self.num_heads
 
-    def in_slot(self, slot: jax.Array, index: jax.Array) -> Ref:
-        """The memory of one page in a slot."""
+    def in_slot(self, slot: jax.Array, index: int | jax.Array, num_pages: int = 1) -> Ref:
+        """The memory of consecutive pages in a slot."""
         start = multiple_of(index * self.block_size, self.block_size)
-        return self.slots.at[slot, :, pl.ds(start, self.block_size)]
+        return self.slots.at[slot, :, pl.ds(start, num_pages * self.block_size)]
 
     def _all_pages(self, segment: jax.Array) -> Pages:
         """The pages that a segment sees, without those before its first token's window."""
@@ -135,25 +152,25 @@ class Items:
         first = jnp.zeros_like(position)
         if self.sliding_window is not None:
             oldest = jnp.maximum(position - (self.sliding_window - 1), 0)
-            first = lax.div(oldest, self.block_size)
-        last = lax.div(position + self.work.lengths[segment] - 1, self.block_size)
+            first = divide(oldest, self.block_size)
+        last = divide(position + self.work.lengths[segment] - 1, self.block_size)
         return Pages(first, last + 1)
 
-    def _for_each_copy(
-        self, segment: jax.Array, pages: Pages, slot: jax.Array, action: Callable[[Any], None]
-    ) -> None:
-        """Call action with each copy of pages to a slot."""
+    def _start_copies(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
+        """Start to copy pages to a slot."""
+        table = self.work.rows[segment] * self.max_blocks + pages.first
 
-        def act(page: jax.Array) -> None:
-            action(
+        def start(first: jax.Array, num: int) -> None:
+            # First all blocks: the compiler reads no memory across the start of a copy.
+            blocks = [self.work.block_tables[table + first + i] for i in range(num)]
+            target = self.in_slot(slot, first, num)
+            for i, block in enumerate(blocks):
+                tokens = pl.ds(i * self.block_size, self.block_size)
                 pltpu.make_async_copy(
-                    self.in_cache(self.block(segment, page)),
-                    self.in_slot(slot, page - pages.first),
-                    self.fetched.at[slot],
-                )
-            )
+                    self.in_cache(block), target.at[:, tokens], self.fetched.at[slot]
+                ).start()
 
-        for_each(pages.first, pages.end, act)
+        for_each_unrolled(pages.end - pages.first, _PAGES_AT_ONCE, start)
 
     def _next_segment(self, segment: jax.Array) -> jax.Array:
         """The next segment in this group of rows."""
@@ -162,7 +179,7 @@ class Items:
             return segment
         # The other groups have the next steps.
         first_segments = self.work.first_segments
-        step = lax.div(self.work.tokens[segment - 1], self.sizes.step_tokens)
+        step = divide(self.work.tokens[segment - 1], self.sizes.step_tokens)
         next_step = jnp.minimum(step + self.sizes.row_groups, first_segments.shape[0] - 1)
         is_last = segment == first_segments[step + 1]
         return jnp.where(is_last, first_segments[next_step], segment)

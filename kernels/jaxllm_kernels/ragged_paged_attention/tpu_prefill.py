@@ -42,6 +42,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     for_each_in_batches,
     keep_first_rows,
     multiple_of,
+    remainder,
 )
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
 
@@ -147,7 +148,7 @@ class PrefillStep:
             return _Unit(
                 item=item,
                 batch=index - chunk * units_of_chunk,
-                slot=lax.rem(first_slot + item, self.sizes.num_slots),
+                slot=remainder(first_slot + item, self.sizes.num_slots),
                 in_slot=multiple_of(in_slot, chunk_tokens),
                 first=first_key + chunk * chunk_tokens,
                 is_whole=(whole_first <= chunk) & (chunk < whole_end),
@@ -155,7 +156,7 @@ class PrefillStep:
 
         def open_item(item: jax.Array) -> None:
             pages, slot = items.pages(segment, item), items.take_slot()
-            items.wait(segment, pages, slot)
+            items.wait(pages, slot)
             self._insert_tokens(segment, pages, slot)
 
         def fetch_after_writes(unit: _Unit) -> None:
@@ -244,7 +245,7 @@ class PrefillStep:
 
     def _first_written(self, segment: jax.Array, pages: Pages) -> jax.Array:
         """The first of an item's pages that has places of a segment's tokens; the others follow."""
-        first = lax.div(self.items.work.positions[segment], self.items.block_size)
+        first = divide(self.items.work.positions[segment], self.items.block_size)
         return jnp.maximum(pages.first, first)
 
     def _for_each_write(
@@ -280,7 +281,7 @@ class PrefillStep:
     ) -> tuple[int | jax.Array, jax.Array]:
         """The chunks [first, end) of a segment whose keys are seen by all of its tokens."""
         chunk_tokens, start = self.items.chunk_tokens, self.items.work.positions[segment]
-        first, end = 0, lax.div(start + 1 - first_key, chunk_tokens)
+        first, end = 0, divide(start + 1 - first_key, chunk_tokens)
         if self.config.sliding_window is not None:
             last = start + self.items.work.lengths[segment] - 1
             outside = jnp.maximum(last + 1 - self.config.sliding_window - first_key, 0)

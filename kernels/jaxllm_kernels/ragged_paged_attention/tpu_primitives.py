@@ -31,6 +31,14 @@ def for_each(start: int | jax.Array, end: int | jax.Array, body: Callable) -> No
         lax.fori_loop(start, end, lambda i, _: body(i), None)
 
 
+def for_each_unrolled(num: jax.Array, batch: int, body: Callable[[jax.Array, int], None]) -> None:
+    """Call body with the first index and the number of consecutive indices, which is a batch or
+    one, until each index had its turn."""
+    num_batches = divide(num, batch)
+    for_each(0, num_batches, lambda index: body(index * batch, batch))
+    for_each(num_batches * batch, num, lambda index: body(index, 1))
+
+
 def for_each_in_batches(num: int, batch: int, body: Callable) -> None:
     """Call body with every index; those of a batch overlap."""
 
@@ -48,12 +56,18 @@ def multiple_of(x: int | jax.Array, n: int) -> Any:
 
 def cdiv(a: int | jax.Array, b: int) -> jax.Array:
     """Divide a non-negative number and round up."""
-    return lax.div(a + (b - 1), b)
+    return divide(a + (b - 1), b)
 
 
 def divide(a: Any, b: int) -> jax.Array:
-    """Divide a non-negative number and round down; by a power of two in one instruction."""
+    """Divide a non-negative number and round down. By a power of two that is one instruction, where
+    a division of numbers with a sign is six."""
     return a >> (b.bit_length() - 1) if b.bit_count() == 1 else lax.div(a, b)
+
+
+def remainder(a: Any, b: int) -> jax.Array:
+    """What `divide` leaves."""
+    return a & (b - 1) if b.bit_count() == 1 else lax.rem(a, b)
 
 
 def dot(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:

@@ -166,26 +166,29 @@ class Tuning:
 
 def default_tuning(config: AttentionConfig, chip: Chip, *, kind: Kind) -> Tuning:
     """A formula for cases without measurements."""
+    kv_bytes = jnp.dtype(config.kv_dtype or jnp.bfloat16).itemsize
+    token_bytes = config.num_kv_heads * token_layout(config.head_size).width * kv_bytes
     if kind != "prefill":
         # Fetching a slot takes as long as starting a fetch, and three slots are in flight.
-        kv_bytes = jnp.dtype(config.kv_dtype or jnp.bfloat16).itemsize
-        token_bytes = config.num_kv_heads * token_layout(config.head_size).width * kv_bytes
-        slot_tokens = int(chip.hbm_bytes_per_second * 0.5e-6 / token_bytes)
+        tokens_per_us = chip.hbm_bytes_per_second * 1e-6 / token_bytes
         return Tuning(
             step_tokens=16,
-            slot_tokens=min(max(slot_tokens, 512), 2048),
-            chunk_tokens=512,
+            slot_tokens=min(max(int(tokens_per_us / 2), 512), 2048),
+            # What products and exponentials take to begin is shared by a chunk. Longer chunks have
+            # more unseen keys, so they are for few heads beside a fast memory.
+            chunk_tokens=512 if tokens_per_us < 5 * 512 else 1024,
             num_slots=4,
         )
     # Every tile reads its row's pages again. With 512 query lines (tokens x heads of a group) it
     # computes longer than that takes. A unit of 2^19 scores, in chunks as short as its heads allow,
-    # hides latencies (compiled for v5e, v6e and v7x); longer chunks have more unseen keys.
+    # hides latencies (compiled for v5e, v6e and v7x); longer chunks have more unseen keys. A tile
+    # may not fetch while it writes, so long slots leave more to compute meanwhile.
     group_size = config.num_heads // config.num_kv_heads
     tile = max(min(power_of_two(_PREFILL_LINES // group_size), 256), MIN_TILE_TOKENS)
     heads = _batch_heads(config.num_kv_heads, _MAX_PREFILL_HEADS)
     return Tuning(
         step_tokens=tile,
-        slot_tokens=512,
+        slot_tokens=1024 if 8 * 1024 * token_bytes <= vmem_budget(chip) else 512,
         chunk_tokens=power_of_two(_UNIT_SCORES // (tile * group_size * heads)),
         num_slots=2,
     )

@@ -5,7 +5,7 @@ of a case are one program. Padding is NaN. Requests come and go: a slot passes t
 whatever it holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,20 @@ def run_case(
             outputs[request].append(np.asarray(out[start : start + length], np.float64))
             done[request] += length
     return {request: np.concatenate(its) for request, its in outputs.items()}
+
+
+def largest_error(
+    outputs: Mapping[int, np.ndarray],
+    expected: Callable[[np.random.Generator, int], np.ndarray],
+) -> float:
+    """The largest relative error (of norms) of the requests of a case. `expected` has the outputs
+    for so many tokens of a request, which `run_case` drew in the same way."""
+    errors = [0.0]
+    for request, out in outputs.items():
+        if len(out):
+            exact = expected(np.random.default_rng(request), len(out))
+            errors.append(float(np.linalg.norm(out - exact) / np.linalg.norm(exact)))
+    return max(errors)
 
 
 def _pack(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm_kernels.recurrent.cases import CASES, Case, run_case
+from jaxllm_kernels.recurrent.cases import CASES, Case, largest_error, run_case
 from jaxllm_kernels.ssd.api import SsdOp
 
 # The largest relative error (of norms).
@@ -80,9 +80,7 @@ def outputs(
 
 def error(op: SsdOp, name: str, layer: Layer, dtype: DTypeLike = "float32") -> float:
     """The largest relative error of an implementation for the requests of a case."""
-    errors = [0.0]
-    for request, out in outputs(op, CASES[name], layer, dtype).items():
-        if len(out):
-            exact = expected(layer, draw(layer, np.random.default_rng(request), len(out), dtype))
-            errors.append(float(np.linalg.norm(out - exact) / np.linalg.norm(exact)))
-    return max(errors)
+    return largest_error(
+        outputs(op, CASES[name], layer, dtype),
+        lambda random, count: expected(layer, draw(layer, random, count, dtype)),
+    )

@@ -1,0 +1,39 @@
+"""What determines the bytes of a block beside the hash of its content: the model and its files, how
+it computes, and how its caches are laid out."""
+
+from jaxllm.offload.block_files import BlockFiles
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.programs.identity import program_identity
+
+# Of the identity of programs, what changes keys and values. How steps are cut does not, nor how
+# many blocks there are.
+_FACTS = (
+    "jaxllm", "sources", "jax", "jaxlib", "compiler", "JAX settings", "XLA optimises little",
+    "XLA flags", "host", "architecture", "model_class", "dtype", "block_size", "kv_cache",
+    "attention", "matmul", "experts", "coded_products",
+)  # fmt: skip
+
+
+def block_identity(plan: EnginePlan) -> bytes:
+    """The identity as text. Files of weights count by names, sizes and times: to hash them all
+    would take longer than to load them."""
+    facts = program_identity(plan)
+    files = sorted(
+        (path.relative_to(plan.model_dir).as_posix(), its.st_size, its.st_mtime_ns)
+        for path in plan.model_dir.rglob("*")
+        if path.is_file() and (its := path.stat())
+    )
+    caches = [
+        [(cache.shape[1:], str(cache.dtype)) for cache in stage.cache_shapes]
+        for stage in plan.stages
+    ]
+    windows = [group.window for group in plan.cache_groups]
+    how = (plan.load_format, plan.seed if plan.load_format == "dummy" else None)
+    return repr(([facts[name] for name in _FACTS], files, caches, windows, how)).encode()
+
+
+def open_files(plan: EnginePlan) -> BlockFiles | None:
+    """The files of blocks of a plan; None: it has none."""
+    if plan.offload is None or plan.offload.directory is None:
+        return None
+    return BlockFiles(plan.offload.directory, block_identity(plan), plan.offload.directory_bytes)

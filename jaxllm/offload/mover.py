@@ -1,0 +1,263 @@
+"""Moves blocks between the devices and the host's memory, for one replica.
+
+The engine's thread dispatches; a thread of the mover waits for the devices, copies what they have
+read to its place, and reads files. It does one thing after the other, in the order in which moves
+were sent, so a place that passes on to another content is written last for that.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.logging import init_logger
+from jaxllm.offload.block_files import BlockFiles
+from jaxllm.offload.buffers import BLOCKS_PER_CALL, Buffer
+from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.runner.stage import Stage
+from jaxllm.scheduler.schedule import Arrival, BlockMoves
+
+logger = init_logger(__name__)
+
+# How long the end of an engine waits for files.
+_CLOSING_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """The blocks of a cache group on the host."""
+
+    stages: list[tuple[Stage, tuple[Buffer, ...]]]  # those with caches of the group
+    # By stage and buffer: [places, caches, ...]. Memory is taken as places are written.
+    arrays: list[list[np.ndarray]]
+
+    def parts(self, place: int) -> list[np.ndarray]:
+        """The arrays of the block at a place."""
+        return [array[place] for its in self.arrays for array in its]
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Blocks of a group that the devices read, up to BLOCKS_PER_CALL."""
+
+    group: int
+    places: list[int]
+    contents: list[bytes]
+    arrays: list[tuple[jax.Array, ...]]  # by stage
+
+
+@dataclass(slots=True)
+class _Work:
+    """What the thread does for one call of `send`."""
+
+    moves: BlockMoves
+    copies: list[_Copy] = field(default_factory=list)
+
+
+class BlockMover:
+    """The host's memory for blocks, and the thread that fills it."""
+
+    def __init__(self, plan: EnginePlan, stages: Sequence[Stage], files: BlockFiles | None):
+        assert (offload := plan.offload) is not None
+        self._files = files
+        self._pools = [
+            _make_pool(stages, group, num_places) for group, num_places in enumerate(offload.places)
+        ]
+        self._work: queue.SimpleQueue[_Work | Callable[[], None] | None] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[list[Arrival]] = queue.SimpleQueue()
+        # Blocks that have no file yet, by group and place; a place that passes on loses its turn.
+        self._unwritten: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._num_pending = 0  # sent, and not taken as arrivals
+        self._thread = threading.Thread(target=self._run, name="kv-blocks", daemon=True)
+        self._thread.start()
+
+    def send(self, moves: BlockMoves) -> None:
+        """Dispatch moves, behind all steps that have been dispatched. Does not wait."""
+        work = _Work(moves)
+        self._num_pending += 1
+        try:
+            loads = [
+                (group, blocks, self._take(group, places))
+                for _, group, blocks, places in _calls(moves.loads)
+            ]
+            self._read_on_devices(work)
+            for group, blocks, data in loads:
+                for stage, its in zip(self._stages(group), data, strict=True):
+                    stage.write_blocks(group, _padded(blocks), its)
+        finally:
+            self._work.put(work)  # also what was not dispatched is to be told
+
+    def arrived(self, *, wait: bool = False) -> Iterator[Arrival]:
+        """Return what has come to the host since the last call; with `wait`, something that is on
+        its way."""
+        assert self._num_pending or not wait, "nothing is on its way"
+        with contextlib.suppress(queue.Empty):
+            while True:
+                arrivals = self._arrivals.get(block=wait)
+                wait = False
+                self._num_pending -= 1
+                yield from arrivals
+
+    def is_stored(self, group: int, content: bytes) -> bool:
+        """Whether there is a file of a content."""
+        return self._files is not None and self._files.has(group, content)
+
+    def forget(self, group: int, content: bytes) -> None:
+        """Remove the file of a content, if there is one."""
+        if (files := self._files) is not None:
+            files.bar(group, content)
+            self._work.put(lambda: self._remove(files, group, content))
+
+    def forget_all(self) -> None:
+        """Remove all files."""
+        if (files := self._files) is not None:
+            done = threading.Event()
+
+            def remove() -> None:
+                self._unwritten.clear()
+                files.remove_all()
+                done.set()
+
+            self._work.put(remove)
+            done.wait()
+
+    def close(self) -> None:
+        """End the thread, after it has written the files that it has to write, or a while."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _read_on_devices(self, work: _Work) -> None:
+        """Dispatch the stores. What fails is not stored, and costs nothing else."""
+        moves = work.moves
+        try:
+            for indices, group, blocks, places in _calls(moves.stores):
+                arrays = [
+                    stage.read_blocks(group, _padded(blocks)) for stage in self._stages(group)
+                ]
+                contents = [moves.contents[index] for index in indices]
+                work.copies.append(_Copy(group, places, contents, arrays))
+        except Exception:
+            logger.exception("blocks cannot be copied to the host")
+
+    def _stages(self, group: int) -> list[Stage]:
+        return [stage for stage, _ in self._pools[group].stages]
+
+    def _take(self, group: int, places: list[int]) -> list[list[Any]]:
+        """Copy blocks from their places, for each stage."""
+        pool, padded = self._pools[group], _padded(places)
+        return [
+            [
+                jax.device_put(array[padded], buffer.shape.sharding)
+                for array, buffer in zip(arrays, buffers, strict=True)
+            ]
+            for arrays, (_, buffers) in zip(pool.arrays, pool.stages, strict=True)
+        ]
+
+    def _run(self) -> None:
+        while True:
+            try:
+                # Files are written while there is nothing else to do.
+                work = self._work.get(block=not self._unwritten)
+            except queue.Empty:
+                self._write_one()
+                continue
+            if work is None:
+                break
+            if isinstance(work, _Work):
+                self._arrivals.put(self._copies(work) + self._reads(work.moves))
+            else:
+                work()
+        until = time.monotonic() + _CLOSING_S
+        while self._unwritten and time.monotonic() < until:
+            self._write_one()
+
+    def _write_one(self) -> None:
+        """Write the file of the block that has waited for longest."""
+        assert self._files is not None
+        (group, place), content = self._unwritten.popitem(last=False)
+        self._files.write(group, content, self._pools[group].parts(place))
+
+    def _remove(self, files: BlockFiles, group: int, content: bytes) -> None:
+        for key, its in list(self._unwritten.items()):
+            if its == content and key[0] == group:
+                del self._unwritten[key]
+        files.remove(group, content)
+
+    def _copies(self, work: _Work) -> list[Arrival]:
+        """Wait for the devices, and copy what they have read."""
+        number, arrivals = work.moves.number, []
+        for copy in work.copies:
+            try:
+                self._fill(copy)
+                ok = True
+            except Exception as error:
+                ok = False
+                logger.warning("%d blocks do not come to the host: %s", len(copy.places), error)
+            copy.arrays = []
+            arrivals += [Arrival(number, copy.group, its, ok) for its in copy.contents]
+            if ok and self._files is not None:
+                for place, content in zip(copy.places, copy.contents, strict=True):
+                    self._unwritten[copy.group, place] = content
+        told = {(its.group, its.content) for its in arrivals}
+        for (group, _, _), content in zip(
+            work.moves.stores.tolist(), work.moves.contents, strict=True
+        ):
+            if (group, content) not in told:  # it was not dispatched
+                arrivals.append(Arrival(number, group, content, False))
+        return arrivals
+
+    def _fill(self, copy: _Copy) -> None:
+        pool = self._pools[copy.group]
+        for place in copy.places:
+            self._unwritten.pop((copy.group, place), None)
+        for arrays, its in zip(pool.arrays, copy.arrays, strict=True):
+            for array, buffer in zip(arrays, its, strict=True):
+                for shard in buffer.addressable_shards:
+                    if shard.replica_id:
+                        continue
+                    data, part = np.asarray(shard.data), shard.index[1:]
+                    for index, place in enumerate(copy.places):
+                        array[place][part] = data[index]
+
+    def _reads(self, moves: BlockMoves) -> list[Arrival]:
+        arrivals = []
+        for group, place, content in moves.reads:
+            assert self._files is not None
+            self._unwritten.pop((group, place), None)
+            ok = self._files.read(group, content, self._pools[group].parts(place))
+            arrivals.append(Arrival(moves.number, group, content, ok))
+        return arrivals
+
+
+def _make_pool(stages: Sequence[Stage], group: int, num_places: int) -> _Pool:
+    its = [(stage, buffers) for stage in stages if (buffers := stage.block_buffers(group))]
+    return _Pool(
+        its,
+        [
+            [np.empty((num_places, *buffer.shape.shape[1:]), buffer.shape.dtype) for buffer in its]
+            for _, its in its
+        ],
+    )
+
+
+def _calls(moves: np.ndarray) -> Iterator[tuple[list[int], int, list[int], list[int]]]:
+    """The calls of a program that make moves: their indices, the group, device blocks, and places
+    on the host."""
+    for group in dict.fromkeys(moves[:, 0].tolist()):
+        its = np.flatnonzero(moves[:, 0] == group)
+        for first in range(0, len(its), BLOCKS_PER_CALL):
+            some = its[first : first + BLOCKS_PER_CALL]
+            yield some.tolist(), group, moves[some, 1].tolist(), moves[some, 2].tolist()
+
+
+def _padded(numbers: list[int]) -> np.ndarray:
+    padded = np.full(BLOCKS_PER_CALL, numbers[-1], np.int32)
+    padded[: len(numbers)] = numbers
+    return padded

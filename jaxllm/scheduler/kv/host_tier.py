@@ -1,0 +1,151 @@
+"""The second home of KV blocks, behind the pools of the devices: on the host, and maybe on a disk.
+
+A device block that is about to lose its content has it copied to the host before the step that
+overwrites it, and a request that finds the content there gets it copied to a block of its own
+before its first chunk. Both are *moves*, which run between steps in the order of dispatch, so a
+plan may count on them as on a step. What a copy to the host has brought is known once the host has
+read it; no step waits for that. Too many at once are dropped, and counted.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.scheduler.kv.host_pool import HostPool
+from jaxllm.scheduler.schedule import BlockMoves, Mover
+
+
+class HostTier:
+    """The pools of all cache groups on the host, and the moves that the next step begins with."""
+
+    def __init__(self, num_places: Sequence[int], mover: Mover, *, is_eager: bool = False) -> None:
+        """If it is eager, blocks are copied when they are filled, and not when they are about to be
+        overwritten, so that they are on a disk when the process ends."""
+        self.pools = tuple(map(HostPool, num_places))
+        self.is_eager = is_eager
+        self.num_stored = self.num_loaded = self.num_read = self.num_dropped = 0  # blocks
+        self._mover = mover
+        self._number = 0  # of the next moves
+        self._stores: list[tuple[int, int, int]] = []  # group, block, place
+        self._contents: list[bytes] = []  # of the stores
+        self._loads: list[tuple[int, int, int]] = []
+        self._reads: list[tuple[int, int, bytes]] = []  # group, place, content
+
+    @property
+    def num_places(self) -> int:
+        return sum(pool.num_places for pool in self.pools)
+
+    @property
+    def num_used(self) -> int:
+        return sum(pool.num_used for pool in self.pools)
+
+    def has(self, group: int, content: bytes) -> bool:
+        """Whether a content can be had, now or soon."""
+        return self.pools[group].has(content) or self._mover.is_stored(group, content)
+
+    def is_there(self, group: int, content: bytes) -> bool:
+        """Whether a content can be loaded now. It is taken to be of use."""
+        return self.pools[group].find(content) is not None
+
+    def offer(self, group: int, block: int, content: bytes) -> None:
+        """Copy a device block to the host, before the next step, unless the host has its content or
+        too much is on its way."""
+        pool = self.pools[group]
+        if pool.find(content) is not None or pool.has(content):
+            return
+        place = pool.expect(content, self._number)
+        if place is None:
+            self.num_dropped += 1
+            return
+        self.num_stored += 1
+        self._stores.append((group, block, place))
+        self._contents.append(content)
+
+    def load(self, group: int, place: int, block: int) -> None:
+        """Copy what is at a place to a device block, before the next step. Its content may lose the
+        place by then: loads are read before anything is written."""
+        self.num_loaded += 1
+        self._loads.append((group, block, place))
+
+    def place_of(self, group: int, content: bytes) -> int:
+        """The place of a content that is there."""
+        place = self.pools[group].find(content)
+        assert place is not None, "the content is not there"
+        return place
+
+    def fetch(self, wanted: Sequence[tuple[int, bytes]]) -> bool:
+        """Whether these contents, by group, are all there. If not, those that only have files are
+        read, as far as there is room."""
+        all_there = True
+        for group, content in wanted:
+            pool = self.pools[group]
+            if pool.find(content) is not None:
+                continue
+            all_there = False
+            if pool.has(content) or not self._mover.is_stored(group, content):
+                continue
+            place = pool.expect(content, self._number)
+            if place is not None:
+                self.num_read += 1
+                self._reads.append((group, place, content))
+        return all_there
+
+    def take_moves(self) -> BlockMoves | None:
+        """The moves to make before the next step; None: there are none."""
+        if not (self._stores or self._loads or self._reads):
+            return None
+        moves = BlockMoves(
+            number=self._number,
+            stores=np.array(self._stores, np.int32).reshape(-1, 3),
+            contents=self._contents,
+            loads=np.array(self._loads, np.int32).reshape(-1, 3),
+            reads=self._reads,
+        )
+        self._number += 1
+        self._stores, self._contents, self._loads, self._reads = [], [], [], []
+        return moves
+
+    def take_arrivals(self, *, wait: bool = False) -> None:
+        """Take in what has come to the host."""
+        if any(pool.num_coming for pool in self.pools):
+            for number, group, content, ok in self._mover.arrived(wait=wait):
+                self.pools[group].arrive(content, number, ok=ok)
+                self.num_dropped += not ok
+
+    def await_arrivals(self) -> bool:
+        """Send what is to be sent, and wait until something has come. Return False if nothing is on
+        its way."""
+        self.send()
+        if not any(pool.num_coming for pool in self.pools):
+            return False
+        self.take_arrivals(wait=True)
+        return True
+
+    def send(self) -> None:
+        """Make the moves now, since there is no step to begin with them."""
+        moves = self.take_moves()
+        if moves is not None:
+            self._mover.send(moves)
+
+    def forget(self, group: int, content: bytes) -> None:
+        """Make a content unfindable, because it is not what its hash says."""
+        self.pools[group].forget(content)
+        self._mover.forget(group, content)
+
+    def lose_coming(self) -> None:
+        """Forget all moves that have not ended, since the devices' caches are lost."""
+        self.take_moves()
+        for pool in self.pools:
+            pool.lose_coming()
+
+    def reset(self) -> None:
+        """Forget everything, files too."""
+        self.take_moves()
+        for pool in self.pools:
+            pool.reset()
+        self._mover.forget_all()
+
+    def check(self) -> None:
+        """Assert the invariants. O(places)."""
+        for pool in self.pools:
+            pool.check()

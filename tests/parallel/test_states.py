@@ -1,0 +1,32 @@
+"""A model whose layers keep states answers on several devices as on one: states and snapshots of
+them are cut by heads, and each stage has those of its layers."""
+
+import pytest
+
+from jaxllm.testing import make_tiny_checkpoint
+
+SNAPSHOTS = {"mamba_block_size": 8, "num_state_snapshots": 16}
+VARIANTS = {
+    "one": SNAPSHOTS,
+    "stages of shards": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **SNAPSHOTS},
+}
+
+
+@pytest.fixture(scope="module")
+def answered(engines, tmp_path_factory):
+    """What each of these engines answers, twice."""
+    model_dir = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_5")
+    return dict(zip(VARIANTS, engines(model_dir, *VARIANTS.values(), again=True), strict=True))
+
+
+@pytest.mark.slow
+def test_several_devices_give_the_same_tokens(answered, same_answers):
+    same_answers(answered["stages of shards"], answered["one"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_prefixes_are_found(answered, name):
+    metrics = answered[name]["metrics"]
+    assert metrics["prefix_cache_hits"] > 0
+    assert 0 < metrics["state_snapshots_used"] <= metrics["state_snapshots"] == 16

@@ -1,0 +1,37 @@
+"""Steps of models with states change states and snapshots in place: a copy of all slots' states
+would cost more than the rows."""
+
+import pytest
+
+from jaxllm.config import EngineArgs
+from jaxllm.plan.buckets import Bucket
+from jaxllm.plan.make_plan import make_plan
+from jaxllm.programs.declare import declare_programs, make_packer
+from jaxllm.programs.hlo import copies
+from jaxllm.testing import make_tiny_checkpoint
+
+NUM_SLOTS, NUM_SNAPSHOTS = 128, 200
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+def test_a_decode_copies_no_array_of_states(tmp_path, family):
+    model = make_tiny_checkpoint(tmp_path, family)
+    plan = make_plan(
+        EngineArgs(
+            str(model),
+            max_model_len=64,
+            max_num_seqs=NUM_SLOTS,
+            num_gpu_blocks_override=64,
+            num_state_snapshots=NUM_SNAPSHOTS,
+        )
+    )
+    programs = declare_programs(plan, make_packer(plan).layouts)
+    smallest = min(
+        (key for key in programs if isinstance(key, Bucket) and key.decode_only),
+        key=lambda key: key.num_tokens,
+    )
+    hlo = programs[smallest].compile(programs[smallest].lower()).as_text()
+    (stage,) = plan.stages
+    matrices = {its[-1].shape for its in (*stage.state_shapes, *stage.snapshot_shapes)}
+    assert {shape[0] for shape in matrices} == {NUM_SLOTS, NUM_SNAPSHOTS}
+    assert not [copy for copy in copies(hlo) if tuple(copy.shape) in matrices]
