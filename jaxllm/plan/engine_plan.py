@@ -25,7 +25,7 @@ from jaxllm.messages import EngineInfo
 from jaxllm.models.base import Model
 from jaxllm.models.draft_head import DraftHead
 from jaxllm.models.specs import Architecture
-from jaxllm.parallel.sharding import TENSOR
+from jaxllm.parallel.sharding import TENSOR, num_pieces
 from jaxllm.plan.adapters import AdapterPlan
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.choose_kv_cache import KVCachePlan
@@ -212,13 +212,19 @@ class EnginePlan:
         for _, module in nnx.iter_graph(model):
             if isinstance(module, Product):
                 # CPUs are slow at products with 16-bit results.
-                rounds = isinstance(module, Linear) and module.bias is None
+                rounds = isinstance(module, Linear) and self._rounds(module)
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
             elif isinstance(module, Experts) and not isinstance(module, CodedExperts):
                 assert experts is not None
                 module.op = experts
         return model
+
+    def _rounds(self, linear: Linear) -> bool:
+        """Whether products are rounded at once: before a bias only if devices add them up, since
+        they would exchange twice the bytes."""
+        inputs = linear.weight.get_metadata()["axes"][-1:]
+        return linear.bias is None or num_pieces(self.stages[0].mesh, inputs) > 1
 
     def info(self) -> EngineInfo:
         """The limits by which the frontend validates requests."""

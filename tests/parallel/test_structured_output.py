@@ -34,6 +34,10 @@ BASE = SHARDED | {"skip_tokenizer_init": False}
 VARIANTS = {
     "one": {},
     "shards": {"tensor_parallel_size": 2},
+    "shards that draft": {
+        "tensor_parallel_size": 2,
+        "speculative_config": {"method": "ngram", "prompt_lookup_min": 1},
+    },
     "stages": {"pipeline_parallel_size": 2, "check_invariants": True},
     "stages without overlap": {"pipeline_parallel_size": 2, "async_scheduling": False},
 }
