@@ -128,7 +128,10 @@ class _ProgramsOf:
     def load(self, key):
         return self.kept.get((self.identity, key))
 
-    def save(self, key, compiled):
+    def find(self, key, lowered, module):
+        return None
+
+    def save(self, key, compiled, module):
         self.kept[self.identity, key] = compiled
 
 
