@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxllm.errors import ValidationError, refused
-from jaxllm.media.item import ImageSpec
+from jaxllm.media.item import ImageSpec, UndecodableError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,10 +27,6 @@ class Patches(NamedTuple):
     rows: int  # of patches
     columns: int
     pixels: bytes  # as in ImageItem
-
-
-class UndecodableError(ValueError):
-    """Why there is no picture in a file."""
 
 
 def pillow() -> Any:

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from jaxllm.errors import JaxLLMError
-from jaxllm.media.decode import Patches, UndecodableError, decode, pillow, to_patches
-from jaxllm.media.item import ImageSpec
+from jaxllm.media.decode import Patches, decode, pillow, to_patches
+from jaxllm.media.item import ImageSpec, UndecodableError
 
 # The most memory that an image may need.
 _MEMORY_BYTES = 1 << 30

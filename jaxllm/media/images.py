@@ -16,9 +16,9 @@ import numpy as np
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.media.chat import NamedImage
-from jaxllm.media.decode import Patches, UndecodableError, in_rgb, of_array, to_patches
+from jaxllm.media.decode import Patches, in_rgb, of_array, to_patches
 from jaxllm.media.decode_process import DecodeProcess
-from jaxllm.media.item import ImageItem, ImageSpec
+from jaxllm.media.item import ImageItem, ImageSpec, UndecodableError
 from jaxllm.media.sources import read_file, read_url
 from jaxllm.plural import counted
 

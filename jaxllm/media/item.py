@@ -54,3 +54,7 @@ class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_patches(self) -> int:
         return self.rows * self.columns
+
+
+class UndecodableError(ValueError):
+    """Why there is no picture in a file."""

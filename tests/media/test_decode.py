@@ -11,9 +11,9 @@ pytest.importorskip("PIL")
 
 from PIL import Image, ImageOps
 
-from jaxllm.media.decode import UndecodableError, cut, decode, of_array, places, to_patches
+from jaxllm.media.decode import cut, decode, of_array, places, to_patches
 from jaxllm.media.decode_process import DecodeProcess
-from jaxllm.media.item import ImageSpec
+from jaxllm.media.item import ImageSpec, UndecodableError
 from tests.media.models import encoded, picture
 
 SPEC = ImageSpec(
