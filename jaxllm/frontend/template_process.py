@@ -1,22 +1,19 @@
 """Renders chat templates in a process of its own, so that a slow template can be killed.
 
 `python -m jaxllm.frontend.template_process SECONDS BYTES` reads conversations from standard input,
-a line of JSON each, and answers each with a line. Before it renders, it sets a timer whose signal
-kills the process; nothing in a template can prevent that. The parent sees the end of the pipe, and
-starts another process. If the process has grown by more than BYTES and cannot free them, it says in
-its answer that this is the last, and ends.
+a line of JSON each, and answers each with a line. It is `confined`: a template may end it, and then
+the parent starts another. If the process has grown by more than BYTES and cannot free them, it says
+in its answer that this is the last, and ends.
 """
 
 import gc
-import os
-import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import msgspec
 
+from jaxllm.confined import killed_after, limit_memory, open_answers, took_too_long
 from jaxllm.errors import JaxLLMError, ValidationError, refused
 from jaxllm.frontend.chat_template import Conversation, render
 from jaxllm.heap import trim_heap
@@ -93,7 +90,7 @@ class TemplateProcess:
         self.start()
         if rendered is not None:
             return rendered
-        if status == -signal.SIGALRM:
+        if took_too_long(status):
             raise refused(
                 "chat_template_timeout",
                 self._limits[0],
@@ -104,22 +101,16 @@ class TemplateProcess:
 
 
 def main() -> None:
-    # The parent ends the process by closing standard input, so ignore signals to the group.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     timeout_s, max_growth_bytes = float(sys.argv[1]), int(sys.argv[2])
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what other code prints must not become an answer
+    answers = open_answers()
     import transformers.utils.chat_template_utils  # noqa: F401  (before the clock runs)
 
-    _limit_memory()
+    limit_memory(_MEMORY_BYTES)
     limit_bytes = resident_bytes() + max_growth_bytes
     for line in sys.stdin.buffer:
         conversation = msgspec.json.decode(line, type=Conversation)
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        answer = _answer(conversation)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        with killed_after(timeout_s):
+            answer = _answer(conversation)
         conversation = None
         answer.is_last = not _has_shrunk(limit_bytes)
         answers.write(msgspec.json.encode(answer) + b"\n")
@@ -145,17 +136,6 @@ def _has_shrunk(limit_bytes: int) -> bool:
     gc.collect()  # an error keeps alive all objects that its template made
     trim_heap()
     return resident_bytes() <= limit_bytes
-
-
-def _limit_memory() -> None:
-    """Limit the memory to _MEMORY_BYTES more than is in use, where the system reports that."""
-    import resource
-
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        size = int(statm.read_text().split()[0]) * resource.getpagesize()
-        limit = size + _MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,18 @@
 """Decodes image files in a process of its own, which can be killed.
 
 `python -m jaxllm.media.decode_process SPEC SECONDS` reads files from standard input, each after its
-length, and answers each with its patches, or with the reason why there are none. A timer whose
-signal kills the process bounds the time, and the system bounds the memory: nothing in a file can
-prevent that. The parent sees the end of the pipe, and starts another process.
+length, and answers each with its patches, or with the reason why there are none. It is `confined`:
+a file may end it, and then the parent starts another.
 """
 
-import os
-import signal
 import struct
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import msgspec
 
+from jaxllm.confined import killed_after, limit_memory, open_answers, took_too_long
 from jaxllm.errors import JaxLLMError
 from jaxllm.media.decode import Patches, decode, pillow, to_patches
 from jaxllm.media.item import ImageSpec, UndecodableError
@@ -82,26 +79,20 @@ class DecodeProcess:
         if answer:
             return msgspec.msgpack.decode(answer, type=Answer)
         status = process.wait()
-        if status == -signal.SIGALRM:
+        if took_too_long(status):
             return Answer(error="to decode it takes too long")
         return Answer(error="to decode it ends the process that does so")
 
 
 def main() -> None:
-    # The parent ends the process by closing standard input, so ignore signals to the group.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     spec, timeout_s = msgspec.json.decode(sys.argv[1], type=ImageSpec), float(sys.argv[2])
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what other code prints must not become an answer
+    answers = open_answers()
     pillow().Image.init()  # loads the formats before the clock runs
-    _limit_memory()
+    limit_memory(_MEMORY_BYTES)
     while length := sys.stdin.buffer.read(_LENGTH.size):
         data = sys.stdin.buffer.read(_LENGTH.unpack(length)[0])
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        answer = msgspec.msgpack.encode(_answer(data, spec))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        with killed_after(timeout_s):
+            answer = msgspec.msgpack.encode(_answer(data, spec))
         answers.write(_LENGTH.pack(len(answer)) + answer)
         answers.flush()
 
@@ -113,17 +104,6 @@ def _answer(data: bytes, spec: ImageSpec) -> Answer:
         return Answer(error=str(error))
     except MemoryError:
         return Answer(error="to decode it takes too much memory")
-
-
-def _limit_memory() -> None:
-    """Limit the memory to _MEMORY_BYTES more than is in use, where the system reports that."""
-    import resource
-
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        size = int(statm.read_text().split()[0]) * resource.getpagesize()
-        limit = size + _MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 if __name__ == "__main__":
