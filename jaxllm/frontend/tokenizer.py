@@ -311,8 +311,8 @@ def _conversation(
     template = find_chat_template(tokenizer, chat_template, tools)
     if "image" not in template and any(isinstance(one["content"], list) for one in conversation):
         raise ValidationError(
-            "messages: there are images, and the model's chat template has no place for any; pass "
-            "chat_template=...",
+            "messages: there are images, and the chat template has no place for any; send text, "
+            "or, if the model sees images, pass chat_template=...",
             parameter="messages",
         )
     return Conversation(
