@@ -119,12 +119,14 @@ def test_other_sources_find_the_programs_that_are_what_they_were(
 
 @pytest.mark.slow
 def test_a_program_that_no_plan_has_any_more_is_deleted(model_dir, cache, first, monkeypatch):
-    modules = cache / "programs" / "modules"
+    modules, before = cache / "programs" / "modules", stored(cache)
     (modules / "left").write_bytes(b"of a plan that is gone")
     kept = {path.name for path in modules.iterdir()} - {"left"}
     monkeypatch.setattr(identity, "_sources", lambda: "still others")
     start(model_dir, cache, enforce_eager=True)
     assert {path.name for path in modules.iterdir()} == kept
+    for path in set(stored(cache)) - set(before):
+        path.unlink()
 
 
 @pytest.mark.slow
