@@ -136,9 +136,11 @@ def test_logits_match_transformers_or_the_setting_is_refused(family, seed, tmp_p
         model = single_row(tmp_path, num_blocks=40)
     except (CheckpointError, UnsupportedModelError) as error:
         pytest.skip(f"refused: {error}")
+    spread = max(1.0, expected.std())
+    # Recurrent layers add tokens up in another order, and normalise outputs that may be near zero:
+    # single tokens were seen to be 4e-4 apart.
+    atol = 5e-4 if model.abstract_model.state_configs else 2e-4
     logits = model.logits(prompt, chunks=[37, 1, 112])
-    apart = np.abs(logits - expected) / max(1.0, expected.std())
-    # Single tokens of deep models with recurrent layers or many norms are as far from transformers
-    # as transformers in float32 is from itself in float64. A formula that differs moves the mean.
-    assert apart.max() < 5e-4, fields
-    assert np.sqrt(np.square(apart).mean()) < 3e-5, fields
+    np.testing.assert_allclose(logits, expected, atol=atol * spread, rtol=0, err_msg=str(fields))
+    # A formula that is wrong somewhere moves the mean, and rounding does not.
+    assert np.sqrt(np.square(logits - expected).mean()) < 3e-5 * spread, fields
