@@ -1,4 +1,10 @@
-from jaxllm.scheduler.kv.prefix_hash import block_hashes, group_root_hash, root_hash
+from jaxllm.media.item import ImageItem
+from jaxllm.scheduler.kv.prefix_hash import (
+    block_hashes,
+    group_root_hash,
+    image_marks,
+    root_hash,
+)
 
 
 def test_equal_content_has_equal_hashes():
@@ -29,3 +35,27 @@ def test_whatever_changes_kv_changes_the_hash():
 
 def test_salt_may_be_any_text():
     assert root_hash("\ud800") != root_hash("é")
+
+
+def test_equal_tokens_of_other_images_are_told_apart():
+    """Blocks of 4 tokens, of which images have all, the end of one, or the ends of two."""
+
+    def hashes(*images):
+        items = [
+            ImageItem(digest=digest, start=start, end=end, rows=1, columns=1, pixels=b"")
+            for digest, start, end in images
+        ]
+        marks = image_marks(items, 0, 5, 4)
+        return block_hashes(root_hash(None), [7] * 20, 4, marks)
+
+    a, b = b"a" * 32, b"b" * 32
+    one = hashes((a, 4, 10))
+    assert one[0] == hashes()[0]  # it begins behind the first block
+    for others, num_equal in (
+        ([(b, 4, 10)], 1),
+        ([(a, 5, 10)], 1),
+        ([(a, 4, 10), (b, 10, 12)], 2),
+        ([], 1),
+    ):
+        same = [x == y for x, y in zip(one, hashes(*others), strict=True)]
+        assert same == [index < num_equal for index in range(5)], others
