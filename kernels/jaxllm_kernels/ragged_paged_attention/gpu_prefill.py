@@ -280,7 +280,7 @@ def prefill(
                 _stage_rows(outputs.at[group], out.astype(ring.dtype))
                 if moved_outputs is not None:
                     moved = moved_outputs.at[group, pl.ds(_MOVED_BY, _GROUP_TOKENS)]
-                    _stage_rows(moved, out.astype(ring.dtype))
+                    store_unoptimized(moved, out.astype(ring.dtype))
                 plgpu.commit_smem()
                 num_tokens = jnp.clip(span.end - first_query, 0, _GROUP_TOKENS)
                 _store_rows(outputs, moved_outputs, group, out_ref, head, first_token, num_tokens)
@@ -308,10 +308,10 @@ def prefill(
         turn=plgpu.Barrier(num_arrivals=_NUM_GROUPS),
     )
     if 2 * head_size * jnp.dtype(ring.dtype).itemsize % _STORE_ALIGNMENT:
+        # Without a swizzle: stores to a part count its places from the part's own beginning, and
+        # the copy engine from the beginning of shared memory.
         scratch["moved_outputs"] = plgpu.SMEM(
-            (_NUM_GROUPS, _GROUP_TOKENS + _MOVED_BY, head_size),
-            ring.dtype,
-            transforms=_row_transforms(head_size, ring.dtype),
+            (_NUM_GROUPS, _GROUP_TOKENS + _MOVED_BY, head_size), ring.dtype
         )
     if interpret:
         scratch["weights"] = plgpu.SMEM(
