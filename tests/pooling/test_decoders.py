@@ -150,9 +150,8 @@ def test_refusals_name_the_field(llm, ask, message):
 def test_an_engine_that_generates_does_not_pool(embedder):
     with pytest.raises(ValidationError, match="runner='pooling'"):
         LLM(embedder, **TINY, runner="generate", convert="embed")
-    for option, value in (("spec_method", "ngram"), ("enable_lora", True)):
-        with pytest.raises(ValidationError, match="speculative_config|enable_lora"):
-            LLM(embedder, **TINY, **{option: value})
+    with pytest.raises(ValidationError, match="speculative_config"):
+        LLM(embedder, **TINY, spec_method="ngram")
 
 
 def test_a_plan_has_no_step_that_samples(embedder):
@@ -202,4 +201,4 @@ def test_a_reranker_that_answers_yes_or_no(tmp_path, tied):
 def test_in_16_bits_vectors_point_the_same_way(embedder, llm):
     half = LLM(embedder, **TINY | {"dtype": "bfloat16"})
     cosines = (embeddings(half, TEXTS) * embeddings(llm, TEXTS)).sum(1)
-    assert cosines.min() > 0.999
+    assert cosines.min() > 0.9999
