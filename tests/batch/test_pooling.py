@@ -2,6 +2,7 @@
 
 import base64
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.profile import TINY, as_flags
 pytest.importorskip("torch")
 pytestmark = pytest.mark.oracle
 
-LORA = {"enable_lora": True, "max_lora_rank": 8}
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
 
 
 def line(custom_id, url, **body):
@@ -55,7 +56,7 @@ def test_lines_of_all_kinds(tmp_path):
     scores = [item["score"] for item in found["scores"]["data"]]
     np.testing.assert_allclose(scores, want @ want[0], atol=1e-5)
     assert [one["index"] for one in found["order"]["results"]] == [0]
-    lora = LoRARequest("adapter", 1, adapter)
+    lora = LoRARequest("adapter", 1, str(adapter))
     (output,) = llm.embed(TEXTS[0], lora_request=lora, use_tqdm=False)
     (item,) = found["adapted"]["data"]
     np.testing.assert_allclose(item["embedding"], output.outputs.embedding, atol=1e-5)

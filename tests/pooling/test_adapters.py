@@ -1,6 +1,7 @@
 """Adapters in an engine that pools: each prompt has the vector that the merged model gives it."""
 
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from tests.profile import TINY
 pytest.importorskip("torch")
 pytestmark = pytest.mark.oracle
 
-QUIET = {"use_tqdm": False}
-LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+QUIET: dict[str, Any] = {"use_tqdm": False}
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 SCALE = 2.0
 LONG = " ".join(TEXTS)
 
@@ -58,9 +59,9 @@ def test_each_prompt_has_the_vector_of_the_merged_model(tmp_path, kind):
         write_adapter(tmp_path / str(seed), path, last_names, prefix=prefix, seed=seed)
         for seed in (1, 2)
     ]
-    sizes = TINY | ({"max_num_batched_tokens": 128} if family == "bert" else {})
+    sizes = TINY | {"max_num_batched_tokens": 128 if family == "bert" else 32}
     llm = LLM(path, **sizes, **LORA, check_invariants=True)
-    loras = [LoRARequest(str(number), number, its) for number, its in enumerate(adapters, 1)]
+    loras = [LoRARequest(str(number), number, str(its)) for number, its in enumerate(adapters, 1)]
     texts = [TEXTS[0], LONG, TEXTS[2], TEXTS[4], TEXTS[1]]
     mix = [loras[0], loras[1], None, loras[0], loras[1]]
     outputs = llm.embed(texts, lora_request=mix, **QUIET)
@@ -80,7 +81,7 @@ def test_prefixes_of_another_adapter_are_not_found_and_heads_take_none(tmp_path)
     path = write_model(tmp_path / "model", "LlamaForSequenceClassification", "llama", num_labels=3)
     adapter = write_adapter(tmp_path / "one", path, ("q_proj", "down_proj"))
     llm = LLM(path, **TINY, **LORA)
-    lora = LoRARequest("one", 1, adapter)
+    lora = LoRARequest("one", 1, str(adapter))
     plain = llm.classify(LONG, **QUIET)[0]
     first, second = (llm.classify(LONG, lora_request=lora, **QUIET)[0] for _ in range(2))
     assert first.num_cached_tokens == 0 and second.num_cached_tokens > 0
@@ -88,4 +89,4 @@ def test_prefixes_of_another_adapter_are_not_found_and_heads_take_none(tmp_path)
     assert np.abs(np.subtract(first.outputs.probs, plain.outputs.probs)).max() > 1e-3
     with pytest.raises(ValidationError, match="score: the model has no such linear layer"):
         wrong = write_adapter(tmp_path / "head", path, ("score",))
-        llm.classify(LONG, lora_request=LoRARequest("head", 2, wrong), **QUIET)
+        llm.classify(LONG, lora_request=LoRARequest("head", 2, str(wrong)), **QUIET)
