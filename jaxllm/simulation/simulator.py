@@ -58,7 +58,7 @@ def simulate(
         enable_prefix_caching=enable_prefix_caching,
     )
     replicas = [_Replica(config, deployment) for _ in range(num_replicas)]
-    router = Router(num_replicas)
+    router = Router(range(num_replicas))
     first_token_at = np.full(len(trace), np.nan)
     finished_at = np.full(len(trace), np.nan)
     num_output_tokens = np.zeros(len(trace), np.int64)
