@@ -136,31 +136,37 @@ def handle(options):
     return Handle(EngineReplica(options))
 
 
+class Frontend:
+    """A frontend before the replicas. Called with prompts, it returns the outputs of each."""
+
+    def __init__(self, options, loop, handle):
+        import msgspec
+
+        from jaxllm.messages import Ready
+        from jaxllm.server.ray.fleet import Fleet
+
+        self._loop, self._handle = loop, handle
+        handle.num_streams = 0
+        ready = msgspec.msgpack.decode(loop.run(handle.replica.describe()), type=Ready)
+        self.engine = AsyncLLMEngine(EngineArgs(**options), Fleet(handle, ready, max_attempts=3))
+
+    def __call__(self, prompts, params, losses=()):
+        self._handle.losses = list(losses)
+        return self._loop.run(asyncio.wait_for(self._all(prompts, params), 120))
+
+    async def _all(self, prompts, params):
+        names = map(str, range(len(prompts)))
+        return await asyncio.gather(*map(self._outputs, prompts, params, names))
+
+    async def _outputs(self, prompt, params, name):
+        return [one async for one in self.engine.generate(prompt, params, name)]
+
+
 @pytest.fixture
 def ask(options, loop, handle):
-    """A function that returns the outputs of prompts, asked at once of a new frontend."""
-    import msgspec
-
-    from jaxllm.messages import Ready
-    from jaxllm.server.ray.fleet import Fleet
-
-    handle.num_streams = 0
-    ready = msgspec.msgpack.decode(loop.run(handle.replica.describe()), type=Ready)
-    engine = AsyncLLMEngine(EngineArgs(**options), Fleet(handle, ready, max_attempts=3))
-
-    async def outputs(prompt, params, name):
-        return [one async for one in engine.generate(prompt, params, name)]
-
-    async def all_outputs(prompts, params):
-        return await asyncio.gather(*map(outputs, prompts, params, map(str, range(len(prompts)))))
-
-    def ask(prompts, params, losses=()):
-        handle.losses = list(losses)
-        return loop.run(asyncio.wait_for(all_outputs(prompts, params), 120))
-
-    ask.engine = engine
-    yield ask
-    engine.shutdown()
+    frontend = Frontend(options, loop, handle)
+    yield frontend
+    frontend.engine.shutdown()
 
 
 def answers(output):
