@@ -42,7 +42,11 @@ def make_eagle(path: Path, model: Path, method: str, **config: Any) -> Path:
     """Write the directory of a head for a model of Llama's shape."""
     path.mkdir()
     of_model = _config(model)
-    fields = {name: of_model[name] for name in _COMMON} | {"model_type": "llama"} | config
+    fields = (
+        {name: of_model[name] for name in _COMMON if name in of_model}
+        | {"model_type": "llama"}
+        | config
+    )
     fields |= {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
     (path / "config.json").write_text(json.dumps(fields))
     spec = read_eagle(method, fields, read_architecture(of_model), max_model_len=128)

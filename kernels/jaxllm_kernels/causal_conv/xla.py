@@ -35,6 +35,8 @@ class XlaConv:
         taps = weight.astype(jnp.float32)
         before = state.at[rows.slots].get(mode="fill", fill_value=0)
         before = jnp.where(rows.begins[:, None, None], 0, before)
+        if rows.drafts is not None:
+            before = jax.lax.optimization_barrier(before)
         before = from_storage(before, x.dtype)  # [R, W - 1, C]; zeros are zeros in every dtype
         inputs = x.astype(jnp.float32)
         y = taps[-1] * inputs
@@ -66,10 +68,10 @@ def _rests(before: jax.Array, taps: jax.Array) -> jax.Array:
 
 
 def _last_inputs(x: jax.Array, before: jax.Array, rows: StateRows) -> jax.Array:
-    """The last W - 1 inputs of each row, or of its state and the row: [R, W - 1, C]."""
+    """The last W - 1 inputs that each row leaves, of its state and its tokens: [R, W - 1, C]."""
     count = before.shape[1]
     # Their places in the row; below zero they are those of the state.
-    places = rows.lengths[:, None] - count + jnp.arange(count)
+    places = rows.num_kept[:, None] - count + jnp.arange(count)
     own = x.at[rows.query_starts[:-1, None] + places].get(mode="clip")
     older = jnp.take_along_axis(before, jnp.clip(count + places, 0, count - 1)[..., None], axis=1)
     return jnp.where(places[..., None] >= 0, own, older)
