@@ -144,7 +144,7 @@ class UnverifiedStates(NamedTuple):
 
     @classmethod
     def or_states(cls, states: States, drafts: tuple[Drafts, ...]) -> "States | UnverifiedStates":
-        """The states alone if no row of the step can have drafts, so that there is nothing of any."""
+        """The states alone if no row of the step can have drafts."""
         return cls(states, drafts) if drafts else states
 
 

@@ -117,7 +117,7 @@ def test_a_bound_counts_states_as_read_and_written(model):
     assert len(line.windows) == 1
 
 
-def test_what_needs_older_states_is_refused(model):
+def test_rows_with_a_grammar_get_no_drafts(model):
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    with pytest.raises(ValidationError, match="speculative_config: the model has recurrent"):
-        make_plan(EngineArgs(model, **OPTIONS, speculative_config=drafts))
+    plan = make_plan(EngineArgs(model, **OPTIONS, speculative_config=drafts))
+    assert plan.samples_late and not plan.verifies_late

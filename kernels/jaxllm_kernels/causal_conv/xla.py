@@ -33,10 +33,7 @@ class XlaConv:
     ) -> tuple[jax.Array, jax.Array]:
         num_rows, num_tokens, width = len(rows.slots), len(x), len(weight)
         taps = weight.astype(jnp.float32)
-        before = state.at[rows.slots].get(mode="fill", fill_value=0)
-        before = jnp.where(rows.begins[:, None, None], 0, before)
-        if rows.drafts is not None:
-            before = jax.lax.optimization_barrier(before)
+        before = _before(state, rows)
         before = from_storage(before, x.dtype)  # [R, W - 1, C]; zeros are zeros in every dtype
         inputs = x.astype(jnp.float32)
         y = taps[-1] * inputs
@@ -57,6 +54,20 @@ class XlaConv:
             last = _last_inputs(x, before, rows)
         state = state.at[rows.slots].set(to_storage(last), mode="drop")
         return activate(y, activation).astype(x.dtype), state
+
+
+def _before(state: jax.Array, rows: StateRows) -> jax.Array:
+    """The inputs before each row, or zeros: [R, W - 1, C], of the state's dtype."""
+
+    def read() -> jax.Array:
+        return state.at[rows.slots].get(mode="fill", fill_value=0)
+
+    if len(rows.slots) == 1:
+        # Reads and writes of a single row become slices, which XLA for CPUs would fuse; then it
+        # would copy the states of all slots (see `recurrent.scan`).
+        none = jnp.zeros((1, *state.shape[1:]), state.dtype)
+        return jax.lax.cond(rows.begins[0], lambda: none, read)
+    return jnp.where(rows.begins[:, None, None], 0, read())
 
 
 def _rests(before: jax.Array, taps: jax.Array) -> jax.Array:
