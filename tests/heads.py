@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -38,7 +38,7 @@ def add_mtp(model: Path, **exactly: np.ndarray) -> Tensors:
     return tensors
 
 
-def make_eagle(path: Path, model: Path, method: str, **config: Any) -> Path:
+def make_eagle(path: Path, model: Path, method: Literal["eagle", "eagle3"], **config: Any) -> Path:
     """Write the directory of a head for a model of Llama's shape."""
     path.mkdir()
     of_model = _config(model)

@@ -124,7 +124,7 @@ class GatedDeltaNet(nnx.Module):
             per_token = (each.reshape(num_tokens, -1) for each in (qkv, b, a))
             weights = self.conv1d.weight[...], self.A_log[...], self.dt_bias[...]
             states = tuple((None, *array.axes) for array in self.config.arrays)
-            out, cache, drafts = on_shards(
+            out, after, drafts = on_shards(
                 functools.partial(self._mix, context.state_ops),
                 (*per_token, *weights, *cache, context.state_rows),
                 (*[_HEADS] * 3, *[("heads",)] * 3, *states, ()),
@@ -134,7 +134,7 @@ class GatedDeltaNet(nnx.Module):
             gates = gates.reshape(num_tokens, spec.num_heads, -1).astype(jnp.float32)
             out = self.norm(out.astype(x.dtype)) * jax.nn.silu(gates)
             out = self.out_proj(out.astype(x.dtype).reshape(num_tokens, -1))
-            return out, UnverifiedStates.or_states(cache, drafts)
+            return out, UnverifiedStates.or_states(after, drafts)
 
     def _mix(
         self,

@@ -166,7 +166,7 @@ class Mamba(nnx.Module):
             bias = None if self.conv1d.bias is None else self.conv1d.bias[...]
             weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.D)
             states = tuple((None, *array.axes) for array in self.config.arrays)
-            out, cache, drafts = on_shards(
+            out, after, drafts = on_shards(
                 functools.partial(self._mix, context.state_ops),
                 (
                     *(each.reshape(num_tokens, -1) for each in per_token),
@@ -183,7 +183,7 @@ class Mamba(nnx.Module):
             out = out.reshape(num_tokens, -1)
             out = out * gate if self.norm is None else self.norm(out, gate)
             out = _scaled(self.out_proj(out.astype(x.dtype)), scales.output)
-            return out, UnverifiedStates.or_states(cache, drafts)
+            return out, UnverifiedStates.or_states(after, drafts)
 
     def _mix(
         self,
@@ -224,7 +224,7 @@ class Mamba(nnx.Module):
         if rows.drafts is not None:
             drafts = (
                 ConvDrafts(*of_drafts(rows, entering)),
-                SsdDrafts(*of_drafts(rows, x, b, steps), rate[None]),
+                SsdDrafts(*of_drafts(rows, x, b, steps), rate=rate[None]),
             )
         return out + skip[:, None] * x.astype(jnp.float32), (inputs, matrices), drafts
 

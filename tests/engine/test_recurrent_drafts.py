@@ -7,7 +7,7 @@ few that requests are preempted.
 
 import pytest
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM, SamplingParams, StructuredOutputsParams
 from jaxllm.testing import make_tiny_checkpoint
 from tests.drafts import MIXED, RIGHT, WRONG, told
 from tests.heads import make_eagle
@@ -166,7 +166,12 @@ def test_a_draft_model_and_a_head_change_no_token(model, tmp_path, expected, ass
 def test_rows_with_a_grammar_have_no_drafts(model, llm, plain, script, expected, assert_same):
     """Tokens that the grammar forces are computed together nevertheless."""
     params = [
-        SamplingParams(temperature=0, max_tokens=24, logprobs=1, structured_outputs={"regex": x})
+        SamplingParams(
+            temperature=0,
+            max_tokens=24,
+            logprobs=1,
+            structured_outputs=StructuredOutputsParams(regex=x),
+        )
         for x in ("(yes|no), it is( not)? so", "[a-z]{3,9}-abcdefgh-[0-9]{2}")
     ]
     prompts = PROMPTS[1:3]

@@ -108,7 +108,6 @@ def test_a_model_of_windows_only_is_refused(tmp_path, draft):
     [
         (("deepseek_v3", "llama"), "the model keeps latents"),
         (("llama", "deepseek_v3"), "it keeps latents"),
-        (("qwen3_5", "mamba2"), "it has recurrent layers"),
     ],
 )
 def test_latents_are_refused(families, message, tmp_path):

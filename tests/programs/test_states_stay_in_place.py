@@ -38,6 +38,7 @@ def test_a_small_step_copies_no_array_of_states(tmp_path, family, drafts):
         key=lambda key: key.num_tokens,
     )
     hlo = programs[smallest].compile(programs[smallest].lower()).as_text()
+    assert hlo is not None
     (stage,) = plan.stages
     of_layers = (*stage.state_shapes, *stage.snapshot_shapes)
     shapes = {array.shape for its in of_layers for array in its}

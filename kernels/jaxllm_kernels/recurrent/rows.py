@@ -56,7 +56,7 @@ class DraftRows(NamedTuple):
     """The rows of a step that have drafts: M of them at most."""
 
     rows: jax.Array  # int32 [M]; those past the last are R
-    count: jax.Array  # int32 []
+    num_rows: jax.Array  # int32 []: how many of them have drafts
     num_kept: jax.Array  # int32 [R]: as `StateRows.num_kept`
     # int32 [M * k]: where the drafts of each of the rows are in the step, with k places for each;
     # past the drafts of a row they are any tokens.
@@ -131,7 +131,7 @@ def rows_of_drafts(slots: jax.Array, num_right: jax.Array, num_drafts: int) -> S
         decode_only=False,
         drafts=DraftRows(
             rows=rows.astype(jnp.int32),
-            count=jnp.sum(num_right > 0, dtype=jnp.int32),
+            num_rows=jnp.sum(num_right > 0, dtype=jnp.int32),
             num_kept=num_right,
             tokens=places,
         ),
@@ -149,7 +149,7 @@ def _find_drafts(
     firsts = (query_starts[1:] - num_drafts).at[rows].get(mode="clip")
     return DraftRows(
         rows=rows.astype(jnp.int32),
-        count=jnp.sum(num_drafts > 0, dtype=jnp.int32),
+        num_rows=jnp.sum(num_drafts > 0, dtype=jnp.int32),
         num_kept=lengths - num_drafts,
         tokens=(firsts[:, None] + jnp.arange(most_of_row)).reshape(-1).astype(jnp.int32),
     )

@@ -147,7 +147,7 @@ def _run_drafts(
     def run_some(i: jax.Array, carried: _Carried) -> _Carried:
         states, out = carried
         places = i * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        is_there = places < drafts.count
+        is_there = places < drafts.num_rows
         its = drafts.rows.at[places].get(mode="clip")
         slots, firsts, num_kept, lengths = (
             x.at[its].get(mode="clip")
@@ -178,8 +178,8 @@ def _run_drafts(
 
     at_once = min(at_once, len(drafts.rows))
     if at_once == 1:
-        return lax.fori_loop(0, drafts.count, run_one, carried)
-    return lax.fori_loop(0, -(-drafts.count // at_once), run_some, carried)
+        return lax.fori_loop(0, drafts.num_rows, run_one, carried)
+    return lax.fori_loop(0, -(-drafts.num_rows // at_once), run_some, carried)
 
 
 def _read(states: jax.Array, slot: jax.Array, is_first: jax.Array) -> jax.Array:
