@@ -37,6 +37,11 @@ class TowerSpec(Protocol):
     """What is static about a tower; hashable."""
 
     @property
+    def processor(self) -> str:
+        """The class in transformers that makes its images, as preprocessor_config.json has it."""
+        ...
+
+    @property
     def patch_size(self) -> int:
         """The pixels of a patch's side."""
         ...

@@ -7,18 +7,23 @@ import pytest
 from flax import nnx
 
 from jaxllm.files import read_json
+from jaxllm.media.decode import places
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.tower import Images
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.quantization.linear import CodedLinear
 from jaxllm.weights.loader import load_weights
-from tests.media.models import make_model, make_pixtral
+from tests.media.models import make_model, make_pixtral, make_qwen2_5
 from tests.models.conftest import STATE_OPS
 
 # Rows and columns of patches.
 GRIDS = [(2, 2), (4, 10), (16, 6)]
 
+
+# Of a single token, of a row, and such as windows of 2 x 2 tokens do not divide.
+OF_QWEN = [(2, 2), (2, 18), (10, 6), (14, 2), (12, 14)]
+QWENS = {"qwen2.5": make_qwen2_5}
 
 KINDS = {"mistral3": make_model, "pixtral-12b": make_pixtral}
 
@@ -80,6 +85,46 @@ def test_pixtral_is_as_in_transformers(kind, tmp_path):
         return nnx.merge(graphdef, weights).tower(images, STATE_OPS, mesh)
 
     out = embed(weights, made)
+    assert np.isfinite(out).all()
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(out[: len(expected)], expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", QWENS)
+def test_qwen_is_as_in_transformers(kind, tmp_path):
+    path = QWENS[kind](tmp_path)
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForImageTextToText
+
+    architecture = read_architecture(read_json(path / "config.json"), sees_images=True)
+    abstract = ModelRegistry.resolve([architecture.name]).abstract(architecture, jnp.float32)
+    mesh = make_mesh(jax.devices()[:1])
+    weights = load_weights(path, abstract, mesh=mesh)
+    oracle = AutoModelForImageTextToText.from_pretrained(path, dtype="float32").eval()
+    rng = np.random.default_rng(0)
+    patches = [rng.standard_normal((rows * columns, 3, 16)) for rows, columns in OF_QWEN]
+    pixels = np.concatenate(patches).astype(np.float32)
+    doubled = torch.tensor(pixels[:, :, None].repeat(2, 2).reshape(len(pixels), -1))
+    grid = torch.tensor([(1, *one) for one in OF_QWEN])
+    with torch.no_grad():
+        found = oracle.get_image_features(doubled, image_grid_thw=grid)
+    expected = np.concatenate([one.numpy() for one in found.pooler_output])
+    more = getattr(found, "deepstack_features", None) or ()
+    expected = np.concatenate([expected, *(one.numpy() for one in more)], axis=1)
+
+    where = np.concatenate([places(*one, 2) for one in OF_QWEN])
+    starts = np.cumsum([0, *map(len, patches)])
+    starts = np.append(starts, starts[-1])  # an image of padding
+    flat = np.concatenate([pixels.reshape(len(pixels), -1), np.ones((20, 48), np.float32)])
+    where = np.concatenate([where, np.zeros((20, 2), np.int32)])
+    graphdef, _ = nnx.split(abstract)
+
+    @jax.jit
+    def embed(weights, images):
+        return nnx.merge(graphdef, weights).tower(images, STATE_OPS, mesh)
+
+    out = embed(weights, Images(jnp.array(flat), jnp.array(where), jnp.array(starts)))
     assert np.isfinite(out).all()
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(out[: len(expected)], expected, atol=2e-4, rtol=0)
