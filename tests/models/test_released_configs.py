@@ -95,7 +95,9 @@ SIZES = {
     "Mamba-Codestral 7B": 7.29,
     "Nemotron 3 Nano 30B-A3B": 31.58,
     "Nemotron Nano 9B v2": 8.89,
+    "Qwen2.5-VL 7B": 7.62,
 }
+WITH_TOWERS = {"Qwen2.5-VL 7B": 8.29}
 
 
 def num_parameters(architecture):
@@ -119,6 +121,12 @@ def test_every_field_is_known_and_the_model_has_its_size(name):
     longest = CONFIGS[name].get("index_topk")
     architecture = read_architecture(CONFIGS[name], max_model_len=longest)
     assert num_parameters(architecture) / 1e9 == pytest.approx(SIZES[name], abs=0.0051)
+
+
+@pytest.mark.parametrize("name", WITH_TOWERS)
+def test_towers_have_their_sizes(name):
+    architecture = read_architecture(CONFIGS[name], sees_images=True)
+    assert num_parameters(architecture) / 1e9 == pytest.approx(WITH_TOWERS[name], abs=0.0051)
 
 
 def test_what_sets_the_layers_of_the_releases_apart():
