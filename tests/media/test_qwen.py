@@ -1,5 +1,7 @@
 """Prompts with images for Qwen's models, whose tokens have positions in rows and columns."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("PIL")
@@ -21,7 +23,7 @@ LARGE, SMALL, LONG = picture(64, 64), picture(3, 2, 1), picture(15, 120, 2)
 KINDS = {"qwen2.5": make_qwen2_5}
 
 
-def prompt(*images, text=f"Look: {MARK} What is it?"):
+def prompt(*images, text=f"Look: {MARK} What is it?") -> Any:
     if len(images) > 1:
         text = f"One {MARK} and" * len(images) + " what else?"
     return {"prompt": text, "multi_modal_data": {"image": list(images)}}
@@ -143,7 +145,7 @@ def test_text_is_as_without_the_tower(model, llm):
 )
 def test_what_cannot_be_read_is_refused(llm, change, reason):
     with pytest.raises(ValidationError, match=reason):
-        llm.generate(prompt(LARGE) | change, PARAMS, use_tqdm=False)
+        answers(llm, [prompt(LARGE) | change])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_areas_that_the_model_does_not_know_are_refused(model, kwargs):
 def test_images_may_be_made_smaller(model):
     small = LLM(model, **OPTIONS, mm_processor_kwargs={"max_pixels": 1024})
     try:
-        (output,) = small.generate(prompt(LARGE), PARAMS, use_tqdm=False)
+        (output,) = small.generate([prompt(LARGE)], PARAMS, use_tqdm=False)
         assert output.prompt_token_ids.count(IMAGE_TOKEN) == 16
     finally:
         small.shutdown()

@@ -32,7 +32,7 @@ MORE = {"qwen2": {"rope_parameters": {"rope_type": "default", "mrope_section": [
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 
 
-def wrap(plain, path, architecture, layout, family=None):
+def wrap(plain, path, architecture, layout, family=""):
     """Write a checkpoint of the larger model around a plain decoder."""
     path.mkdir()
     config = json.loads((plain / "config.json").read_text()) | MORE.get(family, {})

@@ -138,4 +138,5 @@ def test_what_sets_the_layers_of_the_releases_apart():
     assert ropes["EXAONE 4.0 32B"] == [True, True, True, False] * 16
     assert ropes["EXAONE 4.0 1.2B"] == [True] * 30
     hunyuan = read_architecture(CONFIGS["Hunyuan 7B"]).layers[0].rope
+    assert hunyuan is not None
     assert hunyuan.theta == pytest.approx(11_158_840, abs=1) and hunyuan.scaling is None
