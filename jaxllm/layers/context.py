@@ -91,6 +91,9 @@ class StepContext:
     expert_tokens: Any = None
     layer: jax.Array | None = None
     given: GivenEmbeddings | None = None  # None: all tokens have their own
+    # Where tokens are rotated to, i32 [T], or [3, T] in time, rows and columns of images; None: to
+    # their positions in their sequences.
+    rope_positions: jax.Array | None = None
 
     @classmethod
     def prepare(

@@ -291,7 +291,7 @@ def make_plan(
     )
     images = None
     if image_spec is not None:
-        images = plan_images(image_spec, chip, max_num_batched_tokens)
+        images = plan_images(image_spec, chip, max_num_batched_tokens, max_model_len)
         tail_bytes += images.pool_bytes(architecture.hidden_size, dtype)
     num_blocks = min(
         size_kv_cache(

@@ -158,11 +158,9 @@ def make_step(
                 newest = entering.at[newest].get(mode="clip")
                 state = drafting.ahead(inputs, context_lens, state, newest)
                 entering = with_drafts(entering, inputs, state)
-        if (its := inputs.slices.get(IMAGES)) is not None:
-            assert state.images is not None
-            given = GivenEmbeddings(its["rows"], state.images)
-            context = dataclasses.replace(context, given=given)
         positions = _positions(inputs, context_lens)
+        if (its := inputs.slices.get(IMAGES)) is not None:
+            context = _with_images(context, its, state, positions)
         tapped = ()
         if drafting is None or not drafting.taps:
             hidden, caches = model(entering, positions, state.caches, context)
@@ -193,6 +191,18 @@ def make_step(
         return _set_lengths(state, inputs, context_lens), StageOutputs(hidden=hidden)
 
     return step
+
+
+def _with_images(
+    context: StepContext, its: dict[str, jax.Array], state: DeviceState, positions: jax.Array
+) -> StepContext:
+    """Give layers the embeddings of images, and the positions of tokens in and behind them."""
+    if "offsets" in its:
+        context = dataclasses.replace(context, rope_positions=positions + its["offsets"])
+    if "rows" not in its:
+        return context
+    assert state.images is not None
+    return dataclasses.replace(context, given=GivenEmbeddings(its["rows"], state.images))
 
 
 def _drafting(plan: EnginePlan, model: Any, drafts: Any) -> Drafting | None:
