@@ -3,6 +3,7 @@
 Every choice that depends on the model, the platform or the memory is made and checked here, once.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,6 @@ from jaxllm.plan.adapters import plan_adapters
 from jaxllm.plan.buckets import make_ladder, with_adapters
 from jaxllm.plan.choose import (
     DEFAULTS,
-    check_states,
     choose_dtype,
     choose_max_model_len,
     choose_max_num_batched_tokens,
@@ -144,15 +144,14 @@ def make_plan(
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
     keeps_states = any(abstract.state_configs for abstract in in_parts)
-    if keeps_states and not is_encoder:
-        check_states(config)
+    if speculation is not None and keeps_states:
+        speculation = dataclasses.replace(speculation, keeps_states=True)
     adapters = plan_adapters(
         config,
         in_parts,
         meshes,
         dtype,
         op=choose_low_rank(config, library, num_shards),
-        pools=pooling is not None,
     )
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,

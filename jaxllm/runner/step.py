@@ -143,6 +143,8 @@ def make_step(
             state_ops=plan.state_ops,
             slots=inputs.slots,
             num_slots=plan.max_num_seqs,
+            num_drafts=inputs.num_drafts,
+            most_drafts=(0, 0) if plan.speculation is None else plan.speculation.most_drafts,
         )
         context = dataclasses.replace(context, expert_tokens=expert_tokens)
         entering = arrived
@@ -166,7 +168,9 @@ def make_step(
             hidden, tapped, caches = model.tapped(
                 entering, positions, state.caches, context, drafting.taps
             )
-        state = store_states(stage, inputs, dataclasses.replace(state, caches=caches))
+        state = dataclasses.replace(state, caches=caches)
+        if drafting is None:
+            state = store_states(stage, inputs, state)
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
             if plan.pooling is not None:
@@ -180,9 +184,10 @@ def make_step(
             # The experts of a head that drafts are not counted.
             context = dataclasses.replace(context, positions=positions, expert_tokens=None)
             forward = Forward(entering, hidden, tapped, context)
-            return verify_and_propose(
+            state, outputs = verify_and_propose(
                 plan, model, drafting, inputs, context_lens, forward, state, slices, last
             )
+            return store_states(stage, inputs, state), outputs
         return _set_lengths(state, inputs, context_lens), StageOutputs(hidden=hidden)
 
     return step
