@@ -46,15 +46,31 @@ class GivenEmbeddings(NamedTuple):
     """Embeddings that stand in place of those of tokens: images, as a tower has computed them."""
 
     rows: jax.Array  # i32 [T]: the row of each token; -1: the token has its own embedding
-    pool: jax.Array  # [rows, D]
+    pool: jax.Array  # [rows, outputs * D]: the embedding, then what is added behind first layers
 
     def put_into(self, hidden: jax.Array) -> jax.Array:
         """Replace what is given of embeddings [T, D]. A step without images reads nothing."""
         return jax.lax.cond(
             jnp.any(self.rows >= 0),
-            lambda: jnp.where(self.rows[:, None] >= 0, self.pool[self.rows], hidden),
+            lambda: jnp.where(self.rows[:, None] >= 0, self._output(0, hidden), hidden),
             lambda: hidden,
         )
+
+    def add_behind(self, layer: int, hidden: jax.Array) -> jax.Array:
+        """Add to the hidden states [T, D] behind a layer what is given for it."""
+        return jax.lax.cond(
+            jnp.any(self.rows >= 0),
+            lambda: hidden + jnp.where(self.rows[:, None] >= 0, self._output(layer + 1, hidden), 0),
+            lambda: hidden,
+        )
+
+    def adds_behind(self, layer: int, size: int) -> bool:
+        """Whether something is given for a layer of this size."""
+        return (layer + 2) * size <= self.pool.shape[1]
+
+    def _output(self, index: int, hidden: jax.Array) -> jax.Array:
+        size = hidden.shape[-1]
+        return self.pool[self.rows, index * size : (index + 1) * size].astype(hidden.dtype)
 
 
 Cache = jax.Array | LentCache | States | UnverifiedStates

@@ -22,12 +22,15 @@ def inside_larger_model(names: CheckpointMap) -> CheckpointMap:
     return dataclasses.replace(first, others=tuple(others))
 
 
-def beside_visual(names: CheckpointMap, tower: TowerSpec | None) -> CheckpointMap:
-    """The map of a decoder of Qwen's, whose tower is called `visual`; None: it is not loaded."""
+def beside_visual(
+    names: CheckpointMap, tower: TowerSpec | None, *, is_inside: bool
+) -> CheckpointMap:
+    """The map of a decoder of Qwen's, whose tower is called `visual`; None: it is not loaded.
+    Releases have both inside `model`, or beside each other; transformers may write either."""
+    ways = ("model", "visual"), ("model.language_model", "model.visual")
     layouts = []
     for its in _layouts(names):
-        # As the releases of Qwen2.5-VL have it, then as those of Qwen3-VL do.
-        for decoder, visual in (("model", "visual"), ("model.language_model", "model.visual")):
+        for decoder, visual in reversed(ways) if is_inside else ways:
             layout = its.with_names(model=decoder)
             if tower is None:
                 layouts.append(layout.ignoring(r"(model\.)?visual\..*"))

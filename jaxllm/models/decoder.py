@@ -263,6 +263,9 @@ class Decoder(nnx.Module):
                 hidden = settle(hidden)
             graphdef, weights = nnx.split(layer)
             hidden, held[owner] = _run_layer(graphdef, weights, hidden, held[owner], context)
+            given = context.given
+            if given is not None and given.adds_behind(index, settle(hidden).shape[-1]):
+                hidden = given.add_behind(index, settle(hidden))
         updated = tuple(
             cache.pages if isinstance(cache, LentCache) else cache
             for of_layer in held.values()

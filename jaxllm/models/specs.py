@@ -146,6 +146,11 @@ class Architecture:
         return len(self.layers)
 
     @property
+    def image_width(self) -> int:
+        """The size of what the tower makes for a token."""
+        return self.hidden_size * (1 if self.tower is None else self.tower.num_outputs)
+
+    @property
     def per_layer_input(self) -> PerLayerInputSpec | None:
         """What all layers have in common of their own inputs, if they have any."""
         return self.layers[0].per_layer_input

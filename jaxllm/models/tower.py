@@ -29,7 +29,8 @@ class Tower(Protocol):
     """A flax nnx module."""
 
     def __call__(self, images: Images, ops: StateOps, mesh: Mesh | None) -> jax.Array:
-        """Return the embeddings [P / patches of a token, D]. Heads are cut over the mesh."""
+        """Return the outputs for each token one behind the other, [P / patches of a token, outputs
+        * D]. Heads are cut over the mesh."""
         ...
 
 
@@ -52,6 +53,12 @@ class TowerSpec(Protocol):
     @property
     def image_token_id(self) -> int:
         """The token for which an embedding stands."""
+        ...
+
+    @property
+    def num_outputs(self) -> int:
+        """How many vectors it makes for a token: the embedding, then those that are added behind
+        the first layers of the decoder."""
         ...
 
     def check(self, num_shards: int) -> None:

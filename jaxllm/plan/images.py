@@ -30,8 +30,8 @@ class ImagePlan:
     sizes: tuple[int, ...]  # how many patches the programs of the tower compute
     ops: StateOps
 
-    def pool_bytes(self, hidden_size: int, dtype: Any) -> int:
-        return self.num_rows * hidden_size * jnp.dtype(dtype).itemsize
+    def pool_bytes(self, width: int, dtype: Any) -> int:
+        return self.num_rows * width * jnp.dtype(dtype).itemsize
 
 
 def wants_images(config: EngineConfig) -> bool:

@@ -291,7 +291,7 @@ def make_plan(
     images = None
     if image_spec is not None:
         images = plan_images(image_spec, chip, max_num_batched_tokens, max_model_len)
-        tail_bytes += images.pool_bytes(architecture.hidden_size, dtype)
+        tail_bytes += images.pool_bytes(architecture.image_width, dtype)
     num_blocks = min(
         size_kv_cache(
             config.cache,

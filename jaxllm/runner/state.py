@@ -96,7 +96,8 @@ class DeviceState:
     snapshots: tuple[States, ...] | None = None
     # Only in an engine that pools: what it keeps of each slot's prompt so far, f32 [S, D].
     sums: jax.Array | None = None
-    # Only in an engine that sees images: a row for each token of those that are encoded, [rows, D].
+    # Only in an engine that sees images: a row for each token of those that are encoded,
+    # [rows, outputs * D].
     images: jax.Array | None = None
 
     @classmethod
@@ -119,7 +120,7 @@ class DeviceState:
             sums = jax.ShapeDtypeStruct((slots, plan.architecture.hidden_size), jnp.float32)
             shapes["sums"] = place(sums, sharding(stage.mesh))
         if plan.images is not None:
-            size = (plan.images.num_rows, plan.architecture.hidden_size)
+            size = (plan.images.num_rows, plan.architecture.image_width)
             shapes["images"] = place(jax.ShapeDtypeStruct(size, plan.dtype), sharding(stage.mesh))
         if plan.speculation is not None:
             shapes["drafts"], shapes["drafter"] = abstract_drafts(plan, stage.mesh)

@@ -61,6 +61,20 @@ def make_qwen2_5(path):
     )
 
 
+def make_qwen3(path):
+    sections = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    return make_tiny_checkpoint(
+        path,
+        "qwen3",
+        sees_images=True,
+        model_type="qwen3_vl_text",
+        num_hidden_layers=3,
+        max_position_embeddings=512,
+        rope_theta=1e4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, **sections},
+    )
+
+
 def picture(height, width, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 

@@ -11,7 +11,7 @@ from PIL import Image
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ValidationError
 from jaxllm.files import read_json
-from tests.media.models import OPTIONS, make_qwen2_5, picture
+from tests.media.models import OPTIONS, make_qwen2_5, make_qwen3, picture
 from tests.media.test_engine import answers, assert_equal
 
 IMAGE_TOKEN = 3
@@ -20,7 +20,7 @@ MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 # One of 64 tokens, which steps of 32 tokens cut; one of 4 tokens; one of 2 x 16, in which the text
 # goes on far behind its tokens' number.
 LARGE, SMALL, LONG = picture(64, 64), picture(3, 2, 1), picture(15, 120, 2)
-KINDS = {"qwen2.5": make_qwen2_5}
+KINDS = {"qwen2.5": make_qwen2_5, "qwen3": make_qwen3}
 
 
 def prompt(*images, text=f"Look: {MARK} What is it?") -> Any:

@@ -24,11 +24,16 @@ WRAPPED = {
     "gemma4": "Gemma4ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
     "qwen2": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3": "Qwen3VLForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5-moe": "Qwen3_5MoeForConditionalGeneration",
 }
 # What the decoder's config has only there.
-MORE = {"qwen2": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}}
+_TURNS = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+MORE = {
+    "qwen2": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+    "qwen3": {"rope_parameters": _TURNS},
+}
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 
 

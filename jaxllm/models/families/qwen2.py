@@ -71,7 +71,7 @@ def _read_vl(name: str, config: HFConfig) -> Architecture:
 def _checkpoint(architecture: Architecture) -> CheckpointMap:
     if architecture.name != _VL:
         return LLAMA_NAMES
-    return beside_visual(LLAMA_NAMES, architecture.tower)
+    return beside_visual(LLAMA_NAMES, architecture.tower, is_inside=False)
 
 
 def read_qwen(name: str, config: HFConfig, attention: AttentionSpec) -> Architecture:

@@ -55,6 +55,10 @@ class PixtralSpec:
     projector_activation: str
     projector_bias: bool
 
+    @property
+    def num_outputs(self) -> int:
+        return 1
+
     def check(self, num_shards: int) -> None:
         self.attention.check(num_shards)
         self.mlp.check(num_shards)

@@ -56,6 +56,10 @@ class QwenTowerSpec:
     window: int  # the side of a window in tokens
     full_layers: tuple[int, ...]  # those whose patches see all of their image
 
+    @property
+    def num_outputs(self) -> int:
+        return 1
+
     def check(self, num_shards: int) -> None:
         self.attention.check(num_shards)
         self.mlp.check(num_shards)
