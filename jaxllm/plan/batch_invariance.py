@@ -58,16 +58,18 @@ def _why_not(plan: EnginePlan) -> str | None:
         return "recurrent layers do not keep it; leave it out"
     if plan.images is not None:
         return "models with images do not keep it; leave it out"
+    if any(isinstance(config, LatentConfig) for config in plan.attention_configs):
+        return "latent attention is XLA's, which does not keep it"
     if plan.experts is not None:
         return "experts do not keep it; leave it out"
     if ModelRegistry.has_own_class(plan.architecture.name):
         return f"whether the class of {plan.architecture.name} keeps it is not known"
     if not isinstance(plan.matmul, NativeMatmul) or plan.row_sums is None:
         return "it needs our own kernels for CPUs, and products are XLA's"
-    if any(isinstance(config, LatentConfig) for config in plan.attention_configs):
-        return "latent attention is XLA's, which does not keep it"
     if type(plan.attention) is not NativeBackend:
         return f"attention {plan.attention.name!r} does not keep it, and 'native' does"
+    if any(config.soft_cap for config in plan.attention_configs):
+        return "soft caps were not shown to keep it"
     models = [plan.abstract_model(stage) for stage in plan.stages]
     return next(filter(None, map(_codes, models)), None)
 
