@@ -68,8 +68,6 @@ def _why_not(plan: EnginePlan) -> str | None:
         return "it needs our own kernels for CPUs, and products are XLA's"
     if type(plan.attention) is not NativeBackend:
         return f"attention {plan.attention.name!r} does not keep it, and 'native' does"
-    if any(config.soft_cap for config in plan.attention_configs):
-        return "soft caps were not shown to keep it"
     models = [plan.abstract_model(stage) for stage in plan.stages]
     return next(filter(None, map(_codes, models)), None)
 

@@ -155,6 +155,7 @@ MECHANISMS = {
         {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
         {"dtype": "bfloat16", "kv_cache_request_len": 128},
     ),
+    "soft caps": ("gemma2", {"head_dim": 16}, {"dtype": "float32", "kv_cache_request_len": 128}),
     "layer norms": ("gpt2", {}, {"dtype": "float32"}),
     "int8": ("llama", {}, {"dtype": "float32", "quantization": "int8"}),
     "int8 cache": ("llama", {}, {"dtype": "float32", "kv_cache_dtype": "int8"}),
