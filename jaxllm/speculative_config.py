@@ -91,6 +91,8 @@ class Speculation:
     # How many drafts rows get if so many requests run, from 1; more requests get none. The plan
     # fills it in if the user leaves it open.
     drafts_by_requests: tuple[int, ...] = ()
+    # Whether layers of the model keep states; the plan knows.
+    keeps_states: bool = False
 
     def check(self, tensor_parallel_size: int, num_stages: int) -> None:
         """Refuse devices that it does not run on."""
@@ -111,9 +113,20 @@ class Speculation:
         return self.method not in _WITH_WEIGHTS
 
     @property
+    def verifies_late(self) -> bool:
+        """Whether rows with a grammar may have drafts, which a second program verifies: if they are
+        known before the step, and if no states go on over those that are right."""
+        return self.proposes and not self.keeps_states
+
+    @property
     def max_rows(self) -> int:
         """The most rows with drafts in a step."""
         return len(self.drafts_by_requests)
+
+    @property
+    def most_drafts(self) -> tuple[int, int]:
+        """The most rows with drafts in a step, and the most drafts of each."""
+        return self.max_rows, self.num_drafts
 
 
 def read_speculation(

@@ -35,6 +35,38 @@ class Told:
         return state.at[slots[:, None], places].get(mode="fill", fill_value=NO_DRAFT)
 
 
+class Bigrams:
+    """Drafts what followed each token the last time in any answer: some of an answer that repeats
+    an earlier one. For `custom_class`, and so for processes of their own. Its state is the texts,
+    and in its first slot what follows each token."""
+
+    def __init__(self, speculation):
+        pass
+
+    def abstract(self, num_slots, max_model_len):
+        return tuple(jax.ShapeDtypeStruct((num_slots, n), jnp.int32) for n in (max_model_len, 512))
+
+    def admit(self, state, slot, tokens):
+        texts, follows = state
+        return texts.at[slot].set(tokens), follows
+
+    def record(self, state, tokens, num_tokens, slots, ends):
+        texts, follows = state
+        index = jnp.arange(tokens.shape[1])
+        is_new = index < num_tokens[:, None]
+        places = jnp.where(is_new, (ends - num_tokens)[:, None] + index, texts.shape[1])
+        texts = texts.at[slots[:, None], places].set(tokens, mode="drop")
+        before = texts.at[slots[:, None], places - 1].get(mode="fill", fill_value=0)
+        return texts, follows.at[0, jnp.where(is_new, before, 512)].set(tokens, mode="drop")
+
+    def propose(self, state, num_drafts, slots, ends):
+        texts, follows = state
+        drafts = [texts.at[slots, ends - 1].get(mode="fill", fill_value=0)]
+        for _ in range(num_drafts):
+            drafts.append(follows[0, drafts[-1]])
+        return jnp.stack(drafts[1:], axis=1)
+
+
 class Script:
     """What the drafter is told: the texts of requests, by their prompt and their seed."""
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -38,11 +38,15 @@ def add_mtp(model: Path, **exactly: np.ndarray) -> Tensors:
     return tensors
 
 
-def make_eagle(path: Path, model: Path, method: str, **config: Any) -> Path:
+def make_eagle(path: Path, model: Path, method: Literal["eagle", "eagle3"], **config: Any) -> Path:
     """Write the directory of a head for a model of Llama's shape."""
     path.mkdir()
     of_model = _config(model)
-    fields = {name: of_model[name] for name in _COMMON} | {"model_type": "llama"} | config
+    fields = (
+        {name: of_model[name] for name in _COMMON if name in of_model}
+        | {"model_type": "llama"}
+        | config
+    )
     fields |= {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
     (path / "config.json").write_text(json.dumps(fields))
     spec = read_eagle(method, fields, read_architecture(of_model), max_model_len=128)

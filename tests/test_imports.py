@@ -42,8 +42,13 @@ class Row(NamedTuple):
     shuns: set[str]
 
 
+# These are Ray's part of a fleet, and are imported by its processes alone.
+OF_RAY = {"jaxllm.server.ray.fleet", "jaxllm.server.ray.request_router"}
+
+
 def unit(name: str) -> Row:
-    modules = [s.module for s in sources() if is_part_of(s.module, f"jaxllm.{name}")]
+    found = [s.module for s in sources() if is_part_of(s.module, f"jaxllm.{name}")]
+    modules = [module for module in found if module not in OF_RAY]
     assert modules, f"jaxllm.{name} does not exist"
     return Row(name, f"import {', '.join(modules)}", {"jax", "jaxlib", "flax", "torch"})
 

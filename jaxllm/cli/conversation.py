@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from jaxllm.errors import JaxLLMError, ValidationError, not_utf8
-from jaxllm.media.item import UndecodableError
+from jaxllm.media.resizing import UndecodableError
 from jaxllm.media.sources import read_file
 from jaxllm.plural import counted
 

@@ -11,7 +11,7 @@ from importlib import resources
 from jaxllm.models import families
 from jaxllm.models.registry import architectures_of, family_names
 
-_SEEING = ("mistral3",)  # whose towers are computed, too
+_SEEING = ("mistral3", "qwen2")  # whose towers are computed, too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxllm.cli.arguments import json_object
 from jaxllm.errors import ValidationError, refused
 from jaxllm.plural import counted
 
@@ -78,6 +79,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="Find the fewest replicas that serve this share of the requests within --goodput.",
     )
+    where.add_argument(
+        "--routing-policy", choices=("prefix", "least_work", "random"), default="prefix",
+        help="Who serves a request: as jaxllm and its fleets route, or to compare with.",
+    )  # fmt: skip
+    where.add_argument(
+        "--max-ongoing-requests", type=int, metavar="N",
+        help="Most requests of one replica; others wait for whichever has room first, as in a "
+        "fleet under Ray Serve. Default: no such limit.",
+    )  # fmt: skip
+    where.add_argument(
+        "--autoscaling-config",
+        type=json_object,
+        metavar="JSON",
+        help="Ray Serve's, with its names, in place of --replicas: min_replicas, max_replicas, "
+        "target_ongoing_requests, ...",
+    )
+    where.add_argument(
+        "--startup-s",
+        type=float,
+        metavar="X",
+        help="Seconds from the decision for a replica until it takes requests, which have to be "
+        "known from elsewhere.",
+    )
     where.add_argument("--scheduling-policy", default="fcfs", help="Order of requests.")
     where.add_argument(
         "--async-scheduling", action=argparse.BooleanOptionalAction, default=True,
@@ -106,11 +130,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     goals = _goals(args.goodput)
-    for name in ("num_requests", "input_len", "output_len", "replicas"):
+    for name in ("num_requests", "input_len", "output_len", "replicas", "max_ongoing_requests"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise refused(name, value, "it must be at least 1")
-    for name in ("seed", "num_prefixes", "spread", "launch_us", "host_us", "price_per_chip_hour"):
+    for name in (
+        "seed", "num_prefixes", "spread", "launch_us", "host_us", "price_per_chip_hour",
+        "startup_s",
+    ):  # fmt: skip
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:
             raise refused(name, value, "it must be at least 0")
@@ -120,6 +147,18 @@ def run(args: argparse.Namespace) -> None:
             raise refused(name, value, "it must be above 0")
     if args.find_replicas is not None and not (goals and 0 < args.find_replicas <= 1):
         raise ValidationError("--find-replicas is a share above 0, to 1, and needs --goodput")
+    if args.autoscaling_config is None:
+        if args.startup_s is not None:
+            raise ValidationError("--startup-s needs --autoscaling-config; give it, too")
+    elif args.startup_s is None:
+        raise ValidationError(
+            "--autoscaling-config needs to know how long a replica takes to start: --startup-s 90"
+        )
+    elif args.find_replicas is not None or args.replicas != 1:
+        raise ValidationError(
+            "--autoscaling-config finds the number of replicas itself; leave out --replicas and "
+            "--find-replicas"
+        )
     deployment = _deployment(args)
     trace = _trace(args)
     if args.find_replicas is None:
@@ -185,8 +224,14 @@ def _simulate(
     num_replicas: int,
     goals: dict[str, float],
 ) -> "Summary":
+    from jaxllm.simulation.autoscaling import Autoscaler, AutoscalingRules
     from jaxllm.simulation.report import summarize
     from jaxllm.simulation.simulator import simulate
+
+    autoscaler = None
+    if args.autoscaling_config is not None:
+        autoscaler = Autoscaler(AutoscalingRules.read(args.autoscaling_config))
+        num_replicas = autoscaler.target
 
     def show(num_finished: int) -> None:
         if sys.stderr.isatty() and num_finished % 100 == 0:
@@ -201,6 +246,10 @@ def _simulate(
         async_scheduling=args.async_scheduling,
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         enable_prefix_caching=args.enable_prefix_caching,
+        routing_policy=args.routing_policy,
+        max_ongoing_requests=args.max_ongoing_requests,
+        autoscaler=autoscaler,
+        startup_s=args.startup_s or 0.0,
         on_progress=show,
     )
     if sys.stderr.isatty():
@@ -208,7 +257,6 @@ def _simulate(
     return summarize(
         trace,
         outcome,
-        num_replicas=num_replicas,
         chips_per_replica=deployment.num_chips,
         goals_ms=goals,
         price_per_chip_hour=args.price_per_chip_hour,

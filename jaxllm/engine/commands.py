@@ -66,6 +66,10 @@ class Command(msgspec.Struct, Generic[Part, Answer], frozen=True, tag=True):
         return type."""
         raise NotImplementedError
 
+    def unite(self, answers: list[Answer]) -> Answer:
+        """Combine the answers of several engines, none of which knows of the others."""
+        raise refused("command", type(self).__name__, "it is for one engine, not for a fleet")
+
 
 class Order(Command[None, None], frozen=True):
     """A command without an answer."""
@@ -83,6 +87,9 @@ class GetStats(Command[EngineStats, list[EngineStats]], frozen=True):
     def join(self, answers: list[EngineStats]) -> list[EngineStats]:
         return answers
 
+    def unite(self, answers: list[list[EngineStats]]) -> list[EngineStats]:
+        return [stats for one in answers for stats in one]
+
 
 class GetMemory(Command[list[DeviceMemory], EngineMemory], frozen=True):
     """The memory use of the process and its devices as of now."""
@@ -92,6 +99,10 @@ class GetMemory(Command[list[DeviceMemory], EngineMemory], frozen=True):
 
     def join(self, answers: list[list[DeviceMemory]]) -> EngineMemory:
         return EngineMemory(resident_bytes(), answers)
+
+    def unite(self, answers: list[EngineMemory]) -> EngineMemory:
+        total = sum(one.resident_bytes for one in answers)
+        return EngineMemory(total, [devices for one in answers for devices in one.devices])
 
 
 class ResetPrefixCache(Command[bool, bool], frozen=True):

@@ -22,7 +22,7 @@ class Replicas:
 
     def __init__(self, cores: Sequence[EngineCore]):
         self._cores = cores
-        self._router = Router(len(cores))
+        self._router = Router(range(len(cores)))
         self.info: EngineInfo = cores[0].info
         self._outputs: list[EngineOutput] = []  # for the next return of `step`
 

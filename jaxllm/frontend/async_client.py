@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import threading
-import uuid
 from typing import Any
 
 import msgspec
@@ -13,9 +12,9 @@ from jaxllm import errors
 from jaxllm.engine.commands import Answer, Command, decode_answer, encode
 from jaxllm.errors import EngineDeadError
 from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
+from jaxllm.frontend.far_engine import FarEngine, Owner
 from jaxllm.logging import init_logger
 from jaxllm.messages import (
-    OWNER_MARK,
     Beat,
     Call,
     CallFailed,
@@ -33,6 +32,8 @@ from jaxllm.watch import PATIENCE, Silence
 
 logger = init_logger(__name__)
 
+AnyEngine = EngineProcess | JoinedEngine | FarEngine
+
 # How long the end of the engine's process may stay unnoticed.
 _LOOK_MS = 200
 
@@ -43,7 +44,8 @@ class AsyncClient:
 
     def __init__(self, process: EngineProcess | JoinedEngine):
         self._process = process
-        self._name = uuid.uuid4().hex[:12].encode()
+        self._owner = Owner()
+        self._name = self._owner.name.encode()
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -71,16 +73,8 @@ class AsyncClient:
         self._input.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def own(self, requests: list[EngineRequest]) -> None:
-        """Give the requests of one prompt ids that are never reused: outputs in flight for an
-        aborted request must not reach a later request with the user's same id."""
-        serial = next(self._numbers)
-        for request in requests:
-            request.request_id = self._id(serial, request.request_id)
-            if request.prefix_leader_id is not None:
-                request.prefix_leader_id = self._id(serial, request.prefix_leader_id)
-
-    def _id(self, serial: int, request_id: str) -> str:
-        return f"{self._name.decode()}{OWNER_MARK}{serial}{OWNER_MARK}{request_id}"
+        """Give the requests of one prompt ids that are never reused."""
+        self._owner.own(requests)
 
     def listen(self) -> None:
         """Start to bring messages to the running event loop."""
@@ -189,6 +183,11 @@ class AsyncClient:
         logger.error("%s", error)
         self._process.give_up()
         return error
+
+
+def connect(engine: AnyEngine) -> AsyncClient | FarEngine:
+    """Wait until an engine is ready, and return the connection."""
+    return engine if isinstance(engine, FarEngine) else AsyncClient(engine)
 
 
 def _error_of(failure: Failure, otherwise: type[errors.JaxLLMError]) -> errors.JaxLLMError:

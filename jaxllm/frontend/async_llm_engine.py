@@ -14,9 +14,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine import commands
 from jaxllm.engine.commands import Answer, Command
 from jaxllm.errors import EngineDeadError, ValidationError, refused
-from jaxllm.frontend.async_client import AsyncClient
+from jaxllm.frontend.async_client import AnyEngine, connect
 from jaxllm.frontend.client import load_engine_tokenizer
-from jaxllm.frontend.engine_process import EngineProcess, JoinedEngine
+from jaxllm.frontend.engine_process import EngineProcess
 from jaxllm.frontend.input_processor import InputProcessor, ProcessedInput, tokenization_options
 from jaxllm.frontend.output_collector import OutputCollector
 from jaxllm.frontend.output_processor import OutputProcessor
@@ -47,7 +47,7 @@ _STOP_GRACE_S = 10.0
 class AsyncLLMEngine:
     """An engine for applications with an event loop. All coroutines must run on one loop."""
 
-    def __init__(self, config: EngineConfig, process: EngineProcess | JoinedEngine | None = None):
+    def __init__(self, config: EngineConfig, process: AnyEngine | None = None):
         """Start the engine, or use a started one. Return when it is ready, which may take
         minutes."""
         begun = time.time()
@@ -58,7 +58,7 @@ class AsyncLLMEngine:
         try:
             # The engine's process loads the model while this one loads the tokenizer.
             self.tokenizer: Tokenizer | None = load_engine_tokenizer(config)
-            self._client = AsyncClient(self._process)
+            self._client = connect(self._process)
         except BaseException:
             self._stop_process(grace_s=0)
             raise

@@ -18,7 +18,7 @@ from jaxllm_kernels.recurrent.rows import StateRows, prepare_rows
 
 from jaxllm.cache_groups import Window, window_of
 from jaxllm.layers.rope import Rotary
-from jaxllm.layers.state import StateOps, States
+from jaxllm.layers.state import StateOps, States, UnverifiedStates
 
 
 class PagedBatch(NamedTuple):
@@ -57,7 +57,7 @@ class GivenEmbeddings(NamedTuple):
         )
 
 
-Cache = jax.Array | LentCache | States
+Cache = jax.Array | LentCache | States | UnverifiedStates
 
 # The attention of a mixer and its implementation: heads with keys and values, or latents. Those of
 # a model are all of one kind, so that it has one implementation.
@@ -91,6 +91,9 @@ class StepContext:
     expert_tokens: Any = None
     layer: jax.Array | None = None
     given: GivenEmbeddings | None = None  # None: all tokens have their own
+    # Where tokens are rotated to, i32 [T], or [3, T] in time, rows and columns of images; None: to
+    # their positions in their sequences.
+    rope_positions: jax.Array | None = None
 
     @classmethod
     def prepare(
@@ -105,9 +108,12 @@ class StepContext:
         state_ops: StateOps | None = None,
         slots: jax.Array | None = None,
         num_slots: int = 0,
+        num_drafts: jax.Array | None = None,
+        most_drafts: tuple[int, int] = (0, 0),
     ) -> Self:
         """Prepare the batch of each window for the layers with this window; traced. Mixers with
-        states need the slots of the rows, i32 [R], and their number."""
+        states need the slots of the rows, i32 [R], and their number, and what of the rows are
+        drafts (see `prepare_rows`)."""
         paged, op = [], cast(Any, backend)  # which is for configs of this kind
         for window, batch in batches.items():
             its = tuple(config for config in configs if window_of(config) == window)
@@ -117,7 +123,12 @@ class StepContext:
         if state_ops is not None:
             assert slots is not None and paged, "states without slots or rows"
             state_rows = prepare_rows(
-                paged[0].batch, slots, num_tokens=num_tokens, num_slots=num_slots
+                paged[0].batch,
+                slots,
+                num_tokens=num_tokens,
+                num_slots=num_slots,
+                num_drafts=num_drafts,
+                most_drafts=most_drafts,
             )
         return cls(
             windows=tuple(batches),

@@ -18,7 +18,19 @@ from jaxllm.errors import refused
 from jaxllm.layers.context import Cache, LentCache, StepContext
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import NormSpec
-from jaxllm.layers.state import StateConfig, StateOps, head_matrices, last_inputs, on_shards
+from jaxllm.layers.state import (
+    ConvDrafts,
+    DeltaDrafts,
+    Drafts,
+    StateConfig,
+    StateOps,
+    States,
+    UnverifiedStates,
+    head_matrices,
+    last_inputs,
+    of_drafts,
+    on_shards,
+)
 from jaxllm.layers.taps import Taps
 from jaxllm.parallel.sharding import Axes, Part
 
@@ -112,16 +124,17 @@ class GatedDeltaNet(nnx.Module):
             per_token = (each.reshape(num_tokens, -1) for each in (qkv, b, a))
             weights = self.conv1d.weight[...], self.A_log[...], self.dt_bias[...]
             states = tuple((None, *array.axes) for array in self.config.arrays)
-            out, cache = on_shards(
+            out, after, drafts = on_shards(
                 functools.partial(self._mix, context.state_ops),
                 (*per_token, *weights, *cache, context.state_rows),
                 (*[_HEADS] * 3, *[("heads",)] * 3, *states, ()),
-                (_HEADS, states),
+                (_HEADS, states, _HEADS),
                 context.mesh,
             )
             gates = gates.reshape(num_tokens, spec.num_heads, -1).astype(jnp.float32)
             out = self.norm(out.astype(x.dtype)) * jax.nn.silu(gates)
-            return self.out_proj(out.astype(x.dtype).reshape(num_tokens, -1)), cache
+            out = self.out_proj(out.astype(x.dtype).reshape(num_tokens, -1))
+            return out, UnverifiedStates.or_states(after, drafts)
 
     def _mix(
         self,
@@ -135,12 +148,14 @@ class GatedDeltaNet(nnx.Module):
         inputs: jax.Array,
         matrices: jax.Array,
         rows: StateRows,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Run the ops for the heads of a device: outputs float32 [T, N, V], and the states."""
+    ) -> tuple[jax.Array, States, tuple[Drafts, ...]]:
+        """Run the ops for the heads of a device: outputs float32 [T, N, V], the states, and what
+        the ops got of drafts."""
         spec = self.spec
         assert ops is not None, "the plan has no ops with states"
         num_tokens, num_heads = b.shape
         keys = spec.key_size * (spec.num_key_heads * num_heads // spec.num_heads)
+        entering = qkv
         qkv, inputs = ops.conv(qkv, taps.T, None, inputs, rows, activation="silu")
         q, k, v = (
             each.reshape(num_tokens, -1, size)
@@ -153,8 +168,15 @@ class GatedDeltaNet(nnx.Module):
         q, k = _of_length_one(q) * spec.key_size**-0.5, _of_length_one(k)
         step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
         beta = spec.beta_scale * jax.nn.sigmoid(b.astype(jnp.float32))
-        out, matrices = ops.delta(q, k, v, -jnp.exp(log_rate) * step, beta, matrices, rows)
-        return out, (inputs, matrices)
+        log_decay = -jnp.exp(log_rate) * step
+        out, matrices = ops.delta(q, k, v, log_decay, beta, matrices, rows)
+        drafts: tuple[Drafts, ...] = ()
+        if rows.drafts is not None:
+            drafts = (
+                ConvDrafts(*of_drafts(rows, entering)),
+                DeltaDrafts(*of_drafts(rows, k, v, log_decay, beta)),
+            )
+        return out, (inputs, matrices), drafts
 
 
 def _of_length_one(x: jax.Array) -> jax.Array:

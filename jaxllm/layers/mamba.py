@@ -19,7 +19,19 @@ from jaxllm_kernels.recurrent.rows import StateRows
 from jaxllm.errors import refused
 from jaxllm.layers.context import Cache, LentCache, StepContext
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.state import StateConfig, StateOps, head_matrices, last_inputs, on_shards
+from jaxllm.layers.state import (
+    ConvDrafts,
+    Drafts,
+    SsdDrafts,
+    StateConfig,
+    StateOps,
+    States,
+    UnverifiedStates,
+    head_matrices,
+    last_inputs,
+    of_drafts,
+    on_shards,
+)
 from jaxllm.layers.taps import Taps
 from jaxllm.parallel.sharding import Axes, Part
 
@@ -154,7 +166,7 @@ class Mamba(nnx.Module):
             bias = None if self.conv1d.bias is None else self.conv1d.bias[...]
             weights = (self.conv1d.weight, self.A_log, self.dt_bias, self.D)
             states = tuple((None, *array.axes) for array in self.config.arrays)
-            out, cache = on_shards(
+            out, after, drafts = on_shards(
                 functools.partial(self._mix, context.state_ops),
                 (
                     *(each.reshape(num_tokens, -1) for each in per_token),
@@ -164,13 +176,14 @@ class Mamba(nnx.Module):
                     context.state_rows,
                 ),
                 (_HEADS, _HEADS, *[("heads",)] * 5, *states, ()),
-                (_HEADS, states),
+                (_HEADS, states, _HEADS),
                 context.mesh,
             )
             gate = jax.nn.silu(gate.reshape(num_tokens, -1).astype(jnp.float32))
             out = out.reshape(num_tokens, -1)
             out = out * gate if self.norm is None else self.norm(out, gate)
-            return _scaled(self.out_proj(out.astype(x.dtype)), scales.output), cache
+            out = _scaled(self.out_proj(out.astype(x.dtype)), scales.output)
+            return out, UnverifiedStates.or_states(after, drafts)
 
     def _mix(
         self,
@@ -185,11 +198,13 @@ class Mamba(nnx.Module):
         inputs: jax.Array,
         matrices: jax.Array,
         rows: StateRows,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Run the ops for the heads of a device: outputs float32 [T, N, P], and the states."""
+    ) -> tuple[jax.Array, States, tuple[Drafts, ...]]:
+        """Run the ops for the heads of a device: outputs float32 [T, N, P], the states, and what
+        the ops got of drafts."""
         spec = self.spec
         assert ops is not None, "the plan has no ops with states"
         num_tokens = len(xbc)
+        entering = xbc
         xbc, inputs = ops.conv(xbc, taps.T, bias, inputs, rows, activation="silu")
         _, *sizes, _ = self.sizes
         x, b, c = (
@@ -203,8 +218,15 @@ class Mamba(nnx.Module):
         steps = jax.nn.softplus(steps.astype(jnp.float32) + dt_bias)
         if spec.step_limits != (0.0, math.inf):
             steps = jnp.clip(steps, *spec.step_limits)
-        out, matrices = ops.ssd(x, b, c, steps, -jnp.exp(log_rate), matrices, rows)
-        return out + skip[:, None] * x.astype(jnp.float32), (inputs, matrices)
+        rate = -jnp.exp(log_rate)
+        out, matrices = ops.ssd(x, b, c, steps, rate, matrices, rows)
+        drafts: tuple[Drafts, ...] = ()
+        if rows.drafts is not None:
+            drafts = (
+                ConvDrafts(*of_drafts(rows, entering)),
+                SsdDrafts(*of_drafts(rows, x, b, steps), rate=rate[None]),
+            )
+        return out + skip[:, None] * x.astype(jnp.float32), (inputs, matrices), drafts
 
 
 class GatedNorm(nnx.Module):

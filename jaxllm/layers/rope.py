@@ -100,6 +100,9 @@ class RopeConfig:
     size: int  # of the rotated part of a head: its first elements, often all
     theta: float
     scaling: Scaling | None = None
+    # Of each pair, which of a token's three positions rotates it: that in time, in the rows or in
+    # the columns of an image. None: tokens have one position.
+    axes: tuple[int, ...] | None = None
 
     @property
     def attention_factor(self) -> float:
@@ -119,9 +122,14 @@ class Rotary(NamedTuple):
 
 
 def rotary(rope: RopeConfig, positions: jax.Array) -> Rotary:
-    """Compute the rotations of tokens at positions [T]."""
+    """Compute the rotations of tokens at positions [T], or at [3, T] on three axes."""
     with jax.named_scope("rope"):
-        angles = positions[:, None].astype(jnp.float32) * _frequencies(rope, positions)
+        if positions.ndim == 1:
+            angles = positions[:, None].astype(jnp.float32) * _frequencies(rope, positions)
+        else:
+            assert rope.axes is not None and not isinstance(rope.scaling, DynamicScaling), rope
+            of_pairs = positions[np.array(rope.axes)].T.astype(jnp.float32)
+            angles = of_pairs * inverse_frequencies(rope)
         scale = rope.attention_factor
 
         def turn(angles: jax.Array) -> Rotary:

@@ -17,7 +17,15 @@ from jaxllm_kernels.recurrent.rows import StateRows
 from jaxllm.errors import refused
 from jaxllm.layers.context import Cache, LentCache, StepContext
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.state import StateConfig, StateOps, last_inputs, on_shards
+from jaxllm.layers.state import (
+    ConvDrafts,
+    StateConfig,
+    StateOps,
+    UnverifiedStates,
+    last_inputs,
+    of_drafts,
+    on_shards,
+)
 from jaxllm.layers.taps import Taps
 from jaxllm.parallel.sharding import Axes, Part
 
@@ -78,14 +86,14 @@ class ShortConv(nnx.Module):
             b, c, x = (each.reshape(len(x), -1) for each in jnp.split(shards, 3, axis=2))
             bias = None if self.conv.bias is None else self.conv.bias[...]
             states = (None, *_CHANNELS)
-            out, inputs = on_shards(
+            out, inputs, drafts = on_shards(
                 functools.partial(_filter, context.state_ops),
                 (b * x, self.conv.weight[...], bias, *cache, context.state_rows),
                 (_CHANNELS, ("heads",), ("heads",), states, ()),
-                (_CHANNELS, states),
+                (_CHANNELS, states, _CHANNELS),
                 context.mesh,
             )
-            return self.out_proj(c * out), (inputs,)
+            return self.out_proj(c * out), UnverifiedStates.or_states((inputs,), drafts)
 
 
 def _filter(
@@ -95,7 +103,10 @@ def _filter(
     bias: jax.Array | None,
     inputs: jax.Array,
     rows: StateRows,
-) -> tuple[jax.Array, jax.Array]:
-    """Run the op for the channels of a device: outputs [T, C], and the states."""
+) -> tuple[jax.Array, jax.Array, tuple[ConvDrafts, ...]]:
+    """Run the op for the channels of a device: outputs [T, C], the states, and what the op got of
+    drafts."""
     assert ops is not None, "the plan has no ops with states"
-    return ops.conv(x, taps.T, bias, inputs, rows, activation=None)
+    out, inputs = ops.conv(x, taps.T, bias, inputs, rows, activation=None)
+    drafts = () if rows.drafts is None else (ConvDrafts(*of_drafts(rows, x)),)
+    return out, inputs, drafts

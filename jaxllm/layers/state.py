@@ -4,6 +4,10 @@ A mixer declares the arrays of its state by a `StateConfig`. The runner keeps th
 and gives all of them to the mixer, which hands them to its ops and returns them updated. So they
 travel as a cache of pages does. Which slots a step's rows have, and which rows begin with zeros, is
 in `StepContext.state_rows`.
+
+In a step whose rows may have drafts, a mixer returns `UnverifiedStates`: rows with drafts leave the
+states before these. When the step knows which drafts are right, it lets the states go on over them
+(`runner.verified_states`).
 """
 
 import math
@@ -18,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.causal_conv.api import ConvOp, state_dtype
 from jaxllm_kernels.gated_delta.api import DeltaOp
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionOp
+from jaxllm_kernels.recurrent.rows import StateRows
 from jaxllm_kernels.ssd.api import SsdOp
 
 from jaxllm.parallel.sharding import Axes, num_pieces, partition_spec, sharding
@@ -80,21 +85,98 @@ class StateOps:
         return " and ".join(dict.fromkeys(repr(op.name) for op in ops))
 
 
+class ConvDrafts(NamedTuple):
+    """What a convolution gets of drafts."""
+
+    x: jax.Array  # [M * k, C]
+
+    def advance(self, ops: StateOps, state: jax.Array, rows: StateRows) -> jax.Array:
+        """The states after the drafts that are right."""
+        no_taps = jnp.zeros((state.shape[1] + 1, state.shape[2]), self.x.dtype)
+        return ops.conv(self.x, no_taps, None, state, rows, activation=None)[1]
+
+
+class DeltaDrafts(NamedTuple):
+    """What the gated delta rule gets of drafts."""
+
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+
+    def advance(self, ops: StateOps, state: jax.Array, rows: StateRows) -> jax.Array:
+        """The states after the drafts that are right."""
+        return ops.delta(self.k, *self, state, rows)[1]
+
+
+class SsdDrafts(NamedTuple):
+    """What the state space of Mamba2 gets of drafts."""
+
+    x: jax.Array
+    b: jax.Array
+    step: jax.Array
+    rate: jax.Array  # float32 [1, N]
+
+    def advance(self, ops: StateOps, state: jax.Array, rows: StateRows) -> jax.Array:
+        """The states after the drafts that are right."""
+        return ops.ssd(self.x, self.b, self.b, self.step, self.rate[0], state, rows)[1]
+
+
+Drafts = ConvDrafts | DeltaDrafts | SsdDrafts
+
+
+class UnverifiedStates(NamedTuple):
+    """The arrays of a mixer's state. The rows with drafts have left the states before these."""
+
+    states: States
+    drafts: tuple[Drafts, ...]  # for each array
+
+    def advance(self, ops: StateOps, rows: StateRows, mesh: Mesh | None) -> States:
+        """The states after the drafts that are right: `rows` are `rows_of_drafts`."""
+
+        def of_device(states: States, drafts: tuple[Drafts, ...], rows: StateRows) -> States:
+            its = zip(states, drafts, strict=True)
+            return tuple(of_array.advance(ops, state, rows) for state, of_array in its)
+
+        axes = tuple(_AXES[type(of_array)] for of_array in self.drafts)
+        operands = (self.states, self.drafts, rows)
+        return on_shards(of_device, operands, (axes, (None, "heads"), ()), axes, mesh)
+
+    @classmethod
+    def or_states(cls, states: States, drafts: tuple[Drafts, ...]) -> "States | UnverifiedStates":
+        """The states alone if no row of the step can have drafts."""
+        return cls(states, drafts) if drafts else states
+
+
+# Of the arrays [S, ...] of these ops.
+_AXES: dict[type, Axes] = {
+    ConvDrafts: (None, None, "heads"),
+    DeltaDrafts: (None, "heads"),
+    SsdDrafts: (None, "heads"),
+}
+
+
+def of_drafts(rows: StateRows, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The operands [T, ...] of the drafts of a step, [M * k, ...]."""
+    assert rows.drafts is not None
+    return tuple(x.at[rows.drafts.tokens].get(mode="clip") for x in operands)
+
+
 def on_shards(
     compute: Callable[..., Any],
     operands: tuple[Any, ...],
-    axes: tuple[Axes, ...],
+    axes: tuple[Any, ...],
     out_axes: Any,
     mesh: Mesh | None,
 ) -> Any:
     """Compute on each device, without communication. `axes` are those of the operands, `out_axes`
-    those of the results, which may be a tree of tuples of `Axes`."""
+    those of the results. Both may be trees of tuples of `Axes`."""
     if mesh is None or num_pieces(mesh, ("heads",)) == 1:
         return compute(*operands)
     return jax.shard_map(
         compute,
         mesh=mesh,
-        in_specs=tuple(map(partition_spec, axes)),
+        in_specs=jax.tree.map(partition_spec, axes, is_leaf=_is_axes),
         out_specs=jax.tree.map(partition_spec, out_axes, is_leaf=_is_axes),
         check_vma=False,
     )(*operands)

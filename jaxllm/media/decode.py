@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxllm.errors import ValidationError, refused
-from jaxllm.media.item import ImageSpec, UndecodableError
+from jaxllm.media.item import ImageSpec
+from jaxllm.media.resizing import UndecodableError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -92,20 +93,9 @@ def of_array(name: str, array: np.ndarray) -> "Image":
 
 def to_patches(image: "Image", spec: ImageSpec) -> Patches:
     """Resize an RGB image and cut it; raise UndecodableError."""
-    height, width = target_size(spec, image.height, image.width)
+    height, width = spec.resizing.size(image.height, image.width, spec.side)
     resized = image.resize((width, height), resample=spec.resample)
     return cut(np.asarray(resized), spec)
-
-
-def target_size(spec: ImageSpec, height: int, width: int) -> tuple[int, int]:
-    """The size to which an image is resized: its longest edge has a limit, and both are whole
-    numbers of tokens."""
-    ratio = max(height, width) / spec.longest_edge
-    if ratio > 1:
-        height, width = int(height / ratio), int(width / ratio)
-    if not height or not width:
-        raise UndecodableError("one edge is so much longer than the other that nothing is left")
-    return -(-height // spec.side) * spec.side, -(-width // spec.side) * spec.side
 
 
 def cut(pixels: np.ndarray, spec: ImageSpec) -> Patches:

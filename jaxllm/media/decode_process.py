@@ -15,7 +15,8 @@ import msgspec
 from jaxllm.confined import killed_after, limit_memory, open_answers, took_too_long
 from jaxllm.errors import JaxLLMError
 from jaxllm.media.decode import Patches, decode, pillow, to_patches
-from jaxllm.media.item import ImageSpec, UndecodableError
+from jaxllm.media.item import ImageSpec
+from jaxllm.media.resizing import UndecodableError
 
 # The most memory that an image may need.
 _MEMORY_BYTES = 1 << 30

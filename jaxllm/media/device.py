@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.media.decode import places
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.slice import NAME, NO_ROW
+from jaxllm.media.slice import NAME, NO_ROW, NUM_AXES
 from jaxllm.models.base import Model
 from jaxllm.plan.buckets import Bucket
 from jaxllm.scheduler.schedule import Encoding, Slice
@@ -20,18 +20,34 @@ _MAX_IMAGES = 32
 
 
 class Images:
-    """The feature's device half. Only programs for mixed steps have it: the step takes the rows of
-    its tokens, and there is nothing to compute behind the model."""
+    """The feature's device half. The step takes the rows of its tokens, and how far their positions
+    are from their places in the text. There is nothing to compute behind the model. Programs for
+    decodes have it only if positions are not places."""
 
     name = NAME
 
+    def __init__(self, *, has_grid_positions: bool):
+        self._has_grid_positions = has_grid_positions
+
     def fields(self, bucket: Bucket) -> dict[str, tuple[int, ...]]:
-        return {} if bucket.decode_only else {"rows": (bucket.num_tokens,)}
+        offsets = {"offsets": (bucket.num_tokens,)} if self._has_grid_positions else {}
+        if bucket.decode_only:
+            return offsets
+        if self._has_grid_positions:
+            offsets = {"offsets": (NUM_AXES, bucket.num_tokens)}
+        return {"rows": (bucket.num_tokens,)} | offsets
 
     def pack(self, fields: Mapping[str, np.ndarray], its: Slice | None) -> None:
-        fields["rows"][...] = NO_ROW
-        if its is not None:
+        if "rows" in fields:
+            fields["rows"][...] = NO_ROW
+        if its is None:
+            return
+        if "rows" in its:
             fields["rows"][: len(its["rows"])] = its["rows"]
+        if "offsets" in its:
+            offsets, room = its["offsets"], fields["offsets"]
+            # The axes of a token of text are alike, and decodes are of text.
+            room[..., : offsets.shape[1]] = offsets if room.ndim == 2 else offsets[0]
 
     def compute(
         self, fields: Mapping[str, jax.Array], model: Model, hidden: jax.Array
@@ -103,12 +119,12 @@ class EncoderLayout:
         )
 
 
-def encoder_sizes(spec: ImageSpec) -> tuple[int, ...]:
+def encoder_sizes(spec: ImageSpec, max_patches: int) -> tuple[int, ...]:
     """How many patches the programs of the tower compute: powers of two, up to one that holds the
-    largest image."""
+    largest image, which has so many."""
     first = max(256, spec.patches_per_token)
     powers = [1 << power for power in range(first.bit_length() - 1, 1 << 5)]
-    up_to = next(size for size in powers if size >= spec.max_patches)
+    up_to = next(size for size in powers if size >= max_patches)
     return tuple(
         math.ceil(size / spec.patches_per_token) * spec.patches_per_token
         for size in powers

@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Collection
 from typing import NamedTuple
 
-from jaxllm.media.item import UndecodableError
+from jaxllm.media.resizing import UndecodableError
 
 # The most bytes of an image file, and the time to fetch one.
 MAX_BYTES = 32 << 20

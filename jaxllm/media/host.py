@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.media.item import ImageItem, ImageSpec
-from jaxllm.media.slice import NAME, NO_ROW
+from jaxllm.media.slice import NAME, NO_ROW, NUM_AXES
 from jaxllm.messages import EngineOutput
 from jaxllm.scheduler.features import Drafted
 from jaxllm.scheduler.request import Request
@@ -30,6 +30,23 @@ class _Placed(NamedTuple):
         """Which of the places are in [start, end)."""
         first, last = np.searchsorted(self.places, (start, end)).tolist()
         return first, last
+
+
+class _Using(NamedTuple):
+    """What the feature keeps of a request."""
+
+    images: list[_Placed]
+    # int32 [NUM_AXES, prompt + 1]: of each token, as in `media.slice`; the last column is of all
+    # tokens behind the prompt. None: positions are places.
+    offsets: np.ndarray | None
+
+    def offsets_of(self, start: int, end: int) -> np.ndarray:
+        """Those of the tokens from `start` up to `end`."""
+        assert self.offsets is not None, "positions are places"
+        last = self.offsets.shape[1] - 1
+        if start >= last:
+            return self.offsets[:, last:]
+        return self.offsets[:, np.minimum(np.arange(start, end), last)]
 
 
 class Nothing:
@@ -51,22 +68,27 @@ class Images:
 
     def __init__(self, spec: ImageSpec, num_rows: int) -> None:
         """`num_rows` are those of the pool, which holds the largest image at least."""
-        self._token = spec.image_token_id
+        self._spec = spec
         self._num_rows = num_rows
         self._free = list(range(num_rows))
         self._held: OrderedDict[bytes, list[int]] = OrderedDict()  # rows, the oldest image first
         # The images that the step under way needs, and their sizes.
         self._wanted: dict[bytes, int] = {}
-        self._using: dict[str, list[_Placed]] = {}
+        self._using: dict[str, _Using] = {}
 
     def add(self, request: Request) -> None:
         if not request.images:
             return
         tokens = np.array(request.prompt_token_ids)
-        self._using[request.request_id] = [
-            _Placed(one, one.start + np.flatnonzero(tokens[one.start : one.end] == self._token))
+        token = self._spec.image_token_id
+        images = [
+            _Placed(one, one.start + np.flatnonzero(tokens[one.start : one.end] == token))
             for one in request.images
         ]
+        offsets = None
+        if self._spec.has_grid_positions:
+            offsets = _grid_offsets(request.images, len(tokens), self._spec.merge)
+        self._using[request.request_id] = _Using(images, offsets)
 
     def ready(self, *, wait: bool) -> Sequence[Request]:
         self._wanted.clear()  # a step begins
@@ -90,7 +112,7 @@ class Images:
             return n
         start = request.num_tokens - n
         end = start + min(n, budget)
-        for placed in using:
+        for placed in using.images:
             first, last = placed.part(start, end)
             if first == last or placed.item.digest in self._wanted:
                 continue
@@ -104,25 +126,36 @@ class Images:
         if not self._using:
             return None
         encodings: list[Encoding] = []
-        given: np.ndarray | None = None
+        rows_given: np.ndarray | None = None
+        offsets: np.ndarray | None = None
         firsts = np.cumsum(num_tokens) - num_tokens
         for row, request in enumerate(rows):
             using = self._using.get(request.request_id)
-            end = request.num_computed_tokens
-            if using is None or end - int(num_tokens[row]) >= using[-1].item.end:
+            if using is None:
                 continue
+            first_token, end = int(firsts[row]), request.num_computed_tokens
             start = end - int(num_tokens[row])
-            for placed in using:
+            if using.offsets is not None:
+                if offsets is None:
+                    offsets = np.zeros((NUM_AXES, int(num_tokens.sum())), np.int32)
+                its_tokens = slice(first_token, first_token + end - start)
+                offsets[:, its_tokens] = using.offsets_of(start, end)
+            if start >= using.images[-1].item.end:
+                continue
+            for placed in using.images:
                 first, last = placed.part(start, end)
                 if first == last:
                     continue
                 its = self._rows_of(placed, encodings)
-                if given is None:
-                    given = np.full(int(num_tokens.sum()), NO_ROW, np.int32)
-                given[placed.places[first:last] - start + firsts[row]] = its[first:last]
-        if given is None:
+                if rows_given is None:
+                    rows_given = np.full(int(num_tokens.sum()), NO_ROW, np.int32)
+                rows_given[placed.places[first:last] - start + first_token] = its[first:last]
+        given = {"rows": rows_given, "offsets": offsets}
+        found = {name: array for name, array in given.items() if array is not None}
+        if not found:
             return None
-        return Drafted({"rows": given}, needs_mixed=True, wants_logits=False, encodings=encodings)
+        needs_mixed = rows_given is not None
+        return Drafted(found, needs_mixed=needs_mixed, wants_logits=False, encodings=encodings)
 
     def read(
         self, schedule: Schedule, result: StepResult, rows: Sequence[Request | None]
@@ -149,3 +182,19 @@ class Images:
             )
         )
         return rows
+
+
+def _grid_offsets(images: Sequence[ImageItem], num_tokens: int, merge: int) -> np.ndarray:
+    """`_Using.offsets` of a prompt. All tokens of an image have one position in time, and those in
+    its rows and columns from there on. The text behind an image goes on after its longer edge."""
+    offsets = np.empty((NUM_AXES, num_tokens + 1), np.int32)
+    before = delta = 0
+    for one in images:
+        offsets[:, before : one.start] = delta
+        rows, columns = one.rows // merge, one.columns // merge
+        index = np.arange(rows * columns)
+        of_axes = np.stack([np.zeros_like(index), index // columns, index % columns])
+        offsets[:, one.start : one.end] = delta + of_axes - index
+        before, delta = one.end, delta + max(rows, columns) - len(index)
+    offsets[:, before:] = delta
+    return offsets

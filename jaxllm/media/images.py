@@ -18,7 +18,8 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.media.chat import NamedImage
 from jaxllm.media.decode import Patches, in_rgb, of_array, to_patches
 from jaxllm.media.decode_process import DecodeProcess
-from jaxllm.media.item import ImageItem, ImageSpec, UndecodableError
+from jaxllm.media.item import ImageItem, ImageSpec
+from jaxllm.media.resizing import UndecodableError
 from jaxllm.media.sources import read_file, read_url
 from jaxllm.plural import counted
 
@@ -150,6 +151,14 @@ class Images:
                 )
             )
             expanded += tokens
+        if expanded[-1] == spec.image_token_id:
+            # A step that computes a single token at the end of a prompt has no embeddings.
+            raise refused(
+                DATA,
+                counted(len(images), "image"),
+                f"the prompt ends with {spec.image_token!r}; write what the model has after an "
+                "image, as its chat template does",
+            )
         return expanded, items
 
     def _check_number(self, number: int) -> None:
@@ -216,8 +225,10 @@ def _check_uuids(uuids: object, number: int) -> None:
 
 
 def _tokens(image: Patches, spec: ImageSpec) -> list[int]:
-    """The tokens of an image: those of a row, a break, the next row, an end."""
+    """The tokens of an image: those of a row, a break, the next row, an end; or the rows alone."""
     rows, columns = image.rows // spec.merge, image.columns // spec.merge
+    if spec.break_token_id is None or spec.end_token_id is None:
+        return [spec.image_token_id] * rows * columns
     row = [spec.image_token_id] * columns + [spec.break_token_id]
     return (row * rows)[:-1] + [spec.end_token_id]
 

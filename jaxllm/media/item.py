@@ -2,13 +2,15 @@
 
 import msgspec
 
+from jaxllm.media.resizing import Area, LongestEdge
+
 
 class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How a model's images become pixels, patches and tokens. Sizes are in pixels."""
 
     patch_size: int
     merge: int  # the patches of a token's side
-    longest_edge: int  # larger images are made smaller
+    resizing: LongestEdge | Area
     resample: int  # the filter for that, as Pillow counts them
     # What the device makes of the bytes of each channel: (byte * scale - mean) / std.
     scale: float
@@ -16,8 +18,12 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     std: tuple[float, float, float]
     image_token: str  # stands for an image in the text of a prompt
     image_token_id: int
-    break_token_id: int  # after each row of an image but the last
-    end_token_id: int
+    # After each row of an image but the last, and after that; None: an image is its embeddings.
+    break_token_id: int | None = None
+    end_token_id: int | None = None
+    # Whether the tokens of an image have positions in its rows and columns ("mrope"), so that the
+    # positions behind it are not numbers of tokens.
+    has_grid_positions: bool = False
     max_images: int  # of a prompt
 
     @property
@@ -28,7 +34,7 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_patches(self) -> int:
         """The patches of the largest image."""
-        return (-(-self.longest_edge // self.side) * self.merge) ** 2
+        return self.resizing.max_tokens(self.side) * self.patches_per_token
 
     @property
     def patches_per_token(self) -> int:
@@ -54,7 +60,3 @@ class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_patches(self) -> int:
         return self.rows * self.columns
-
-
-class UndecodableError(ValueError):
-    """Why there is no picture in a file."""

@@ -2,33 +2,38 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, refused, shown
 from jaxllm.files import read_json
 from jaxllm.media.item import ImageSpec
+from jaxllm.media.resizing import Area, LongestEdge
 
 _MAX_TOKENIZER_BYTES = 1 << 28
 _FILE = "preprocessor_config.json"
-# The names of the tokens, unless processor_config.json has others.
+# The names of Pixtral's tokens, unless processor_config.json has others.
 _TOKENS = {
     "image_token": "[IMG]",
     "image_break_token": "[IMG_BREAK]",
     "image_end_token": "[IMG_END]",
 }
 _HIGHEST_EDGE = 1 << 13
+_HIGHEST_AREA = 1 << 26
+
+
+class Wanted(NamedTuple):
+    """What config.json says of a tower's images, with which the other files must agree."""
+
+    processor: str  # the class that makes them, without "Fast" or "Pil" at the end
+    patch_size: int
+    merge: int
+    image_token_id: int
 
 
 def read_image_spec(
-    model_dir: Path,
-    *,
-    patch_size: int,
-    merge: int,
-    image_token_id: int,
-    changes: Mapping[str, Any],
-    max_images: int,
+    model_dir: Path, wanted: Wanted, *, changes: Mapping[str, Any], max_images: int
 ) -> ImageSpec | None:
-    """Read how images are made for a tower with such patches; None: the files do not say it.
+    """Read how images are made for such a tower; None: the files do not say it.
 
     Args:
       changes: the user's mm_processor_kwargs.
@@ -39,57 +44,142 @@ def read_image_spec(
     if not fields or not tokenizer.is_file():
         return None
     kind = str(fields.get("image_processor_type", ""))
-    if not kind.startswith("PixtralImageProcessor"):
+    if kind.removesuffix("Fast").removesuffix("Pil") != wanted.processor:
         raise UnsupportedModelError(
             f"{_FILE}: image_processor_type={shown(kind)} is not supported for this model; start "
             "with language_model_only=True for prompts of text"
         )
-    for name, value in (("patch_size", patch_size), ("spatial_merge_size", merge)):
-        if processor.get(name, value) != value:
-            raise CheckpointError(
-                f"processor_config.json: {name}={shown(processor[name])}, where config.json has "
-                f"{value}"
-            )
     for name in ("do_resize", "do_rescale", "do_normalize"):
         if fields.get(name, True) is not True:
             raise UnsupportedModelError(f"{_FILE}: {name}={shown(fields[name])} is not supported")
-    if unknown := changes.keys() - {"size"}:
-        raise refused(
-            "mm_processor_kwargs", sorted(map(str, unknown)), "only 'size' may be changed"
-        )
+    ids = _token_ids(tokenizer)
+    read = _PROCESSORS[wanted.processor]
+    return ImageSpec(
+        patch_size=wanted.patch_size,
+        merge=wanted.merge,
+        resample=_filter(fields.get("resample", 3)),
+        scale=_number(fields, "rescale_factor", 1 / 255),
+        mean=_numbers(fields, "image_mean"),
+        std=_numbers(fields, "image_std"),
+        image_token_id=wanted.image_token_id,
+        max_images=max_images,
+        **read(fields, processor, wanted, ids, changes),
+    )
+
+
+def _read_pixtral(
+    fields: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    wanted: Wanted,
+    ids: Mapping[str, int],
+    changes: Mapping[str, Any],
+) -> dict[str, Any]:
+    for name, value in (("patch_size", wanted.patch_size), ("spatial_merge_size", wanted.merge)):
+        _check_equal("processor_config.json", processor, name, value)
+    _check_known(changes, ("size",))
     edge = _longest_edge(fields.get("size", {"longest_edge": 1024}))
     if edge is None:
         raise UnsupportedModelError(f"{_FILE}: size={shown(fields['size'])} is not supported")
     if "size" in changes:
-        wanted = _longest_edge(changes["size"])
-        if wanted is None or wanted > edge:
+        smaller = _longest_edge(changes["size"])
+        if smaller is None or smaller > edge:
             raise refused(
                 "mm_processor_kwargs.size",
                 changes["size"],
                 f'it must be {{"longest_edge": pixels}}, at most {edge}, as the model was trained',
             )
-        edge = wanted
+        edge = smaller
     names = {name: processor.get(name, usual) for name, usual in _TOKENS.items()}
-    ids = _token_ids(tokenizer, names)
-    if ids["image_token"] != image_token_id:
+    for name, token in names.items():
+        if token not in ids:
+            raise CheckpointError(f"tokenizer.json: there is no token {shown(token)} ({name})")
+    of_image = ids[names["image_token"]]
+    if of_image != wanted.image_token_id:
         raise CheckpointError(
-            f"tokenizer.json: {names['image_token']!r} is the token {ids['image_token']}, where "
-            f"config.json has {image_token_id}"
+            f"tokenizer.json: {names['image_token']!r} is the token {of_image}, where "
+            f"config.json has {wanted.image_token_id}"
         )
-    return ImageSpec(
-        patch_size=patch_size,
-        merge=merge,
-        longest_edge=edge,
-        resample=_filter(fields.get("resample", 3)),
-        scale=_number(fields, "rescale_factor", 1 / 255),
-        mean=_numbers(fields, "image_mean"),
-        std=_numbers(fields, "image_std"),
-        image_token=names["image_token"],
-        image_token_id=image_token_id,
-        break_token_id=ids["image_break_token"],
-        end_token_id=ids["image_end_token"],
-        max_images=max_images,
+    return {
+        "resizing": LongestEdge(edge),
+        "image_token": names["image_token"],
+        "break_token_id": ids[names["image_break_token"]],
+        "end_token_id": ids[names["image_end_token"]],
+    }
+
+
+def _read_qwen(
+    fields: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    wanted: Wanted,
+    ids: Mapping[str, int],
+    changes: Mapping[str, Any],
+) -> dict[str, Any]:
+    for name, value in (
+        ("patch_size", wanted.patch_size),
+        ("merge_size", wanted.merge),
+        ("temporal_patch_size", 2),
+    ):
+        _check_equal(_FILE, fields, name, value)
+    _check_known(changes, ("size", "min_pixels", "max_pixels"))
+    area = _read_area(fields, Area(min_pixels=56 * 56, max_pixels=28 * 28 * 1280))
+    if area is None:
+        raise UnsupportedModelError(f"{_FILE}: size={shown(fields.get('size'))} is not supported")
+    changed = _read_area(changes, area)
+    if changed is None or changed.max_pixels > area.max_pixels:
+        raise refused(
+            "mm_processor_kwargs",
+            dict(changes),
+            'it must be {"min_pixels": number, "max_pixels": number}, or {"size": '
+            '{"shortest_edge": number, "longest_edge": number}} for the same areas; at most '
+            f"{area.max_pixels}, as the model was trained",
+        )
+    token = next((name for name, its in ids.items() if its == wanted.image_token_id), None)
+    if token is None:
+        raise CheckpointError(
+            f"tokenizer.json: there is no token {wanted.image_token_id}, which config.json names "
+            "as image_token_id"
+        )
+    return {"resizing": changed, "image_token": token, "has_grid_positions": True}
+
+
+_PROCESSORS = {
+    "PixtralImageProcessor": _read_pixtral,
+    "Qwen2VLImageProcessor": _read_qwen,
+}
+
+
+def _check_equal(file: str, fields: Mapping[str, Any], name: str, value: int) -> None:
+    if fields.get(name, value) != value:
+        raise CheckpointError(
+            f"{file}: {name}={shown(fields[name])}, where config.json has {value}"
+        )
+
+
+def _check_known(changes: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    if unknown := changes.keys() - set(names):
+        may = " and ".join(map(repr, names))
+        raise refused(
+            "mm_processor_kwargs", sorted(map(str, unknown)), f"only {may} may be changed"
+        )
+
+
+def _read_area(fields: Mapping[str, Any], default: Area) -> Area | None:
+    """The areas between which images stay: by older names, or as if they were edges."""
+    size = fields.get("size", {})
+    names = ("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")
+    if not isinstance(size, Mapping) or not set(size) <= {*names[0], *names[1]}:
+        return None
+    given = {**size, **{name: fields[name] for pair in names for name in pair if name in fields}}
+    least, most = (
+        given.get(older, given.get(newer, usual))
+        for (older, newer), usual in zip(
+            names, (default.min_pixels, default.max_pixels), strict=True
+        )
     )
+    for value in (least, most):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _HIGHEST_AREA:
+            return None
+    return Area(min_pixels=least, max_pixels=most) if least <= most else None
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
@@ -104,16 +194,15 @@ def _longest_edge(size: object) -> int | None:
     return edge if is_number and 0 < edge <= _HIGHEST_EDGE else None
 
 
-def _token_ids(path: Path, names: Mapping[str, Any]) -> dict[str, int]:
+def _token_ids(path: Path) -> dict[str, int]:
+    """The added tokens of a tokenizer."""
     added = read_json(path, most=_MAX_TOKENIZER_BYTES).get("added_tokens") or []
-    known = {one.get("content"): one.get("id") for one in added if isinstance(one, dict)}
-    found = {}
-    for name, token in names.items():
-        number = known.get(token)
-        if not isinstance(number, int) or number < 0:
-            raise CheckpointError(f"tokenizer.json: there is no token {shown(token)} ({name})")
-        found[name] = number
-    return found
+    found = {one.get("content"): one.get("id") for one in added if isinstance(one, dict)}
+    return {
+        token: number
+        for token, number in found.items()
+        if isinstance(token, str) and isinstance(number, int) and number >= 0
+    }
 
 
 def _filter(value: object) -> int:

@@ -3,7 +3,12 @@
 `rows`, i32 [T], by flat token position, has the row of the pool in which a tower has put the
 embedding of the token's image; NO_ROW: the token has its own. What must be computed before the step
 is in `Schedule.encodings`.
+
+`offsets`, i32 [NUM_AXES, T], has how far a token's positions in time, rows and columns are from its
+place in the text. Only models with such positions have it. A step without one of both has no such
+tokens.
 """
 
 NAME = "images"
 NO_ROW = -1
+NUM_AXES = 3

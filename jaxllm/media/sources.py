@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxllm.errors import JaxLLMError
 from jaxllm.files import open_regular
 from jaxllm.media.fetch import MAX_BYTES, TOO_LONG, fetch
-from jaxllm.media.item import UndecodableError
+from jaxllm.media.resizing import UndecodableError
 from jaxllm.media_config import MediaConfig
 
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(;[\w.+-]+=[^;,]*)*;base64,", re.ASCII)

@@ -309,11 +309,16 @@ class CheckpointMap:
     others: tuple["CheckpointMap", ...] = ()
     told_by: tuple[str, ...] = ("model.embed_tokens.weight",)
     folders: tuple[str, ...] = ()  # inside the model's, with tensors `{folder}.{name}`
+    # The maps of parts of the model whose modules have names of their own, by our name of the part.
+    parts: Mapping[str, "CheckpointMap"] = field(default_factory=dict)
 
     def source(
         self, parameter: str, pieces: tuple[Shape, ...], stored: Stored | None = None
     ) -> Source:
         """The source of a parameter that consists of one or more pieces of these shapes."""
+        part, _, inside = parameter.partition(".")
+        if part in self.parts:
+            return self.parts[part].source(inside, pieces, stored)
         *path, module, leaf = parameter.split(".")
         if stored is not None and stored.floats is not None:
             made: Any = stored
@@ -381,19 +386,3 @@ LLAMA_NAMES = CheckpointMap(
     # Some checkpoints with tied embeddings contain the head, too.
     copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
-
-
-def inside_larger_model(names: CheckpointMap) -> CheckpointMap:
-    """The map of a decoder that stands beside towers for images or sound, which are not loaded."""
-    towers = r"(model\.)?(vision_\w+|audio_\w+|multi_modal_\w+|embed_(vision|audio))\..*"
-    layouts = [dataclasses.replace(its, others=()) for its in (names, *names.others)]
-    # As releases have it, then as transformers from 4.52 on writes it.
-    first, *others = [
-        its.with_names(**renamed).ignoring(towers)
-        for renamed in (
-            {"model": "language_model.model", "lm_head": "language_model.lm_head"},
-            {"model": "model.language_model"},
-        )
-        for its in layouts
-    ]
-    return dataclasses.replace(first, others=tuple(others))

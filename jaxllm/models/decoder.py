@@ -238,7 +238,8 @@ class Decoder(nnx.Module):
         of_layers = None if self.per_layer_inputs is None else self.per_layer_inputs(inputs, hidden)
         # Most models have one rope for all layers; its angles are computed once.
         ropes = dict.fromkeys(layer.spec.rope for layer in self.own_layers.values())
-        rotations = {rope: rope and rotary(rope, positions) for rope in ropes}
+        places = positions if context.rope_positions is None else context.rope_positions
+        rotations = {rope: rope and rotary(rope, places) for rope in ropes}
         context = dataclasses.replace(context, positions=positions)
         pages, states = (iter([c for c in caches if _is_state(c) == its]) for its in (False, True))
         held, tapped = dict[int, Caches](), dict[int, jax.Array]()

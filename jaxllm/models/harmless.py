@@ -163,3 +163,11 @@ AROUND_DECODER: dict[str, str] = dict.fromkeys(
     ),
     "describes what comes before the decoder; prompts are text",
 )
+
+# Likewise, of Qwen's, whose decoders may lie beside their towers.
+AROUND_VISUAL: dict[str, str] = AROUND_DECODER | {
+    "vision_start_token_id": "stands before an image in the text; chat templates write it",
+    "vision_end_token_id": "stands behind an image in the text; chat templates write it",
+    "vision_token_id": "is in no prompt",
+    "tokens_per_second": "is of videos, which are refused",
+}

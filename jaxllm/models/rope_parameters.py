@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -145,6 +146,29 @@ def rope_number(config: HFConfig, name: str) -> float | None:
     """One of the parameters, as a number; None if it is missing or zero."""
     parameters = _parameters(config, _PLACES, None, "rope_theta")
     return _number(parameters, name) if parameters.get(name) else None
+
+
+def with_axes(config: HFConfig, rope: RopeConfig) -> RopeConfig:
+    """The rotation for tokens with positions on three axes ("mrope"): each turns its share of the
+    pairs. The shares lie one behind the other, or the pairs take turns while a share lasts."""
+    parameters = _parameters(config, _PLACES, None, "rope_theta")
+    shares: Any = parameters.get("mrope_section")
+    is_list = isinstance(shares, list | tuple) and len(shares) == 3
+    numbers = [share for share in shares if type(share) is int and share > 0] if is_list else []
+    if len(numbers) != 3 or sum(numbers) != rope.size // 2:
+        raise CheckpointError(
+            f"config.json: rope parameter mrope_section={shown(shares)} must be three numbers "
+            f"above zero, {rope.size // 2} together"
+        )
+    if isinstance(rope.scaling, DynamicScaling):
+        raise UnsupportedModelError("rope type 'dynamic' is not supported with mrope_section")
+    axes = [axis for axis, share in enumerate(numbers) for _ in range(share)]
+    if parameters.get("mrope_interleaved"):
+        taken = [range(axis, 3 * share, 3) for axis, share in enumerate(numbers)]
+        axes = [
+            next((axis for axis in (1, 2) if pair in taken[axis]), 0) for pair in range(len(axes))
+        ]
+    return replace(rope, axes=tuple(axes))
 
 
 def stretched_length(rope: RopeConfig, max_position_embeddings: int) -> int:

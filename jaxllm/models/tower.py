@@ -5,7 +5,7 @@ batch, and within an image in the order of the tokens that they become: the patc
 neighbours, row by row.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -35,6 +35,9 @@ class Tower(Protocol):
 
 class TowerSpec(Protocol):
     """What is static about a tower; hashable."""
+
+    # The class in transformers that makes its images, as preprocessor_config.json has it.
+    processor: ClassVar[str]
 
     @property
     def patch_size(self) -> int:

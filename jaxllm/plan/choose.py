@@ -86,16 +86,6 @@ def choose_speculation(
     return dataclasses.replace(speculation, drafts_by_requests=by_requests)
 
 
-def check_states(config: EngineConfig) -> None:
-    """Refuse what does not go with the states of recurrent layers."""
-    if config.speculation.read() is not None:
-        raise ValidationError(
-            "speculative_config: the model has recurrent layers, whose states cannot go back to "
-            "before a draft that is refused; leave it out",
-            parameter="speculative_config",
-        )
-
-
 def choose_max_num_batched_tokens(
     config: EngineConfig,
     platform: str,

@@ -109,6 +109,10 @@ def plan_draft_model(
         )
     model_class = ModelRegistry.resolve([architecture.name])
     model = model_class.abstract(architecture, dtype, num_shards)
+    if model.state_configs:
+        raise _does_not_fit(
+            asked.model, "it has recurrent layers, and drafts are read from keys and values"
+        )
     configs = [c for c in model.attention_configs if isinstance(c, AttentionConfig)]
     if len(configs) < len(model.attention_configs):
         raise _does_not_fit(asked.model, "it keeps latents, and drafts keep keys and values")

@@ -122,7 +122,8 @@ class EnginePlan:
     def verifies_late(self) -> bool:
         """Whether late rows may have drafts: the host must know them before it makes masks, so they
         are proposed at the end of a step."""
-        return self.samples_late and self.speculation is not None and self.speculation.proposes
+        speculation = self.speculation
+        return self.samples_late and speculation is not None and speculation.verifies_late
 
     @property
     def host_reads_logits(self) -> bool:

@@ -14,7 +14,7 @@ from jaxllm.layers.state import StateOps
 from jaxllm.logging import init_logger
 from jaxllm.media.device import encoder_sizes
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.preprocessor import read_image_spec
+from jaxllm.media.preprocessor import Wanted, read_image_spec
 from jaxllm.models.specs import Architecture
 from jaxllm.plan.choose_kernels import choose_state_ops
 
@@ -49,9 +49,7 @@ def with_images(
         return architecture, None
     spec = read_image_spec(
         model_dir,
-        patch_size=tower.patch_size,
-        merge=tower.merge,
-        image_token_id=tower.image_token_id,
+        Wanted(tower.processor, tower.patch_size, tower.merge, tower.image_token_id),
         changes=config.media.mm_processor_kwargs or {},
         max_images=config.media.max_images,
     )
@@ -65,14 +63,16 @@ def with_images(
     return architecture, spec
 
 
-def plan_images(spec: ImageSpec, chip: Chip, max_num_batched_tokens: int) -> ImagePlan:
+def plan_images(
+    spec: ImageSpec, chip: Chip, max_num_batched_tokens: int, max_model_len: int
+) -> ImagePlan:
     """The pool holds what a step can see, and at least two images of the largest size, so that one
-    follows the other without delay."""
-    largest = spec.max_patches // spec.patches_per_token
+    follows the other without delay. An image with more tokens than a prompt is refused earlier."""
+    largest = min(spec.max_patches // spec.patches_per_token, max_model_len)
     return ImagePlan(
         spec=spec,
         num_rows=max(max_num_batched_tokens, 2 * largest),
-        sizes=encoder_sizes(spec),
+        sizes=encoder_sizes(spec, largest * spec.patches_per_token),
         ops=choose_state_ops(chip, is_encoder=True),
     )
 

@@ -3,6 +3,7 @@
 Every choice that depends on the model, the platform or the memory is made and checked here, once.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,6 @@ from jaxllm.plan.batch_invariance import check_invariance, check_options
 from jaxllm.plan.buckets import make_ladder, with_adapters
 from jaxllm.plan.choose import (
     DEFAULTS,
-    check_states,
     choose_dtype,
     choose_max_model_len,
     choose_max_num_batched_tokens,
@@ -147,8 +147,8 @@ def make_plan(
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
     keeps_states = any(abstract.state_configs for abstract in in_parts)
-    if keeps_states and not is_encoder:
-        check_states(config)
+    if speculation is not None and keeps_states:
+        speculation = dataclasses.replace(speculation, keeps_states=True)
     adapters = plan_adapters(
         config,
         in_parts,
@@ -294,7 +294,7 @@ def make_plan(
     )
     images = None
     if image_spec is not None:
-        images = plan_images(image_spec, chip, max_num_batched_tokens)
+        images = plan_images(image_spec, chip, max_num_batched_tokens, max_model_len)
         tail_bytes += images.pool_bytes(architecture.hidden_size, dtype)
     num_blocks = min(
         size_kv_cache(

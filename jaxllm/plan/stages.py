@@ -203,7 +203,7 @@ def sampling_bytes(
     if host_reads or samples_late:
         logits = logits_sharding(mesh, host_reads=host_reads)
         places = num_rows
-        if samples_late and speculation is not None and speculation.proposes:
+        if samples_late and speculation is not None and speculation.verifies_late:
             places += min(num_rows, speculation.max_rows) * speculation.num_drafts
         of_step += 4 * math.prod(logits.shard_shape((places, num_logits)))
     return in_slots + (1 + num_stages) * of_step

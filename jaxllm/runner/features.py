@@ -12,4 +12,6 @@ def device_features(plan: EnginePlan) -> tuple[DeviceSlice, ...]:
     if plan.pooling is not None:
         return (TokenPooling(),)
     prompt_logprobs = PromptLogprobs(plan.step_logprobs, plan.sampling)
-    return (prompt_logprobs,) if plan.images is None else (Images(), prompt_logprobs)
+    if plan.images is None:
+        return (prompt_logprobs,)
+    return (Images(has_grid_positions=plan.images.spec.has_grid_positions), prompt_logprobs)

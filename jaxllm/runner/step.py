@@ -143,6 +143,8 @@ def make_step(
             state_ops=plan.state_ops,
             slots=inputs.slots,
             num_slots=plan.max_num_seqs,
+            num_drafts=inputs.num_drafts,
+            most_drafts=(0, 0) if plan.speculation is None else plan.speculation.most_drafts,
         )
         context = dataclasses.replace(context, expert_tokens=expert_tokens)
         entering = arrived
@@ -156,11 +158,9 @@ def make_step(
                 newest = entering.at[newest].get(mode="clip")
                 state = drafting.ahead(inputs, context_lens, state, newest)
                 entering = with_drafts(entering, inputs, state)
-        if (its := inputs.slices.get(IMAGES)) is not None:
-            assert state.images is not None
-            given = GivenEmbeddings(its["rows"], state.images)
-            context = dataclasses.replace(context, given=given)
         positions = _positions(inputs, context_lens)
+        if (its := inputs.slices.get(IMAGES)) is not None:
+            context = _with_images(context, its, state, positions)
         tapped = ()
         if drafting is None or not drafting.taps:
             hidden, caches = model(entering, positions, state.caches, context)
@@ -168,7 +168,9 @@ def make_step(
             hidden, tapped, caches = model.tapped(
                 entering, positions, state.caches, context, drafting.taps
             )
-        state = store_states(stage, inputs, dataclasses.replace(state, caches=caches))
+        state = dataclasses.replace(state, caches=caches)
+        if drafting is None:
+            state = store_states(stage, inputs, state)
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
             if plan.pooling is not None:
@@ -182,12 +184,25 @@ def make_step(
             # The experts of a head that drafts are not counted.
             context = dataclasses.replace(context, positions=positions, expert_tokens=None)
             forward = Forward(entering, hidden, tapped, context)
-            return verify_and_propose(
+            state, outputs = verify_and_propose(
                 plan, model, drafting, inputs, context_lens, forward, state, slices, last
             )
+            return store_states(stage, inputs, state), outputs
         return _set_lengths(state, inputs, context_lens), StageOutputs(hidden=hidden)
 
     return step
+
+
+def _with_images(
+    context: StepContext, its: dict[str, jax.Array], state: DeviceState, positions: jax.Array
+) -> StepContext:
+    """Give layers the embeddings of images, and the positions of tokens in and behind them."""
+    if "offsets" in its:
+        context = dataclasses.replace(context, rope_positions=positions + its["offsets"])
+    if "rows" not in its:
+        return context
+    assert state.images is not None
+    return dataclasses.replace(context, given=GivenEmbeddings(its["rows"], state.images))
 
 
 def _drafting(plan: EnginePlan, model: Any, drafts: Any) -> Drafting | None:

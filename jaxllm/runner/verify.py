@@ -4,7 +4,8 @@ A row with d drafts computes 1 + d tokens: the newest one, and the drafts behind
 samples after each of them. The noise of a position does not depend on how it is reached, so the
 token after the newest one is the token of plain decoding. If it equals the first draft, the token
 after this draft is that of plain decoding as well, and so on. The rest is forgotten: the next row
-begins behind the last token that counts, and writes over its keys and values.
+begins behind the last token that counts, and writes over its keys and values. The states of
+recurrent layers go on over the drafts that are right (`runner.verified_states`).
 
 Late rows sample nothing here. Their drafts are verified in the second program (`runner.late`).
 
@@ -25,6 +26,7 @@ from jaxllm.runner.inputs import StepInputs
 from jaxllm.runner.outputs import DraftedOutputs, StepOutputs
 from jaxllm.runner.sample_rows import SampledRows
 from jaxllm.runner.state import DeviceState
+from jaxllm.runner.verified_states import verified_states
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.sampling.sampler import record_accepted, sample
@@ -121,6 +123,7 @@ def verify_and_propose(
         tokens=sampled.table,
         slots=sampled.slots,
         lengths=state.lengths.at[inputs.slots].set(lengths, mode="drop"),
+        caches=verified_states(state.caches, forward.context, sampled.num_accepted),
     )
     ends = Ends(sampled.tokens, sampled.num_accepted, lengths)
     state, proposed = drafting.after(inputs, forward, ends, state)

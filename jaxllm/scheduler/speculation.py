@@ -46,6 +46,7 @@ class Drafting:
     ) -> None:
         self._by_requests = speculation.drafts_by_requests
         self._waits_for_proposals = speculation.proposes
+        self._verifies_late = speculation.verifies_late
         self._kv = kv
         self._reader: Reader | None = None
         if speculation.draft_model is not None:
@@ -120,6 +121,8 @@ class Drafting:
         end = request.num_computed_tokens + 1 + count
         if end > request.room and not self._kv.fits(request, end):
             count = request.room - request.num_computed_tokens - 1
+        if self._kv.snapshots is not None:
+            count = min(count, self._kv.snapshots.most_drafts(request))
         if count <= 0 or not (self._reader is None or self._reader.is_ready(request)):
             return 0
         return count
@@ -186,7 +189,7 @@ class Drafting:
 
     def _may_draft(self, request: Request) -> bool:
         """Whether a row of the request may have drafts."""
-        if request.grammar is not None and not self._waits_for_proposals:
-            return False  # masks come before what is drafted in the step is known
+        if request.grammar is not None and not self._verifies_late:
+            return False  # its masks come too late for the program that makes or verifies drafts
         # More logprobs come from logits, and a step leaves those of one token for each row.
         return (request.sampling_params.logprobs or 0) <= MAX_STEP_LOGPROBS

@@ -91,6 +91,16 @@ def make_server(
     frontends: Frontends | None = None,
 ) -> "Server":
     """Make a server in front of an engine, with its peers and the frontends that it owns."""
+    return Server(make_service(engine, options, chat_template, peers), keys, frontends)
+
+
+def make_service(
+    engine: AsyncLLMEngine,
+    options: ServerOptions,
+    chat_template: str | None,
+    peers: Peers | None = None,
+) -> Service:
+    """Make what the endpoints of a server share."""
     served = ServedModel.of(
         engine,
         options.served_model_name,
@@ -101,7 +111,7 @@ def make_server(
     )
     service = Service(engine, served, options, peers)
     service.templates.start()
-    return Server(service, keys, frontends)
+    return service
 
 
 class Server(uvicorn.Server):
@@ -199,13 +209,9 @@ class Server(uvicorn.Server):
         if self._is_first and service.batches is not None:
             tasks.append(asyncio.create_task(run_batches(service, service.batches)))
         yield
-        service.templates.close()
         if listener is not None:
             listener.close()
-        tasks += service.background
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await service.close(*tasks)
 
     async def _stop_without_engine(self) -> None:
         while self._service.engine.is_running:

@@ -101,6 +101,13 @@ class Service:
             )
         return await self.engine.in_tokenizer_thread(work, body_size)
 
+    async def close(self, *tasks: asyncio.Task[None]) -> None:
+        """End what goes on in the background, with these tasks."""
+        self.templates.close()
+        for task in (tasks := (*tasks, *self.background)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def abort_all(self) -> None:
         """Abort all requests under way; their clients get an error."""
         await self.engine.abort(list(self.under_way))

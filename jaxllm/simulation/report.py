@@ -18,7 +18,8 @@ _MS = 1e3
 class Summary:
     """Metrics of one run. Times are in milliseconds: their mean, and percentiles by name."""
 
-    num_replicas: int
+    num_replicas: int  # with autoscaling the most that there were
+    num_replicas_mean: float
     num_chips: int
     completed: int
     refused: int
@@ -36,7 +37,7 @@ class Summary:
     num_preemptions: int
     padding_waste: float
     device_busy_share: float
-    cost: float | None  # of all chips for the duration
+    cost: float | None  # of all chips for as long as their replicas were there
     cost_per_million_output_tokens: float | None
 
 
@@ -44,7 +45,6 @@ def summarize(
     trace: Trace,
     outcome: Outcome,
     *,
-    num_replicas: int,
     chips_per_replica: int,
     goals_ms: Mapping[str, float],
     price_per_chip_hour: float | None,
@@ -64,14 +64,15 @@ def summarize(
     good = np.ones(len(outputs), bool)
     for name, limit in goals_ms.items():
         good &= times[name] <= limit
-    num_chips = num_replicas * chips_per_replica
+    num_chips = outcome.max_replicas * chips_per_replica
     num_outputs, num_prompts = int(outputs.sum()), int(trace.num_prompt_tokens[served].sum())
     seconds = outcome.end or math.inf  # if no request was served, all rates are zero
     cost = None
     if price_per_chip_hour is not None:
-        cost = price_per_chip_hour * num_chips * outcome.end / 3600
+        cost = price_per_chip_hour * chips_per_replica * outcome.replica_seconds / 3600
     return Summary(
-        num_replicas=num_replicas,
+        num_replicas=outcome.max_replicas,
+        num_replicas_mean=outcome.replica_seconds / seconds,
         num_chips=num_chips,
         completed=int(served.sum()),
         refused=int((~served).sum()),
@@ -115,6 +116,8 @@ def as_text(name: str, summary: Summary) -> str:
         ("whole answer", summary.e2el_ms),
     ):
         lines.append(f"{label:<22}" + "".join(f"{value:>12,.1f}" for value in times.values()))
+    if summary.num_replicas_mean < summary.num_replicas - 0.005:
+        lines += ["", f"{summary.num_replicas_mean:,.2f} replicas in the mean"]
     lines += [
         "",
         f"KV cache in use: {summary.kv_cache_usage_mean:.1%} in the mean, at most "

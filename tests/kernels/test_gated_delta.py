@@ -20,7 +20,9 @@ def test_xla_is_right(name):
     assert error(XLA, name, LAYERS["usual"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["decodes", "mixed", "rows without tokens", "slots pass on"])
+@pytest.mark.parametrize(
+    "name", ["decodes", "mixed", "rows without tokens", "slots pass on", "drafts"]
+)
 def test_several_decodes_at_once_are_right(name):
     assert error(BATCHED, name, LAYERS["usual"]) < TOLERANCE
 

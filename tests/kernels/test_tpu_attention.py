@@ -63,6 +63,8 @@ def assert_correct(backend: TpuBackend, case: Case, dtype: str, seed: int = 0) -
 SPARED = {
     "block_size_32",
     "block_size_64",
+    "everything",
+    "everything_with_short_rows",
     "fp8_kv",
     "gqa_3",
     "gqa_8",
@@ -73,6 +75,7 @@ SPARED = {
     "int8_kv",
     "int8_kv_decodes",
     "mha",
+    "mqa",
     "no_padding",
     "short_rows_over_borders_with_fp8_kv",
     "short_rows_with_int8_kv",

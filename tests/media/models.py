@@ -48,6 +48,19 @@ def make_pixtral(path):
     return path
 
 
+def make_qwen2_5(path):
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    return make_tiny_checkpoint(
+        path,
+        "qwen2",
+        sees_images=True,
+        model_type="qwen2_5_vl_text",
+        max_position_embeddings=512,
+        rope_theta=1e4,
+        rope_parameters=sections,
+    )
+
+
 def picture(height, width, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 

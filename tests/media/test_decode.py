@@ -4,6 +4,7 @@ import io
 import struct
 import zlib
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,14 +14,19 @@ from PIL import Image, ImageOps
 
 from jaxllm.media.decode import cut, decode, of_array, places, to_patches
 from jaxllm.media.decode_process import DecodeProcess
-from jaxllm.media.item import ImageSpec, UndecodableError
+from jaxllm.media.item import ImageSpec
+from jaxllm.media.resizing import Area, LongestEdge, UndecodableError
 from tests.media.models import encoded, picture
 
 SPEC = ImageSpec(
-    patch_size=4, merge=2, longest_edge=64, resample=3, scale=1 / 255, mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5), image_token="[IMG]", image_token_id=3, break_token_id=4, end_token_id=5,
-    max_images=4,
+    patch_size=4, merge=2, resizing=LongestEdge(64), resample=3, scale=1 / 255,
+    mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), image_token="[IMG]", image_token_id=3,
+    break_token_id=4, end_token_id=5, max_images=4,
 )  # fmt: skip
+
+
+# As Qwen has it: images are limited in their area.
+QWEN = msgspec.structs.replace(SPEC, resizing=Area(min_pixels=256, max_pixels=4096))
 
 
 def rotated(orientation):
@@ -69,6 +75,44 @@ def test_pixels_are_those_of_transformers(name):
     assert expected.dtype == np.uint8
     found = to_patches(decode(PICTURES[name]), SPEC)
     assert found == cut(expected.transpose(1, 2, 0), SPEC)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pixels_of_qwen_are_those_of_transformers(name):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 256, "longest_edge": 4096},
+        patch_size=4,
+        do_rescale=False,
+        do_normalize=False,
+    )
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(PICTURES[name])))
+    made = processor(image, return_tensors="np")
+    found = to_patches(decode(PICTURES[name]), QWEN)
+    assert [1, found.rows, found.columns] == made["image_grid_thw"][0].tolist()
+    expected = made["pixel_values"].reshape(-1, 3, 2, 16)
+    np.testing.assert_array_equal(expected[:, :, 0], expected[:, :, 1])
+    pixels = np.frombuffer(found.pixels, np.uint8).reshape(-1, 3, 16)
+    np.testing.assert_array_equal(pixels, expected[:, :, 0])
+
+
+def test_sizes_of_qwen_are_those_of_transformers():
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    rng = np.random.default_rng(0)
+    for least, most, side in ((3136, 12_845_056, 28), (65_536, 16_777_216, 32), (256, 4096, 8)):
+        area = Area(min_pixels=least, max_pixels=most)
+        sizes = np.exp(rng.uniform(0, 9, (2000, 2))).astype(int).tolist()
+        sizes += [(14, 14), (42, 70), (1, 200), (4000, 20), (5000, 5000)]
+        for height, width in sizes:
+            if max(height, width) > 200 * min(height, width):
+                with pytest.raises(UndecodableError, match="200 times"):
+                    area.size(height, width, side)
+                continue
+            size = area.size(height, width, side)
+            assert size == smart_resize(height, width, side, least, most)
+            assert size[0] * size[1] <= area.max_tokens(side) * side**2
 
 
 def test_patches_and_their_places_go_together():
@@ -129,6 +173,11 @@ def test_hostile_files_are_refused_and_nothing_is_lost(name, process):
         process.patches(data)
     found = process.patches(PICTURES["photo"])  # the process lives, or there is another
     assert found == to_patches(decode(PICTURES["photo"]), SPEC)
+
+
+def test_what_is_too_unequal_is_refused():
+    with pytest.raises(UndecodableError, match="more than 200 times the other"):
+        to_patches(decode(encoded(picture(1, 201))), QWEN)
 
 
 def test_what_takes_too_long_is_killed():

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("PIL")
 
 from jaxllm.media.chat import has_images, take_images
-from jaxllm.media.item import UndecodableError
+from jaxllm.media.resizing import UndecodableError
 from jaxllm.media.sources import read_url
 from jaxllm.media_config import MediaConfig
 
@@ -85,7 +85,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_):
+    def log_message(self, format, *args):
         pass
 
 

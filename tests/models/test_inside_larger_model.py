@@ -13,6 +13,8 @@ PROMPT = np.random.default_rng(0).integers(3, 384, 40).tolist()
 # Before and inside the names of the decoder's tensors.
 RELEASED = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 BY_TRANSFORMERS = {"model.": "model.language_model."}
+# Those of Qwen's releases are as those of the decoder alone, or as transformers writes them.
+OF_QWEN = {"model.": "model.", "lm_head.": "lm_head."}
 WRAPPED = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral": "Mistral3ForConditionalGeneration",
@@ -21,16 +23,19 @@ WRAPPED = {
     "mistral-llava": "LlavaForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
+    "qwen2": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5-moe": "Qwen3_5MoeForConditionalGeneration",
 }
+# What the decoder's config has only there.
+MORE = {"qwen2": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}}
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 
 
-def wrap(plain, path, architecture, layout):
+def wrap(plain, path, architecture, layout, family=""):
     """Write a checkpoint of the larger model around a plain decoder."""
     path.mkdir()
-    config = json.loads((plain / "config.json").read_text())
+    config = json.loads((plain / "config.json").read_text()) | MORE.get(family, {})
     outer = {
         "architectures": [architecture],
         "text_config": config,
@@ -44,7 +49,8 @@ def wrap(plain, path, architecture, layout):
     for name, tensor in load_file(plain / "model.safetensors").items():
         old = next((prefix for prefix in layout if name.startswith(prefix)), "")
         tensors[layout.get(old, "") + name.removeprefix(old)] = tensor
-    for tower in ("vision_tower.layers.0.weight", "multi_modal_projector.weight"):
+    towers = ("vision_tower.layers.0.weight", "multi_modal_projector.weight")
+    for tower in ("visual.blocks.0.weight",) if family in MORE else towers:
         name = layout["model."].partition("language_model")[0] + tower
         tensors[name] = np.ones((2, 3), np.float32)
     save_file(tensors, path / "model.safetensors")
@@ -58,7 +64,8 @@ def test_decoder_computes_the_same_without_its_towers(case, layout, is_tied, tmp
     family, _, variant = case.partition("-")
     config = GOLDEN[f"qwen3.5-{variant}"]["config"] if variant == "moe" else {}
     plain = make_tiny_checkpoint(tmp_path / "plain", family, **config, tie_word_embeddings=is_tied)
-    inside = wrap(plain, tmp_path / "inside", WRAPPED[case], layout)
+    layout = OF_QWEN if family in MORE and layout is RELEASED else layout
+    inside = wrap(plain, tmp_path / "inside", WRAPPED[case], layout, family)
     expected = single_row(plain).logits(PROMPT)
     np.testing.assert_array_equal(single_row(inside).logits(PROMPT), expected)
 

@@ -95,7 +95,9 @@ SIZES = {
     "Mamba-Codestral 7B": 7.29,
     "Nemotron 3 Nano 30B-A3B": 31.58,
     "Nemotron Nano 9B v2": 8.89,
+    "Qwen2.5-VL 7B": 7.62,
 }
+WITH_TOWERS = {"Qwen2.5-VL 7B": 8.29}
 
 
 def num_parameters(architecture):
@@ -121,6 +123,12 @@ def test_every_field_is_known_and_the_model_has_its_size(name):
     assert num_parameters(architecture) / 1e9 == pytest.approx(SIZES[name], abs=0.0051)
 
 
+@pytest.mark.parametrize("name", WITH_TOWERS)
+def test_towers_have_their_sizes(name):
+    architecture = read_architecture(CONFIGS[name], sees_images=True)
+    assert num_parameters(architecture) / 1e9 == pytest.approx(WITH_TOWERS[name], abs=0.0051)
+
+
 def test_what_sets_the_layers_of_the_releases_apart():
     ropes = {
         name: [layer.rope is not None for layer in read_architecture(CONFIGS[name]).layers]
@@ -130,4 +138,5 @@ def test_what_sets_the_layers_of_the_releases_apart():
     assert ropes["EXAONE 4.0 32B"] == [True, True, True, False] * 16
     assert ropes["EXAONE 4.0 1.2B"] == [True] * 30
     hunyuan = read_architecture(CONFIGS["Hunyuan 7B"]).layers[0].rope
+    assert hunyuan is not None
     assert hunyuan.theta == pytest.approx(11_158_840, abs=1) and hunyuan.scaling is None

@@ -25,6 +25,26 @@ def test_several_devices_give_the_same_tokens(answered, same_answers):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
+def test_shards_with_drafts_give_the_same_tokens(engines, tmp_path, same_answers):
+    model_dir = make_tiny_checkpoint(tmp_path, "qwen3_5")
+    drafts = {
+        "method": "custom_class",
+        "model": "tests.drafts:Bigrams",
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 4, 3]],
+    }
+    shards = SNAPSHOTS | {"tensor_parallel_size": 2, "speculative_config": drafts}
+    one, cut = engines(model_dir, SNAPSHOTS, shards, again=True)
+    same_answers(cut, one)
+    metrics = cut["metrics"]
+    drafted, accepted = (
+        metrics[f"spec_decode_num_{name}"] for name in ("draft_tokens", "accepted_tokens")
+    )
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_prefixes_are_found(answered, name):
     metrics = answered[name]["metrics"]

@@ -112,12 +112,18 @@ def test_a_bound_counts_states_as_read_and_written(model):
     plan = make_plan(EngineArgs(model, **OPTIONS))
     chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
     line = roofline(dataclasses.replace(plan, chip=chip), *plan.stages)
+    assert line is not None
     assert line.state_bytes_per_row == 2 * 3 * (INPUTS + MATRICES)
     assert line.attention(1, 0)[0] == line.state_bytes_per_row
     assert len(line.windows) == 1
 
 
-def test_what_needs_older_states_is_refused(model):
+def test_a_draft_with_states_is_refused(model):
+    with pytest.raises(ValidationError, match="cannot draft for this model: it has recurrent lay"):
+        make_plan(EngineArgs(model, **OPTIONS, spec_model=model))
+
+
+def test_rows_with_a_grammar_get_no_drafts(model):
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    with pytest.raises(ValidationError, match="speculative_config: the model has recurrent"):
-        make_plan(EngineArgs(model, **OPTIONS, speculative_config=drafts))
+    plan = make_plan(EngineArgs(model, **OPTIONS, speculative_config=drafts))
+    assert plan.samples_late and not plan.verifies_late

@@ -13,8 +13,14 @@ from jaxllm.testing import make_tiny_checkpoint
 NUM_SLOTS, NUM_SNAPSHOTS = 128, 200
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
-def test_a_decode_copies_no_array_of_states(tmp_path, family):
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts"), [("qwen3_5", None), ("mamba2", None), ("mamba2", DRAFTS)]
+)
+def test_a_small_step_copies_no_array_of_states(tmp_path, family, drafts):
+    """A step of decodes, or of one row with drafts."""
     model = make_tiny_checkpoint(tmp_path, family)
     plan = make_plan(
         EngineArgs(
@@ -23,15 +29,18 @@ def test_a_decode_copies_no_array_of_states(tmp_path, family):
             max_num_seqs=NUM_SLOTS,
             num_gpu_blocks_override=64,
             num_state_snapshots=NUM_SNAPSHOTS,
+            speculative_config=drafts,
         )
     )
     programs = declare_programs(plan, make_packer(plan).layouts)
     smallest = min(
-        (key for key in programs if isinstance(key, Bucket) and key.decode_only),
+        (k for k in programs if isinstance(k, Bucket) and k.decode_only == (drafts is None)),
         key=lambda key: key.num_tokens,
     )
     hlo = programs[smallest].compile(programs[smallest].lower()).as_text()
+    assert hlo is not None
     (stage,) = plan.stages
-    matrices = {its[-1].shape for its in (*stage.state_shapes, *stage.snapshot_shapes)}
-    assert {shape[0] for shape in matrices} == {NUM_SLOTS, NUM_SNAPSHOTS}
-    assert not [copy for copy in copies(hlo) if tuple(copy.shape) in matrices]
+    of_layers = (*stage.state_shapes, *stage.snapshot_shapes)
+    shapes = {array.shape for its in of_layers for array in its}
+    assert {shape[0] for shape in shapes} == {NUM_SLOTS, NUM_SNAPSHOTS}
+    assert not [copy for copy in copies(hlo) if tuple(copy.shape) in shapes]

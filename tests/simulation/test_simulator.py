@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.pace import LOOK_S
+from jaxllm.simulation.autoscaling import Autoscaler, AutoscalingRules
 from jaxllm.simulation.simulator import simulate
 from jaxllm.simulation.trace import Trace, make_trace
 from jaxllm.testing import make_tiny_checkpoint
@@ -189,3 +190,38 @@ def test_steps_are_those_of_an_engine(tmp_path, deployment):
     ):  # fmt: skip
         assert getattr(stats, name) == getattr(real, name), name
     assert stats.num_preemptions > 0
+
+
+def test_a_known_head_is_served_where_it_is_known(deployment):
+    """Four heads on two replicas: by chance every second request finds its own."""
+    replica = deployment(num_blocks=256)
+    replica.info.max_model_len = 1024
+    order = np.random.default_rng(0).integers(4, size=40).tolist()
+    trace = trace_of(*((20.0 * i, 520, 1) for i in range(40)), pieces=[(head,) for head in order])
+    rates = {
+        policy: simulate(trace, replica, 2, routing_policy=policy).stats.prefix_cache_hit_rate
+        for policy in ("prefix", "random")
+    }
+    assert rates["prefix"] == pytest.approx(36 / 40 * 512 / 520, abs=0.01)
+    assert rates["random"] < rates["prefix"] - 0.05
+
+
+def test_replicas_come_with_requests_and_go_without(deployment):
+    """16 requests of 100 s at once want four replicas of four; one request later wants one."""
+    rules = AutoscalingRules(
+        max_replicas=4, target_ongoing_requests=4, look_back_period_s=5, upscale_delay_s=2,
+        downscale_delay_s=10,
+    )  # fmt: skip
+    trace = trace_of(*[(0.0, 10, 100)] * 4, *[(20.0, 10, 100)] * 12, (300.0, 10, 100))
+    outcome = simulate(
+        trace, deployment(), 1, autoscaler=Autoscaler(rules), startup_s=5.0, max_ongoing_requests=4
+    )
+    assert outcome.max_replicas == 4
+    assert not np.isnan(outcome.finished_at).any()
+    # Nobody waits for others to end, but all for the replicas: they are asked for when the mean
+    # wants them, and have started 5 s later.
+    assert outcome.first_token_at[4:-1].max() < 20 + 5 + 2 + 5 + 3
+    # Later there is one again.
+    fixed = simulate(trace, deployment(), 4)
+    assert fixed.replica_seconds == 4 * fixed.end
+    assert outcome.end < outcome.replica_seconds < 0.8 * fixed.replica_seconds

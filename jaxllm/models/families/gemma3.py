@@ -8,8 +8,9 @@ import dataclasses
 from typing import Any
 
 from jaxllm.layers.attention import AttentionSpec, QKNorm
+from jaxllm.models.around_decoder import inside_larger_model
 from jaxllm.models.blocks import SandwichBlock
-from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap, inside_larger_model
+from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap
 from jaxllm.models.families import gemma2
 from jaxllm.models.family import (
     FULL,

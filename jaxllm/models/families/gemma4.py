@@ -19,6 +19,7 @@ from jaxllm.layers.moe import MoEBesideMLPSpec, MoESpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.router import RouterSpec
+from jaxllm.models.around_decoder import inside_larger_model
 from jaxllm.models.blocks import ExpertsSandwichBlock, ScaledSandwichBlock
 from jaxllm.models.checkpoint_map import (
     LLAMA_NAMES,
@@ -26,7 +27,6 @@ from jaxllm.models.checkpoint_map import (
     Place,
     Source,
     Tensor,
-    inside_larger_model,
 )
 from jaxllm.models.expert_tensors import stacked_experts
 from jaxllm.models.families.gemma2 import FULL, SLIDING, read_gemma, read_layer_types

@@ -13,7 +13,8 @@ from typing import Any
 from jaxllm.layers.attention import AttentionSpec, QKNorm, Temperature
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.layers.router import RouterSpec
-from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap, inside_larger_model
+from jaxllm.models.around_decoder import inside_larger_model
+from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap
 from jaxllm.models.expert_tensors import stacked_experts
 from jaxllm.models.families.smollm3 import read_rotated_layers
 from jaxllm.models.family import (

@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxllm.errors import UnsupportedModelError, shown
 from jaxllm.layers.latent_attention import LatentAttentionSpec
-from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap, inside_larger_model
+from jaxllm.models.around_decoder import inside_larger_model
+from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap
 from jaxllm.models.families import mistral, mistral4
 from jaxllm.models.family import (
     Family,

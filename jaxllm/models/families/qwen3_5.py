@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from jaxllm.errors import UnsupportedModelError
+from jaxllm.models.around_decoder import inside_larger_model
 from jaxllm.models.checkpoint_map import (
     LLAMA_NAMES,
     CheckpointMap,
@@ -15,7 +16,6 @@ from jaxllm.models.checkpoint_map import (
     Place,
     Source,
     concatenated,
-    inside_larger_model,
 )
 from jaxllm.models.expert_tensors import each_expert, stacked_experts
 from jaxllm.models.families import qwen3_next

@@ -8,6 +8,7 @@ one token.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
 from jaxllm.errors import UnsupportedModelError, shown
 from jaxllm.layers.activation import ACTIVATIONS
-from jaxllm.layers.context import PagedBatch, StepContext
+from jaxllm.layers.context import StepContext
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.mlp import MLPSpec
 from jaxllm.layers.norm import RMSNormSpec
@@ -30,6 +30,7 @@ from jaxllm.models.checkpoint_map import CheckpointMap, Place, Source, ViewedAs
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture
 from jaxllm.models.tower import Images
+from jaxllm.models.towers.layers import run_layer, tower_context
 
 _NORM = RMSNormSpec(eps=1e-5)
 _CHANNELS = 3
@@ -39,6 +40,8 @@ _LLAVA = "LlavaForConditionalGeneration"  # that of Pixtral 12B
 @dataclass(frozen=True, kw_only=True)
 class PixtralSpec:
     """The static part of the tower; implements `jaxllm.models.tower.TowerSpec`."""
+
+    processor: ClassVar[str] = "PixtralImageProcessor"
 
     patch_size: int
     merge: int
@@ -203,10 +206,9 @@ class _Encoder(nnx.Module):
 
     def __call__(self, images: Images, ops: StateOps, mesh: Mesh | None) -> jax.Array:
         hidden = self.ln_pre(self.patch_conv(images.pixels.astype(self.dtype)))
-        context = _context(images, rotations(self.rope, images.places), ops, mesh)
+        context = tower_context(images.starts, rotations(self.rope, images.places), ops, mesh)
         for layer in self.transformer.layers:
-            graphdef, weights = nnx.split(layer)
-            hidden = _run_layer(graphdef, weights, hidden, context)
+            hidden = run_layer(layer, hidden, context)
         return hidden
 
 
@@ -265,32 +267,3 @@ def rotations(rope: RopeConfig, places: jax.Array) -> Rotary:
     which = np.repeat([0, 1], [len(frequencies[0::2]), len(frequencies[1::2])])
     angles = places[:, which].astype(jnp.float32) * turned
     return Rotary(jnp.cos(angles), jnp.sin(angles))
-
-
-def _context(images: Images, rotary: Rotary, ops: StateOps, mesh: Mesh | None) -> StepContext:
-    """What the layers need of a step: its rows are images, and nothing is cached."""
-    num_images = len(images.starts) - 1
-    batch = RaggedBatch(
-        query_starts=images.starts,
-        context_lens=jnp.diff(images.starts),
-        block_tables=jnp.zeros((num_images, 1), jnp.int32),
-        num_decodes=jnp.int32(0),
-        block_size=1,
-        decode_only=False,
-    )
-    return StepContext(
-        windows=(None,),
-        paged=(PagedBatch(batch, None),),
-        backend=None,  # pyright: ignore[reportArgumentType]  (no layer has a cache)
-        mesh=mesh,
-        state_ops=ops,
-        rotary=rotary,
-    )
-
-
-def _layer(graphdef, weights, hidden: jax.Array, context: StepContext) -> jax.Array:
-    return nnx.merge(graphdef, weights)(hidden, context)
-
-
-# Layers of equal structure are traced and lowered only once.
-_run_layer = jax.jit(_layer, static_argnums=0)

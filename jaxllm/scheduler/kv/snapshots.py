@@ -117,11 +117,24 @@ class Snapshots:
         border = end - end % self.sizes.stride
         return border - start if border > start else num_tokens
 
+    def most_drafts(self, request: Request) -> int:
+        """How many drafts the next row may have, so that some row ends at the stride's next border.
+
+        Where rows with drafts end is known late. So they end before the border even if all drafts
+        are right, with a token between for the row that is planned meanwhile.
+        """
+        start = request.num_computed_tokens
+        known = request.num_certain_tokens
+        border = known - known % self.sizes.stride + self.sizes.stride
+        return border - 2 - (start + 1)
+
     def take_copies(self, rows: Iterable[Request]) -> StateCopies | None:
         """What the step of these rows copies; None: nothing. Its admissions have been noted."""
         stride = self.sizes.stride
         stores: list[tuple[int, int]] = []
         for request in rows:
+            if request.num_uncertain:
+                continue  # nobody knows where the row ends
             end = request.num_computed_tokens
             is_passed = end % stride == 0
             if (is_passed or end in self._stops(request)) and request.hash_root is not None:

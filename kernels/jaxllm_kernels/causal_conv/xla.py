@@ -33,8 +33,7 @@ class XlaConv:
     ) -> tuple[jax.Array, jax.Array]:
         num_rows, num_tokens, width = len(rows.slots), len(x), len(weight)
         taps = weight.astype(jnp.float32)
-        before = state.at[rows.slots].get(mode="fill", fill_value=0)
-        before = jnp.where(rows.begins[:, None, None], 0, before)
+        before = _before(state, rows)
         before = from_storage(before, x.dtype)  # [R, W - 1, C]; zeros are zeros in every dtype
         inputs = x.astype(jnp.float32)
         y = taps[-1] * inputs
@@ -57,6 +56,20 @@ class XlaConv:
         return activate(y, activation).astype(x.dtype), state
 
 
+def _before(state: jax.Array, rows: StateRows) -> jax.Array:
+    """The inputs before each row, or zeros: [R, W - 1, C], of the state's dtype."""
+
+    def read() -> jax.Array:
+        return state.at[rows.slots].get(mode="fill", fill_value=0)
+
+    if len(rows.slots) == 1:
+        # Reads and writes of a single row become slices, which XLA for CPUs would fuse; then it
+        # would copy the states of all slots (see `recurrent.scan`).
+        none = jnp.zeros((1, *state.shape[1:]), state.dtype)
+        return jax.lax.cond(rows.begins[0], lambda: none, read)
+    return jnp.where(rows.begins[:, None, None], 0, read())
+
+
 def _rests(before: jax.Array, taps: jax.Array) -> jax.Array:
     """What the inputs before a row add to the sums of its first W - 1 tokens: [R, W - 1, C]."""
     count = before.shape[1]
@@ -66,10 +79,10 @@ def _rests(before: jax.Array, taps: jax.Array) -> jax.Array:
 
 
 def _last_inputs(x: jax.Array, before: jax.Array, rows: StateRows) -> jax.Array:
-    """The last W - 1 inputs of each row, or of its state and the row: [R, W - 1, C]."""
+    """The last W - 1 inputs that each row leaves, of its state and its tokens: [R, W - 1, C]."""
     count = before.shape[1]
     # Their places in the row; below zero they are those of the state.
-    places = rows.lengths[:, None] - count + jnp.arange(count)
+    places = rows.num_kept[:, None] - count + jnp.arange(count)
     own = x.at[rows.query_starts[:-1, None] + places].get(mode="clip")
     older = jnp.take_along_axis(before, jnp.clip(count + places, 0, count - 1)[..., None], axis=1)
     return jnp.where(places[..., None] >= 0, own, older)

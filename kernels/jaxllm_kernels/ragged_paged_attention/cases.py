@@ -1,7 +1,8 @@
 """Named batches that every backend must compute correctly, and the correct results.
 
-A case runs as in an engine. First the history of its rows is computed, in steps of the same shape:
-the backend itself fills the cache, so the cases assume no layout. Then the case's step runs.
+A case runs as in an engine. First the history of its rows is computed, in steps of the same shape,
+so that one program is compiled: the backend itself fills the cache, so the cases assume no layout.
+Decodes, which would need many steps, have a history of mixed steps. Then the case's step runs.
 Everything that no token may read is NaN or garbage from the start: pages of no row, the rest of a
 row's last page, keys and values of padding, the unused end of block tables. The expected results
 are computed in float64 from unpaged keys and values.
@@ -278,9 +279,9 @@ def run_case(
     run = functools.partial(
         _run, sinks=sinks, kv_scales=scales, backend=backend, config=case.config
     )
-    before = dataclasses.replace(
-        case, num_tokens=max(case.num_tokens, 64), decode_only=False, num_decodes=0
-    )
+    before = dataclasses.replace(case, decode_only=False, num_decodes=0)
+    if case.decode_only:
+        before = dataclasses.replace(before, num_tokens=max(case.num_tokens, 64))
     for spans in _split(history, before):
         _, cache = run(*_pack(spans, before, dtype, rng), cache)
     out, _ = run(*_pack(step, case, dtype, rng), cache)

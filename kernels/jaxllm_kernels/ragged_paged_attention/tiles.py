@@ -32,10 +32,13 @@ def decode_tiles(batch: RaggedBatch, *, by_length: bool) -> Tile:
     return Tile(row=rows, token=rows, num_tokens=jnp.ones_like(rows))
 
 
-def cut_tiles(batch: RaggedBatch, num_tokens: int, tile_size: int) -> tuple[Tile, jax.Array]:
-    """Cut the rows that are not decodes into tiles; return them and their number."""
+def cut_tiles(
+    batch: RaggedBatch, num_tokens: int, tile_size: int, lengths: jax.Array | None = None
+) -> tuple[Tile, jax.Array]:
+    """Cut the rows that are not decodes into tiles; return them and their number. `lengths` are
+    how many of its first tokens each row has in tiles; None: all."""
     num_rows = batch.context_lens.shape[0]
-    lengths = jnp.diff(batch.query_starts)
+    lengths = jnp.diff(batch.query_starts) if lengths is None else lengths
     lengths = jnp.where(jnp.arange(num_rows) < batch.num_decodes, 0, lengths)
     ends = jnp.cumsum(-(-lengths // tile_size), dtype=jnp.int32)  # of a row's tiles
     tiles = jnp.arange(num_tokens // tile_size + min(num_rows, num_tokens), dtype=jnp.int32)

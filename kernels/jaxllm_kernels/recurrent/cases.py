@@ -14,19 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
-from jaxllm_kernels.recurrent.rows import StateRows, prepare_rows
+from jaxllm_kernels.recurrent.rows import StateRows, prepare_rows, rows_of_drafts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """`steps` lists batches: (request, tokens) for each row, decodes first. Request r has the slot
-    that is r from the last, modulo the number of slots."""
+    that is r from the last, modulo the number of slots. A row with drafts is (request, tokens,
+    drafts, how many of these are right)."""
 
-    steps: tuple[tuple[tuple[int, int], ...], ...]
+    steps: tuple[tuple[tuple[int, ...], ...], ...]
     num_tokens: int = 160
     num_rows: int = 6
     num_slots: int = 5
     decode_only: bool = False
+    # How many rows of a step have drafts at most, and how many each of them has.
+    most_drafts: tuple[int, int] = (0, 0)
 
 
 CASES = {
@@ -56,6 +59,18 @@ CASES = {
     "more rows than tokens": Case(steps=(((0, 1), (1, 3)),) * 2, num_tokens=8, num_rows=16),
     # A request of 5 and more takes the slot of the one before by five.
     "slots pass on": Case(steps=(((0, 66), (1, 4)), ((1, 1), (5, 3)), ((1, 1), (5, 1)))),
+    # None, some and all of them right; beside decodes and tiles; short and full; a request that
+    # begins with drafts behind its only token.
+    "drafts": Case(
+        steps=(
+            ((0, 66), (1, 4), (2, 2)),
+            ((2, 1), (0, 5, 4, 2), (1, 4, 3, 0), (3, 70)),
+            ((2, 1), (1, 5, 4, 4), (3, 2, 1, 1), (4, 3, 2, 1)),
+            ((3, 1), (4, 1), (0, 2, 1, 0), (2, 5, 4, 3)),
+            ((1, 1), (2, 1), (3, 1), (0, 3)),
+        ),
+        most_drafts=(3, 4),
+    ),
 }
 
 # The next state and the outputs of an op for a step.
@@ -76,36 +91,62 @@ def run_case(
       make: draws the operands of so many tokens of a request, a tree of arrays [T, ...].
     """
     totals: dict[int, int] = {}
-    for request, length in (row for step in case.steps for row in step):
-        totals[request] = totals.get(request, 0) + length
+    for request, length, *drafts in (row for step in case.steps for row in step):
+        totals[request] = totals.get(request, 0) + _num_right(length, *drafts)
     operands = {r: make(np.random.default_rng(r), total) for r, total in totals.items()}
     shape = make(np.random.default_rng(0), case.num_tokens)
     done = dict.fromkeys(totals, 0)
     outputs: dict[int, list[np.ndarray]] = {r: [] for r in totals}
 
     @jax.jit
-    def compute(operands, state, batch, slots):
-        rows = prepare_rows(batch, slots, num_tokens=case.num_tokens, num_slots=case.num_slots)
-        return run(operands, state, rows)
+    def compute(operands, state, batch, slots, num_drafts, num_right):
+        most, count = case.most_drafts
+        rows = prepare_rows(
+            batch,
+            slots,
+            num_tokens=case.num_tokens,
+            num_slots=case.num_slots,
+            num_drafts=num_drafts if most else None,
+            most_drafts=case.most_drafts,
+        )
+        out, state = run(operands, state, rows)
+        if (drafts := rows.drafts) is not None:
+            of_drafts = jax.tree.map(lambda x: x.at[drafts.tokens].get(mode="clip"), operands)
+            its, right = (
+                x.at[drafts.rows].get(mode="fill", fill_value=fill)
+                for x, fill in ((slots, case.num_slots), (num_right, 0))
+            )
+            _, state = run(of_drafts, state, rows_of_drafts(its, right, count))
+        return out, state
 
     for step in case.steps:
         packed = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), shape)
-        starts = np.concatenate([[0], np.cumsum([length for _, length in step])]).astype(int)
-        for (request, length), start in zip(step, starts, strict=False):
-            own = slice(done[request], done[request] + length)
-            jax.tree.map(
-                lambda x, full, own=own, start=start, length=length: np.copyto(
-                    full[start : start + length], x[own]
-                ),
-                operands[request],
-                packed,
-            )
+        starts = np.concatenate([[0], np.cumsum([row[1] for row in step])]).astype(int)
+        for (request, *row), start in zip(step, starts, strict=False):
+            length, count = row[0], _num_right(*row)
+            wrong = make(np.random.default_rng(1000 + request), length - count)
+            own = slice(done[request], done[request] + count)
+
+            def put(x, other, full, own=own, start=start, count=count, length=length):
+                full[start : start + count] = x[own]
+                full[start + count : start + length] = other
+
+            jax.tree.map(put, operands[request], wrong, packed)
         batch, slots = _pack(case, step, done)
-        out, state = compute(packed, state, batch, slots)
-        for (request, length), start in zip(step, starts, strict=False):
-            outputs[request].append(np.asarray(out[start : start + length], np.float64))
-            done[request] += length
+        numbers = np.zeros((2, case.num_rows), np.int32)
+        for index, (_, _, *drafts) in enumerate(step):
+            numbers[:, index] = drafts or 0
+        out, state = compute(packed, state, batch, slots, *numbers)
+        for (request, *row), start in zip(step, starts, strict=False):
+            count = _num_right(*row)
+            outputs[request].append(np.asarray(out[start : start + count], np.float64))
+            done[request] += count
     return {request: np.concatenate(its) for request, its in outputs.items()}
+
+
+def _num_right(length: int, num_drafts: int = 0, num_right: int = 0) -> int:
+    """How many tokens of a row count."""
+    return length - num_drafts + num_right
 
 
 def largest_error(
@@ -123,12 +164,12 @@ def largest_error(
 
 
 def _pack(
-    case: Case, step: Sequence[tuple[int, int]], done: dict[int, int]
+    case: Case, step: Sequence[tuple[int, ...]], done: dict[int, int]
 ) -> tuple[RaggedBatch, jax.Array]:
     """The rows of a step, and their slots."""
     lengths, contexts = (np.zeros(case.num_rows, np.int32) for _ in range(2))
     slots = np.full(case.num_rows, case.num_slots, np.int32)
-    for row, (request, length) in enumerate(step):
+    for row, (request, length, *_) in enumerate(step):
         lengths[row] = length
         contexts[row] = done[request] + length if length else 0
         slots[row] = case.num_slots - 1 - request % case.num_slots

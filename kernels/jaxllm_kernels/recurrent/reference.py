@@ -20,15 +20,18 @@ def scan_tokens(
     """Like `scan.scan_rows`, with `step` for every token."""
     num_tokens = len(rows.token_rows)
 
-    def run(states: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+    def run(carried: tuple[jax.Array, jax.Array], token: Any) -> tuple[Any, jax.Array]:
+        states, state = carried
         index, its = token
         row = rows.token_rows[index]
         slot = jnp.where(index < rows.query_starts[-1], rows.slots[row], len(states))
-        is_first = rows.begins[row] & (rows.offsets[index] == 0)
-        state = jnp.where(is_first, 0, states.at[slot].get(mode="fill", fill_value=0))
-        state, y = step(state, its)
+        offset = rows.offsets[index]
+        before = jnp.where(rows.begins[row], 0, states.at[slot].get(mode="fill", fill_value=0))
+        state, y = step(jnp.where(offset == 0, before, state), its)
         y = jnp.where(index < rows.query_starts[-1], y, 0)
-        return states.at[slot].set(state, mode="drop"), y
+        kept = jnp.where(offset < rows.num_kept[row], slot, len(states))
+        return (states.at[kept].set(state, mode="drop"), state), y
 
-    state, out = jax.lax.scan(run, state, (jnp.arange(num_tokens), operands))
+    carried = (state, jnp.zeros_like(state[0]))
+    (state, _), out = jax.lax.scan(run, carried, (jnp.arange(num_tokens), operands))
     return out.reshape(num_tokens, *out_shape), state

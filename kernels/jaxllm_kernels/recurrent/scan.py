@@ -1,5 +1,5 @@
-"""Carries states through the rows of a step: one recurrent step for each decode, one chunk for each
-tile of the other rows.
+"""Carries states through the rows of a step: one recurrent step for each decode and for each token
+of a row with drafts, one chunk for each tile of the other rows.
 
 The batch determines the number of iterations, so padding costs none. A row's tiles follow each
 other, and each one takes the state that the last one has left in the row's slot. A CPU takes one
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm_kernels.platform import Chip
-from jaxllm_kernels.recurrent.rows import TILE, StateRows
+from jaxllm_kernels.ragged_paged_attention.tiles import Tile
+from jaxllm_kernels.recurrent.rows import TILE, DraftRows, StateRows
 
 # Decodes per iteration on accelerators. Their states are gathered: of Qwen3-Next they are 2 MiB
 # each in a layer.
@@ -53,13 +54,16 @@ def scan_rows(
     """
     num_tokens = len(rows.token_rows)
     # The last tile may extend past the last token.
-    beside = 0 if rows.decode_only else TILE - 1
+    beside = 0 if rows.tiles is None else TILE - 1
     operands = jax.tree.map(lambda x: _pad_rows(x, beside), operands)
     out = jnp.zeros((num_tokens + beside, *out_shape), jnp.float32)
     at_once = min(at_once, num_tokens, len(rows.slots))
     carried = _run_decodes(step, operands, (state, out), rows, at_once)
-    if not rows.decode_only:
-        carried = _run_tiles(chunk, operands, carried, rows)
+    if rows.tiles is not None:
+        carried = _run_tiles(chunk, operands, carried, rows, rows.tiles)
+    if rows.drafts is not None:
+        # Behind the tiles, which write past their tokens.
+        carried = _run_drafts(step, operands, carried, rows, rows.drafts, at_once)
     state, out = carried
     return out[:num_tokens], state
 
@@ -94,10 +98,9 @@ def _run_decodes(
     return lax.fori_loop(0, -(-rows.num_decodes // at_once), run_some, carried)
 
 
-def _run_tiles(chunk: Advance, operands: Any, carried: _Carried, rows: StateRows) -> _Carried:
-    assert rows.tiles is not None
-    tiles = rows.tiles
-
+def _run_tiles(
+    chunk: Advance, operands: Any, carried: _Carried, rows: StateRows, tiles: Tile
+) -> _Carried:
     def run_one(i: jax.Array, carried: _Carried) -> _Carried:
         states, out = carried
         row, token, num_tokens = (x[i] for x in tiles)
@@ -113,6 +116,70 @@ def _run_tiles(chunk: Advance, operands: Any, carried: _Carried, rows: StateRows
         return states, lax.dynamic_update_slice_in_dim(out, y, token, axis=0)
 
     return lax.fori_loop(0, rows.num_tiles, run_one, carried)
+
+
+def _run_drafts(
+    step: Advance,
+    operands: Any,
+    carried: _Carried,
+    rows: StateRows,
+    drafts: DraftRows,
+    at_once: int,
+) -> _Carried:
+    """Compute the rows with drafts token by token. The drafts leave no state."""
+
+    def run_one(i: jax.Array, carried: _Carried) -> _Carried:
+        states, out = carried
+        row = drafts.rows[i]
+        slot, first, num_kept = rows.slots[row], rows.query_starts[row], drafts.num_kept[row]
+
+        def advance(j: jax.Array, its: _Carried) -> _Carried:
+            state, out = its
+            state, y = step(state, jax.tree.map(lambda x: x[first + j], operands))
+            return state, lax.dynamic_update_index_in_dim(out, y, first + j, 0)
+
+        state = _read(states, slot, rows.begins[row])
+        state, out = lax.fori_loop(0, num_kept, advance, (state, out))
+        states = lax.dynamic_update_index_in_dim(states, state, slot, 0)
+        _, out = lax.fori_loop(num_kept, rows.lengths[row], advance, (state, out))
+        return states, out
+
+    def run_some(i: jax.Array, carried: _Carried) -> _Carried:
+        states, out = carried
+        places = i * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        is_there = places < drafts.num_rows
+        its = drafts.rows.at[places].get(mode="clip")
+        slots, firsts, num_kept, lengths = (
+            x.at[its].get(mode="clip")
+            for x in (rows.slots, rows.query_starts[:-1], drafts.num_kept, rows.lengths)
+        )
+        slots = jnp.where(is_there, slots, len(states))
+        num_kept, lengths = (jnp.where(is_there, x, 0) for x in (num_kept, lengths))
+
+        def advance(ends: jax.Array, begins: jax.Array):
+            def one(j: jax.Array, carried: _Carried) -> _Carried:
+                state, out = carried
+                runs, tokens = begins + j < ends, firsts + begins + j
+                of_tokens = jax.tree.map(lambda x: x.at[tokens].get(mode="clip"), operands)
+                new, y = jax.vmap(step)(state, of_tokens)
+                out = out.at[jnp.where(runs, tokens, len(out))].set(y, mode="drop")
+                return jnp.where(_beside(runs, state), new, state), out
+
+            return one
+
+        state = states.at[slots].get(mode="clip")
+        state = jnp.where(_beside(rows.begins.at[its].get(mode="clip"), state), 0, state)
+        kept = advance(num_kept, jnp.zeros_like(num_kept))
+        state, out = lax.fori_loop(0, num_kept.max(), kept, (state, out))
+        states = states.at[slots].set(state, mode="drop")
+        rest = advance(lengths, num_kept)
+        _, out = lax.fori_loop(0, (lengths - num_kept).max(), rest, (state, out))
+        return states, out
+
+    at_once = min(at_once, len(drafts.rows))
+    if at_once == 1:
+        return lax.fori_loop(0, drafts.num_rows, run_one, carried)
+    return lax.fori_loop(0, -(-drafts.num_rows // at_once), run_some, carried)
 
 
 def _read(states: jax.Array, slot: jax.Array, is_first: jax.Array) -> jax.Array:

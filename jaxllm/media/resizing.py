@@ -1,0 +1,62 @@
+"""The rules by which processors choose the size of an image. Both sides become whole numbers of
+tokens."""
+
+import math
+
+import msgspec
+
+_MOST_UNEQUAL = 200  # how many times longer than the other an edge may be, where areas are limited
+
+
+class UndecodableError(ValueError):
+    """Why there is no picture in a file."""
+
+
+class LongestEdge(msgspec.Struct, frozen=True, tag=True):
+    """Pixtral's: an image keeps its size, unless its longest edge is above this."""
+
+    pixels: int
+
+    def size(self, height: int, width: int, side: int) -> tuple[int, int]:
+        """The height and width of an image, for tokens of so many pixels a side."""
+        ratio = max(height, width) / self.pixels
+        if ratio > 1:
+            height, width = int(height / ratio), int(width / ratio)
+        if not height or not width:
+            raise UndecodableError("one edge is so much longer than the other that nothing is left")
+        return -(-height // side) * side, -(-width // side) * side
+
+    def max_tokens(self, side: int) -> int:
+        """The tokens of the largest image."""
+        return (-(-self.pixels // side)) ** 2
+
+
+class Area(msgspec.Struct, frozen=True, tag=True):
+    """Qwen's: an image keeps its size, unless its area is below or above these numbers of pixels.
+    Its edges are rounded as Python does it: halves to even numbers."""
+
+    min_pixels: int
+    max_pixels: int
+
+    def size(self, height: int, width: int, side: int) -> tuple[int, int]:
+        """The height and width of an image, for tokens of so many pixels a side."""
+        if max(height, width) > _MOST_UNEQUAL * min(height, width):
+            raise UndecodableError(f"one edge is more than {_MOST_UNEQUAL} times the other")
+        rows, columns = round(height / side) * side, round(width / side) * side
+        if rows * columns > self.max_pixels:
+            by = math.sqrt(height * width / self.max_pixels)
+            rows, columns = (
+                max(side, math.floor(edge / by / side) * side) for edge in (height, width)
+            )
+        elif rows * columns < self.min_pixels:
+            by = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = (math.ceil(edge * by / side) * side for edge in (height, width))
+        return rows, columns
+
+    def max_tokens(self, side: int) -> int:
+        """No image has more tokens: not one that is made smaller to a single row of tokens, nor
+        one whose edges are rounded up."""
+        in_row = math.sqrt(_MOST_UNEQUAL * self.max_pixels) / side
+        smallest, longest = math.sqrt(self.min_pixels) / side, math.sqrt(_MOST_UNEQUAL)
+        rounded_up = smallest**2 + smallest * (longest + 1 / longest) + 1
+        return math.floor(max(self.max_pixels / side**2, in_row, rounded_up))

@@ -1,0 +1,170 @@
+"""The engines of all replicas as one engine, in a frontend."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from jaxllm.engine import commands
+from jaxllm.engine.commands import Answer, Command
+from jaxllm.errors import EngineDeadError
+from jaxllm.frontend.far_engine import FarEngine, Owner
+from jaxllm.logging import init_logger
+from jaxllm.messages import (
+    Abort,
+    Add,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    FromEngine,
+    Outputs,
+    Ready,
+    ToEngine,
+)
+from jaxllm.server.ray.work import Work
+
+logger = init_logger(__name__)
+
+# How long a command waits for replicas, some of which may be about to end.
+_CALL_S = 30.0
+
+
+class Fleet(FarEngine):
+    """Sends each prompt to one replica, in a task of its own.
+
+    If the replica is lost, or says no, before anything of the answer has been passed on, another
+    one gets the prompt. Later the answer ends with the reason: nobody gets two beginnings.
+    """
+
+    def __init__(self, engines: Any, ready: Ready, max_attempts: int):
+        """`engines` is the handle of the replicas' deployment."""
+        self.info, self.startup = ready.info, ready.startup
+        self._engines = engines
+        self._answer = engines.options(method_name="answer", stream=True)
+        self._max_attempts = max_attempts
+        self._owner = Owner()
+        self._decoder = msgspec.msgpack.Decoder(Outputs)
+        self._incoming: asyncio.Queue[FromEngine | BaseException] = asyncio.Queue()
+        self._prompts: dict[str, _Prompt] = {}  # by the ids of their unfinished requests
+
+    def own(self, requests: list[EngineRequest]) -> None:
+        self._owner.own(requests)
+
+    def send(self, message: ToEngine) -> None:
+        if isinstance(message, Add):
+            prompt = _Prompt(Work(message))
+            self._prompts.update(dict.fromkeys(prompt.unfinished, prompt))
+            prompt.task = asyncio.create_task(self._serve(prompt))
+            prompt.task.add_done_callback(self._check)
+        elif isinstance(message, Abort):
+            self._abort(message.request_ids)
+
+    def listen(self) -> None:
+        pass  # the tasks of prompts bring messages
+
+    async def receive(self) -> FromEngine:
+        message = await self._incoming.get()
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+    async def call(self, command: Command[Any, Answer]) -> Answer:
+        """Have the engines of all replicas run a command. Those that are lost have no answer."""
+        response = self._engines.broadcast("call", bytes(commands.encode(command)))
+        try:
+            found = await response.results_async(timeout_s=_CALL_S, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise EngineDeadError(f"no replica answers: {_first_line(error)}") from error
+        answers = [
+            commands.decode_answer(command, msgspec.Raw(one))
+            for one in found
+            if isinstance(one, bytes)
+        ]
+        return command.unite(answers)
+
+    def fail_calls(self, error: BaseException) -> None:
+        pass  # each has a time limit
+
+    def close(self) -> None:
+        for prompt in set(self._prompts.values()):
+            assert prompt.task is not None
+            prompt.task.cancel()
+
+    async def _serve(self, prompt: "_Prompt") -> None:
+        """Have a replica answer a prompt."""
+        reason, attempt = "", 0
+        try:
+            while not prompt.has_begun and attempt < self._max_attempts:
+                attempt += 1
+                try:
+                    await self._stream(prompt)
+                    return
+                except (RayError, RayServeException) as error:
+                    reason = _first_line(error)
+                    logger.warning("attempt %d at %s: %s", attempt, prompt.work.key, reason)
+            text = f"the replica that served this request was lost ({reason})"
+            if not prompt.has_begun:
+                text = f"{attempt} replicas, one after another, did not serve this ({reason})"
+            self._put([_failed(one, text) for one in prompt.unfinished])
+        finally:
+            for one in prompt.unfinished:
+                self._prompts.pop(one, None)
+
+    async def _stream(self, prompt: "_Prompt") -> None:
+        response = self._answer.remote(prompt.work)
+        try:
+            async for data in response:
+                outputs = self._decoder.decode(data).outputs
+                prompt.has_begun = True
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        prompt.unfinished.discard(output.request_id)
+                        self._prompts.pop(output.request_id, None)
+                self._put(outputs)
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        assert not prompt.unfinished, prompt.unfinished
+
+    def _abort(self, request_ids: list[str]) -> None:
+        some: dict[_Prompt, list[str]] = {}
+        for one in request_ids:
+            prompt = self._prompts.pop(one, None)
+            if prompt is not None:
+                prompt.unfinished.discard(one)
+                some.setdefault(prompt, []).append(one)
+        for prompt, ids in some.items():
+            if not prompt.unfinished:
+                assert prompt.task is not None
+                prompt.task.cancel()
+            else:
+                # The stream goes on for the other samples.
+                self._engines.abort.remote(prompt.work.key, ids)
+
+    def _put(self, outputs: list[EngineOutput]) -> None:
+        self._incoming.put_nowait(Outputs(outputs))
+
+    def _check(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._incoming.put_nowait(error)
+
+
+class _Prompt:
+    """A prompt whose requests are not all finished."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.unfinished = {one.request_id for one in work.add.requests()}
+        self.has_begun = False  # whether an output has been passed on
+        self.task: asyncio.Task[None] | None = None
+
+
+def _failed(request_id: str, reason: str) -> EngineOutput:
+    return EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,149 @@
+"""What is asked of the fleet, beside its engines and the server."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.config import EngineConfig, option
+from jaxllm.engine.router import RoutingPolicy
+from jaxllm.errors import ValidationError, refused
+from jaxllm.files import parse_json
+from jaxllm.option_types import check_type
+from jaxllm.server.options import ServerOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions:
+    """Ray Serve"""
+
+    num_replicas: int | None = option(None, "Engines. Default: 1, or what autoscaling_config says.")
+    autoscaling_config: dict | None = option(
+        None, "Ray Serve's, as it is: min_replicas, max_replicas, target_ongoing_requests, ..."
+    )
+    ray_actor_options: dict | None = option(
+        None, 'Of each engine: {"num_gpus": 1}, or {"resources": {"TPU": 4}}.'
+    )
+    placement_group_bundles: list | None = option(
+        None, "Resources of each engine, of which it runs in the first bundle."
+    )
+    placement_group_strategy: str | None = option(None, "PACK, SPREAD, STRICT_PACK, ...")
+    max_ongoing_requests: int | None = option(
+        None,
+        "Most requests that one engine has. Others wait in the frontend for whichever is free "
+        "first. Default: twice max_num_seqs of the engine, or 512.",
+    )
+    routing_policy: RoutingPolicy = option(
+        "prefix", "Who serves a request: 'prefix', 'least_work' or 'random'."
+    )
+    max_attempts: int = option(
+        3, "Engines that a request is given to, one after another, before its answer has begun."
+    )
+    num_frontends: int = option(
+        1,
+        "Replicas of the server, which handle HTTP and text. Each routes by what went through it.",
+    )
+    frontend_actor_options: dict | None = option(None, "The same as ray_actor_options, of these.")
+
+    def validate(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for f in dataclasses.fields(self):
+            check_type(f.name, getattr(self, f.name), hints[f.name])
+        for name in ("num_replicas", "max_ongoing_requests", "max_attempts", "num_frontends"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise refused(name, value, "it must be at least 1")
+        if self.num_replicas is not None and self.autoscaling_config is not None:
+            raise ValidationError(
+                "num_replicas and autoscaling_config contradict each other; give one of them"
+            )
+        if self.placement_group_strategy is not None and self.placement_group_bundles is None:
+            raise ValidationError("placement_group_strategy needs placement_group_bundles")
+
+
+class Asked(typing.NamedTuple):
+    """All options, by whom they are for."""
+
+    engine: dict[str, Any]  # as the keyword arguments of `LLM`
+    config: EngineConfig
+    server: ServerOptions
+    fleet: FleetOptions
+
+
+def read(options: Mapping[str, Any]) -> Asked:
+    """Sort and check options. Raise ValidationError here, before anything is started."""
+    options = dict(options)
+    server = {f.name: options.pop(f.name) for f in _given(ServerOptions, options)}
+    fleet = FleetOptions(**{f.name: options.pop(f.name) for f in _given(FleetOptions, options)})
+    fleet.validate()
+    hints = typing.get_type_hints(ServerOptions)
+    for name, value in server.items():
+        if name in _OF_ONE_SERVER:
+            raise refused(name, value, _OF_ONE_SERVER[name])
+        if typing.get_origin(hints[name]) is tuple and isinstance(value, list):
+            server[name] = tuple(value)
+        check_type(name, server[name], hints[name])
+    # Serve's proxy listens, and who may reach it is up to its http_options.
+    server_options = ServerOptions(host="0.0.0.0", **server)
+    server_options.validate()
+    config = EngineConfig.create(**options)
+    if config.parallel.nnodes != 1 or config.parallel.distributed_executor_backend is not None:
+        raise ValidationError(
+            "nnodes and distributed_executor_backend: an engine under Ray Serve has one host; "
+            "start engines of several with `jaxllm serve --nnodes`, behind a gateway"
+        )
+    return Asked(options, config, server_options, fleet)
+
+
+def typed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `serve run`, where each is a text, and of a config file, where it is not."""
+    hints: dict[str, Any] = {}
+    for part in (*typing.get_type_hints(EngineConfig).values(), ServerOptions, FleetOptions):
+        hints |= typing.get_type_hints(part)
+    return {
+        name: _value(name, value, hints[name])
+        if isinstance(value, str) and name in hints
+        else value
+        for name, value in arguments.items()
+    }
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    kinds = {typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))}
+    if kinds & {str, typing.Literal} and not (kinds & {int, float} and _is_number(text)):
+        return text
+    if tuple in kinds and not text.startswith("["):
+        return (text,)
+    try:
+        return parse_json(text)
+    except ValueError:
+        raise refused(name, text, "write it as JSON: 4096, true, {...} or [...]") from None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _given(options: Any, given: Mapping[str, Any]) -> list[dataclasses.Field]:
+    return [f for f in dataclasses.fields(options) if f.name in given]
+
+
+# Options of a server that listens itself, and those whose state no other frontend would see.
+_BY_SERVE = "Ray Serve's proxy listens; give this to Serve (http_options)"
+_BY_ADMIN = "an order would reach the engines of the moment, and none that starts later"
+_OF_ONE_SERVER = {
+    **dict.fromkeys(("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), _BY_SERVE),
+    **dict.fromkeys(("max_header_bytes", "access_log"), _BY_SERVE),
+    "api_server_count": "use num_frontends",
+    "batch_dir": "frontends come and go; batches are for `jaxllm serve` and `jaxllm run-batch`",
+    "response_store": "frontends come and go, and what one keeps is not in the others",
+    **dict.fromkeys(("admin_api_key", "admin_api_key_file", "admin_without_key"), _BY_ADMIN),
+    "lora_dirs": _BY_ADMIN + "; lora_modules names adapters for all",
+}

@@ -1,0 +1,137 @@
+"""The engine of a replica: an engine process, and what passes messages on to it."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.commands import decode
+from jaxllm.errors import EngineDeadError
+from jaxllm.frontend.async_client import AsyncClient
+from jaxllm.frontend.engine_process import EngineProcess
+from jaxllm.logging import init_logger
+from jaxllm.messages import (
+    OWNER_MARK,
+    Abort,
+    Add,
+    EngineOutput,
+    FinishReason,
+    Outputs,
+    Ready,
+    Stop,
+)
+from jaxllm.server.ray.work import Work
+
+logger = init_logger(__name__)
+
+_EXIT_ENGINE_DEAD = 1
+_STOP_GRACE_S = 10.0
+
+
+class EngineReplica:
+    """Takes requests as tokens and gives tokens back: frontends handle text.
+
+    If the engine dies, so does the replica. Then Ray tells everybody, and starts another one.
+    """
+
+    def __init__(self, engine_options: Mapping[str, Any]):
+        """Wait until the engine is ready, perhaps for minutes."""
+        self._process = EngineProcess(EngineConfig.create(**engine_options))
+        try:
+            self._client = AsyncClient(self._process)
+        except BaseException:
+            self._process.stop(grace_s=0)
+            raise
+        self._encoder = msgspec.msgpack.Encoder()
+        self._outputs: dict[str, asyncio.Queue[EngineOutput]] = {}  # by the engine's request id
+        self._reader: asyncio.Task[None] | None = None
+
+    def check_health(self) -> None:
+        if self._process.status is not None:
+            raise EngineDeadError(f"the engine has ended with status {self._process.status}")
+
+    async def describe(self) -> bytes:
+        """Encode what a frontend must know of the engine."""
+        return self._encoder.encode(Ready(self._client.info, self._client.startup))
+
+    async def call(self, command: bytes) -> bytes:
+        """Run a command; return its encoded answer."""
+        self._read_on()
+        return self._encoder.encode(await self._client.call(decode(msgspec.Raw(command))))
+
+    async def answer(self, work: Work) -> AsyncIterator[bytes]:
+        """Yield encoded outputs until all requests of a prompt have ended. Whoever cancels this
+        aborts them."""
+        self._read_on()
+        requests = work.add.requests()
+        self._client.own(requests)
+        unfinished = {request.request_id for request in requests}
+        queue: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self._outputs.update(dict.fromkeys(unfinished, queue))
+        self._client.send(Add.of(requests))
+        ready: list[EngineOutput] = []
+        try:
+            while unfinished:
+                ready.append(await queue.get())
+                while not queue.empty():
+                    ready.append(queue.get_nowait())
+                for output in ready:
+                    if output.finish_reason is not None:
+                        unfinished.discard(output.request_id)
+                if not (work.is_whole and unfinished):
+                    yield self._encoder.encode(Outputs([_as_asked(output) for output in ready]))
+                    ready.clear()
+        finally:
+            for request in requests:
+                del self._outputs[request.request_id]
+            if unfinished:
+                self._client.send(Abort(list(unfinished)))
+
+    async def abort(self, key: str, request_ids: list[str]) -> None:
+        """Abort some of the requests of a prompt. Its stream goes on with the others."""
+        ours = [one for one in self._outputs if _asked(one) in request_ids]
+        self._client.send(Abort(ours))
+        for one in ours:
+            self._outputs[one].put_nowait(_aborted(one))
+
+    def __del__(self) -> None:
+        """Serve calls this when it stops the replica."""
+        if self._reader is not None:
+            self._reader.cancel()
+        self._client.send(Stop())
+        self._client.close()
+        self._process.stop(_STOP_GRACE_S)
+
+    def _read_on(self) -> None:
+        if self._reader is None:
+            self._client.listen()
+            self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                message = await self._client.receive()
+                if isinstance(message, Outputs):
+                    for output in message.outputs:
+                        if output.request_id in self._outputs:
+                            self._outputs[output.request_id].put_nowait(output)
+        except EngineDeadError as error:
+            logger.error("the engine has ended, and so does its replica: %s", error)
+            os._exit(_EXIT_ENGINE_DEAD)
+
+
+def _aborted(request_id: str) -> EngineOutput:
+    return EngineOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
+
+
+def _asked(request_id: str) -> str:
+    """The id that the frontend knows, without the owner and the number that we have added."""
+    return request_id.split(OWNER_MARK, 2)[2]
+
+
+def _as_asked(output: EngineOutput) -> EngineOutput:
+    output.request_id = _asked(output.request_id)
+    return output

@@ -1,0 +1,167 @@
+"""Prompts with images for Qwen's models, whose tokens have positions in rows and columns."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL")
+
+from PIL import Image
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.errors import ValidationError
+from jaxllm.files import read_json
+from tests.media.models import OPTIONS, make_qwen2_5, picture
+from tests.media.test_engine import answers, assert_equal
+
+IMAGE_TOKEN = 3
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
+MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+# One of 64 tokens, which steps of 32 tokens cut; one of 4 tokens; one of 2 x 16, in which the text
+# goes on far behind its tokens' number.
+LARGE, SMALL, LONG = picture(64, 64), picture(3, 2, 1), picture(15, 120, 2)
+KINDS = {"qwen2.5": make_qwen2_5}
+
+
+def prompt(*images, text=f"Look: {MARK} What is it?") -> Any:
+    if len(images) > 1:
+        text = f"One {MARK} and" * len(images) + " what else?"
+    return {"prompt": text, "multi_modal_data": {"image": list(images)}}
+
+
+PROMPTS = [
+    prompt(LARGE), prompt(picture(9, 31, 3)), prompt(LONG, LARGE), prompt(LONG, text=MARK),
+    prompt(SMALL, picture(50, 20, 4), SMALL, LONG),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    return KINDS[request.param](tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    llm = LLM(model, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """The answer to each prompt, alone and without anything cached."""
+    found = []
+    for one in PROMPTS:
+        assert llm.reset_prefix_cache()
+        found += answers(llm, [one])
+    return found
+
+
+@pytest.mark.oracle
+def test_answers_are_those_of_transformers(model, llm):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    oracle = AutoModelForImageTextToText.from_pretrained(model, dtype="float32").eval()
+    processor = Qwen2VLImageProcessorPil(**read_json(model / "preprocessor_config.json"))
+    # All prompts are in one crowd, of which steps cut the images.
+    outputs = llm.generate(PROMPTS, PARAMS.clone(prompt_logprobs=0), use_tqdm=False)
+    for one, output in zip(PROMPTS, outputs, strict=True):
+        images = [Image.fromarray(image) for image in one["multi_modal_data"]["image"]]
+        made = processor(images, return_tensors="pt")
+        tokens = output.outputs[0].token_ids
+        if IMAGE_TOKEN in tokens:  # which transformers would take for an image without pixels
+            tokens = tokens[: tokens.index(IMAGE_TOKEN)]
+        ids = torch.tensor([output.prompt_token_ids + tokens])
+        with torch.no_grad():
+            is_image = (ids == IMAGE_TOKEN).long()
+            logits = oracle(ids, **made, mm_token_type_ids=is_image).logits[0]
+        expected = torch.log_softmax(logits, -1).numpy()
+        first = len(output.prompt_token_ids)
+        assert tokens == expected[first - 1 :].argmax(-1)[: len(tokens)].tolist()
+        found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs[: len(tokens)]]
+        for position, its in zip(expected, found, strict=False):
+            for token, value in its.items():
+                assert abs(value.logprob - position[token]) < 2e-3
+
+
+def test_alone_is_as_in_a_crowd(llm, alone):
+    assert llm.reset_prefix_cache()
+    text = {"prompt": "A prompt of text alone, between those with images."}
+    crowd = answers(llm, [*PROMPTS, text, *PROMPTS])
+    assert_equal(crowd, [*alone, crowd[len(PROMPTS)], *alone])
+    assert_equal(answers(llm, [text]), [crowd[len(PROMPTS)]])
+
+
+def test_cached_is_as_cold(llm, alone):
+    assert llm.reset_prefix_cache()
+    answers(llm, [PROMPTS[2]])
+    (output,) = llm.generate(PROMPTS[2], PARAMS, use_tqdm=False)
+    assert output.num_cached_tokens > 64
+    assert_equal([(output.outputs[0].token_ids, output.outputs[0].logprobs)], alone[2:3])
+
+
+def test_images_of_equal_sizes_are_told_apart(llm, alone):
+    """And so are images of equal numbers of tokens: 2 x 16 and 16 x 2."""
+    turned = prompt(LONG.swapaxes(0, 1), text=MARK)
+    assert_equal(answers(llm, [PROMPTS[3]]), alone[3:4])
+    other = answers(llm, [turned])
+    assert other[0] != alone[3]
+    assert llm.reset_prefix_cache()
+    assert_equal(answers(llm, [turned]), other)
+
+
+@pytest.mark.sweep
+def test_preempted_requests_go_on(model, alone):
+    llm = LLM(model, **OPTIONS | {"num_gpu_blocks_override": 20})
+    try:
+        params = PARAMS.clone(max_tokens=60, ignore_eos=True)
+        found = answers(llm, [PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[4]], params)
+        assert llm.llm_engine.stats().num_preemptions
+        expected = [alone[0], alone[2], alone[0], alone[4]]
+        for (tokens, _), (first, _) in zip(found, expected, strict=True):
+            assert tokens[: len(first)] == first
+    finally:
+        llm.shutdown()
+
+
+@pytest.mark.sweep
+def test_text_is_as_without_the_tower(model, llm):
+    plain = LLM(model, **OPTIONS, language_model_only=True)
+    try:
+        text = {"prompt": "A prompt of text alone."}
+        assert_equal(answers(plain, [text]), answers(llm, [text]))
+    finally:
+        plain.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prompt": "<|vision_start|><|image_pad|>"}, "ends with"),
+        ({"multi_modal_data": {"image": picture(1, 201)}}, "more than 200 times"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(llm, change, reason):
+    with pytest.raises(ValidationError, match=reason):
+        answers(llm, [prompt(LARGE) | change])
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"max_pixels": 5000}, {"min_pixels": 4000, "max_pixels": 300}, {"size": {"longest_edge": 0}}],
+)
+def test_areas_that_the_model_does_not_know_are_refused(model, kwargs):
+    with pytest.raises(ValidationError, match="at most 4096"):
+        LLM(model, **OPTIONS, mm_processor_kwargs=kwargs)
+
+
+@pytest.mark.sweep
+def test_images_may_be_made_smaller(model):
+    small = LLM(model, **OPTIONS, mm_processor_kwargs={"max_pixels": 1024})
+    try:
+        (output,) = small.generate([prompt(LARGE)], PARAMS, use_tqdm=False)
+        assert output.prompt_token_ids.count(IMAGE_TOKEN) == 16
+    finally:
+        small.shutdown()

@@ -1,0 +1,271 @@
+"""A fleet: frontends that answer with engines of replicas.
+
+Always run: one engine, with what Ray does between it and a frontend replaced by calls, which may be
+lost on the way. Run when asked for: a Ray cluster of three nodes (tests/server/fleet.py).
+"""
+
+import asyncio
+import copy
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from jaxllm import LLM, AsyncLLMEngine, RequestOutputKind, SamplingParams, ValidationError
+from jaxllm.config import EngineArgs
+from jaxllm.engine.commands import ResetPrefixCache
+from jaxllm.server.ray.options import read, typed
+from jaxllm.server.ray.replica import EngineReplica
+from jaxllm.testing import make_tiny_checkpoint
+from tests.profile import TINY
+
+PROMPTS = ["Once upon a time", [5, 6, 7], "a b c d e f g " * 5]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, logprobs=2),
+    SamplingParams(seed=1, n=3, max_tokens=7, prompt_logprobs=1),
+    SamplingParams(seed=3, max_tokens=20, stop=["e", "a"]),
+]
+ENDLESS = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
+DELTAS = ENDLESS.clone(output_kind=RequestOutputKind.DELTA)
+WHOLE = ENDLESS.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        ({"port": 1}, "port=1: Ray Serve's proxy listens"),
+        ({"api_server_count": 2}, "api_server_count=2: use num_frontends"),
+        ({"response_store": "memory"}, "response_store='memory': frontends come and go"),
+        ({"batch_dir": "d"}, "batch_dir='d': frontends come and go"),
+        ({"admin_without_key": True}, "none that starts later"),
+        ({"nnodes": 2}, "an engine under Ray Serve has one host"),
+        ({"num_replicas": 2, "autoscaling_config": {}}, "contradict each other"),
+        ({"num_replicas": 0}, "num_replicas=0: it must be at least 1"),
+        ({"routing_policy": "best"}, "routing_policy='best' is not one of 'prefix'"),
+        ({"placement_group_strategy": "PACK"}, "needs placement_group_bundles"),
+        ({"modell": "m"}, "unknown engine argument 'modell'"),
+        ({"served_model_name": 3}, "served_model_name=3 has type int"),
+    ],
+)
+def test_what_makes_no_fleet_is_refused(arguments, why):
+    with pytest.raises(ValidationError, match=why):
+        read({"model": "m", **arguments})
+
+
+def test_options_are_read_from_texts():
+    asked = read(
+        typed(
+            {
+                "model": "123", "max_model_len": "4096", "enforce_eager": "true",
+                "served_model_name": "a", "num_replicas": "2", "request_timeout": "1.5",
+                "ray_actor_options": '{"num_gpus": 1}', "api_key": '["k1", "k2"]', "max_batches": 3,
+            }
+        )
+    )  # fmt: skip
+    assert asked.engine == {"model": "123", "max_model_len": 4096, "enforce_eager": True}
+    assert asked.server.served_model_name == ("a",)
+    assert (asked.server.request_timeout, asked.server.max_batches) == (1.5, 3)
+    assert asked.server.api_key == ("k1", "k2")
+    assert (asked.fleet.num_replicas, asked.fleet.ray_actor_options) == (2, {"num_gpus": 1})
+    with pytest.raises(ValidationError, match="max_model_len='long': write it as JSON"):
+        typed({"max_model_len": "long"})
+
+
+class Handle:
+    """The replicas of a deployment, all of which are one. The first streams are lost: each after
+    so many messages as `losses` says."""
+
+    def __init__(self, replica):
+        self.replica, self.losses, self.num_streams = replica, [], 0
+        self.abort = SimpleNamespace(remote=lambda *args: asyncio.create_task(replica.abort(*args)))
+
+    def options(self, *, method_name, stream):
+        assert (method_name, stream) == ("answer", True)
+        return SimpleNamespace(remote=self._stream)
+
+    def broadcast(self, name, *args):
+        async def results_async(**how):
+            return [await getattr(self.replica, name)(*args), RuntimeError("it is lost")]
+
+        return SimpleNamespace(results_async=results_async)
+
+    def _stream(self, work):
+        self.num_streams += 1
+        return _Stream(self.replica, work, self.losses.pop(0) if self.losses else None)
+
+
+class _Stream:
+    def __init__(self, replica, work, loss):
+        self._outputs, self._loss = replica.answer(copy.copy(work)), loss
+
+    async def __aiter__(self):
+        from ray.exceptions import RaySystemError
+
+        num = 0
+        try:
+            while num != self._loss:
+                yield await anext(self._outputs)
+                num += 1
+            raise RaySystemError("the actor died")
+        except StopAsyncIteration:
+            pass
+        finally:
+            await self._outputs.aclose()
+
+    def cancel(self):
+        asyncio.create_task(self._outputs.aclose())
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    return TINY | {"model": str(make_tiny_checkpoint(tmp_path_factory.mktemp("model")))}
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def handle(options):
+    pytest.importorskip("ray.serve")
+    return Handle(EngineReplica(options))
+
+
+class Frontend:
+    """A frontend before the replicas. Called with prompts, it returns the outputs of each."""
+
+    def __init__(self, options, loop, handle):
+        import msgspec
+
+        from jaxllm.messages import Ready
+        from jaxllm.server.ray.fleet import Fleet
+
+        self._loop, self._handle = loop, handle
+        handle.num_streams = 0
+        ready = msgspec.msgpack.decode(loop.run(handle.replica.describe()), type=Ready)
+        self.engine = AsyncLLMEngine(EngineArgs(**options), Fleet(handle, ready, max_attempts=3))
+
+    def __call__(self, prompts, params, losses=()):
+        self._handle.losses = list(losses)
+        return self._loop.run(asyncio.wait_for(self._all(prompts, params), 120))
+
+    async def _all(self, prompts, params):
+        names = map(str, range(len(prompts)))
+        return await asyncio.gather(*map(self._outputs, prompts, params, names))
+
+    async def _outputs(self, prompt, params, name):
+        return [one async for one in self.engine.generate(prompt, params, name)]
+
+
+@pytest.fixture
+def ask(options, loop, handle):
+    frontend = Frontend(options, loop, handle)
+    yield frontend
+    frontend.engine.shutdown()
+
+
+def answers(output):
+    return [(a.text, a.token_ids, a.finish_reason, a.stop_reason) for a in output.outputs]
+
+
+async def running(engine):
+    stats = await engine.stats()
+    return stats.num_requests_running + stats.num_requests_waiting
+
+
+async def until_idle(engine):
+    while await running(engine):
+        await asyncio.sleep(0.01)
+
+
+def test_a_fleet_answers_as_an_engine_does(options, ask, loop):
+    expected = LLM(**options).generate(PROMPTS, PARAMS, use_tqdm=False)
+    found = ask(PROMPTS, PARAMS)
+    assert [answers(one[-1]) for one in found] == [answers(one) for one in expected]
+    assert found[1][-1].prompt_logprobs == expected[1].prompt_logprobs
+    # The one with a stop string was aborted in the engine; others of a prompt would have gone on.
+    some = PARAMS[2].clone(n=3, ignore_eos=True, max_tokens=90)
+    assert len(ask([PROMPTS[0]], [some])[0][-1].outputs) == 3
+    loop.run(asyncio.wait_for(until_idle(ask.engine), 60))
+    with pytest.raises(ValidationError, match="it is for one engine, not for a fleet"):
+        loop.run(ask.engine.call(ResetPrefixCache()))
+
+
+def test_what_was_not_begun_is_tried_elsewhere(ask, handle):
+    (found,) = ask(["Hi"], [DELTAS])
+    whole = "".join(one.outputs[0].text for one in found)
+    (again,) = ask(["Hi"], [DELTAS], losses=[0, 0])
+    assert "".join(one.outputs[0].text for one in again) == whole
+    assert again[-1].outputs[0].finish_reason == "length"
+    assert handle.num_streams == 1 + 3
+    # Of an answer that is sent as a whole nothing is sent before its end.
+    ((last,),) = ask(["Hi"], [WHOLE], losses=[0])
+    assert (last.outputs[0].text, last.outputs[0].finish_reason) == (whole, "length")
+
+
+def test_what_was_begun_ends_with_the_reason(ask, handle):
+    ((*_, whole),) = ask(["Hi"], [ENDLESS])
+    (found,) = ask(["Hi"], [DELTAS], losses=[3])
+    last = found[-1].outputs[0]
+    assert last.finish_reason == "error"
+    text = "".join(one.outputs[0].text for one in found)
+    assert text and whole.outputs[0].text.startswith(text) and text != whole.outputs[0].text
+    assert handle.num_streams == 2
+    (found,) = ask(["Hi"], [DELTAS], losses=[0, 0, 0])
+    assert found[-1].outputs[0].finish_reason == "error"
+    assert [one.outputs[0].text for one in found] == [""]
+    assert handle.num_streams == 2 + 3
+
+
+def test_an_abort_reaches_the_engine(ask, loop):
+    async def leave():
+        async for _ in ask.engine.generate("Hi", DELTAS, "left"):
+            break
+        generator = ask.engine.generate("Hi", DELTAS.clone(n=2, temperature=1), "aborted")
+        await anext(generator)
+        await ask.engine.abort("aborted")
+        rest = [one async for one in generator]
+        assert {one.finish_reason for one in rest[-1].outputs} == {"abort"}
+        await until_idle(ask.engine)
+        return (await ask.engine.stats()).num_generation_tokens
+
+    before = loop.run(ask.engine.stats()).num_generation_tokens
+    assert loop.run(asyncio.wait_for(leave(), 60)) - before < 200
+
+
+def on_a_cluster(directory, *parts):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-m", "tests.server.fleet", str(directory), *parts]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(one for one in done.stdout.splitlines() if one.startswith("{")))
+
+
+@pytest.mark.sweep
+def test_replicas_and_nodes_may_be_lost(tmp_path):
+    """The checks of each answer are in the other process."""
+    pytest.importorskip("ray.serve")
+    found = on_a_cluster(tmp_path, "disconnect", "lose")
+    assert found["disconnect"]["generated"] < found["disconnect"]["asked"] / 3
+    lost = found["lose"]
+    assert lost["again"] == {"whole": 60}
+    for name in ("replica", "node"):
+        # A replica has four rows, and what waits in it has not begun.
+        assert sum(lost[name].values()) == 60 and lost[name].get("begun and lost", 0) <= 4
+        assert "lost" not in lost[name]
+
+
+@pytest.mark.sweep
+def test_a_fleet_scales_and_routes_by_prefixes_as_simulated(tmp_path):
+    pytest.importorskip("ray.serve")
+    found = on_a_cluster(tmp_path, "scale", "prefix", "random")
+    assert found["scale"]["seen"] == [1, 2, 1]
+    assert all(set(one) == {"whole"} for one in found["scale"]["answers"])
+    for policy in ("prefix", "random"):
+        assert found[policy]["hit_rate"] == pytest.approx(found[policy]["simulated"], rel=0.1)
+    assert found["prefix"]["hit_rate"] > 1.2 * found["random"]["hit_rate"]
