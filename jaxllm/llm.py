@@ -136,17 +136,21 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
-        lora_request: None = None,
+        lora_request: OneOrEachAdapter = None,
         pooling_task: PoolingTask | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput | None]]:
         """Pool all prompts. A task names what is wanted: 'embed', 'classify', and 'token_embed' or
         'token_classify', for one vector at each token."""
-        _refuse_lora(lora_request)
         if pooling_task is None and pooling_params is None:
             raise refused("pooling_task", None, f"give one of {', '.join(POOLING_TASKS)}")
         return self._pool(
-            as_prompts(prompts), pooling_params, pooling_task, use_tqdm, tokenization_kwargs
+            as_prompts(prompts),
+            pooling_params,
+            pooling_task,
+            use_tqdm,
+            tokenization_kwargs,
+            lora_request,
         )
 
     def embed(
@@ -155,15 +159,16 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: OneOrEachAdapter = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Turn each prompt into a vector. `prompt_name` puts the model's own words for a purpose,
         such as 'query', before each text."""
-        _refuse_lora(lora_request)
         given = named_prompts(self.llm_engine.pooling_input.pooling, prompt_name, prompts)
-        outputs = self._pool(given, pooling_params, "embed", use_tqdm, tokenization_kwargs)
+        outputs = self._pool(
+            given, pooling_params, "embed", use_tqdm, tokenization_kwargs, lora_request
+        )
         return [converted(one, lambda data: EmbeddingOutput(data.tolist())) for one in outputs]
 
     def classify(
@@ -172,13 +177,14 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: OneOrEachAdapter = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Tell the probabilities of the classes of each prompt."""
-        _refuse_lora(lora_request)
         given = as_prompts(prompts)
-        outputs = self._pool(given, pooling_params, "classify", use_tqdm, tokenization_kwargs)
+        outputs = self._pool(
+            given, pooling_params, "classify", use_tqdm, tokenization_kwargs, lora_request
+        )
         return [converted(one, lambda data: ClassificationOutput(data.tolist())) for one in outputs]
 
     def score(
@@ -189,19 +195,23 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Tell how well texts go together: one with each of several, or pair by pair. The template
         gets messages of the roles 'query' and 'document'."""
-        _refuse_lora(lora_request)
         engine = self.llm_engine
         queries, documents = ([one] if isinstance(one, str) else one for one in (data_1, data_2))
         render = None if chat_template is None else pair_renderer(engine.tokenizer, chat_template)
         scoring = plan_scores(engine.pooling_input.pooling, queries, documents, render)
         outputs = self._pool(
-            scoring.prompts, pooling_params, scoring.task, use_tqdm, tokenization_kwargs
+            scoring.prompts,
+            pooling_params,
+            scoring.task,
+            use_tqdm,
+            tokenization_kwargs,
+            lora_request,
         )
         return scored(scoring, outputs)
 
@@ -365,19 +375,17 @@ class LLM:
         task: PoolingTask | None,
         use_tqdm: bool | Callable[..., tqdm],
         tokenization_kwargs: Mapping[str, Any] | None,
+        lora_request: OneOrEachAdapter,
     ) -> list[PoolingRequestOutput[PoolingOutput | None]]:
         """Pool all prompts; if one is refused, none is queued."""
-        engine, options = self.llm_engine, TextOptions.of(tokenization_kwargs)
-        all_params, processed = for_each("pooling_params", params, len(prompts)), []
-        for index, prompt in enumerate(prompts):
-            try:
-                processed.append(
-                    engine.pooling_input.process(
-                        self._calls.next_id(), prompt, all_params[index], task=task, options=options
-                    )
-                )
-            except ValidationError as error:
-                raise located(error, "prompts", index, len(prompts)) from error
+        processed = self.llm_engine.pooling_input.process_all(
+            self._calls.next_id,
+            prompts,
+            params,
+            task=task,
+            options=TextOptions.of(tokenization_kwargs),
+            lora_request=lora_request,
+        )
         return self._calls.wait(self._calls.queue(processed), use_tqdm)
 
 
@@ -387,8 +395,3 @@ def _final_only(params: Any) -> Any:
     if not isinstance(params, SamplingParams):
         return params
     return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-
-
-def _refuse_lora(lora_request: object) -> None:
-    if lora_request is not None:
-        raise refused("lora_request", lora_request, "an engine that pools has no adapters")

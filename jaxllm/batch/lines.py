@@ -78,6 +78,7 @@ class PooledPrompts(msgspec.Struct, frozen=True):
 
     work: Work
     priority: int
+    lora_request: LoRARequest | None = None
 
 
 class LineReader:
@@ -187,9 +188,9 @@ class BatchLine:
 
     def _read_pooling(self, kind: type[PoolingRequest], served: ServedModel) -> PooledPrompts:
         self._request = request = kind.read(self.body)
-        served.check_name(request.model)
+        served = served.named(request.model)
         self._work = request.work(served)
-        return PooledPrompts(self._work, request.priority or 0)
+        return PooledPrompts(self._work, request.priority or 0, served.lora_request)
 
     def in_its_words(self, error: ValidationError, place: int) -> ValidationError:
         assert self._request is not None, "it was not read"

@@ -43,6 +43,7 @@ def processed(
                     task=work.task,
                     priority=prompts.priority,
                     options=work.options,
+                    lora_request=prompts.lora_request,
                 )
             else:
                 params = prompts.params

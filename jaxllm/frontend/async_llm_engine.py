@@ -65,7 +65,7 @@ class AsyncLLMEngine:
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self.adapters = self._input_processor.adapters  # those that have been checked
         self.images = self._input_processor.images
-        self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
+        self.pooling_input = PoolingInput(config, self.info, self.tokenizer, self.adapters)
         self._output_processor = OutputProcessor(
             self.tokenizer, self.info.pooling, on_end=self._tell_end
         )

@@ -60,7 +60,7 @@ class LLMEngine:
         self._engine: EngineClient = start_engine(config)
         self._input_processor = InputProcessor(config, self.info, self.tokenizer)
         self.adapters = self._input_processor.adapters  # those that have been checked
-        self.pooling_input = PoolingInput(config, self.info, self.tokenizer)
+        self.pooling_input = PoolingInput(config, self.info, self.tokenizer, self.adapters)
         pooling = self.info.pooling
         if self._tracer is None:
             self._output_processor = OutputProcessor(self.tokenizer, pooling)
@@ -159,6 +159,7 @@ class LLMEngine:
                 priority=priority,
                 options=TextOptions.of(tokenization_kwargs),
                 trace_headers=trace_headers,
+                lora_request=lora_request,
             )
             self.submit(processed)
             return

@@ -2,15 +2,18 @@
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.frontend.input_processor import ProcessedInput
+from jaxllm.frontend.many_prompts import for_each, located
 from jaxllm.frontend.pooling_length import PoolingLength, TextOptions, TextPair
 from jaxllm.frontend.prompt_reader import PromptReader
 from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.lora.catalog import AdapterCatalog
+from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import EngineInfo, EngineRequest
 from jaxllm.pooler_config import Pooling
 from jaxllm.pooling_params import PoolingParams, PoolingTask, check_task
@@ -24,8 +27,15 @@ _NOTHING_SAMPLED = SamplingParams(temperature=0.0, max_tokens=1)
 class PoolingInput:
     """Validates and tokenises for one engine that pools."""
 
-    def __init__(self, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        adapters: AdapterCatalog,
+    ):
         self._info = info
+        self._adapters = adapters
         self._tokenizer = tokenizer
         self._reader = PromptReader(config, info, tokenizer)
 
@@ -86,9 +96,11 @@ class PoolingInput:
         arrival_time: float | None = None,
         options: TextOptions | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Turn a prompt into one engine request; raise ValidationError."""
         params = self.check_params(params, task)
+        adapter = None if lora_request is None else self._adapters.check(lora_request)
         priority, arrival_time = self._reader.check_request(
             request_id, priority, arrival_time, trace_headers
         )
@@ -109,10 +121,40 @@ class PoolingInput:
             priority=priority,
             arrival_time=arrival_time,
             cache_salt=salt,
+            adapter=adapter,
             pooling_task=params.task,
         )
         shown = [token % info.vocab_size for token in token_ids]  # without types
         return ProcessedInput(request_id, text, shown, params, [request], trace_headers)
+
+    def process_all(
+        self,
+        next_id: Callable[[], str],
+        prompts: Sequence[PromptType | TextPair],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        *,
+        task: PoolingTask | None,
+        options: TextOptions,
+        lora_request: LoRARequest | None | Sequence[LoRARequest | None],
+    ) -> list[ProcessedInput]:
+        """Turn prompts into requests, with parameters and an adapter for all, or one for each."""
+        all_params = for_each("pooling_params", params, len(prompts))
+        adapters = for_each("lora_request", lora_request, len(prompts))
+        processed = []
+        for index, prompt in enumerate(prompts):
+            try:
+                one = self.process(
+                    next_id(),
+                    prompt,
+                    all_params[index],
+                    task=task,
+                    options=options,
+                    lora_request=adapters[index],
+                )
+            except ValidationError as error:
+                raise located(error, "prompts", index, len(prompts)) from error
+            processed.append(one)
+        return processed
 
     def _read_pair(self, pair: TextPair, length: PoolingLength) -> list[int]:
         if self._tokenizer is None:
@@ -137,11 +179,9 @@ def encoding(
     priority: int = 0,
     tokenization_kwargs: Mapping[str, Any] | None = None,
     trace_headers: Mapping[str, str] | None = None,
-    lora_request: None = None,
+    lora_request: LoRARequest | None = None,
 ) -> Callable[[], ProcessedInput]:
     """What makes the request of a call of `encode`, off the event loop."""
-    if lora_request is not None:
-        raise refused("lora_request", lora_request, "an engine that pools has no adapters")
     return functools.partial(
         inputs.process,
         request_id,
@@ -151,4 +191,5 @@ def encoding(
         priority=priority,
         options=TextOptions.of(tokenization_kwargs),
         trace_headers=trace_headers,
+        lora_request=lora_request,
     )

@@ -165,13 +165,18 @@ class ModelRegistry:
 
 
 def family_names() -> list[str]:
-    """The families of the package."""
+    """The families of the package that generate text."""
     return sorted(set(_FAMILIES.values()))
+
+
+def encoder_names() -> list[str]:
+    """The families of the package that only an engine that pools can run."""
+    return sorted(set(_ENCODERS.values()))
 
 
 def architectures_of(family: str) -> list[str]:
     """The architectures that a family of the package reads."""
-    return [name for name, file in _FAMILIES.items() if file == family]
+    return [name for name, file in (_FAMILIES | _ENCODERS).items() if file == family]
 
 
 def load_family(name: str) -> "Family":

@@ -48,14 +48,11 @@ def plan_adapters(
     dtype: Any,
     *,
     op: LowRankOp,
-    pools: bool,
 ) -> AdapterPlan | None:
     """Plan the slots for the parts of a model. None: no adapters are asked for."""
     lora = config.lora
     if not lora.enable_lora:
         return None
-    if pools:
-        raise refused("enable_lora", True, "an engine that pools has no adapters")
     if config.parallel.nnodes != 1:
         raise refused("enable_lora", True, "an engine on several hosts has no adapters")
     layers = {name: sizes for part in in_parts for name, sizes in adaptable_layers(part).items()}

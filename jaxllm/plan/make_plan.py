@@ -155,7 +155,6 @@ def make_plan(
         meshes,
         dtype,
         op=choose_low_rank(config, library, num_shards),
-        pools=pooling is not None,
     )
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,

@@ -116,13 +116,6 @@ def _check(config: EngineConfig, is_encoder: bool) -> None:
             "could be drafted; leave it out",
             parameter="speculative_config",
         )
-    if config.lora.enable_lora:
-        raise refused(
-            "enable_lora",
-            True,
-            "the engine pools (runner='pooling') and has no adapters; merge the adapter into the "
-            "checkpoint",
-        )
     if config.model.logits_processors:
         raise refused(
             "logits_processors",

@@ -84,7 +84,8 @@ class PoolingEndpoint:
         self, request: PoolingRequest, arrival: _Arrival
     ) -> tuple[Work, list[ProcessedInput]]:
         """Validate and tokenize all prompts."""
-        work = request.work(self._service.served)
+        served = self._service.served.named(request.model)
+        work = request.work(served)
         base, inputs = uuid.uuid4().hex, []
         for place, prompt in enumerate(work.prompts):
             try:
@@ -96,6 +97,7 @@ class PoolingEndpoint:
                     priority=request.priority or 0,
                     options=work.options,
                     trace_headers=arrival.trace_headers,
+                    lora_request=served.lora_request,
                 )
             except ValidationError as error:
                 raise request.in_its_words(error, place) from error

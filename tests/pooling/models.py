@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from jaxllm.testing import VOCAB_SIZE, make_tiny_checkpoint, tiny_config
 
@@ -66,6 +67,27 @@ def describe(path: Path, pooling: str, *, normalizes: bool = True, **told: Any) 
         ("config_sentence_transformers.json", told),
     ):
         (path / name).write_text(json.dumps(value))
+    return path
+
+
+def write_adapter(
+    path: Path, model: Path, last_names: tuple[str, ...], *, prefix: str = "", seed: int = 1
+) -> Path:
+    """Write random matrices for layers of a checkpoint, named as PEFT names them."""
+    rng = np.random.default_rng(seed)
+    tensors: dict[str, np.ndarray] = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if weight.ndim == 2 and layer.endswith(last_names):
+            a = rng.standard_normal((4, weight.shape[1])) / weight.shape[1] ** 0.5
+            b = rng.standard_normal((weight.shape[0], 4)) / 8
+            full = f"base_model.model.{prefix}{layer}.lora_"
+            tensors |= {f"{full}A.weight": a, f"{full}B.weight": b}
+    path.mkdir()
+    fields = {"peft_type": "LORA", "task_type": "FEATURE_EXTRACTION", "r": 4, "lora_alpha": 8}
+    (path / "adapter_config.json").write_text(json.dumps(fields))
+    its = {name: value.astype(np.float32) for name, value in tensors.items()}
+    save_file(its, path / "adapter_model.safetensors")
     return path
 
 

@@ -1,5 +1,7 @@
 """Decoders that pool: equal to transformers, and to themselves however the steps are cut."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.oracle
 
-QUIET = {"use_tqdm": False}
+QUIET: dict[str, Any] = {"use_tqdm": False}
 LONG = " ".join(TEXTS)
 WORDS = {"query": "Find: ", "document": ""}
 
@@ -82,6 +84,7 @@ def test_preempted_prompts_have_the_same_vectors(embedder, llm):
     np.testing.assert_allclose(embeddings(crowded, texts), embeddings(llm, texts), atol=1e-5)
     tokens = crowded.encode(texts, pooling_task="token_embed", **QUIET)
     for output, hidden in zip(tokens, hidden_states(embedder, ids_of(llm, texts)), strict=True):
+        assert output.outputs is not None
         np.testing.assert_allclose(output.outputs.data, unit(hidden), atol=1e-5)
 
 
@@ -150,9 +153,8 @@ def test_refusals_name_the_field(llm, ask, message):
 def test_an_engine_that_generates_does_not_pool(embedder):
     with pytest.raises(ValidationError, match="runner='pooling'"):
         LLM(embedder, **TINY, runner="generate", convert="embed")
-    for option, value in (("spec_method", "ngram"), ("enable_lora", True)):
-        with pytest.raises(ValidationError, match="speculative_config|enable_lora"):
-            LLM(embedder, **TINY, **{option: value})
+    with pytest.raises(ValidationError, match="speculative_config"):
+        LLM(embedder, **TINY, spec_method="ngram")
 
 
 def test_a_plan_has_no_step_that_samples(embedder):
@@ -175,7 +177,8 @@ def test_classes_have_the_probabilities_of_transformers(tmp_path):
     np.testing.assert_allclose(
         [output.outputs.probs for output in plain], torch.stack(logits), atol=1e-4
     )
-    assert llm.llm_engine.info.pooling.labels == tuple(names.values())
+    pooling = llm.llm_engine.info.pooling
+    assert pooling is not None and pooling.labels == tuple(names.values())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -191,7 +194,7 @@ def test_a_reranker_that_answers_yes_or_no(tmp_path, tied):
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     outputs = llm.score("Query: what? ", TEXTS, **QUIET)
     for output, text in zip(outputs, TEXTS, strict=True):
-        ids = llm.llm_engine.tokenizer.encode("Query: what? " + text)
+        ids = ids_of(llm, ["Query: what? " + text])[0]
         assert output.prompt_token_ids == ids
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1]
@@ -202,4 +205,4 @@ def test_a_reranker_that_answers_yes_or_no(tmp_path, tied):
 def test_in_16_bits_vectors_point_the_same_way(embedder, llm):
     half = LLM(embedder, **TINY | {"dtype": "bfloat16"})
     cosines = (embeddings(half, TEXTS) * embeddings(llm, TEXTS)).sum(1)
-    assert cosines.min() > 0.999
+    assert cosines.min() > 0.9999
