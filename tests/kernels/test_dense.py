@@ -97,18 +97,6 @@ def test_a_row_is_the_same_alone_and_among_others(matmul, num_rows, num_inputs, 
         np.testing.assert_array_equal(multiply(x[row : row + 1], weight)[0], together[row])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_it_computes_everything_if_it_is_asked_to(matmul, dtype):
-    """Rows beyond its limit, and inputs that are no whole steps, in the order of a row alone."""
-    x, weight = operands(MAX_ROWS["bfloat16"] + 5, 8, 72, dtype)
-    multiply = jax.jit(replace(matmul, computes_all=True))
-    assert "dot_general" not in multiply.lower(x, weight).as_text()
-    together = np.asarray(multiply(x, weight))
-    assert relative_error(together, x, weight) < 1e-6
-    for row in (0, 3, len(x) - 1):
-        np.testing.assert_array_equal(multiply(x[row : row + 1], weight)[0], together[row])
-
-
 @pytest.mark.parametrize(
     "num_rows, num_inputs, dtype, is_native",
     [
