@@ -92,7 +92,8 @@ def measure(
             f"first token {row['first_token_s']:6.2f} s   peak {row['peak_mib']:6.0f} MiB   "
             f"start-up {row['start_up_s']:5.1f} s"
             + (f"   share of serial model {row['share']:.2f}" if "share" in row else "")
-            + (f"   jaxllm/{engine} {ratio:.2f}x" if len(rows) > 1 else ""),
+            + (f"   jaxllm/{engine} {ratio:.2f}x" if len(rows) > 1 else "")
+            + (f", CPU time {row['cpu_s'] / rows[0]['cpu_s']:.3f}" if len(rows) > 1 else ""),
             flush=True,
         )
     return rows

@@ -80,6 +80,11 @@ def run_jaxllm(model: str, options: Options) -> Engine:
     return _engine_of(llm, sampling_params, f"jax {jax.__version__}")
 
 
+def run_jaxllm_invariant(model: str, options: Options) -> Engine:
+    """jaxllm with the same bits alone and in a crowd, against itself without."""
+    return run_jaxllm(model, options | {"batch_invariant": True})
+
+
 def _engine_of(llm: Any, names: Any, version: str) -> Engine:
     """Make an Engine of jaxllm or vLLM, which have the same calls with the same names."""
     ids = itertools.count()
@@ -192,6 +197,7 @@ def run_llama_cpp(model: str, options: Options) -> Engine:
 
 ENGINES = {
     "jaxllm": run_jaxllm,
+    "jaxllm-invariant": run_jaxllm_invariant,
     "transformers": run_transformers,
     "vllm": run_vllm,
     "llama.cpp": run_llama_cpp,
@@ -264,10 +270,11 @@ def _work(name: str, model: str, options: str) -> None:
 
 
 def _run(engine: Engine, requests: list[Request]) -> dict[str, float]:
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     first_tokens = engine.run(requests)
     return {
         "seconds": time.perf_counter() - start,
+        "cpu_s": time.process_time() - cpu_start,  # without processes of its own
         "first_token_s": statistics.mean(first_tokens),
         "peak_mib": _peak_mib(),
     }
@@ -317,7 +324,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         default="transformers",
-        help="comma-separated: transformers, vllm, llama.cpp; '' for none",
+        help="comma-separated: transformers, vllm, llama.cpp, jaxllm-invariant; '' for none",
     )
     parser.add_argument(
         "--without-jaxllm",

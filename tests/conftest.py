@@ -61,7 +61,9 @@ PLAINLY_COMPILED = (
     "programs/test_bundle.py", "programs/test_report.py", "programs/test_store.py",
     "programs/test_warmup.py", "test_llm.py",
 )  # fmt: skip
-OPTIMISED_NEVERTHELESS = ("engine/test_equalities.py", "engine/test_oracle.py")
+OPTIMISED_NEVERTHELESS = (
+    "engine/test_batch_invariant.py", "engine/test_equalities.py", "engine/test_oracle.py",
+)  # fmt: skip
 
 COMPILE_MARKERS = ("tpu_compile", "gpu_compile")
 HARDWARE_MARKERS = ("tpu", "gpu", *COMPILE_MARKERS)

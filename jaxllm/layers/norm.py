@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxllm_kernels.row_sums.api import RowSums
 
 from jaxllm.parallel.sharding import Axes, Part
 
@@ -35,6 +36,25 @@ class NormSpec(Protocol):
         ...
 
 
+class Summing(nnx.Module):
+    """A module that adds up rows. The plan may choose how; None: XLA does, in an order that depends
+    on the number of rows."""
+
+    row_sums: RowSums | None = None
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        """The mean of the last axis, which stays, with a size of one."""
+        if self.row_sums is None:
+            return jnp.mean(x, axis=-1, keepdims=True)
+        return (self.row_sums.total(x) / x.shape[-1])[..., None]
+
+    def mean_square(self, x: jax.Array, wide: jax.Array) -> jax.Array:
+        """The mean of the squares of x, whose elements in float32 are `wide`."""
+        if self.row_sums is None:
+            return jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (self.row_sums.squares(x) / x.shape[-1])[..., None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RMSNormSpec:
     """The static part of an RMSNorm."""
@@ -58,7 +78,7 @@ class RMSNormSpec:
         return RMSNorm(self, size, axes=axes, parts=parts, dtype=dtype)
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(Summing):
     """Scale the last axis to a root mean square of one, then by a weight."""
 
     def __init__(
@@ -77,8 +97,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normal = wide * jax.lax.rsqrt(mean_square + self.spec.eps)
+        normal = wide * jax.lax.rsqrt(self.mean_square(x, wide) + self.spec.eps)
         if self.weight is None:
             return normal.astype(x.dtype)
         weight = self.weight[...]
@@ -111,7 +130,7 @@ class LayerNormSpec:
         return LayerNorm(self, size, axes=axes, parts=parts, dtype=dtype)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(Summing):
     """Scale the last axis to a mean of zero and a variance of one, then by a weight and a bias."""
 
     def __init__(
@@ -131,8 +150,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        wide = wide - self.mean(wide)
+        variance = self.mean_square(wide, wide)
         y = wide * jax.lax.rsqrt(variance + self.spec.eps)
         if self.weight is not None:
             # The sum is rounded to the weight's dtype, as in training.

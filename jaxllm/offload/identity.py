@@ -10,7 +10,7 @@ from jaxllm.programs.identity import program_identity
 _FACTS = (
     "jaxllm", "sources", "jax", "jaxlib", "compiler", "JAX settings", "XLA optimises little",
     "XLA flags", "host", "architecture", "model_class", "dtype", "block_size", "kv_cache",
-    "attention", "matmul", "experts", "coded_products",
+    "attention", "matmul", "row_sums", "experts", "coded_products",
 )  # fmt: skip
 
 

@@ -36,17 +36,19 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 )
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
+from jaxllm_kernels.row_sums.api import RowSums
+from jaxllm_kernels.row_sums.native import NativeRowSums
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
-from jaxllm.errors import UnsupportedModelError, ValidationError
+from jaxllm.errors import UnsupportedModelError, ValidationError, refused
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.moe import MoESpec
 from jaxllm.layers.state import StateOps
 from jaxllm.logging import init_logger
 from jaxllm.models.specs import Architecture
 from jaxllm.quantization.products import Products
-from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout
+from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout, with_row_sums
 
 logger = init_logger(__name__)
 
@@ -64,17 +66,30 @@ def load_native_kernels(
         return NoLibrary("native_kernels is off")
     directory = config.compilation.compilation_cache_dir or DEFAULT_COMPILATION_CACHE_DIR
     kv_dtypes = () if kv_dtype is None else (kv_dtype,)
-    library = native.load(Path(directory).expanduser() / "native", (dtype.name,), kv_dtypes)
+    dtypes = (dtype.name,)
+    if config.model.batch_invariant and dtype.name in native.DTYPES:
+        dtypes = native.DTYPES  # sums are of float32, and so are some routers
+    library = native.load(Path(directory).expanduser() / "native", dtypes, kv_dtypes)
     if isinstance(library, NoLibrary):
         logger.info("XLA's slower kernels run in place of our own: %s", library.reason)
     return library
 
 
-def choose_matmul(library: Library | NoLibrary, num_shards: int) -> Matmul:
+def choose_matmul(library: Library | NoLibrary, num_shards: int, *, is_invariant: bool) -> Matmul:
     """The native product, if available. XLA cannot shard it over devices."""
     if isinstance(library, NoLibrary) or num_shards > 1:
         return XLA
-    return NativeMatmul(library)
+    return NativeMatmul(library, computes_all=is_invariant)
+
+
+def choose_row_sums(library: Library | NoLibrary, *, is_invariant: bool) -> RowSums | None:
+    """What adds up rows; None: XLA."""
+    if not is_invariant or isinstance(library, NoLibrary):
+        return None
+    try:
+        return NativeRowSums.load(library)
+    except ValueError as error:
+        raise refused("batch_invariant", True, f"sums need our own kernel: {error}") from error
 
 
 def choose_low_rank(
@@ -194,9 +209,10 @@ def choose_state_ops(chip: Chip, *, is_encoder: bool) -> StateOps:
     )
 
 
-def choose_sampling(chip: Chip, num_shards: int) -> Layout:
+def choose_sampling(chip: Chip, num_shards: int, row_sums: RowSums | None) -> Layout:
     """How the sampler reads logits. XLA can run each layout everywhere, except that for Hopper."""
-    return HOPPER if _has_own_kernels(chip, num_shards) else LAYOUTS[chip.platform]
+    layout = HOPPER if _has_own_kernels(chip, num_shards) else LAYOUTS[chip.platform]
+    return layout if row_sums is None else with_row_sums(layout, row_sums)
 
 
 def choose_add_norm(chip: Chip, num_shards: int) -> AddNorm | None:

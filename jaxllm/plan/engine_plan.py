@@ -14,11 +14,14 @@ from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.row_sums.api import RowSums
 
 from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
+from jaxllm.layers.norm import Summing
+from jaxllm.layers.router import Router
 from jaxllm.layers.state import StateOps
 from jaxllm.lora.device import AdapterArrays
 from jaxllm.messages import EngineInfo
@@ -74,6 +77,7 @@ class EnginePlan:
     snapshots: StateSnapshots | None  # None: no states, or requests share no prefixes
     sampling: Layout
     add_norm: AddNorm | None
+    row_sums: RowSums | None  # None: XLA adds up
     stages: tuple[StagePlan, ...]
     buckets: tuple[Bucket, ...]
     max_logprobs: int
@@ -215,6 +219,8 @@ class EnginePlan:
     def _with_kernels(self, model: Any, experts: ExpertsOp | None) -> Any:
         """The model, computed by the kernels of the plan."""
         for _, module in nnx.iter_graph(model):
+            if isinstance(module, Summing | Router):
+                module.row_sums = self.row_sums
             if isinstance(module, Product):
                 # CPUs are slow at products with 16-bit results.
                 rounds = isinstance(module, Linear) and self._rounds(module)

@@ -19,14 +19,14 @@ from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 from jaxllm.cache_groups import CacheGroup, CacheSizes, StateSnapshots, group_windows, window_of
 from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
-from jaxllm.layers.attention import cache_axes
-from jaxllm.layers.context import MixerBackend, MixerConfig
+from jaxllm.layers.context import MixerConfig
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.models.whole_experts import with_whole_experts
-from jaxllm.parallel.sharding import TENSOR, device_bytes, num_pieces, sharding
+from jaxllm.parallel.sharding import TENSOR, device_bytes
 from jaxllm.plan.adapters import plan_adapters
+from jaxllm.plan.batch_invariance import check_invariance, check_options
 from jaxllm.plan.buckets import make_ladder, with_adapters
 from jaxllm.plan.choose import (
     DEFAULTS,
@@ -42,6 +42,7 @@ from jaxllm.plan.choose_kernels import (
     choose_low_rank,
     choose_matmul,
     choose_products,
+    choose_row_sums,
     choose_sampling,
     choose_state_ops,
     free_padding,
@@ -66,6 +67,7 @@ from jaxllm.plan.snapshots import choose_snapshots
 from jaxllm.plan.stages import (
     StagePlan,
     activation_bytes,
+    cache_shape,
     check_num_stages,
     check_parts,
     sampling_bytes,
@@ -90,6 +92,7 @@ def make_plan(
     compile-only topology. `program_bytes`, if known, has the bytes that the programs of each stage
     need beside their arguments.
     """
+    check_options(config)
     devices = jax.devices() if devices is None else devices
     meshes = stage_meshes(devices, config.parallel)
     num_shards = meshes[0].shape[TENSOR]
@@ -221,7 +224,7 @@ def make_plan(
         num_blocks = {group.window: group.num_blocks for group in groups}
 
         def cache(config: MixerConfig, num_blocks: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
-            return _cache_shape(attention, config, num_blocks, block_size, dtype, mesh)
+            return cache_shape(attention, config, num_blocks, block_size, dtype, mesh)
 
         return tuple(
             StagePlan(
@@ -318,7 +321,9 @@ def make_plan(
     )
     cache_groups = sizes.divide(windows, num_blocks)
     stages = plan_stages(cache_groups, snapshots)
-    matmul = choose_matmul(library, num_shards)
+    is_invariant = model.batch_invariant
+    matmul = choose_matmul(library, num_shards, is_invariant=is_invariant)
+    row_sums = choose_row_sums(library, is_invariant=is_invariant)
     buckets = make_ladder(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -330,7 +335,7 @@ def make_plan(
         has_decodes=pooling is None,
     )
     results = config.compilation.gpu_autotune_results
-    return EnginePlan(
+    plan = EnginePlan(
         model_name=model.model,
         model_dir=model_dir,
         architecture=architecture,
@@ -356,8 +361,9 @@ def make_plan(
         ),
         state_ops=choose_state_ops(chip, is_encoder=is_encoder) if keeps_states else None,
         snapshots=snapshots,
-        sampling=choose_sampling(chip, num_shards),
+        sampling=choose_sampling(chip, num_shards, row_sums),
         add_norm=choose_add_norm(chip, num_shards),
+        row_sums=row_sums,
         stages=stages,
         offload=plan_offload(config.cache, stages, cache_groups),
         buckets=buckets if adapters is None else with_adapters(buckets),
@@ -377,23 +383,6 @@ def make_plan(
         graph_options=graph_options(config.compilation.gpu_graphs, chip),
         autotune_results=AutotuneResults.read(results, chip) if results else None,
     )
-
-
-def _cache_shape(
-    attention: MixerBackend,
-    config: MixerConfig,
-    num_blocks: int,
-    block_size: int,
-    dtype: Any,
-    mesh: Mesh,
-) -> jax.ShapeDtypeStruct:
-    """The shape of a layer's cache over all devices of a mesh. `config` is that of one device."""
-    op: Any = attention  # for configs of this kind
-    shard = op.cache_shape(
-        config, num_blocks=num_blocks, block_size=block_size, dtype=jnp.dtype(dtype)
-    )
-    axis, axes = attention.cache_head_axis, cache_axes(attention)
-    sizes = list(shard.shape)
-    if axis is not None:
-        sizes[axis] *= num_pieces(mesh, axes)
-    return jax.ShapeDtypeStruct(tuple(sizes), shard.dtype, sharding=sharding(mesh, axes))
+    if is_invariant:
+        check_invariance(plan)
+    return plan

@@ -8,15 +8,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxllm_kernels.platform import Device
 
 from jaxllm.cache_groups import CacheGroup, window_of
 from jaxllm.config import ParallelConfig
 from jaxllm.errors import ValidationError, refused
-from jaxllm.layers.context import MixerConfig
+from jaxllm.layers.attention import cache_axes
+from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.moe import MoESpec
 from jaxllm.models.part import ModelPart
 from jaxllm.models.specs import Architecture
@@ -204,3 +207,23 @@ def sampling_bytes(
             places += min(num_rows, speculation.max_rows) * speculation.num_drafts
         of_step += 4 * math.prod(logits.shard_shape((places, num_logits)))
     return in_slots + (1 + num_stages) * of_step
+
+
+def cache_shape(
+    attention: MixerBackend,
+    config: MixerConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: Any,
+    mesh: Mesh,
+) -> jax.ShapeDtypeStruct:
+    """The shape of a layer's cache over all devices of a mesh. `config` is that of one device."""
+    op: Any = attention  # for configs of this kind
+    shard = op.cache_shape(
+        config, num_blocks=num_blocks, block_size=block_size, dtype=jnp.dtype(dtype)
+    )
+    axis, axes = attention.cache_head_axis, cache_axes(attention)
+    sizes = list(shard.shape)
+    if axis is not None:
+        sizes[axis] *= num_pieces(mesh, axes)
+    return jax.ShapeDtypeStruct(tuple(sizes), shard.dtype, sharding=sharding(mesh, axes))

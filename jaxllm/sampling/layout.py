@@ -13,6 +13,7 @@ the size of the vocabulary or of a device's shard of it (a shard is a number of 
   most temporaries of 32 rows are in VMEM, and those of 64 are not.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 from jaxllm_kernels.common import round_up
+from jaxllm_kernels.row_sums.api import RowSums
 from jaxllm_kernels.top_k_cut.api import top_k_top_p_min_p_cut
 
 BLOCK = 128
@@ -48,6 +50,8 @@ class Layout:
     entries: Callable[[jax.Array, jax.Array], jax.Array] = field(repr=False)
     # The lowest p that a row may sample, by its top-k, top-p and min-p (`top_k_cut.api`).
     cut: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array] = field(repr=False)
+    # The sum of each row, f32 [R].
+    row_sums: Callable[[jax.Array], jax.Array] = field(repr=False)
     # How many rows are adjusted, drawn from and given logprobs at a time. Bounds the temporaries.
     max_rows: int
     # The most columns of one XLA `top_k`.
@@ -81,6 +85,10 @@ def _one_pass_arg_max(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _block_sums(x: jax.Array) -> jax.Array:
     return jnp.sum(_blocks(x, fill=0), axis=2)
+
+
+def _row_sums(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=1)
 
 
 def _block_of(x: jax.Array, block: jax.Array) -> jax.Array:
@@ -149,6 +157,7 @@ LAYOUTS = {
         name="cpu",
         arg_max=_block_arg_max,
         block_sums=_block_sums,
+        row_sums=_row_sums,
         block_of=_block_of,
         entries=_gather,
         cut=top_k_top_p_min_p_cut,
@@ -159,6 +168,7 @@ LAYOUTS = {
         name="gpu",
         arg_max=_one_pass_arg_max,
         block_sums=_block_sums,
+        row_sums=_row_sums,
         block_of=_block_of,
         entries=_gather,
         cut=top_k_top_p_min_p_cut,
@@ -169,6 +179,7 @@ LAYOUTS = {
         name="tpu",
         arg_max=_one_pass_arg_max,
         block_sums=_tile_sums,
+        row_sums=_row_sums,
         block_of=_tile_of,
         entries=_entries_by_product,
         cut=top_k_top_p_min_p_cut,
@@ -178,3 +189,14 @@ LAYOUTS = {
 }
 # Of a plan, not of a platform: it runs only there, and JAX must have Mosaic for GPUs.
 HOPPER = replace(LAYOUTS["gpu"], name="hopper", cut=_cut_in_one_launch)
+
+
+def with_row_sums(layout: Layout, sums: RowSums) -> Layout:
+    """The layout with sums whose order does not depend on the number of rows."""
+    return replace(
+        layout,
+        name=f"{layout.name} with sums in a fixed order",
+        row_sums=sums.total,
+        block_sums=lambda x: sums.total(_blocks(x, fill=0)),
+        cut=functools.partial(top_k_top_p_min_p_cut, row_sums=sums.total),
+    )

@@ -49,7 +49,7 @@ def token_logprobs(
 
     target_logits = jnp.take_along_axis(logits, targets[:, None], axis=1)
     largest = best.logits[:, None]
-    normaliser = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
+    normaliser = largest + jnp.log(layout.row_sums(jnp.exp(logits - largest))[:, None])
     # Nothing needs to be counted if every target is the best token, as in greedy rows.
     better = jax.lax.cond(
         jnp.all(targets == best.tokens), lambda: jnp.zeros(n, jnp.int32), count_better

@@ -1,6 +1,7 @@
 """Matrix products on CPU in C++. They beat XLA up to some hundred rows and skip padding."""
 
 import math
+import sys
 from dataclasses import dataclass
 
 import jax
@@ -26,18 +27,25 @@ class NativeMatmul:
     """`api.Matmul` by the native library. XLA computes what the library does not support."""
 
     library: Library
+    # Whether the kernel computes every product, also where XLA's is faster: the order of its sums
+    # is fixed, and that of XLA's depends on the number of rows.
+    computes_all: bool = False
 
     def max_rows(self, dtype: DTypeLike) -> int:
         """The largest number of rows for the native kernel. It skips zero rows at the end."""
         name = jnp.dtype(dtype).name
         if name not in self.library.dtypes:
             return 0
+        if self.computes_all:
+            return sys.maxsize
         if name == "bfloat16" and "amx_bf16" in processor():
             return MAX_ROWS_BESIDE_AMX
         return MAX_ROWS[name]
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         num_rows = math.prod(x.shape[:-1])
+        if self.computes_all:
+            x, weight = _with_whole_steps(x, weight)
         if x.dtype != weight.dtype or num_rows > self.max_rows(x.dtype) or x.shape[-1] % _STEP:
             return XLA(x, weight)
         y = jax.ffi.ffi_call(
@@ -45,6 +53,16 @@ class NativeMatmul:
             jax.ShapeDtypeStruct((num_rows, weight.shape[0]), jnp.float32),
         )(x.reshape(num_rows, x.shape[-1]), weight)
         return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _with_whole_steps(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same product with a number of inputs that the kernel takes."""
+    missing = -x.shape[-1] % _STEP
+    if not missing:
+        return x, weight
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)), jnp.pad(
+        weight, ((0, 0), (0, missing))
+    )
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ _CACHED = {
 }
 # Adapters.
 _LOW_RANK = {"low_rank/native.cc": "jaxllm_low_rank"}
+# Sums in a fixed order.
+_ROW_SUMS = {"row_sums/native.cc": "jaxllm_row_sums"}
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 DTYPES = tuple(_SUFFIXES)
 KV_DTYPES = tuple(_CACHED)
@@ -93,17 +95,19 @@ class Library:
         if codes not in CODES:
             raise ValueError(f"codes of type {codes} are not {', '.join(CODES)}")
         name = CODES[codes]
-        try:
-            self._load(
-                f"{op}-{codes}", {_CODED[op]: f"jaxllm_{op}_{name}"}, f"-DJAXLLM_CODES={name}"
-            )
-        except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
-            raise ValueError(_reason(error)) from error
+        self._add(f"{op}-{codes}", {_CODED[op]: f"jaxllm_{op}_{name}"}, f"-DJAXLLM_CODES={name}")
 
     def add_low_rank(self) -> None:
         """Load the low-rank products. Raises ValueError, which says why, if there are none."""
+        self._add("low-rank", _LOW_RANK)
+
+    def add_row_sums(self) -> None:
+        """Load the sums in a fixed order. Raises ValueError, which says why, if there are none."""
+        self._add("row-sums", _ROW_SUMS)
+
+    def _add(self, part: str, functions: Mapping[str, str], *defines: str) -> None:
         try:
-            self._load("low-rank", _LOW_RANK)
+            self._load(part, functions, *defines)
         except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
             raise ValueError(_reason(error)) from error
 
@@ -173,7 +177,7 @@ def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
 
 def _sources() -> tuple[str, ...]:
     cached = (source for source, _ in _CACHED.values())
-    return (*_HEADERS, *_FUNCTIONS, *_CODED.values(), *cached, *_LOW_RANK)
+    return (*_HEADERS, *_FUNCTIONS, *_CODED.values(), *cached, *_LOW_RANK, *_ROW_SUMS)
 
 
 def _make_private(directory: Path) -> Path:

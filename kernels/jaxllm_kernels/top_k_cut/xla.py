@@ -18,7 +18,12 @@ _ONE = 0x3F800000  # the bits of 1.0, the largest p
 
 
 def top_k_top_p_min_p_cut(
-    p: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+    p: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    *,
+    row_sums: Callable[[jax.Array], jax.Array] | None,
 ) -> jax.Array:
     def above(bits: jax.Array) -> jax.Array:
         return p >= _float(bits)[:, None]
@@ -27,7 +32,8 @@ def top_k_top_p_min_p_cut(
         return jnp.sum(above(bits), axis=1, dtype=jnp.float32)
 
     def mass(bits: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(above(bits), p, 0), axis=1)
+        weights = jnp.where(above(bits), p, 0)
+        return jnp.sum(weights, axis=1) if row_sums is None else row_sums(weights)
 
     def cut_to_k(lowest: jax.Array) -> jax.Array:
         wanted = top_k.astype(jnp.float32)

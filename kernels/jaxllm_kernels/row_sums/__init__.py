@@ -1,0 +1,1 @@
+"""Sums over the last axis whose order is fixed."""
