@@ -104,6 +104,10 @@ class EnginePlan:
         # The last of equal ones holds.
         return self.chip.compiler_options + self.graph_options + results
 
+    def step_options(self, num_tokens: int) -> tuple[tuple[str, str], ...]:
+        """The options of steps of a number of tokens."""
+        return self.chip.step_options(num_tokens) + self.compiler_options
+
     @property
     def step_logprobs(self) -> int:
         """The most logprobs that a step computes for a position."""

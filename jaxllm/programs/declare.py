@@ -188,8 +188,7 @@ def declare_stage_programs(
             function=function,
             arguments=arguments,
             platform=plan.chip.platform,
-            compiler_options=plan.compiler_options,
-            **how,
+            **{"compiler_options": plan.compiler_options, **how},
         )
 
     def make_state() -> DeviceState:
@@ -204,6 +203,7 @@ def declare_stage_programs(
             state,
             place(layout.abstract(), everywhere),
             *_arguments(_arriving(plan, stage, bucket), bucket, adapters),
+            compiler_options=plan.step_options(bucket.num_tokens),
             donate=(1,),
             out_shardings=(kept, left),
         )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
+from jaxllm_kernels.compat import prepare_to_load_programs
 
 
 def to_bytes(compiled: jax.stages.Compiled) -> bytes:
@@ -22,6 +23,7 @@ def from_bytes(data: bytes, mesh: Mesh) -> jax.stages.Compiled:
     """Load an executable for these devices."""
     executable, trees = pickle.loads(data)
     devices = list(mesh.devices.flat)
+    prepare_to_load_programs(devices[0])
     return serialize_executable.deserialize_and_load(
         executable, *pickle.loads(trees), backend=devices[0].client, execution_devices=devices
     )

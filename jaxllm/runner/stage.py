@@ -50,7 +50,10 @@ class Stage:
             group_buffers(plan, stage, group) for group in range(len(plan.cache_groups))
         ]
         self.weights = weights  # empty while the engine sleeps
-        self._state: DeviceState | None = programs[program_key(stage, MAKE_STATE)]()
+        # Awaited: memory that is not there is an error of the start, and of no request.
+        self._state: DeviceState | None = jax.block_until_ready(
+            programs[program_key(stage, MAKE_STATE)]()
+        )
         self._adapters: Any = None  # made when the first one is written
         self.everywhere = sharding(stage.mesh)
 

@@ -35,7 +35,7 @@ class ServerOptions(ParserOptions):
     )
     lora_resolver_dirs: tuple[str, ...] = option(
         (),
-        "Directories in which a model's name that is unknown is looked up: a folder of this name is "
+        "Directories in which an unknown name of a model is looked up: a folder of this name is "
         "an adapter. Whoever may send requests may use all adapters there. Needs --enable-lora.",
     )
     api_key: tuple[str, ...] = option(

@@ -56,6 +56,16 @@ def what_slows_mosaic_gpu() -> str | None:
     )
 
 
+def prepare_to_load_programs(device: Any) -> None:
+    """Let a process load programs for a device that another process has compiled.
+
+    The host's code of a Mosaic kernel calls a library that XLA finds by an environment variable.
+    Mosaic sets it when it is imported, which a process that traces no kernel does not do.
+    """
+    if device.platform == "gpu" and why_no_mosaic_gpu() is None:
+        import jax.experimental.mosaic.gpu  # noqa: F401
+
+
 def gpu_interpret_params() -> Any:
     """The parameters that make `plgpu.kernel` run on a CPU like on a GPU, and detect races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -28,15 +28,23 @@ MIN_DOT_ROWS = {"cpu": 2, "gpu": 1, "tpu": 1}
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
 _GPU_OPTIONS = (
     ("xla_gpu_enable_command_buffer", _COMMAND_BUFFER),
-    # Otherwise XLA cuts the sums of most products of few rows into four or eight parts, to fill a
-    # GPU with tiles. Another launch adds the parts up, after they were written in float32: 22 MiB a
-    # layer for 64 rows of a Llama-8B. Nothing was measured.
-    ("xla_gpu_experimental_force_split_k", "1"),
     # If weights and cache take more than four fifths of the memory, XLA assumes that no memory is
     # left, and recomputes values that it could keep: 29 more launches in two layers of Llama-8B.
     # Caches are sized so that its temporaries fit.
     ("xla_disable_hlo_passes", "rematerialization"),
 )
+
+_GPU_OPTIONS_OF_MANY_TOKENS = (
+    # Otherwise XLA cuts the sums of most products of few rows into four or eight parts, to fill a
+    # GPU with tiles. Another launch adds the parts up, after they were written in float32: 22 MiB a
+    # layer for 64 rows of a Llama-8B. Measured on an H200, of eight such layers: without parts, a
+    # decode of 64 takes 0.97 of the time, and a prompt of 1024 too. A decode of one takes 1.04.
+    ("xla_gpu_experimental_force_split_k", "1"),
+)
+
+# Rows that the smallest tile of a matrix product has on a GPU. So products of fewer take the same
+# time, and of them what was measured for one row holds.
+_FEW_TOKENS = 16
 
 # JAX sets this flag in the environment of a TPU VM only. Setting it here makes programs for TPUs
 # the same wherever they are compiled.
@@ -86,6 +94,12 @@ class Chip:
     compute_capability: tuple[int, int] | None = None
     # The compiler options of programs for this chip, in addition to XLA's defaults.
     compiler_options: tuple[tuple[str, str], ...] = ()
+    # Those of steps of many tokens, in addition.
+    options_of_many_tokens: tuple[tuple[str, str], ...] = ()
+
+    def step_options(self, num_tokens: int) -> tuple[tuple[str, str], ...]:
+        """What steps of a number of tokens have beside `compiler_options`."""
+        return self.options_of_many_tokens if num_tokens > _FEW_TOKENS else ()
 
 
 CHIPS = {
@@ -166,6 +180,7 @@ CHIPS = {
             vmem_bytes=227 * 1024,
             compute_capability=(9, 0),
             compiler_options=_GPU_OPTIONS,
+            options_of_many_tokens=_GPU_OPTIONS_OF_MANY_TOKENS,
         ),
         Chip(
             name="h100",
@@ -178,6 +193,7 @@ CHIPS = {
             vmem_bytes=227 * 1024,
             compute_capability=(9, 0),
             compiler_options=_GPU_OPTIONS,
+            options_of_many_tokens=_GPU_OPTIONS_OF_MANY_TOKENS,
         ),
     )
 }
@@ -210,6 +226,7 @@ def chip_of(device: Device) -> Chip:
         name=device.device_kind,
         platform=device.platform,
         compiler_options={"gpu": _GPU_OPTIONS, "tpu": _TPU_OPTIONS}.get(device.platform, ()),
+        options_of_many_tokens=_GPU_OPTIONS_OF_MANY_TOKENS if device.platform == "gpu" else (),
         num_cores=getattr(device, "core_count", 1),
         compute_capability=_version(capability) if capability else None,
     )

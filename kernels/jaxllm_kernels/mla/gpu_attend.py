@@ -224,11 +224,16 @@ def attend(
                     if is_masked:
                         key = _over_rows(_iota(BLOCK, _PER_KEY), LINES)
                         seen = key <= _over_columns(last_seen - first_row, BLOCK)
-                        scores = jnp.where(seen, scores, UNSEEN)
-                    new_largest = jnp.maximum(largest, scores.max(axis=1) * factor)
+                        # Multiplied before. Otherwise the multiplication and the subtraction below
+                        # are one instruction, which rounds once. Of a line that sees nothing here
+                        # it leaves what the largest score lost by rounding: 1e22, of UNSEEN.
+                        scores, factor_left = jnp.where(seen, scores * factor, UNSEEN), 1.0
+                    else:
+                        factor_left = factor
+                    new_largest = jnp.maximum(largest, scores.max(axis=1) * factor_left)
                     decay = jnp.exp2(largest - new_largest)
                     send_factors(decay)
-                    p = jnp.exp2(scores * factor - _over_columns(new_largest, BLOCK))
+                    p = jnp.exp2(scores * factor_left - _over_columns(new_largest, BLOCK))
                     total = total * decay + p.sum(axis=1)
                     weights[...] = p.astype(ring.dtype)
                     plgpu.commit_smem()

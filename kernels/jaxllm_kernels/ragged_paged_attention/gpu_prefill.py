@@ -23,6 +23,11 @@ Chunks start anywhere in the flat batch. The copy engine's tiled loads and store
 So queries are loaded through registers, once per tile, and outputs are stored in pieces of 64, 32,
 ... tokens, by the bits of their number. That costs a few percent of a tile over 2,000 keys
 (computed, not measured), and no store touches another row.
+
+A store begins at a multiple of 128 bytes of shared memory. With heads of 64, 96 or more numbers
+every second row does, and no piece begins at another. With 80 only every fourth row does. So a
+warpgroup stages such outputs twice, the second time two rows further on: a single row begins well
+in one of both.
 """
 
 import functools
@@ -57,6 +62,10 @@ from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles, ite
 
 _GROUP_TOKENS = 64  # of a compute warpgroup: the rows of a matrix instruction
 _NUM_GROUPS = PREFILL_TILE_TOKENS // _GROUP_TOKENS
+
+_STORE_ALIGNMENT = 128  # bytes
+# Rows by which the second copy of outputs is moved.
+_MOVED_BY = 2
 
 # Registers per thread: of the producer, and of each compute warpgroup. A thread block starts with
 # 168 for each of its three warpgroups. A warpgroup that requests more than the others have released
@@ -116,6 +125,7 @@ def prefill(
         blocks,
         queries_or_outputs,
         turn,
+        moved_outputs=None,
         weights=None,
     ):
         queries, outputs = queries_or_outputs
@@ -268,9 +278,12 @@ def prefill(
                 scale = of_head(scalars_ref.value_scales, span.head, 1.0)
                 out = weighted * _over_columns(scale / total, head_size)
                 _stage_rows(outputs.at[group], out.astype(ring.dtype))
+                if moved_outputs is not None:
+                    moved = moved_outputs.at[group, pl.ds(_MOVED_BY, _GROUP_TOKENS)]
+                    store_unoptimized(moved, out.astype(ring.dtype))
                 plgpu.commit_smem()
                 num_tokens = jnp.clip(span.end - first_query, 0, _GROUP_TOKENS)
-                _store_rows(outputs, group, out_ref, head, first_token, num_tokens)
+                _store_rows(outputs, moved_outputs, group, out_ref, head, first_token, num_tokens)
                 return i + 1, used + num_blocks, next_item
 
             def is_item(carry):
@@ -294,6 +307,12 @@ def prefill(
         ),
         turn=plgpu.Barrier(num_arrivals=_NUM_GROUPS),
     )
+    if 2 * head_size * jnp.dtype(ring.dtype).itemsize % _STORE_ALIGNMENT:
+        # Without a swizzle: stores to a part count its places from the part's own beginning, and
+        # the copy engine from the beginning of shared memory.
+        scratch["moved_outputs"] = plgpu.SMEM(
+            (_NUM_GROUPS, _GROUP_TOKENS + _MOVED_BY, head_size), ring.dtype
+        )
     if interpret:
         scratch["weights"] = plgpu.SMEM(
             (_NUM_GROUPS, _GROUP_TOKENS, block_tokens),
@@ -352,20 +371,31 @@ def _stage_rows(target, x):
         store_unoptimized(target, x)
 
 
-def _store_rows(source, group, out_ref, head, token, num_tokens):
-    """Start to store the first `num_tokens` rows of a warpgroup's outputs."""
+def _store_rows(source, moved, group, out_ref, head, token, num_tokens):
+    """Start to store the first `num_tokens` rows of a warpgroup's outputs.
+
+    `moved` has them _MOVED_BY rows further on; it is None if every second row begins well.
+    """
+
+    def store(source, row, size, done):
+        plgpu.copy_smem_to_gmem(
+            source.at[pl.ds(row, size)],
+            out_ref.at[pl.ds(token + done, size), head],
+            commit_group=False,
+        )
+
     for size in (64, 32, 16, 8, 4, 2, 1):
         done = num_tokens & (-2 * size)
         # JAX 0.11.2 cannot combine a group known only at run time with a dynamic slice.
         for g in range(_NUM_GROUPS):
-
-            @pl.when(((num_tokens & size) != 0) & (group == g))
-            def _(g=g, size=size, done=done):
-                plgpu.copy_smem_to_gmem(
-                    source.at[g, pl.ds(done, size)],
-                    out_ref.at[pl.ds(token + done, size), head],
-                    commit_group=False,
-                )
+            is_stored = ((num_tokens & size) != 0) & (group == g)
+            if moved is None or size > 1:
+                pl.when(is_stored)(functools.partial(store, source.at[g], done, size, done))
+                continue
+            is_moved = (done & _MOVED_BY) != 0
+            pl.when(is_stored & ~is_moved)(functools.partial(store, source.at[g], done, 1, done))
+            row = done + _MOVED_BY
+            pl.when(is_stored & is_moved)(functools.partial(store, moved.at[g], row, 1, done))
 
     plgpu.commit_smem_to_gmem_group()
 
