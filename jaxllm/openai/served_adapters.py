@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from jaxllm.errors import ValidationError, refused
 from jaxllm.files import parse_json
 from jaxllm.lora.request import LoRARequest
+from jaxllm.openai.adapter_resolver import AdapterResolver
 
 _FIELDS = {"name", "path", "base_model_name"}
 
@@ -13,7 +14,10 @@ _FIELDS = {"name", "path", "base_model_name"}
 class ServedAdapters:
     """Adapters by their names. The names of a server change while it runs."""
 
-    def __init__(self, adapters: Iterable[LoRARequest] = ()):
+    def __init__(
+        self, adapters: Iterable[LoRARequest] = (), resolver: AdapterResolver | None = None
+    ):
+        self._resolver = resolver or AdapterResolver()
         self._by_name = {one.lora_name: one for one in adapters}
         self._numbers = itertools.count(1 + max((a.lora_int_id for a in self), default=0))
 
@@ -22,6 +26,10 @@ class ServedAdapters:
 
     def get(self, name: str) -> LoRARequest | None:
         return self._by_name.get(name)
+
+    def find(self, name: str) -> LoRARequest | None:
+        """The adapter of this name, also if it is only in a directory of --lora-resolver-dirs."""
+        return self.get(name) or self._resolver.resolve(name)
 
     def make(self, name: str, path: str) -> LoRARequest:
         """An adapter with a number of its own; it is not served yet."""

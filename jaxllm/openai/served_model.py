@@ -15,6 +15,7 @@ from jaxllm.frontend.tokenizer import Tokenizer
 from jaxllm.lora.catalog import AdapterCatalog
 from jaxllm.lora.request import LoRARequest
 from jaxllm.messages import EngineInfo
+from jaxllm.openai.adapter_resolver import AdapterResolver
 from jaxllm.openai.errors import NotFoundError
 from jaxllm.openai.served_adapters import ServedAdapters, read_lora_modules
 from jaxllm.parsers.answer_format import AnswerFormat
@@ -46,19 +47,27 @@ class ServedModel:
         engine: "Engine",
         names: tuple[str, ...] = (),
         lora_modules: tuple[str, ...] = (),
+        lora_resolver_dirs: tuple[str, ...] = (),
         **options: Any,
     ) -> "ServedModel":
-        """The model of an engine, with the adapters that --lora-modules names."""
+        """The model of an engine, with the adapters that --lora-modules names, and those in
+        directories of --lora-resolver-dirs."""
         info = engine.info
         names = names or (info.model,)
         adapters = read_lora_modules(lora_modules)
+        if lora_resolver_dirs and info.adapters is None:
+            raise refused(
+                "lora_resolver_dirs",
+                lora_resolver_dirs,
+                "the engine has no adapters; start it with enable_lora=True",
+            )
         for adapter in adapters:
             if adapter.lora_name in names:
                 raise refused("lora_modules", adapter.lora_name, "it is a name of the model")
             engine.adapters.check(adapter)
         return cls(
             names=names,
-            adapters=ServedAdapters(adapters),
+            adapters=ServedAdapters(adapters, AdapterResolver(lora_resolver_dirs)),
             tokenizer=engine.tokenizer,
             default_params=info.default_sampling_params,
             fingerprint=_fingerprint(info),
@@ -77,7 +86,7 @@ class ServedModel:
         raise NotFoundError."""
         if name is None or name in self.names:
             return self
-        adapter = self.adapters.get(name)
+        adapter = self.adapters.find(name)
         if adapter is not None:
             return replace(self, names=(name,), lora_request=adapter)
         names = [*self.names, *(one.lora_name for one in self.adapters)]

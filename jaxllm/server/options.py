@@ -33,6 +33,11 @@ class ServerOptions(ParserOptions):
         "Directories below which an operator may load further adapters from while the server runs, "
         "at /v1/load_lora_adapter.",
     )
+    lora_resolver_dirs: tuple[str, ...] = option(
+        (),
+        "Directories in which an unknown name of a model is looked up: a folder of this name is "
+        "an adapter. Whoever may send requests may use all adapters there. Needs --enable-lora.",
+    )
     api_key: tuple[str, ...] = option(
         (),
         "Keys, one of which every request must bring (but to /health, /ping, /ready and the page).",

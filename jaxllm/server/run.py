@@ -105,6 +105,7 @@ def make_service(
         engine,
         options.served_model_name,
         options.lora_modules,
+        options.lora_resolver_dirs,
         chat_template=chat_template,
         trust_request_chat_template=options.trust_request_chat_template,
         answer_format=options.answer_format,

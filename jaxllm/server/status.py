@@ -48,7 +48,7 @@ async def expose_metrics(service: Service, request: Request) -> Response:
 
 
 def _model(service: Service, name: str) -> ModelCard:
-    adapter = service.served.adapters.get(name)
+    adapter = service.served.adapters.find(name)
     parent = None if adapter is None else adapter.base_model_name or service.served.names[0]
     return ModelCard(
         id=name,

@@ -82,6 +82,7 @@ class Host:
             self.engine,
             options.served_model_name,
             options.lora_modules,
+            options.lora_resolver_dirs,
             trust_request_chat_template=options.trust_request_chat_template,
             answer_format=options.answer_format,
         )

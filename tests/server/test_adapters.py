@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from jaxllm import LLM, LoRARequest, SamplingParams, ValidationError
+from jaxllm.openai.adapter_resolver import AdapterResolver
 from jaxllm.openai.served_adapters import read_lora_modules
 from jaxllm.testing import make_tiny_adapter
 
@@ -19,6 +20,7 @@ def files(engine_options, tmp_path_factory):
     path = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("sql", "poems"), 1):
         make_tiny_adapter(path / name, engine_options["model"], seed=seed)
+    (path / "found").mkdir()
     return path
 
 
@@ -39,7 +41,10 @@ def expected(engine_options, files):
 @pytest.fixture(scope="module")
 def server(host_with_adapters, files):
     with host_with_adapters.serve(
-        admin_keys=("of-admin",), lora_modules=(f"sql={files / 'sql'}",), lora_dirs=(str(files),)
+        admin_keys=("of-admin",),
+        lora_modules=(f"sql={files / 'sql'}",),
+        lora_dirs=(str(files),),
+        lora_resolver_dirs=(str(files / "found"),),
     ) as client:
         yield client
 
@@ -122,6 +127,39 @@ def test_a_wrong_adapter_is_refused_by_its_field(server, files, engine_options):
     refused = load(server, "large", files / "large")
     assert refused.status_code == 400
     assert "max_lora_rank=8" in refused.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_name_that_is_unknown_is_looked_up_in_a_directory(server, files, expected):
+    assert complete(server, "verses").status_code == 404
+    shutil.copytree(files / "poems", files / "found" / "verses")
+    answer = complete(server, "verses").json()
+    assert answer["model"] == "verses"
+    assert answer["choices"][0]["text"] == expected["poems"]
+    assert server.get("/v1/models/verses").json()["parent"] == "tiny"
+    assert unload(server, "verses").status_code == 404  # nobody has loaded it
+    shutil.rmtree(files / "found" / "verses")
+    assert complete(server, "verses").status_code == 404
+
+
+def test_names_do_not_lead_out_of_the_directories_of_a_resolver(tmp_path):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    for path in (inside / "good", inside / ".hidden", inside / "two" / "deep", outside):
+        path.mkdir(parents=True)
+        (path / "adapter_config.json").touch()
+    (inside / "link").symlink_to(outside)
+    (inside / "alias").symlink_to(inside / "good")
+    resolver = AdapterResolver([str(inside)])
+    found, alias = resolver.resolve("good"), resolver.resolve("alias")
+    assert found is not None and alias is not None
+    assert found.lora_path == alias.lora_path == str(inside / "good")
+    assert found.lora_int_id != alias.lora_int_id
+    names = ["../outside", "two/deep", "two", "link", ".hidden", ".", "..", "", str(outside)]
+    for name in [*names, "good/", "good\0", "good\n", "none", "a" * 5000]:
+        assert resolver.resolve(name) is None, name
+    assert AdapterResolver().resolve("good") is None
+    with pytest.raises(ValidationError, match="lora_resolver_dirs=.*no such directory"):
+        AdapterResolver([str(tmp_path / "none")])
 
 
 @pytest.mark.slow
