@@ -3,7 +3,7 @@
 `README.md` of this room says what is promised and how it is kept.
 """
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from flax import nnx
@@ -72,7 +72,7 @@ def _why_not(plan: EnginePlan) -> str | None:
     return next(filter(None, map(_codes, models)), None)
 
 
-def _codes(model: nnx.Module) -> str | None:
+def _codes(model: Any) -> str | None:
     for _, module in nnx.iter_graph(model):
         if isinstance(module, CodedLinear):
             its = module.matmul
