@@ -1,6 +1,7 @@
 """Times the attention kernels of a GPU against the chip's own ceilings, in one command.
 
     python benchmarks/kernels.py [--quick] [--output report.md]
+    python benchmarks/kernels.py --alone --decodes 64x256,64x1024 --prefills 8192x8192
     python benchmarks/kernels.py --dry-run          (on any machine: one small row of each kind,
                                                      interpreted; the times have no meaning)
 
@@ -11,7 +12,7 @@ of the step's keys and values and everything around the kernels.
 
 The same run measures, with the same lengths: the XLA backend and, on dense padded keys and values,
 cuDNN through jax.nn.dot_product_attention and PyTorch's scaled_dot_product_attention, if they are
-installed and support the case.
+installed and support the case. They take most of the time; `--alone` leaves them out.
 
 Before a shape is timed, some of its rows are compared with plain float32 attention.
 
@@ -23,6 +24,7 @@ import datetime
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import statistics
 import sys
@@ -69,9 +71,9 @@ class Plan:
     backend: AttentionBackend
     config: AttentionConfig
     block_size: int
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
+    decodes: tuple[tuple[int, int], ...]  # rows, tokens of each one's context
     prefills: tuple[tuple[int, int], ...]  # tokens of the chunk, context length after it
+    has_peers: bool
     min_bytes: int
     ceiling_bytes: int
     ceiling_side: int  # of the square matrices
@@ -91,24 +93,28 @@ def make_plan(args: argparse.Namespace) -> Plan:
             backend=MosaicGpuBackend(name="interpreted", num_workers=2, interpret=True),
             config=AttentionConfig(num_heads=2, num_kv_heads=1, head_size=64, scale=0.125),
             block_size=16,
-            batches=(2,),
-            contexts=(20,),
+            decodes=((2, 20),),
             prefills=((8, 20),),
+            has_peers=True,
             min_bytes=1,
             ceiling_bytes=1 << 20,
             ceiling_side=128,
             repeats=1,
         )
+    batches = (1, 16, 64) if args.quick else (1, 4, 16, 64, 128, 256)
+    contexts = (1024, 8192) if args.quick else (1024, 4096, 8192, 32768)
+    decodes = tuple(itertools.product(batches, contexts))
+    prefills = tuple((n, c) for n in (512, 2048, 8192) for c in (n, 8192, 32768) if c >= n)
+    if args.quick:
+        prefills = ((2048, 2048), (2048, 8192))
     return Plan(
         backend=get_backend(args.backend).tuned_for(chip_of(jax.devices()[0])),
         # The heads of Llama-3.1-8B.
         config=AttentionConfig(num_heads=32, num_kv_heads=8, head_size=128, scale=128**-0.5),
         block_size=args.block_size,
-        batches=(1, 16, 64) if args.quick else (1, 4, 16, 64, 128, 256),
-        contexts=(1024, 8192) if args.quick else (1024, 4096, 8192, 32768),
-        prefills=((2048, 2048), (2048, 8192))
-        if args.quick
-        else tuple((n, c) for n in (512, 2048, 8192) for c in (n, 8192, 32768) if c >= n),
+        decodes=decodes if args.decodes is None else args.decodes,
+        prefills=prefills if args.prefills is None else args.prefills,
+        has_peers=not args.alone,
         min_bytes=MIN_BYTES,
         ceiling_bytes=4 << 30,
         ceiling_side=8192,
@@ -398,11 +404,13 @@ def measure_row(plan: Plan, lengths: Lengths, ceiling: float, goal: int | None) 
     error = problem.error(plan.backend)
     verdict = f"{error:.1e}" if error < 1e-2 else f"WRONG {error:.1e}"
     seconds = problem.time(plan.backend)
-    xla_backend = get_backend("xla").tuned_for(chip_of(jax.devices()[0]))
-    xla = time_beside("XLA", lambda: problem.time(xla_backend))
-    problem.caches.clear()
-    cudnn = time_beside("cuDNN", lambda: time_cudnn(problem))
-    torch = time_beside("PyTorch", lambda: time_torch(problem))
+    xla = cudnn = torch = None
+    if plan.has_peers:
+        xla_backend = get_backend("xla").tuned_for(chip_of(jax.devices()[0]))
+        xla = time_beside("XLA", lambda: problem.time(xla_backend))
+        problem.caches.clear()
+        cudnn = time_beside("cuDNN", lambda: time_cudnn(problem))
+        torch = time_beside("PyTorch", lambda: time_torch(problem))
     return [
         cell(seconds),
         f"{amount / seconds / 1e12:.3f}",
@@ -426,10 +434,21 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__} {error}".splitlines()[0]
 
 
+def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+    """The pairs of "64x256,1x8192"; none of an empty text."""
+    pairs = (pair.split("x") for pair in text.split(",") if pair)
+    return tuple((int(first), int(second)) for first, second in pairs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the attention kernels of a GPU.")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, interpreted on a CPU")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--alone", action="store_true", help="without XLA, cuDNN and PyTorch")
+    for name, what in (("decodes", "rows x context"), ("prefills", "chunk x context")):
+        parser.add_argument(
+            f"--{name}", type=_pairs, metavar="NxM,...", help=f"{what}, in place of the usual ones"
+        )
     parser.add_argument("--backend", default="mosaic_sm90")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=11)
@@ -453,12 +472,11 @@ def main() -> None:
 
     times = ("goal", "error", "xla us", "cudnn dense us", "torch dense us")
     report.add_header("batch", "context", "lengths", "us/layer", "TB/s", "of ceiling", *times)
-    for batch in plan.batches:
-        for context in plan.contexts:
-            for kind in ("uniform", "log-normal"):
-                lengths = decode_lengths(batch, context, kind)
-                labels = (batch, context, kind)
-                run_row(report, labels, plan, lengths, bandwidth, DECODE_GOALS[kind])
+    for batch, context in plan.decodes:
+        for kind in ("uniform", "log-normal"):
+            lengths = decode_lengths(batch, context, kind)
+            labels = (batch, context, kind)
+            run_row(report, labels, plan, lengths, bandwidth, DECODE_GOALS[kind])
     report.add_header("chunk", "context", "us/layer", "TFLOP/s", "of ceiling", *times)
     for chunk, context in plan.prefills:
         lengths = Lengths(np.array([chunk]), np.array([context]))
