@@ -121,8 +121,9 @@ def test_preempted_requests_go_on(model, llm):
     params = PARAMS.clone(max_tokens=60, ignore_eos=True)
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[4]]
     assert llm.reset_prefix_cache()
+    before = llm.llm_engine.stats().num_preemptions
     expected = answers(llm, prompts, params)
-    assert not llm.llm_engine.stats().num_preemptions
+    assert llm.llm_engine.stats().num_preemptions == before
     few = LLM(model, **OPTIONS | {"num_gpu_blocks_override": 20})
     try:
         found = answers(few, prompts, params)
