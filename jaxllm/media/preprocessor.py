@@ -19,6 +19,7 @@ _TOKENS = {
 }
 _HIGHEST_EDGE = 1 << 13
 _HIGHEST_AREA = 1 << 26
+_OF_AREA = ("size", "min_pixels", "max_pixels")
 
 
 class Wanted(NamedTuple):
@@ -120,17 +121,19 @@ def _read_qwen(
         ("temporal_patch_size", 2),
     ):
         _check_equal(_FILE, fields, name, value)
-    _check_known(changes, ("size", "min_pixels", "max_pixels"))
+    _check_known(changes, _OF_AREA)
     area = _read_area(fields, Area(min_pixels=56 * 56, max_pixels=28 * 28 * 1280))
     if area is None:
-        raise UnsupportedModelError(f"{_FILE}: size={shown(fields.get('size'))} is not supported")
+        asked = {name: fields[name] for name in _OF_AREA if name in fields}
+        raise UnsupportedModelError(f"{_FILE}: the areas of {shown(asked)} are not supported")
     changed = _read_area(changes, area)
     if changed is None or changed.max_pixels > area.max_pixels:
         raise refused(
             "mm_processor_kwargs",
             dict(changes),
             'it must be {"min_pixels": number, "max_pixels": number}, or {"size": '
-            '{"shortest_edge": number, "longest_edge": number}} for the same areas; at most '
+            '{"shortest_edge": number, "longest_edge": number}} for the same areas; min_pixels '
+            f"({area.min_pixels} by default) is at most max_pixels, and max_pixels is at most "
             f"{area.max_pixels}, as the model was trained",
         )
     token = next((name for name, its in ids.items() if its == wanted.image_token_id), None)
@@ -164,12 +167,14 @@ def _check_known(changes: Mapping[str, Any], names: tuple[str, ...]) -> None:
 
 
 def _read_area(fields: Mapping[str, Any], default: Area) -> Area | None:
-    """The areas between which images stay: by older names, or as if they were edges."""
-    size = fields.get("size", {})
+    """The areas between which images stay: by older names, or as if they were edges. transformers
+    may write null for a field that it does not use. None: the areas are malformed."""
+    size = {} if fields.get("size") is None else fields["size"]
     names = ("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")
     if not isinstance(size, Mapping) or not set(size) <= {*names[0], *names[1]}:
         return None
-    given = {**size, **{name: fields[name] for pair in names for name in pair if name in fields}}
+    beside = {name: fields.get(name) for pair in names for name in pair}
+    given = {**size, **{name: value for name, value in beside.items() if value is not None}}
     least, most = (
         given.get(older, given.get(newer, usual))
         for (older, newer), usual in zip(

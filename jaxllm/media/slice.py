@@ -5,8 +5,8 @@ embedding of the token's image; NO_ROW: the token has its own. What must be comp
 is in `Schedule.encodings`.
 
 `offsets`, i32 [NUM_AXES, T], has how far a token's positions in time, rows and columns are from its
-place in the text. Only models with such positions have it. A step without one of both has no such
-tokens.
+place in the text. Only models with such positions have it. A step whose tokens need no `rows`, or
+no `offsets`, leaves them out.
 """
 
 NAME = "images"

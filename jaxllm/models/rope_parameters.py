@@ -163,7 +163,13 @@ def with_axes(config: HFConfig, rope: RopeConfig) -> RopeConfig:
     if isinstance(rope.scaling, DynamicScaling):
         raise UnsupportedModelError("rope type 'dynamic' is not supported with mrope_section")
     axes = [axis for axis, share in enumerate(numbers) for _ in range(share)]
-    if parameters.get("mrope_interleaved"):
+    takes_turns = parameters.get("mrope_interleaved")
+    if not isinstance(takes_turns, bool | None):
+        raise CheckpointError(
+            f"config.json: rope parameter mrope_interleaved={shown(takes_turns)} must be true or "
+            "false"
+        )
+    if takes_turns:
         taken = [range(axis, 3 * share, 3) for axis, share in enumerate(numbers)]
         axes = [
             next((axis for axis in (1, 2) if pair in taken[axis]), 0) for pair in range(len(axes))

@@ -1,5 +1,6 @@
 """Prompts with images for Qwen's models, whose tokens have positions in rows and columns."""
 
+import json
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.errors import ValidationError
+from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
+from jaxllm.media.preprocessor import Wanted, read_image_spec
+from jaxllm.media.resizing import Area
 from tests.media.models import OPTIONS, make_qwen2_5, make_qwen3, picture
 from tests.media.test_engine import answers, assert_equal
 
@@ -113,17 +116,21 @@ def test_images_of_equal_sizes_are_told_apart(llm, alone):
 
 
 @pytest.mark.sweep
-def test_preempted_requests_go_on(model, alone):
-    llm = LLM(model, **OPTIONS | {"num_gpu_blocks_override": 20})
+def test_preempted_requests_go_on(model, llm):
+    """Also behind their prompts, at the positions that they had."""
+    params = PARAMS.clone(max_tokens=60, ignore_eos=True)
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[4]]
+    assert llm.reset_prefix_cache()
+    before = llm.llm_engine.stats().num_preemptions
+    expected = answers(llm, prompts, params)
+    assert llm.llm_engine.stats().num_preemptions == before
+    few = LLM(model, **OPTIONS | {"num_gpu_blocks_override": 20})
     try:
-        params = PARAMS.clone(max_tokens=60, ignore_eos=True)
-        found = answers(llm, [PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[4]], params)
-        assert llm.llm_engine.stats().num_preemptions
-        expected = [alone[0], alone[2], alone[0], alone[4]]
-        for (tokens, _), (first, _) in zip(found, expected, strict=True):
-            assert tokens[: len(first)] == first
+        found = answers(few, prompts, params)
+        assert few.llm_engine.stats().num_preemptions
+        assert_equal(found, expected)
     finally:
-        llm.shutdown()
+        few.shutdown()
 
 
 @pytest.mark.sweep
@@ -155,6 +162,26 @@ def test_what_cannot_be_read_is_refused(llm, change, reason):
 def test_areas_that_the_model_does_not_know_are_refused(model, kwargs):
     with pytest.raises(ValidationError, match="at most 4096"):
         LLM(model, **OPTIONS, mm_processor_kwargs=kwargs)
+
+
+def areas(path, model, **fields):
+    """How images are resized if preprocessor_config.json has these fields."""
+    wanted = Wanted("Qwen2VLImageProcessor", 4, 2, IMAGE_TOKEN)
+    (path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    its = read_json(model / "preprocessor_config.json") | fields
+    (path / "preprocessor_config.json").write_text(json.dumps(its))
+    spec = read_image_spec(path, wanted, changes={}, max_images=1)
+    assert spec is not None
+    return spec.resizing
+
+
+def test_areas_that_are_null_are_those_of_the_size(model, tmp_path):
+    """As transformers writes them."""
+    expected = Area(min_pixels=256, max_pixels=4096)
+    assert areas(tmp_path, model, min_pixels=None, max_pixels=None) == expected
+    assert areas(tmp_path, model, size=None, min_pixels=256, max_pixels=4096) == expected
+    with pytest.raises(UnsupportedModelError, match="'max_pixels': 'many'.* not supported"):
+        areas(tmp_path, model, max_pixels="many")
 
 
 @pytest.mark.sweep

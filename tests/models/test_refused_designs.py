@@ -146,3 +146,26 @@ def test_a_cap_of_logits_that_transformers_ignores():
     fields = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
     with pytest.raises(UnsupportedModelError, match=r"final_logit_softcapping=30\.0 is not"):
         read_architecture(fields)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({}, "mrope_section=None must be three numbers above zero, 16 together"),
+        ({"mrope_section": [6, 5, 4]}, r"mrope_section=\[6, 5, 4\] must be three numbers"),
+        ({"mrope_section": [6, 10]}, r"mrope_section=\[6, 10\] must be three numbers"),
+        (
+            {"mrope_section": [6, 5, 5], "mrope_interleaved": "no"},
+            "mrope_interleaved='no' must be true or false",
+        ),
+        (
+            {"mrope_section": [6, 5, 5], "rope_type": "dynamic", "factor": 2.0},
+            "'dynamic' is not supported with mrope_section",
+        ),
+    ],
+)
+def test_positions_on_three_axes(parameters, message):
+    text = tiny_config("qwen3") | {"rope_parameters": {"rope_type": "default"} | parameters}
+    fields = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text}
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        read_architecture(fields)
