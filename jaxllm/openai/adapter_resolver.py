@@ -24,8 +24,9 @@ class AdapterResolver:
 
     def __init__(self, directories: Sequence[str] = ()):
         for one in directories:
-            if not Path(one).expanduser().is_dir():
-                raise refused("lora_resolver_dirs", one, "there is no such directory")
+            path = Path(one).expanduser()
+            if not one or not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
+                raise refused("lora_resolver_dirs", one, "there is no such directory to read")
         self._directories = [Path(one).expanduser().resolve() for one in directories]
 
     def resolve(self, name: str) -> LoRARequest | None:
