@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxllm_kernels.row_sums.api import RowSums
 
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import RMSNormSpec
@@ -45,9 +44,7 @@ class RouterSpec:
 
 
 class Router(Linear):
-    """Logits of all experts, and the choice of the best. `row_sums` is as in `norm.Summing`."""
-
-    row_sums: RowSums | None = None
+    """Logits of all experts, and the choice of the best."""
 
     def __init__(
         self,
@@ -85,7 +82,7 @@ class Router(Linear):
         logits = self(x.astype(jnp.float32) if spec.in_float32 else x).astype(jnp.float32)
         scores = logits
         if spec.scores == "softmax":
-            scores = self._softmax(logits)
+            scores = jax.nn.softmax(logits, axis=-1)
         elif spec.scores == "sigmoid":
             scores = jax.nn.sigmoid(logits)
         ranked = scores
@@ -96,9 +93,9 @@ class Router(Linear):
         _, chosen = jax.lax.top_k(self._of_best_groups(ranked), self.num_choices)
         factors = jnp.take_along_axis(scores, chosen, axis=-1)
         if spec.scores == "softmax of chosen":
-            factors = self._softmax(factors)
+            factors = jax.nn.softmax(factors, axis=-1)
         if spec.normalises:
-            total = self._total(factors) + spec.added_to_sum
+            total = factors.sum(-1, keepdims=True) + spec.added_to_sum
             factors = factors / jnp.maximum(total, spec.least_sum)
         if spec.scale != 1.0:
             factors = factors * spec.scale
@@ -108,17 +105,6 @@ class Router(Linear):
             factors = factors.astype(x.dtype).astype(jnp.float32)
         return chosen, factors
 
-    def _total(self, x: jax.Array) -> jax.Array:
-        if self.row_sums is None:
-            return x.sum(-1, keepdims=True)
-        return self.row_sums.total(x)[..., None]
-
-    def _softmax(self, x: jax.Array) -> jax.Array:
-        if self.row_sums is None:
-            return jax.nn.softmax(x, axis=-1)
-        weights = jnp.exp(x - x.max(-1, keepdims=True))
-        return weights / self._total(weights)
-
     def _of_best_groups(self, ranked: jax.Array) -> jax.Array:
         """Make the scores of experts in other groups the lowest."""
         spec = self.spec
@@ -126,6 +112,6 @@ class Router(Linear):
             return ranked
         groups = ranked.reshape(len(ranked), spec.num_groups, -1)
         best, _ = jax.lax.top_k(groups, min(spec.best_of_group, groups.shape[-1]))
-        _, kept = jax.lax.top_k(self._total(best)[..., 0], spec.chosen_groups)
+        _, kept = jax.lax.top_k(best.sum(-1), spec.chosen_groups)
         is_kept = (kept[:, :, None] == jnp.arange(spec.num_groups)).any(axis=1)
         return jnp.where(is_kept[:, :, None], groups, -jnp.inf).reshape(ranked.shape)

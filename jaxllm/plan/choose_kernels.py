@@ -68,7 +68,7 @@ def load_native_kernels(
     kv_dtypes = () if kv_dtype is None else (kv_dtype,)
     dtypes = (dtype.name,)
     if config.model.batch_invariant and dtype.name in native.DTYPES:
-        dtypes = native.DTYPES  # sums are of float32, and so are some routers
+        dtypes = native.DTYPES  # sums are of float32
     library = native.load(Path(directory).expanduser() / "native", dtypes, kv_dtypes)
     if isinstance(library, NoLibrary):
         logger.info("XLA's slower kernels run in place of our own: %s", library.reason)

@@ -21,7 +21,6 @@ from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
 from jaxllm.layers.norm import Summing
-from jaxllm.layers.router import Router
 from jaxllm.layers.state import StateOps
 from jaxllm.lora.device import AdapterArrays
 from jaxllm.messages import EngineInfo
@@ -219,7 +218,7 @@ class EnginePlan:
     def _with_kernels(self, model: Any, experts: ExpertsOp | None) -> Any:
         """The model, computed by the kernels of the plan."""
         for _, module in nnx.iter_graph(model):
-            if isinstance(module, Summing | Router):
+            if isinstance(module, Summing):
                 module.row_sums = self.row_sums
             if isinstance(module, Product):
                 # CPUs are slow at products with 16-bit results.
