@@ -39,7 +39,10 @@ class Router(Generic[Replica]):
         of what it has seen, should it come back."""
         replicas = list(replicas)
         gone = self._work.keys() - replicas
-        self._work = {replica: self._work.get(replica, 0) for replica in replicas}
+        self._work = dict.fromkeys(replicas, 0)
+        for replica, tokens in self._served.values():
+            if replica in self._work:
+                self._work[replica] += tokens
         if gone:
             kept = ((piece, one) for piece, one in self._seen.items() if one not in gone)
             self._seen = OrderedDict(kept)

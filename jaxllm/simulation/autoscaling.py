@@ -66,9 +66,14 @@ class AutoscalingRules:
             value = getattr(self, f.name)
             if isinstance(value, float | int) and not 0 <= value < math.inf:
                 raise refused(f.name, value, "it must be at least 0")
-        for name in ("target_ongoing_requests", "look_back_period_s"):
-            if getattr(self, name) <= 0:
-                raise refused(name, getattr(self, name), "it must be above 0")
+        for name in (
+            "target_ongoing_requests",
+            "look_back_period_s",
+            "upscaling_factor",
+            "downscaling_factor",
+        ):
+            if getattr(self, name) == 0:
+                raise refused(name, 0, "it must be above 0")
 
 
 class Autoscaler:

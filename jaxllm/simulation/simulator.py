@@ -188,7 +188,8 @@ class _Fleet:
         for index in self._wanted[target:]:
             self._left[index] = now
         del self._wanted[target:]
-        self.max_replicas = max(self.max_replicas, len(self._wanted))
+        num_ending = sum(self.replicas[index].is_busy for index in self._left)
+        self.max_replicas = max(self.max_replicas, len(self._wanted) + num_ending)
         self._taking = self._running(now)
         return self._taking
 

@@ -81,6 +81,18 @@ def test_replicas_may_come_and_go():
     assert router.rank(request("4", prompt(3, 64))) == ["a", "c", "b"]
 
 
+def test_a_replica_that_comes_back_has_the_work_of_its_requests_alone():
+    router = Router(["a", "b"])
+    assert router.choose(request("1", prompt(1, 640))) == "a"
+    router.set_replicas(["b"])
+    router.set_replicas(["a", "b"])
+    assert router.choose(request("2", prompt(2, 640))) == "b"
+    router.forget("1")
+    router.forget("2")
+    names = [router.choose(request(f"b{i}", prompt(i, 40))) for i in range(3, 7)]
+    assert names == ["a", "b", "a", "b"]
+
+
 def test_who_takes_a_request_in_place_of_the_chosen_one_has_the_work():
     router = Router(range(2))
     assert router.rank(request("1", prompt(1, 100))) == [0, 1]

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -41,11 +42,12 @@ WHOLE = ENDLESS.clone(output_kind=RequestOutputKind.FINAL_ONLY)
         ({"response_store": "memory"}, "response_store='memory': frontends come and go"),
         ({"batch_dir": "d"}, "batch_dir='d': frontends come and go"),
         ({"admin_without_key": True}, "none that starts later"),
-        ({"nnodes": 2}, "an engine under Ray Serve has one host"),
-        ({"num_replicas": 2, "autoscaling_config": {}}, "contradict each other"),
+        ({"nnodes": 2}, "nnodes=2: an engine under Ray Serve has one host"),
+        ({"distributed_executor_backend": "ray"}, "backend='ray': an engine under Ray Serve has"),
+        ({"num_replicas": 2, "autoscaling_config": {}}, "num_replicas=2: it and autoscaling_c"),
         ({"num_replicas": 0}, "num_replicas=0: it must be at least 1"),
         ({"routing_policy": "best"}, "routing_policy='best' is not one of 'prefix'"),
-        ({"placement_group_strategy": "PACK"}, "needs placement_group_bundles"),
+        ({"placement_group_strategy": "PACK"}, "='PACK': it needs placement_group_bundles"),
         ({"modell": "m"}, "unknown engine argument 'modell'"),
         ({"served_model_name": 3}, "served_model_name=3 has type int"),
     ],
@@ -236,6 +238,87 @@ def test_an_abort_reaches_the_engine(ask, loop):
 
     before = loop.run(ask.engine.stats()).num_generation_tokens
     assert loop.run(asyncio.wait_for(leave(), 60)) - before < 200
+
+
+class Asked:
+    """A router of Ray Serve's before two replicas, as Ray calls it."""
+
+    def __init__(self):
+        from ray.serve._private.common import DeploymentID, ReplicaID
+
+        from jaxllm.server.ray.request_router import PolicyRouter
+
+        self.ids = [ReplicaID(name, DeploymentID("Engine")) for name in "ab"]
+        self.router = PolicyRouter.__new__(PolicyRouter)  # without Ray's half
+        self.router.initialize_state(policy="least_work")
+        self.router._policy.set_replicas(self.ids)
+
+    def pending(self, name):
+        from ray.serve.request_router import PendingRequest
+
+        from jaxllm.messages import Add, EngineRequest
+        from jaxllm.server.ray.work import Work
+
+        one = EngineRequest(
+            request_id=name, prompt_token_ids=[1] * 100, sampling_params=SamplingParams(),
+            max_tokens=10, seed=0,
+        )  # fmt: skip
+        metadata: Any = SimpleNamespace(internal_request_id=name)
+        return PendingRequest([Work(Add.of([one]))], {}, metadata)
+
+    async def chosen(self, pending):
+        replicas: Any = [SimpleNamespace(replica_id=one) for one in self.ids]
+        (first, *_) = await self.router.choose_replicas(replicas, pending)
+        return first[0].replica_id
+
+    def work(self):
+        return [self.router._policy._work[one] for one in self.ids]
+
+
+def test_a_request_that_left_before_it_had_a_replica_is_no_work(loop):
+    pytest.importorskip("ray.serve")
+
+    async def leave():
+        asked = Asked()
+        pending = asked.pending("1")
+        await asked.chosen(pending)
+        await asked.chosen(pending)  # all were full
+        assert asked.work() == [110, 0]
+        pending.future.cancel()
+        await asyncio.sleep(0)
+        assert asked.work() == [0, 0]
+        # Ray has chosen, and the client leaves before the replica has said yes.
+        pending = asked.pending("2")
+        await asked.chosen(pending)
+        pending.future.set_result(None)
+        asked.router.on_request_completed(asked.ids[0], "2")
+        assert asked.work() == [0, 0]
+
+    loop.run(leave())
+
+
+def test_a_request_that_a_replica_refuses_stays_work(loop):
+    pytest.importorskip("ray.serve")
+
+    async def refuse():
+        asked = Asked()
+        a, b = asked.ids
+        pending = asked.pending("1")
+        assert await asked.chosen(pending) == a
+        pending.future.set_result(None)
+        pending.reset_future()
+        assert await asked.chosen(pending) == a
+        asked.router.on_request_completed(a, "1")  # of the first attempt
+        assert asked.work() == [110, 0]
+        pending.future.set_result(None)
+        asked.router.on_request_routed(pending, b, None)
+        asked.router.on_request_completed(a, "1")
+        assert asked.work() == [0, 110]
+        asked.router.on_request_completed(b, "1")
+        assert asked.work() == [0, 0]
+        assert not asked.router._under_way
+
+    loop.run(refuse())
 
 
 def on_a_cluster(directory, *parts):

@@ -77,11 +77,14 @@ class Fleet(FarEngine):
             found = await response.results_async(timeout_s=_CALL_S, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
             raise EngineDeadError(f"no replica answers: {_first_line(error)}") from error
-        answers = [
-            commands.decode_answer(command, msgspec.Raw(one))
-            for one in found
-            if isinstance(one, bytes)
-        ]
+        answers = []
+        for one in found:
+            if isinstance(one, bytes):
+                answers.append(commands.decode_answer(command, msgspec.Raw(one)))
+            else:
+                logger.warning("a replica does not answer: %s", _first_line(one))
+        if not answers:
+            raise EngineDeadError("no replica answers")
         return command.unite(answers)
 
     def fail_calls(self, error: BaseException) -> None:

@@ -12,8 +12,10 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.config import EngineConfig
+from jaxllm.errors import EngineDeadError
 from jaxllm.files import read_given_text
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.logging import init_logger
 from jaxllm.messages import Ready
 from jaxllm.server.app import make_app
 from jaxllm.server.auth import read_keys
@@ -21,6 +23,10 @@ from jaxllm.server.ray.options import read
 from jaxllm.server.run import make_service
 from jaxllm.server.service import Service
 from jaxllm.server.stats_log import log_stats
+
+logger = init_logger(__name__)
+
+_WITHOUT_REPLICAS_S = 10.0
 
 
 class Frontend:
@@ -30,6 +36,12 @@ class Frontend:
         """`engines` is the handle of the replicas' deployment."""
         self._engines = engines
         self._asked = read(options)
+        self._engine: AsyncLLMEngine | None = None
+
+    async def check_health(self) -> None:
+        """Raise if no request would get an answer any more, so that Serve replaces the frontend."""
+        if self._engine is not None:
+            await self._engine.check_health()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         from jaxllm.server.ray.fleet import Fleet
@@ -39,7 +51,7 @@ class Frontend:
         fleet = Fleet(self._engines, ready, asked.fleet.max_attempts)
         config = asked.config if asked.fleet.num_frontends == 1 else _own_seed(asked.config)
         # In a thread, since it reads the tokenizer.
-        engine = await asyncio.to_thread(AsyncLLMEngine, config, fleet)
+        engine = self._engine = await asyncio.to_thread(AsyncLLMEngine, config, fleet)
         template = asked.server.chat_template and read_given_text(asked.server.chat_template)
         service = make_service(engine, asked.server, template)
         return _within_prefix(make_app(service, read_keys(asked.server), _lifespan_of(service)))
@@ -50,7 +62,7 @@ def _lifespan_of(service: Service) -> Any:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         tasks = []
         if not service.options.disable_log_stats:
-            tasks.append(asyncio.create_task(log_stats(service.engine)))
+            tasks.append(asyncio.create_task(_log_stats(service.engine)))
         yield
         # Serve has waited until no requests are under way, for as long as it may.
         service.is_stopping = True
@@ -58,6 +70,16 @@ def _lifespan_of(service: Service) -> Any:
         service.engine.shutdown()
 
     return lifespan
+
+
+async def _log_stats(engine: AsyncLLMEngine) -> None:
+    """Log as the server of one engine does, and go on when there are replicas again."""
+    while engine.is_running:
+        try:
+            await log_stats(engine)
+        except EngineDeadError as error:
+            logger.warning("there are no figures: %s", error)
+            await asyncio.sleep(_WITHOUT_REPLICAS_S)
 
 
 def _own_seed(config: EngineConfig) -> EngineConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig, option
 from jaxllm.engine.router import RoutingPolicy
-from jaxllm.errors import ValidationError, refused
+from jaxllm.errors import refused
 from jaxllm.files import parse_json
 from jaxllm.option_types import check_type
 from jaxllm.server.options import ServerOptions
@@ -57,11 +57,17 @@ class FleetOptions:
             if value is not None and value < 1:
                 raise refused(name, value, "it must be at least 1")
         if self.num_replicas is not None and self.autoscaling_config is not None:
-            raise ValidationError(
-                "num_replicas and autoscaling_config contradict each other; give one of them"
+            raise refused(
+                "num_replicas",
+                self.num_replicas,
+                "it and autoscaling_config contradict each other; give one of them",
             )
         if self.placement_group_strategy is not None and self.placement_group_bundles is None:
-            raise ValidationError("placement_group_strategy needs placement_group_bundles")
+            raise refused(
+                "placement_group_strategy",
+                self.placement_group_strategy,
+                "it needs placement_group_bundles",
+            )
 
 
 class Asked(typing.NamedTuple):
@@ -90,11 +96,15 @@ def read(options: Mapping[str, Any]) -> Asked:
     server_options = ServerOptions(host="0.0.0.0", **server)
     server_options.validate()
     config = EngineConfig.create(**options)
-    if config.parallel.nnodes != 1 or config.parallel.distributed_executor_backend is not None:
-        raise ValidationError(
-            "nnodes and distributed_executor_backend: an engine under Ray Serve has one host; "
-            "start engines of several with `jaxllm serve --nnodes`, behind a gateway"
-        )
+    for name, usual in (("nnodes", 1), ("distributed_executor_backend", None)):
+        value = getattr(config.parallel, name)
+        if value != usual:
+            raise refused(
+                name,
+                value,
+                "an engine under Ray Serve has one host; start engines of several with "
+                "`jaxllm serve --nnodes`, behind a gateway",
+            )
     return Asked(options, config, server_options, fleet)
 
 

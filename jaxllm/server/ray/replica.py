@@ -39,6 +39,7 @@ class EngineReplica:
 
     def __init__(self, engine_options: Mapping[str, Any]):
         """Wait until the engine is ready, perhaps for minutes."""
+        self._is_running = False
         self._process = EngineProcess(EngineConfig.create(**engine_options))
         try:
             self._client = AsyncClient(self._process)
@@ -48,8 +49,11 @@ class EngineReplica:
         self._encoder = msgspec.msgpack.Encoder()
         self._outputs: dict[str, asyncio.Queue[EngineOutput]] = {}  # by the engine's request id
         self._reader: asyncio.Task[None] | None = None
+        self._is_running = True
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
+        """Raise if the engine has ended. From the first call on a silent engine is noticed, too."""
+        self._read_on()
         if self._process.status is not None:
             raise EngineDeadError(f"the engine has ended with status {self._process.status}")
 
@@ -75,10 +79,11 @@ class EngineReplica:
         ready: list[EngineOutput] = []
         try:
             while unfinished:
-                ready.append(await queue.get())
+                new = [await queue.get()]
                 while not queue.empty():
-                    ready.append(queue.get_nowait())
-                for output in ready:
+                    new.append(queue.get_nowait())
+                ready += new
+                for output in new:
                     if output.finish_reason is not None:
                         unfinished.discard(output.request_id)
                 if not (work.is_whole and unfinished):
@@ -98,7 +103,10 @@ class EngineReplica:
             self._outputs[one].put_nowait(_aborted(one))
 
     def __del__(self) -> None:
-        """Serve calls this when it stops the replica."""
+        """Serve calls this when it stops the replica, and Python once more after that."""
+        if not self._is_running:
+            return
+        self._is_running = False
         if self._reader is not None:
             self._reader.cancel()
         self._client.send(Stop())
@@ -120,6 +128,9 @@ class EngineReplica:
                             self._outputs[output.request_id].put_nowait(output)
         except EngineDeadError as error:
             logger.error("the engine has ended, and so does its replica: %s", error)
+            os._exit(_EXIT_ENGINE_DEAD)
+        except Exception:
+            logger.exception("the replica has failed: nobody would get an answer from now on")
             os._exit(_EXIT_ENGINE_DEAD)
 
 

@@ -4,12 +4,22 @@ Ray keeps the queues, the back-pressure, and the set of replicas. The policy say
 replicas should take a request; one that has as many requests as it may have is passed over.
 """
 
-from typing import Any
+import asyncio
+import functools
+from typing import Any, NamedTuple
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from jaxllm.engine.router import Router, RoutingPolicy
 from jaxllm.server.ray.work import Work
+
+
+class _UnderWay(NamedTuple):
+    """A request that Ray routes or a replica serves."""
+
+    key: str  # our id
+    choice: "asyncio.Future[RunningReplica]"  # of the latest attempt; cancelled with the request
+    served_by: ReplicaID | None
 
 
 class PolicyRouter(RequestRouter):
@@ -19,7 +29,7 @@ class PolicyRouter(RequestRouter):
     def initialize_state(self, policy: RoutingPolicy = "prefix", **kwargs: Any) -> None:
         assert not kwargs, kwargs
         self._policy: Router[ReplicaID] = Router((), policy)
-        self._keys: dict[str, str] = {}  # Ray's id of a request under way -> ours
+        self._under_way: dict[str, _UnderWay] = {}  # by Ray's id
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -42,14 +52,31 @@ class PolicyRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        key = self._keys.get(pending_request.metadata.internal_request_id)
-        if key is not None:
-            self._policy.move(key, replica_id)
+        ray_id = pending_request.metadata.internal_request_id
+        one = self._under_way.get(ray_id)
+        if one is not None:
+            self._under_way[ray_id] = one._replace(served_by=replica_id)
+            self._policy.move(one.key, replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        key = self._keys.pop(internal_request_id, None)
-        if key is not None:
-            self._policy.forget(key)
+        """Ray calls this for each attempt, also if the replica has refused the request. Then the
+        request may wait for another replica, or have one."""
+        one = self._under_way.get(internal_request_id)
+        if one is None:
+            return
+        was_served = one.served_by == replica_id
+        has_no_replica = one.served_by is None and one.choice.done()
+        if was_served or has_no_replica:
+            self._end(internal_request_id)
+
+    def _end(self, ray_id: str) -> None:
+        one = self._under_way.pop(ray_id, None)
+        if one is not None:
+            self._policy.forget(one.key)
+
+    def _end_if_cancelled(self, ray_id: str, choice: "asyncio.Future[RunningReplica]") -> None:
+        if choice.cancelled():
+            self._end(ray_id)
 
     def _rank(self, pending: PendingRequest) -> list[ReplicaID]:
         """All replicas from the best on; for what is about an earlier request, its replica."""
@@ -60,5 +87,14 @@ class PolicyRouter(RequestRouter):
             served_by = self._policy.replica_of(work)
             return [] if served_by is None else [served_by]
         self._policy.forget(work.key)  # it may come again, after a replica was full
-        self._keys[pending.metadata.internal_request_id] = work.key
+        self._note(pending, work.key)
         return self._policy.rank(work.add.first, work.num_answers)
+
+    def _note(self, pending: PendingRequest, key: str) -> None:
+        """Note a request that waits for a replica. If it is cancelled before it has one, Ray
+        reports no end of it."""
+        ray_id = pending.metadata.internal_request_id
+        known = self._under_way.get(ray_id)
+        if known is None or known.choice is not pending.future:
+            pending.future.add_done_callback(functools.partial(self._end_if_cancelled, ray_id))
+        self._under_way[ray_id] = _UnderWay(key, pending.future, None)
