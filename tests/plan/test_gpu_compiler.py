@@ -52,6 +52,13 @@ def test_programs_get_the_options(plan, tmp_path):
     assert program_identity(changed) != program_identity(plan)
 
 
+def test_only_products_of_few_tokens_are_cut_into_parts(plan):
+    whole = ("xla_gpu_experimental_force_split_k", "1")
+    assert [whole in plan.step_options(number) for number in (1, 16, 17, 64)] == [0, 0, 1, 1]
+    assert plan.step_options(64)[-len(plan.compiler_options) :] == plan.compiler_options
+    assert CHIPS["v6e"].step_options(64) == CHIPS["cpu"].step_options(64) == ()
+
+
 def test_flat_graphs_have_no_conditionals_and_no_loops():
     (options,) = dict(graph_options("flat", H200)).values()
     whole = dict(H200.compiler_options)["xla_gpu_enable_command_buffer"]
