@@ -18,26 +18,13 @@ from tests.models.conftest import BLOCK_SIZE
 
 CASES = json.loads(Path(__file__).with_name("golden.json").read_text())
 TOLERANCE = 2e-4
-# The first case of a family computes its prompt as a whole and token by token: two programs. Its
-# others compute it in chunks of the same size, over what is in the cache: one, which has both.
-FIRSTS = {case["family"]: name for name, case in reversed(CASES.items())}
-CHUNK = 10
 
 
 class Case(NamedTuple):
-    name: str
     prompt: list[int]
     figures: dict[str, list[float]]
     model_dir: Path
     model: Any  # conftest.SingleRow
-
-    @property
-    def is_first(self):
-        return FIRSTS[self.figures["family"]] == self.name
-
-    def logits(self):
-        chunks = None if self.is_first else [CHUNK] * (len(self.prompt) // CHUNK)
-        return self.model.logits(self.prompt, chunks)
 
 
 @pytest.fixture(scope="module", params=CASES.keys())
@@ -46,7 +33,7 @@ def case(request, tmp_path_factory, single_row):
     model_dir = checkpoint(figures, tmp_path_factory.mktemp("model"))
     prompt = figures["prompt"]
     model = single_row(model_dir, num_blocks=max(16, -(-len(prompt) // BLOCK_SIZE)))
-    return Case(request.param, prompt, figures, model_dir, model)
+    return Case(prompt, figures, model_dir, model)
 
 
 def checkpoint(case, path, **options):
@@ -71,7 +58,7 @@ def oracle(model_dir):
 
 
 def test_logits_match_golden_figures(case):
-    logits = case.logits()
+    logits = case.model.logits(case.prompt)
     logprobs = log_softmax(logits)[np.arange(len(logits) - 1), case.prompt[1:]]
     expected = case.figures["prompt_logprobs"], case.figures["last_logits"]
     np.testing.assert_allclose(logprobs, expected[0], atol=TOLERANCE, rtol=0)
@@ -79,8 +66,6 @@ def test_logits_match_golden_figures(case):
 
 
 def test_decoding_token_by_token_equals_the_whole_sequence(case):
-    if not case.is_first:
-        pytest.skip("its chunks are compared with the figures")
     decoded = case.model.logits(case.prompt, chunks=[1] * len(case.prompt))
     whole = case.model.logits(case.prompt)
     # Products of one row and of many round differently, by processor: of 15,000 logits of unit
@@ -109,7 +94,8 @@ def test_full_logits_match_transformers(case):
 
     with torch.no_grad():
         expected = reference(torch.tensor([case.prompt]), use_cache=False).logits[0].numpy()
-    np.testing.assert_allclose(case.logits(), expected, atol=TOLERANCE, rtol=0)
+    logits = case.model.logits(case.prompt)
+    np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.oracle
