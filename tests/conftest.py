@@ -2,6 +2,7 @@
 hardware that is not there."""
 
 import contextlib
+import gc
 import os
 import time
 from collections import Counter
@@ -70,6 +71,9 @@ HARDWARE_MARKERS = ("tpu", "gpu", *COMPILE_MARKERS)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    # What is collected stays until the end, and so does most of what JAX has traced. By Python's own
+    # thresholds a tenth of a run would be spent on looking through it for garbage.
+    gc.disable()
     if hasattr(session.config, "workerinput"):
         return  # their parent has done it
     for path in HOME.rglob("*"):
@@ -89,6 +93,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         sweeps = [item for item in items if item.get_closest_marker("sweep")]
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=sweeps)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def _is_plainly_compiled(item: pytest.Item) -> bool:
