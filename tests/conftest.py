@@ -71,7 +71,7 @@ HARDWARE_MARKERS = ("tpu", "gpu", *COMPILE_MARKERS)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    # What is collected stays until the end, and so does most of what JAX has traced. By Python's own
+    # What is collected stays to the end, and so does most of what JAX traces. By Python's own
     # thresholds a tenth of a run would be spent on looking through it for garbage.
     gc.disable()
     if hasattr(session.config, "workerinput"):
