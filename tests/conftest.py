@@ -71,8 +71,8 @@ HARDWARE_MARKERS = ("tpu", "gpu", *COMPILE_MARKERS)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    # What is collected stays to the end, and so does most of what JAX traces. By Python's own
-    # thresholds a tenth of a run would be spent on looking through it for garbage.
+    # Collected tests stay to the end. To look through them for garbage, again and again as their
+    # number grows, would take a fifth of the time until the first test.
     gc.disable()
     if hasattr(session.config, "workerinput"):
         return  # their parent has done it
@@ -96,9 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
