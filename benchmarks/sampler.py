@@ -37,7 +37,7 @@ KINDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--vocab-size", type=int, default=151_936)
     parser.add_argument("--rounds", type=int, default=5)
@@ -72,8 +72,8 @@ def _own(platform: str) -> dict[str, Layout]:
     return {"native": with_op(LAYOUTS["cpu"], NativeSampler.load(library))}
 
 
-def _runner(layout: Layout, num_rows: int, vocab_size: int) -> Callable[[SamplingParams], float]:
-    """A function that times one step."""
+def _runner(layout: Layout, num_rows: int, vocab_size: int) -> Callable[[str], float]:
+    """A function that times one step of a kind of rows."""
 
     def step(state: SlotState, logits: jax.Array, packed: jax.Array, rows: jax.Array, masks=None):
         out = sample(

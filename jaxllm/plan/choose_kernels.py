@@ -216,13 +216,18 @@ def choose_sampling(
     library: Library | NoLibrary,
     num_shards: int,
     row_sums: RowSums | None,
+    *,
+    samples: bool,
 ) -> Layout:
     """How the sampler reads logits. XLA can run each layout everywhere, except that for Hopper.
-    The native sampler takes whole rows, and no processors of users."""
+    The native sampler takes whole rows, and no processors of users. An engine that pools samples
+    nothing."""
     layout = HOPPER if _has_own_kernels(chip, num_shards) else LAYOUTS[chip.platform]
     if row_sums is not None:
         layout = with_row_sums(layout, row_sums)
-    if isinstance(library, NoLibrary) or num_shards > 1 or config.model.logits_processors:
+    if isinstance(library, NoLibrary) or num_shards > 1:
+        return layout
+    if config.model.logits_processors or not samples:
         return layout
     try:
         return with_op(layout, NativeSampler.load(library))

@@ -3,8 +3,9 @@
 All layouts compute the same. A block is 128 neighbouring tokens of the vocabulary, whatever
 the size of the vocabulary or of a device's shard of it (a shard is a number of whole blocks).
 
-- CPU: one op in C++ chooses tokens, where it can (`op`). For XLA rows are cut into blocks, [R, blocks, 128]: XLA's own arg-max of a row takes three times as
-  long as one of its blocks' maxima. A few rows at a time stay in the caches.
+- CPU: one op in C++ chooses the tokens, where it can (`op`). XLA has rows cut into blocks,
+  [R, blocks, 128]: its own arg-max of a row takes three times as long as one of its blocks' maxima.
+  A few rows at a time stay in the caches.
 - GPU: rows cut into blocks are the same memory. An arg-max of whole rows is fewer launches. On
   Hopper one launch finds the cuts of top-k and top-p, but of rows that are whole on a device.
 - TPU: memory consists of tiles of eight rows by 128 tokens, so blocks of a row are apart, and

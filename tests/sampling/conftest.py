@@ -104,7 +104,7 @@ class SamplerDriver:
         num_rows = num_rows or n
         samples = np.ones(n, bool) if samples is None else np.asarray(samples)
 
-        def pad(x, fill=0):
+        def pad(x, fill: float = 0):
             x = np.asarray(x)
             return np.concatenate([x, np.full((num_rows - n, *x.shape[1:]), fill, x.dtype)])
 
