@@ -372,9 +372,11 @@ def test_logprobs_are_those_of_the_logits_as_they_came(driver, rng):
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_array_equal(logprobs.token_ids[:, 0], tokens)
     np.testing.assert_array_equal(logprobs.token_ids[:, 1], logits.argmax(axis=1))
-    np.testing.assert_allclose(
-        logprobs.logprobs, np.take_along_axis(exact, logprobs.token_ids, 1), atol=1e-5
-    )
+    # XLA computes as many for all rows; the native sampler for each what it wants.
+    columns = np.arange(logprobs.token_ids.shape[1])
+    wanted = (columns <= np.arange(SLOTS)[:, None] % 3) | (driver.layout.op is None)
+    expected = np.take_along_axis(exact, logprobs.token_ids, 1)
+    np.testing.assert_allclose(logprobs.logprobs[wanted], expected[wanted], atol=1e-5)
     np.testing.assert_array_equal(
         logprobs.ranks, 1 + (logits > logits[range(SLOTS), tokens][:, None]).sum(axis=1)
     )
