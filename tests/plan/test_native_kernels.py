@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.dense.native import NativeMatmul
+from jaxllm_kernels.sampler.native import NativeSampler
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM, LogitsProcessor, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.plan.int4 import bytes_as_int4
@@ -38,6 +39,22 @@ def test_they_run_where_nobody_asks_for_others(plan):
     assert plan(attention_backend="native").attention == made.attention
     asked_for_xla = plan(attention_backend="xla")
     assert asked_for_xla.attention.name == "xla" and asked_for_xla.matmul == made.matmul
+
+
+class Halves(LogitsProcessor):
+    def encode(self, params):
+        return None
+
+    def apply(self, logits, params, output_index):
+        return logits / 2
+
+
+@needs_compiler
+def test_tokens_are_chosen_by_our_own_code_but_for_users_processors(plan):
+    made = plan()
+    assert isinstance(made.sampling.op, NativeSampler) and "native sampler" in summary(made)
+    assert plan(logits_processors=[Halves]).sampling.op is None
+    assert plan(native_kernels=False).sampling.op is None
 
 
 @needs_compiler
