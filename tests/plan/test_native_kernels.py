@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections import Counter
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,7 +29,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-    options = {"kv_cache_memory_bytes": 1 << 22}
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 22}
     return lambda **changes: make_plan(EngineConfig.create(str(model), **{**options, **changes}))
 
 
@@ -61,6 +62,7 @@ def test_tokens_are_chosen_by_our_own_code_but_for_users_processors(plan):
 def test_the_summary_says_what_codes_of_4_bits_would_bring(plan):
     made, coded = plan(), plan(quantization="int4")
     told = bytes_as_int4(made)
+    assert told is not None
     assert told == pytest.approx(coded.weights_bytes, rel=0.03) and told < made.weights_bytes
     assert f"int4 would make the weights about {format_bytes(told)}" in summary(made)
     for other in (coded, plan(native_kernels=False)):
@@ -87,9 +89,13 @@ def test_rows_of_padding_are_zeros_wherever_they_are_multiplied(
 
     monkeypatch.setattr(NativeMatmul, "__call__", multiply_and_look)
     model = make_tiny_checkpoint(tmp_path / "model", family)
-    options = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 22, "enforce_eager": True}
+    options: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 1 << 22,
+        "enforce_eager": True,
+    }
     llm = LLM(str(model), compilation_cache_dir=str(new_cache()), **options)
-    prompts = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(5)]
+    prompts: list[Any] = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(5)]
     llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     jax.effects_barrier()
     # Prompts of 20 tokens in a step of 128; three steps of five decodes in eight rows.
