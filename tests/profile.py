@@ -46,6 +46,12 @@ SHARDED_MODEL: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 
+# Of that model over two hosts of two devices, with a tokenizer, and with room for a request that
+# outlasts the loss of a host.
+OVER_HOSTS: dict[str, Any] = {
+    name: value for name, value in SHARDED.items() if name != "skip_tokenizer_init"
+} | {"max_model_len": 4096, "num_gpu_blocks_override": 512, "tensor_parallel_size": 4}
+
 
 def as_flags(options: dict[str, Any]) -> list[str]:
     """The same, as they are written on the command line."""

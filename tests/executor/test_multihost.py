@@ -16,7 +16,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.testing import make_tiny_checkpoint
-from tests.profile import SHARDED, SHARDED_MODEL
+from tests.profile import OVER_HOSTS, SHARDED_MODEL
 
 # What a rank runs: the same on each, as users do it. Rank 0 says its answers. Gloo's threads print,
 # too, and into each other's lines.
@@ -51,6 +51,7 @@ if sys.argv[3] == "ask again":
         say(type(error).__name__)
 """
 
+FORM = {"regex": "a[b-f]{4}: (yes|no), it is so"}
 HEAD = list(range(20, 60))  # shared, and longer than a chunk
 REQUESTS = [
     ([5, 6, 7], {"temperature": 0, "max_tokens": 12, "logprobs": 25}),
@@ -58,15 +59,16 @@ REQUESTS = [
     (HEAD + [4, 5], {"temperature": 0, "repetition_penalty": 1.3, "max_tokens": 20, "logprobs": 1}),
     ([9] * 30, {"seed": 2, "n": 2, "min_p": 0.02, "max_tokens": 8, "logprobs": 1}),
     ([8, 1], {"temperature": 0, "logit_bias": {"7": 4.0}, "max_tokens": 9, "logprobs": 1}),
+    # Masks reach every rank, and tokens that a grammar forces as well.
+    ([4, 9, 2], {"seed": 3, "max_tokens": 20, "logprobs": 1, "structured_outputs": FORM}),
 ]
-LONG = {"max_model_len": 4096, "num_gpu_blocks_override": 512}
 ENDLESS = [([5, 6, 7], {"max_tokens": 100_000, "ignore_eos": True, "seed": 1})]
 
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     path = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), **SHARDED_MODEL)
-    return SHARDED | {"model": str(path)}
+    return OVER_HOSTS | {"model": str(path)}
 
 
 def said(out):
@@ -143,15 +145,15 @@ def _numbered(params):
 
 @pytest.fixture(scope="module")
 def expected(options):
-    return answers_of_one_process(options)
+    return answers_of_one_process(options | {"tensor_parallel_size": 1})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nnodes", "devices", "tensor", "data"),
     [
-        (2, 2, 4, 1),  # a model over two hosts, with two devices each, more than kv heads
         (4, 1, 2, 2),  # a replica that rank 0 has no part in, and that is on two hosts
+        pytest.param(2, 2, 4, 1, marks=pytest.mark.sweep),
         # Either with one where the other has two.
         pytest.param(2, 1, 2, 1, marks=pytest.mark.sweep),
         pytest.param(2, 1, 1, 2, marks=pytest.mark.sweep),
@@ -188,16 +190,15 @@ def slurm(rank):
 
 @pytest.mark.slow
 def test_ranks_meet_by_what_their_environment_says(options, expected):
-    options = options | {"tensor_parallel_size": 2}
-    with Ranks(options, REQUESTS, nnodes=2, env_of=slurm) as ranks:
+    """And a model is over two hosts, with two devices each, more than kv heads."""
+    with Ranks(options, REQUESTS, nnodes=2, devices=2, env_of=slurm) as ranks:
         assert_answered(ranks.ends(), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_follower_ends_the_requests_and_the_engine(how, options):
-    options = options | {"tensor_parallel_size": 2, **LONG}
-    with Ranks(options, ENDLESS, nnodes=2, then="ask again") as ranks:
+    with Ranks(options, ENDLESS, nnodes=2, devices=2, then="ask again") as ranks:
         ranks.until_running()
         ranks.processes[1].send_signal(how)
         leader = ranks.processes[0]
@@ -211,8 +212,7 @@ def test_a_lost_follower_ends_the_requests_and_the_engine(how, options):
 
 @pytest.mark.slow
 def test_a_lost_leader_ends_its_followers(options):
-    options = options | {"tensor_parallel_size": 2, **LONG}
-    with Ranks(options, ENDLESS, nnodes=2) as ranks:
+    with Ranks(options, ENDLESS, nnodes=2, devices=2) as ranks:
         ranks.until_running()
         ranks.processes[0].kill()
         _, err = ranks.processes[1].communicate(timeout=120)
@@ -230,6 +230,7 @@ def test_ranks_with_other_options_are_refused_by_name(options):
 
 @pytest.mark.slow
 def test_a_rank_with_nothing_to_do_is_refused(options):
+    options = options | {"tensor_parallel_size": 1}
     with Ranks(options, REQUESTS, nnodes=2) as ranks:
         leader, follower = ranks.ends(timeout=120)
     assert leader[0] != 0 and follower[0] != 0

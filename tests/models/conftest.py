@@ -1,7 +1,9 @@
 """Runs a model directory without an engine: one row, with blocks scattered over a small cache, on
 one device or cut over several."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,52 @@ from jaxllm.quantization.products import Products
 from jaxllm.weights.loader import load_weights
 
 BLOCK_SIZE = 4
+PADDING = 1  # a token like others
 STATE_OPS = StateOps(
     conv=XlaConv(), delta=XlaDelta(), ssd=XlaSsd(), self_attention=XlaSelfAttention()
 )
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a step of one row is made of. Equal models of several checkpoints share it."""
+
+    graphdef: Any
+    num_blocks: int
+    backend: Any
+    mesh: jax.sharding.Mesh
+
+    def step(self, weights, token_ids, num_tokens, start, caches):
+        """Compute the first num_tokens of token_ids, i32 [T], behind `start` others; a single
+        token as a decode. The rest is padding. Returns logits [T, V], and the caches."""
+        model = nnx.merge(self.graphdef, weights)
+        batch = RaggedBatch(
+            query_starts=jnp.stack([0, num_tokens]),
+            context_lens=(start + num_tokens)[None],
+            block_tables=jnp.arange(self.num_blocks)[None, ::-1],
+            num_decodes=(num_tokens == 1).astype(jnp.int32),
+            block_size=BLOCK_SIZE,
+            decode_only=False,
+        )
+        configs = model.attention_configs
+        context = StepContext.prepare(
+            dict.fromkeys(map(window_of, configs), batch) or {None: batch},
+            configs,
+            num_tokens=len(token_ids),
+            backend=self.backend,
+            mesh=self.mesh,
+            state_ops=STATE_OPS if model.state_configs else None,
+            slots=jnp.array([1]),
+            num_slots=2,
+        )
+        positions = start + jnp.arange(len(token_ids))
+        hidden, caches = model(token_ids, positions, caches, context)
+        return model.compute_logits(hidden), caches
+
+
+@functools.lru_cache(maxsize=4)  # for tests that follow each other
+def compiled(program: Program) -> Callable:
+    return jax.jit(program.step)
 
 
 class SingleRow:
@@ -82,17 +127,28 @@ class SingleRow:
         keeps_latents = any(isinstance(config, LatentConfig) for config in configs)
         get = get_latent_backend if keeps_latents else get_backend
         self._backend: Any = get("reference")
-        self._step = jax.jit(self.step)
 
-    def logits(self, token_ids: Sequence[int], chunks: Sequence[int] | None = None) -> np.ndarray:
-        """Compute logits [T, V] of a sequence in chunks of these sizes; None: as a whole."""
+    @property
+    def program(self) -> Program:
+        return Program(self._graphdef, self.num_blocks, self._backend, self.mesh)
+
+    def logits(
+        self,
+        token_ids: Sequence[int],
+        chunks: Sequence[int] | None = None,
+        *,
+        width: int | None = None,
+    ) -> np.ndarray:
+        """Compute logits [T, V] of a sequence in chunks of these sizes; None: as a whole. One
+        program computes all of the chunks that are padded to a width."""
         pages = map(self._cache, self.abstract_model.attention_configs)
         caches = (*pages, *map(self._states, self.abstract_model.state_configs))
-        parts, start = [], 0
+        step, parts, start = compiled(self.program), [], 0
         for size in chunks or [len(token_ids)]:
-            chunk = jnp.array(token_ids[start : start + size])
-            logits, caches = self._step(self.weights, chunk, jnp.int32(start), caches)
-            parts.append(np.asarray(logits))
+            chunk = np.full(width or size, PADDING, np.int32)
+            chunk[:size] = token_ids[start : start + size]
+            logits, caches = step(self.weights, chunk, np.int32(size), np.int32(start), caches)
+            parts.append(np.asarray(logits)[:size])
             start += size
         assert start == len(token_ids)
         return np.concatenate(parts)
@@ -106,38 +162,12 @@ class SingleRow:
         if (axis := self._backend.cache_head_axis) is not None:
             sizes[axis] *= num_pieces(self.mesh, ("heads",))
         place = sharding(self.mesh, cache_axes(self._backend))
-        return jnp.zeros(sizes, shape.dtype, device=place)
+        return jax.device_put(np.zeros(sizes, shape.dtype), place)
 
     def _states(self, config: StateConfig) -> tuple[jax.Array, ...]:
         """The states of a mixer, with garbage in both slots."""
         shapes = config.of_slots(2, self.mesh)
-        return tuple(jnp.full(s.shape, 77, s.dtype, device=s.sharding) for s in shapes)
-
-    def step(self, weights, token_ids, start, caches):
-        model = nnx.merge(self._graphdef, weights)
-        num_tokens = len(token_ids)
-        batch = RaggedBatch(
-            query_starts=jnp.array([0, num_tokens]),
-            context_lens=(start + num_tokens)[None],
-            block_tables=jnp.arange(self.num_blocks)[None, ::-1],
-            num_decodes=jnp.int32(0),
-            block_size=BLOCK_SIZE,
-            decode_only=False,
-        )
-        configs = model.attention_configs
-        context = StepContext.prepare(
-            dict.fromkeys(map(window_of, configs), batch) or {None: batch},
-            configs,
-            num_tokens=num_tokens,
-            backend=self._backend,
-            mesh=self.mesh,
-            state_ops=STATE_OPS if model.state_configs else None,
-            slots=jnp.array([1]),
-            num_slots=2,
-        )
-        positions = start + jnp.arange(num_tokens)
-        hidden, caches = model(token_ids, positions, caches, context)
-        return model.compute_logits(hidden), caches
+        return tuple(jax.device_put(np.full(s.shape, 77, s.dtype), s.sharding) for s in shapes)
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,9 @@ def num_matmuls(model):
         model._backend.cache_shape(c, num_blocks=16, block_size=4, dtype=jnp.float32)
         for c in model.abstract_model.attention_configs
     )
-    arguments = (model.weights, jax.ShapeDtypeStruct((8,), jnp.int32), jnp.int32(0), caches)
-    return jax.jit(model.step).lower(*arguments).as_text().count("stablehlo.dot_general")
+    tokens, zero = jax.ShapeDtypeStruct((8,), jnp.int32), jnp.int32(0)
+    arguments = (model.weights, tokens, jnp.int32(8), zero, caches)
+    return jax.jit(model.program.step).lower(*arguments).as_text().count("stablehlo.dot_general")
 
 
 def parameter_names(model):

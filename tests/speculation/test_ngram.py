@@ -55,17 +55,17 @@ def test_a_repetition_goes_on():
     drafter = Ngram(2, 4)
     state = np.zeros((1, LENGTH), np.int32)
     state[0, :9] = [9, 8, 7, 1, 2, 1, 2, 1, 2]
-    drafts = drafter.propose(jax.numpy.asarray(state), 5, np.array([0]), np.array([9]))
+    propose = jax.jit(drafter.propose, static_argnums=1)
+    drafts = propose(state, 5, np.array([0]), np.array([9]))
     assert drafts.tolist() == [[1, 2, 1, 2, 1]]
 
 
 def test_it_records_what_counts():
     drafter = Ngram(2, 4)
-    state = drafter.admit(
-        jax.numpy.zeros((3, 8), np.int32), np.int32(1), np.arange(10, 18, dtype=np.int32)
-    )
+    text = np.arange(10, 18, dtype=np.int32)
+    state = jax.jit(drafter.admit)(np.zeros((3, 8), np.int32), np.int32(1), text)
     tokens = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.int32)
-    state = drafter.record(
+    state = jax.jit(drafter.record)(
         state, tokens, np.array([2, 0, 3]), np.array([1, 0, 3]), np.array([5, 1, 4])
     )
     assert state.tolist() == [[0] * 8, [10, 11, 12, 1, 2, 15, 16, 17], [0] * 8]
