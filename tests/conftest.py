@@ -38,7 +38,6 @@ SLOWEST = (
     "engine/test_equalities.py",
     "parallel/test_pipeline_parallel.py",
     "models/test_parity.py",
-    "models/test_sharded.py",
     "kernels/test_native_attention.py",
     "batch/test_kill.py",
     "engine/test_oracle.py",
