@@ -48,7 +48,7 @@ def test_made_up_weights_have_codes(model):
 
 ON_TWO_DEVICES = """
 import json, os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from tests.quantization.test_engine import answers
