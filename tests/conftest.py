@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -39,7 +40,6 @@ SLOWEST = (
     "engine/test_equalities.py",
     "parallel/test_pipeline_parallel.py",
     "models/test_parity.py",
-    "models/test_sharded.py",
     "kernels/test_native_attention.py",
     "batch/test_kill.py",
     "engine/test_oracle.py",
@@ -60,7 +60,8 @@ PLAINLY_COMPILED = (
     "models", "openai", "parallel", "quantization", "server", "simulation", "structured_output",
     "benchmarks/test_kernels.py", "benchmarks/test_scripts.py",
     "programs/test_bundle.py", "programs/test_report.py", "programs/test_store.py",
-    "programs/test_warmup.py", "test_llm.py",
+    "programs/test_warmup.py", "test_llm.py", "media/test_parallel.py", "pooling/test_adapters.py",
+    "pooling/test_parallel.py", "prompt_logprobs",
 )  # fmt: skip
 OPTIMISED_NEVERTHELESS = (
     "engine/test_batch_invariant.py", "engine/test_equalities.py", "engine/test_oracle.py",
@@ -176,7 +177,8 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         skipped = _reports(config, "skipped", marker)
         if not skipped:
             continue
-        reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+        wheres = (cast(tuple[str, int, str], report.longrepr) for report in skipped)
+        reasons = Counter(reason.removeprefix("Skipped: ") for _, _, reason in wheres)
         (reason, _), *others = reasons.most_common()
         more = "; others for other reasons" if others else ""
         terminalreporter.write_line(
