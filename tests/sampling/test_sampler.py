@@ -227,19 +227,15 @@ def test_every_layout_chooses_the_same(driver, rng, native_layout):
         steps = [sampler.step(step[slots], slots) for step in logits]
         return np.stack([step.tokens for step in steps]), steps[-1].logprobs
 
-    def wanted(logprobs):
-        """The columns that rows want. Others may have any values."""
-        columns = np.arange(logprobs.token_ids.shape[1])
-        its = columns <= np.array([-1, 1, 3, -1, 0, 3, -1, 1])[:, None]
-        return np.where(its, logprobs.token_ids, 0), np.where(its, logprobs.logprobs, 0)
-
     tokens, logprobs = choices(LAYOUTS["cpu"], np.arange(SLOTS))
+    asked = np.arange(logprobs.token_ids.shape[1]) <= np.array([-1, 1, 3, -1, 0, 3, -1, 1])[:, None]
     for name, layout in {**OF_LAYOUTS, "native": native_layout}.items():
         same, likewise = choices(layout, np.arange(SLOTS))
         np.testing.assert_array_equal(same, tokens, name)
-        ours, others = wanted(likewise), wanted(logprobs)
-        np.testing.assert_array_equal(ours[0], others[0], name)
-        np.testing.assert_allclose(ours[1], others[1], atol=1e-5)
+        # The native sampler leaves out what a row does not want.
+        seen = logprobs.token_ids >= 0 if layout.op is None else asked
+        np.testing.assert_array_equal(likewise.token_ids[seen], logprobs.token_ids[seen], name)
+        np.testing.assert_allclose(likewise.logprobs[seen], logprobs.logprobs[seen], atol=1e-5)
         fewer, _ = choices(layout, np.arange(5))
         np.testing.assert_array_equal(fewer, tokens[:, :5], name)
 
