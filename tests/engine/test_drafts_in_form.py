@@ -10,11 +10,8 @@ from tests.grammars import GRAMMARS, crowd, json_grammar, make_core, prompt, req
 from tests.profile import TINY
 
 CHECKED = TINY | {"check_invariants": True}
-# Blocks are so few that requests are preempted.
-DRAFTING = CHECKED | {
-    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
-    "num_gpu_blocks_override": 9,
-}
+DRAFTING = CHECKED | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 34, "enable_prefix_caching": False}
 # Little is forced, and answers repeat themselves.
 WORDS = json_grammar({"type": "array", "items": {"enum": [True, "b", 7]}, "minItems": 12})
 
@@ -105,10 +102,8 @@ def test_right_wrong_and_mixed_drafts_change_no_token(core, check):
     assert steps_if_right < steps_if_mixed < steps
 
 
-def test_others_beside_them_have_theirs_and_are_preempted(core, check):
-    before = core.stats().num_preemptions
+def test_others_beside_them_have_theirs(core, check):
     check(core, MIXED)
-    assert core.stats().num_preemptions > before
 
 
 def test_one_has_the_same_alone(core, check):
@@ -118,18 +113,14 @@ def test_one_has_the_same_alone(core, check):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"async_scheduling": False},
-        {"enable_prefix_caching": False},
-        {"long_prefill_token_threshold": 5},
-    ],
-    ids=["no overlap", "no prefixes", "chunks"],
+    [{"async_scheduling": False}, FEW_BLOCKS, {"long_prefill_token_threshold": 5}],
+    ids=["no overlap", "preempted", "chunks"],
 )
 def test_how_steps_are_planned_changes_nothing(model, check, options):
     core = make_core(model, **DRAFTING | options)
     _, accepted, _ = check(core, MIXED)
     assert accepted > 0
-    assert core.stats().num_preemptions > 0
+    assert (options is not FEW_BLOCKS) or core.stats().num_preemptions > 0
     core.shutdown()
 
 

@@ -61,22 +61,6 @@ def with_engine(options, use):
         assert engine._process.status is not None
 
 
-@pytest.fixture(scope="module")
-def on_engine(options):
-    """Runs `use(engine)` on an engine that tests share and leave without requests."""
-    engine = AsyncLLMEngine.from_engine_args(EngineArgs(**options))
-    with asyncio.Runner() as runner:
-
-        def run(use):
-            found = runner.run(asyncio.wait_for(use(engine), 300))
-            assert engine.num_unfinished == 0 and not engine.errored
-            return found
-
-        yield run
-    engine.shutdown()
-    assert engine._process.status is not None
-
-
 async def last(engine, prompt, params, request_id):
     output = None
     async for output in engine.generate(prompt, params, request_id):
@@ -86,7 +70,7 @@ async def last(engine, prompt, params, request_id):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_answers_are_those_of_llm(kind, on_engine, expected):
+def test_answers_are_those_of_llm(kind, options, expected):
     async def use(engine):
         async def one(index):
             parts = []
@@ -107,11 +91,11 @@ def test_answers_are_those_of_llm(kind, on_engine, expected):
         assert engine.num_unfinished == 0
         return found
 
-    assert on_engine(use) == expected
+    assert with_engine(options, use) == expected
 
 
 @pytest.mark.slow
-def test_what_was_processed_before_is_answered_as_well(on_engine, expected):
+def test_what_was_processed_before_is_answered_as_well(options, expected):
     async def use(engine):
         with pytest.raises(ValidationError, match="it is empty"):
             engine.process_input("0", [], PARAMS[0])
@@ -128,11 +112,11 @@ def test_what_was_processed_before_is_answered_as_well(on_engine, expected):
         assert engine.num_unfinished == 0
         return found
 
-    assert on_engine(use) == expected
+    assert with_engine(options, use) == expected
 
 
 @pytest.mark.slow
-def test_short_prompts_do_not_wait_for_long_ones(on_engine):
+def test_short_prompts_do_not_wait_for_long_ones(options):
     async def use(engine):
         go_on = threading.Event()
         before = asyncio.create_task(
@@ -148,11 +132,11 @@ def test_short_prompts_do_not_wait_for_long_ones(on_engine):
         with pytest.raises(ValidationError, match="max_model_len"):
             await long
 
-    on_engine(use)
+    with_engine(options, use)
 
 
 @pytest.mark.slow
-def test_who_lets_go_of_a_request_aborts_it_and_the_others_go_on(on_engine):
+def test_who_lets_go_of_a_request_aborts_it_and_the_others_go_on(options):
     endless = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
     async def use(engine):
@@ -191,11 +175,11 @@ def test_who_lets_go_of_a_request_aborts_it_and_the_others_go_on(on_engine):
         await stream.aclose()
         assert engine.num_unfinished == 0
 
-    on_engine(use)
+    with_engine(options, use)
 
 
 @pytest.mark.slow
-def test_a_slow_consumer_delays_nobody_and_gets_everything(on_engine):
+def test_a_slow_consumer_delays_nobody_and_gets_everything(options):
     async def use(engine):
         params = SamplingParams(
             max_tokens=120, ignore_eos=True, seed=1, output_kind=RequestOutputKind.DELTA
@@ -216,7 +200,7 @@ def test_a_slow_consumer_delays_nobody_and_gets_everything(on_engine):
         )
         assert answers(total) == answers(whole)
 
-    on_engine(use)
+    with_engine(options, use)
 
 
 @pytest.mark.slow
