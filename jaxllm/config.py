@@ -195,8 +195,8 @@ class CompilationConfig:
     )
     native_kernels: bool = option(
         True,
-        "On a CPU: attend, and multiply the rows of decodes, by kernels in C++, which are compiled "
-        "at the first start, if there is a compiler.",
+        "On a CPU: attend, multiply the rows of decodes, and sample, by kernels in C++, which are "
+        "compiled at the first start, if there is a compiler.",
     )
     attention_backend: str = option(
         "auto",

@@ -38,6 +38,7 @@ from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
 from jaxllm_kernels.row_sums.api import RowSums
 from jaxllm_kernels.row_sums.native import NativeRowSums
+from jaxllm_kernels.sampler.native import NativeSampler
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
@@ -48,7 +49,7 @@ from jaxllm.layers.state import StateOps
 from jaxllm.logging import init_logger
 from jaxllm.models.specs import Architecture
 from jaxllm.quantization.products import Products
-from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout, with_row_sums
+from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout, with_op, with_row_sums
 
 logger = init_logger(__name__)
 
@@ -209,10 +210,30 @@ def choose_state_ops(chip: Chip, *, is_encoder: bool) -> StateOps:
     )
 
 
-def choose_sampling(chip: Chip, num_shards: int, row_sums: RowSums | None) -> Layout:
-    """How the sampler reads logits. XLA can run each layout everywhere, except that for Hopper."""
+def choose_sampling(
+    config: EngineConfig,
+    chip: Chip,
+    library: Library | NoLibrary,
+    num_shards: int,
+    row_sums: RowSums | None,
+    *,
+    samples: bool,
+) -> Layout:
+    """How the sampler reads logits. XLA can run each layout everywhere, except that for Hopper.
+    The native sampler takes whole rows, and no processors of users. An engine that pools samples
+    nothing."""
     layout = HOPPER if _has_own_kernels(chip, num_shards) else LAYOUTS[chip.platform]
-    return layout if row_sums is None else with_row_sums(layout, row_sums)
+    if row_sums is not None:
+        layout = with_row_sums(layout, row_sums)
+    if isinstance(library, NoLibrary) or num_shards > 1:
+        return layout
+    if config.model.logits_processors or not samples:
+        return layout
+    try:
+        return with_op(layout, NativeSampler.load(library))
+    except ValueError as error:
+        logger.info("XLA samples in place of our own kernel: %s", error)
+        return layout
 
 
 def choose_add_norm(chip: Chip, num_shards: int) -> AddNorm | None:

@@ -361,7 +361,9 @@ def make_plan(
         ),
         state_ops=choose_state_ops(chip, is_encoder=is_encoder) if keeps_states else None,
         snapshots=snapshots,
-        sampling=choose_sampling(chip, num_shards, row_sums),
+        sampling=choose_sampling(
+            config, chip, library, num_shards, row_sums, samples=pooling is None
+        ),
         add_norm=choose_add_norm(chip, num_shards),
         row_sums=row_sums,
         stages=stages,

@@ -89,6 +89,7 @@ def summary(plan: EnginePlan) -> str:
         f"weights {format_bytes(plan.weights_bytes)}"
         f"{f' by {arch.scheme}' if arch.scheme is not None else ''}; {_attention(plan)}"
         f"{', native products' if plan.matmul is not XLA else ''}"
+        f"{', native sampler' if plan.sampling.op is not None else ''}"
         f"{', batch-invariant' if plan.row_sums is not None else ''}"
         f"{f', experts {plan.experts.name!r}' if plan.experts is not None else ''}"
         f"{f', recurrent layers {plan.state_ops}' if plan.states_bytes else ''}\n"

@@ -207,7 +207,7 @@ def verify(
     newest = jnp.take_along_axis(its, num_accepted[:, None], axis=1)[:, 0]
     return Verified(
         tokens.at[kept].set(newest, mode="drop"),
-        record_accepted(slots, its, num_tokens, rows.slots, params.flags),
+        record_accepted(slots, its, num_tokens, rows.slots, params.flags, plan.sampling),
         jnp.where(is_valid, its, NO_TOKEN),
         num_accepted,
         jax.tree.map(lambda x: x[:num_rows], sampled.logprobs),

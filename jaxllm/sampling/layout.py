@@ -3,8 +3,9 @@
 All layouts compute the same. A block is 128 neighbouring tokens of the vocabulary, whatever
 the size of the vocabulary or of a device's shard of it (a shard is a number of whole blocks).
 
-- CPU: rows are cut into blocks, [R, blocks, 128]: XLA's own arg-max of a row takes three times as
-  long as one of its blocks' maxima. A few rows at a time stay in the caches.
+- CPU: one op in C++ chooses the tokens, where it can (`op`). XLA has rows cut into blocks,
+  [R, blocks, 128]: its own arg-max of a row takes three times as long as one of its blocks' maxima.
+  A few rows at a time stay in the caches.
 - GPU: rows cut into blocks are the same memory. An arg-max of whole rows is fewer launches. On
   Hopper one launch finds the cuts of top-k and top-p, but of rows that are whole on a device.
 - TPU: memory consists of tiles of eight rows by 128 tokens, so blocks of a row are apart, and
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxllm_kernels.common import round_up
 from jaxllm_kernels.row_sums.api import RowSums
+from jaxllm_kernels.sampler.api import Sampler
 from jaxllm_kernels.top_k_cut.api import top_k_top_p_min_p_cut
 
 BLOCK = 128
@@ -56,6 +58,8 @@ class Layout:
     max_rows: int
     # The most columns of one XLA `top_k`.
     max_top_k_columns: int
+    # What chooses tokens, and counts them, in place of all this; None: XLA.
+    op: Sampler | None = None
 
 
 def _block_arg_max(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -200,3 +204,8 @@ def with_row_sums(layout: Layout, sums: RowSums) -> Layout:
         block_sums=lambda x: sums.total(_blocks(x, fill=0)),
         cut=functools.partial(top_k_top_p_min_p_cut, row_sums=sums.total),
     )
+
+
+def with_op(layout: Layout, op: Sampler) -> Layout:
+    """The layout with an op that chooses the tokens of rows without users' processors."""
+    return replace(layout, name=f"{layout.name} with an op", op=op)

@@ -11,6 +11,19 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxllm_kernels.sampler.api import (
+    ALLOWED_IDS,
+    BAD_WORDS,
+    FLOATS,
+    GRAMMAR,
+    INTS,
+    LOGIT_BIAS,
+    LOGPROBS,
+    MIN_TOKENS,
+    MORE_LOGPROBS,
+    PENALTIES,
+    RANDOM,
+)
 
 from jaxllm.sampling.logits_processor import (
     MAX_LOGITS_PROCESSORS,
@@ -19,16 +32,7 @@ from jaxllm.sampling.logits_processor import (
 )
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 
-# Flags: the parts of the sampler that a row needs. A step skips the parts that no row needs.
-RANDOM = 1 << 0  # temperature above zero
-LOGIT_BIAS = 1 << 1
-BAD_WORDS = 1 << 2
-MIN_TOKENS = 1 << 3
-PENALTIES = 1 << 4
-LOGPROBS = 1 << 5
-MORE_LOGPROBS = 1 << 6  # more than the best token's, of those that a step computes
-ALLOWED_IDS = 1 << 7
-GRAMMAR = 1 << 8  # the sampler itself sets it, in rows that have a mask
+# The flags of users' processors follow the sampler's own.
 _FIRST_PROCESSOR = 1 << 16
 _PROCESSORS = ((1 << MAX_LOGITS_PROCESSORS) - 1) * _FIRST_PROCESSOR
 
@@ -38,9 +42,7 @@ USES_SLOT = LOGIT_BIAS | ALLOWED_IDS | BAD_WORDS | MIN_TOKENS | PENALTIES
 RECORDS = PENALTIES | BAD_WORDS
 ADJUSTS = USES_SLOT | GRAMMAR | _PROCESSORS
 
-_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-_INTS = ("top_k", "seed_low", "seed_high", "min_tokens", "flags")
-_COLUMN = {name: column for column, name in enumerate((*_FLOATS, *_INTS))}
+_COLUMN = {name: column for column, name in enumerate((*FLOATS, *INTS))}
 
 _FLOAT = np.finfo(np.float32)
 
@@ -71,6 +73,7 @@ class RowParams:
     min_tokens: jax.Array  # i32 [R]
     flags: jax.Array  # i32 [R]
     processor_params: tuple[jax.Array, ...]  # f32 [R, num_params] of each logits processor
+    packed: jax.Array  # i32 [R, columns]: all of these, as they came
 
     @property
     def seed(self) -> jax.Array:
@@ -156,4 +159,5 @@ def decode(packed: jax.Array, processors: Sequence[LogitsProcessor] = ()) -> Row
         min_tokens=packed[:, _COLUMN["min_tokens"]],
         flags=packed[:, _COLUMN["flags"]],
         processor_params=tuple(processor_params),
+        packed=packed,
     )

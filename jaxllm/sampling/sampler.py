@@ -3,13 +3,18 @@
 One program serves every mix of parameters. Whatever only some requests need is under a conditional
 on the step's rows, so it costs nothing if no row needs it, and nothing is compiled after start-up.
 A step of greedy rows that want nothing else takes an arg-max, and enters no conditional.
+
+XLA needs seconds to compile all that, in every program. Where the layout has an op, one call of it
+does the same.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxllm_kernels.sampler.api import Sampler
 
 from jaxllm.sampling import row_params
 from jaxllm.sampling.adjust import adjust_logits
@@ -80,6 +85,24 @@ def sample(
     """
     own_flags = params.flags if masks is None else params.flags | row_params.GRAMMAR
     flags = jnp.where(samples, own_flags, 0)
+    if layout.op is not None and not processors:
+        its = layout.op.sample(
+            logits,
+            params.packed,
+            flags=flags,
+            slots=slots,
+            output_index=output_index,
+            positions=positions,
+            tables=state.tables(),
+            num_logprobs=num_logprobs,
+            masks=masks,
+            pending=pending,
+        )
+        if pending is None:
+            state = _record(
+                layout.op, state, its.tokens[:, None], jnp.ones_like(slots), slots, flags
+            )
+        return SampleOutput(its.tokens, its.is_valid, state, LogprobOutput(*its[2:]))
     best = most_likely(logits, layout)
 
     def plain() -> tuple[_Chosen, SlotState]:
@@ -117,10 +140,17 @@ def sample(
 
 
 def record_accepted(
-    state: SlotState, tokens: jax.Array, num_tokens: jax.Array, slots: jax.Array, flags: jax.Array
+    state: SlotState,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    slots: jax.Array,
+    flags: jax.Array,
+    layout: Layout,
 ) -> SlotState:
     """Count the first `num_tokens`, i32 [R], of each row's tokens, i32 [R, n], in its slot's
     output. `flags` are those of `RowParams`."""
+    if layout.op is not None:
+        return _record(layout.op, state, tokens, num_tokens, slots, flags)
 
     def record() -> SlotState:
         recorded = state
@@ -132,6 +162,18 @@ def record_accepted(
     flags = jnp.where(num_tokens > 0, flags, 0)
     records = (jnp.bitwise_or.reduce(flags) & row_params.RECORDS) != 0
     return jax.lax.cond(records, record, lambda: state)
+
+
+def _record(
+    op: Sampler,
+    state: SlotState,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    slots: jax.Array,
+    flags: jax.Array,
+) -> SlotState:
+    tables = op.record(state.tables(), tokens, num_tokens, flags=flags, slots=slots)
+    return dataclasses.replace(state, **tables._asdict())
 
 
 class _Rows(NamedTuple):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.sampler.api import SlotTables
 
 from jaxllm.sampling import row_params
 from jaxllm.sampling_params import Limits, SamplingParams
@@ -60,6 +61,10 @@ class SlotState:
         "token_counts": (None, "vocab"),
         "allowed_bits": (None, "vocab"),
     }
+
+    def tables(self) -> SlotTables:
+        """The tables, for an op."""
+        return SlotTables(*(getattr(self, name) for name in SlotTables._fields))
 
     @classmethod
     def abstract(cls, num_slots: int, vocab_size: int, max_model_len: int) -> "SlotState":

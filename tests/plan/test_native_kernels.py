@@ -3,14 +3,16 @@
 import logging
 import shutil
 from collections import Counter
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.dense.native import NativeMatmul
+from jaxllm_kernels.sampler.native import NativeSampler
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM, LogitsProcessor, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.plan.int4 import bytes_as_int4
@@ -27,7 +29,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-    options = {"kv_cache_memory_bytes": 1 << 22}
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 22}
     return lambda **changes: make_plan(EngineConfig.create(str(model), **{**options, **changes}))
 
 
@@ -40,10 +42,27 @@ def test_they_run_where_nobody_asks_for_others(plan):
     assert asked_for_xla.attention.name == "xla" and asked_for_xla.matmul == made.matmul
 
 
+class Halves(LogitsProcessor):
+    def encode(self, params):
+        return None
+
+    def apply(self, logits, params, output_index):
+        return logits / 2
+
+
+@needs_compiler
+def test_tokens_are_chosen_by_our_own_code_but_for_users_processors(plan):
+    made = plan()
+    assert isinstance(made.sampling.op, NativeSampler) and "native sampler" in summary(made)
+    assert plan(logits_processors=[Halves]).sampling.op is None
+    assert plan(native_kernels=False).sampling.op is None
+
+
 @needs_compiler
 def test_the_summary_says_what_codes_of_4_bits_would_bring(plan):
     made, coded = plan(), plan(quantization="int4")
     told = bytes_as_int4(made)
+    assert told is not None
     assert told == pytest.approx(coded.weights_bytes, rel=0.03) and told < made.weights_bytes
     assert f"int4 would make the weights about {format_bytes(told)}" in summary(made)
     for other in (coded, plan(native_kernels=False)):
@@ -70,9 +89,13 @@ def test_rows_of_padding_are_zeros_wherever_they_are_multiplied(
 
     monkeypatch.setattr(NativeMatmul, "__call__", multiply_and_look)
     model = make_tiny_checkpoint(tmp_path / "model", family)
-    options = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 22, "enforce_eager": True}
+    options: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 1 << 22,
+        "enforce_eager": True,
+    }
     llm = LLM(str(model), compilation_cache_dir=str(new_cache()), **options)
-    prompts = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(5)]
+    prompts: list[Any] = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(5)]
     llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     jax.effects_barrier()
     # Prompts of 20 tokens in a step of 128; three steps of five decodes in eight rows.

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxllm_kernels.native.library import NoLibrary, load
+from jaxllm_kernels.sampler.native import NativeSampler
 
 from jaxllm.sampling import row_params
-from jaxllm.sampling.layout import LAYOUTS
+from jaxllm.sampling.layout import LAYOUTS, Layout, with_op
 from jaxllm.sampling.sampler import SampleOutput, sample
 from jaxllm.sampling.slot_state import SlotState, slot_row, write_slot
 from jaxllm.sampling_params import SamplingParams
@@ -102,7 +104,7 @@ class SamplerDriver:
         num_rows = num_rows or n
         samples = np.ones(n, bool) if samples is None else np.asarray(samples)
 
-        def pad(x, fill=0):
+        def pad(x, fill: float = 0):
             x = np.asarray(x)
             return np.concatenate([x, np.full((num_rows - n, *x.shape[1:]), fill, x.dtype)])
 
@@ -130,10 +132,22 @@ class SamplerDriver:
         return SampleOutput(tokens, is_valid, self.state, logprobs)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def native_layout(native_kernels_dir) -> Layout:
+    """The layout with the native sampler."""
+    library = load(native_kernels_dir, ("float32",))
+    if isinstance(library, NoLibrary):
+        pytest.skip(library.reason)
+    return with_op(LAYOUTS["cpu"], NativeSampler.load(library))
+
+
+@pytest.fixture(params=["cpu", "native"])
 def driver(request) -> type[SamplerDriver]:
-    """The driver, with a layout that a test may choose by `of_each_layout`."""
-    layout = getattr(request, "param", SamplerDriver.layout)
+    """The driver, by XLA and by the native sampler, or with layouts of `of_layouts`."""
+    layout = request.param
+    if isinstance(layout, str):
+        native = layout == "native"
+        layout = request.getfixturevalue("native_layout") if native else LAYOUTS[layout]
     return type("Driver", (SamplerDriver,), {"layout": layout})
 
 

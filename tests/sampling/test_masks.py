@@ -30,7 +30,8 @@ class LikesToken5(LogitsProcessor):
 def sampler(driver):
     def make(params, processors=(), **admitted):
         its = driver(VOCAB, SLOTS, processors)
-        its.layout = FEW
+        if its.layout is LAYOUTS["cpu"]:
+            its.layout = FEW
         for slot in range(SLOTS):
             its.admit(slot, params, seed=slot, **admitted)
         return its

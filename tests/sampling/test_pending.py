@@ -1,13 +1,13 @@
 """Several places of one slot at once are sampled as one after the other."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
 
 from jaxllm.sampling import row_params
-from jaxllm.sampling.layout import LAYOUTS
 from jaxllm.sampling.sampler import record_accepted, sample
 from jaxllm.sampling.slot_state import MAX_COUNT, NO_TOKEN, PROMPT_BIT
 from jaxllm.sampling_params import SamplingParams
@@ -30,8 +30,8 @@ PARAMS = {
 }  # fmt: skip
 
 
-@jax.jit
-def sample_places(logits, packed, slots, output_index, positions, state, pending):
+@functools.partial(jax.jit, static_argnames="layout")
+def sample_places(logits, packed, slots, output_index, positions, state, pending, layout):
     return sample(
         logits,
         row_params.decode(packed),
@@ -41,7 +41,7 @@ def sample_places(logits, packed, slots, output_index, positions, state, pending
         positions=positions,
         state=state,
         num_logprobs=4,
-        layout=LAYOUTS["cpu"],
+        layout=layout,
         pending=pending,
     )
 
@@ -83,6 +83,7 @@ def test_places_are_sampled_as_one_after_the_other(driver, rng, name, nearly_ful
             several.lengths[1] + index,
             several.state,
             before.astype(np.int32),
+            driver.layout,
         )
         assert np.asarray(output.tokens).tolist() == tokens.tolist()
         if params.logprobs is not None:
@@ -90,12 +91,13 @@ def test_places_are_sampled_as_one_after_the_other(driver, rng, name, nearly_ful
                 mine = np.asarray(output.logprobs.logprobs[place])
                 np.testing.assert_allclose(mine, step.logprobs.logprobs[0], rtol=1e-6)
         # Only the first two count.
-        state = jax.jit(record_accepted)(
+        state = jax.jit(record_accepted, static_argnames="layout")(
             output.state,
             tokens[None],
             np.array([2], np.int32),
             np.array([1], np.int32),
             row_params.decode(several.columns[[1]]).flags,
+            layout=driver.layout,
         )
         plain = driver(VOCAB, 3)
         plain.columns, plain.num_outputs = several.columns, several.num_outputs

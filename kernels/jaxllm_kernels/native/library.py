@@ -30,7 +30,7 @@ _ROOT = Path(__file__).parents[1]
 _HEADERS = (
     "native/coded_products.h", "native/codes.h", "native/matrices.h", "native/products.h",
     "native/rows.h", "native/threads.h", "native/vectors.h", "dense/multiply.h", "experts/layer.h",
-    "ragged_paged_attention/native.h",
+    "ragged_paged_attention/native.h", "sampler/rows.h",
 )  # fmt: skip
 _FUNCTIONS = {
     "dense/native.cc": "jaxllm_dense",
@@ -51,6 +51,8 @@ _CACHED = {
 _LOW_RANK = {"low_rank/native.cc": "jaxllm_low_rank"}
 # Sums in a fixed order.
 _ROW_SUMS = {"row_sums/native.cc": "jaxllm_row_sums"}
+# The choice of tokens, whose logits are float32.
+_SAMPLER = {"sampler/native.cc": "jaxllm_sample", "sampler/record.cc": "jaxllm_record"}
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 DTYPES = tuple(_SUFFIXES)
 KV_DTYPES = tuple(_CACHED)
@@ -105,25 +107,42 @@ class Library:
         """Load the sums in a fixed order. Raises ValueError, which says why, if there are none."""
         self._add("row-sums", _ROW_SUMS)
 
-    def _add(self, part: str, functions: Mapping[str, str], *defines: str) -> None:
+    def add_sampler(self) -> None:
+        """Load the sampler. Raises ValueError, which says why, if there is none."""
+        self._add("sampler", _SAMPLER, dtypes=("float32",))
+
+    def _add(
+        self,
+        part: str,
+        functions: Mapping[str, str],
+        *defines: str,
+        dtypes: tuple[str, ...] | None = None,
+    ) -> None:
         try:
-            self._load(part, functions, *defines)
+            self._load(part, functions, *defines, dtypes=dtypes)
         except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
             raise ValueError(_reason(error)) from error
 
-    def _load(self, part: str, functions: Mapping[str, str], *defines: str) -> None:
-        """Load a part that has these sources and functions. Build it first unless the directory has
-        it."""
+    def _load(
+        self,
+        part: str,
+        functions: Mapping[str, str],
+        *defines: str,
+        dtypes: tuple[str, ...] | None = None,
+    ) -> None:
+        """Load a part that has these sources and functions, for these dtypes (default: those of the
+        library). Build it first unless the directory has it."""
+        dtypes = self.dtypes if dtypes is None else dtypes
         path = self._directory / f"{part}-{self.build}.so"
         if not path.exists():
-            wanted = [f"-DJAXLLM_{dtype.upper()}" for dtype in self.dtypes]
+            wanted = [f"-DJAXLLM_{dtype.upper()}" for dtype in dtypes]
             _compile(self._compiler, (*self._flags, *wanted, *defines), functions, path)
         _check_ours(path)
         if path.name in _registered:  # once per process, independent of its directory
             return
         loaded = ctypes.cdll.LoadLibrary(str(path))
         for name in functions.values():
-            for dtype in self.dtypes:
+            for dtype in dtypes:
                 function = jax.ffi.pycapsule(getattr(loaded, _symbol(name, dtype)))
                 jax.ffi.register_ffi_target(self.target(name, dtype), function, platform="cpu")
         _registered.add(path.name)
@@ -177,7 +196,7 @@ def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
 
 def _sources() -> tuple[str, ...]:
     cached = (source for source, _ in _CACHED.values())
-    return (*_HEADERS, *_FUNCTIONS, *_CODED.values(), *cached, *_LOW_RANK, *_ROW_SUMS)
+    return (*_HEADERS, *_FUNCTIONS, *_CODED.values(), *cached, *_LOW_RANK, *_ROW_SUMS, *_SAMPLER)
 
 
 def _make_private(directory: Path) -> Path:

@@ -114,8 +114,8 @@ inline float Largest(const Floats& v) {
   return Reduce(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// e^x for x <= 0, within 1e-7; exactly 1 for x = 0.
-inline Floats Exp(const Floats& x) {
+// e^x for x <= 0, within 1e-7; exactly 1 for x = 0, and 0 up to `lowest`.
+inline Floats Exp(const Floats& x, float lowest = -87.0f) {
   constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, in the lowest bits
   const Floats shifted = x * 0x1.715476p+0f + kRound;
   const Floats whole = shifted - kRound;
@@ -127,7 +127,7 @@ inline Floats Exp(const Floats& x) {
   y = y * r + 1.0f;
   y = y * r + 1.0f;
   const Floats power = (Floats)(((Words)shifted + 127) << 23);
-  return x > -87.0f ? y * power : Floats{};
+  return x > lowest ? y * power : Floats{};
 }
 
 // An element type. Kernels process elements as 32-bit words: one float, or a pair of 16-bit
