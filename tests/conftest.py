@@ -2,11 +2,13 @@
 hardware that is not there."""
 
 import contextlib
+import gc
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -38,7 +40,6 @@ SLOWEST = (
     "engine/test_equalities.py",
     "parallel/test_pipeline_parallel.py",
     "models/test_parity.py",
-    "models/test_sharded.py",
     "kernels/test_native_attention.py",
     "batch/test_kill.py",
     "engine/test_oracle.py",
@@ -59,7 +60,8 @@ PLAINLY_COMPILED = (
     "models", "openai", "parallel", "quantization", "server", "simulation", "structured_output",
     "benchmarks/test_kernels.py", "benchmarks/test_scripts.py",
     "programs/test_bundle.py", "programs/test_report.py", "programs/test_store.py",
-    "programs/test_warmup.py", "test_llm.py",
+    "programs/test_warmup.py", "test_llm.py", "media/test_parallel.py", "pooling/test_adapters.py",
+    "pooling/test_parallel.py", "prompt_logprobs",
 )  # fmt: skip
 OPTIMISED_NEVERTHELESS = (
     "engine/test_batch_invariant.py", "engine/test_equalities.py", "engine/test_oracle.py",
@@ -70,6 +72,9 @@ HARDWARE_MARKERS = ("tpu", "gpu", *COMPILE_MARKERS)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    # Collected tests stay to the end. To look through them for garbage, again and again as their
+    # number grows, would take a fifth of the time until the first test.
+    gc.disable()
     if hasattr(session.config, "workerinput"):
         return  # their parent has done it
     for path in HOME.rglob("*"):
@@ -89,6 +94,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         sweeps = [item for item in items if item.get_closest_marker("sweep")]
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=sweeps)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _is_plainly_compiled(item: pytest.Item) -> bool:
@@ -167,7 +177,8 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         skipped = _reports(config, "skipped", marker)
         if not skipped:
             continue
-        reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+        wheres = (cast(tuple[str, int, str], report.longrepr) for report in skipped)
+        reasons = Counter(reason.removeprefix("Skipped: ") for _, _, reason in wheres)
         (reason, _), *others = reasons.most_common()
         more = "; others for other reasons" if others else ""
         terminalreporter.write_line(

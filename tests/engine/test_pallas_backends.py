@@ -12,6 +12,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu import MosaicGpuBackend
 from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.plan import buckets
 from jaxllm.programs.identity import identity_hash
 from jaxllm.runner import model_runner
 from jaxllm.testing import make_tiny_checkpoint
@@ -146,6 +147,8 @@ def make_llm(kind, tmp_path_factory):
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "ProgramStore", SharedPrograms())
+        # One mixed program of each engine, whatever the number of tokens: each takes long.
+        patch.setattr(buckets, "_MIN_MIXED_TOKENS", OPTIONS["max_num_batched_tokens"])
         yield lambda **others: LLM(model, **options | others)
 
 
@@ -200,7 +203,7 @@ def test_alone_is_as_in_a_crowd(kind, base, params, expected, assert_same):
 
 def test_cached_is_cold(kind, base, params, expected, assert_same):
     base.reset_prefix_cache()
-    generate(base, PROMPTS[LONG], params[LONG])
+    generate(base, PROMPTS[LONG], [one.clone(max_tokens=1) for one in params[LONG]])
     hits = base.llm_engine.stats().prefix_cache_hits
     again = generate(base, PROMPTS[LONG], params[LONG])
     cached = [(len(p) - 1) // kind.block_size * kind.block_size for p in PROMPTS[LONG]]
@@ -262,6 +265,8 @@ def test_n_answers_are_separate_requests_with_the_same_seeds(
         assert_same_answer(answer, alone.outputs[0], kind.atol)
 
 
+# Of the engine, which is tested so on XLA.
+@pytest.mark.sweep
 def test_streamed_is_final(base, params, expected, assert_streamed_is):
     assert_streamed_is(expected[LONG], base.llm_engine, PROMPTS[LONG], params[LONG])
 

@@ -48,9 +48,16 @@ def relative_error(y, x, weight):
     return np.linalg.norm(np.asarray(y, np.float64) - exact) / np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 16, 32, 64, 128])
-@pytest.mark.parametrize("num_outputs", [1, 5, 32, 131])
+# Always every second of them.
+@pytest.mark.parametrize(
+    ("num_outputs", "num_rows", "dtype"),
+    [
+        pytest.param(outputs, rows, dtype, marks=[pytest.mark.sweep] * ((i + j + k) % 2))
+        for i, outputs in enumerate((1, 5, 32, 131))
+        for j, rows in enumerate((1, 2, 3, 4, 7, 16, 32, 64, 128))
+        for k, dtype in enumerate((jnp.float32, jnp.bfloat16))
+    ],
+)
 def test_native_products_are_exact_to_float32(matmul, num_rows, num_outputs, dtype):
     x, weight = operands(num_rows, num_outputs, 96, dtype)
     y = jax.jit(matmul)(x, weight)
@@ -59,9 +66,15 @@ def test_native_products_are_exact_to_float32(matmul, num_rows, num_outputs, dty
     assert relative_error(XLA(x, weight), x, weight) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("num_inputs", [32, 992, 1568, 2816, 4096])
-@pytest.mark.parametrize("num_rows", [3, 130, 250])
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "dtype"),
+    [
+        pytest.param(rows, inputs, dtype, marks=[pytest.mark.sweep] * ((i + j + k) % 2))
+        for i, rows in enumerate((3, 130, 250))
+        for j, inputs in enumerate((32, 992, 1568, 2816, 4096))
+        for k, dtype in enumerate((jnp.float32, jnp.bfloat16))
+    ],
+)
 def test_any_number_of_pieces_and_panels_is_exact(matmul, num_rows, num_inputs, dtype):
     x, weight = operands(num_rows, 37, num_inputs, dtype)
     assert relative_error(jax.jit(matmul)(x, weight), x, weight) < 1e-6
@@ -246,8 +259,22 @@ def held_operands(native, num_rows, shape, form, dtype):
     return coded_operands(num_rows, shape, held, dtype)
 
 
-@pytest.mark.parametrize("form", NATIVE_FORMS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+# These have all types of codes, with groups and offsets.
+IN_32_BITS = ("int8, groups of 16", "float8, groups", "int4, groups, offsets", "mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        pytest.param(
+            dtype,
+            form,
+            marks=[pytest.mark.sweep] * (dtype == jnp.float32 and form not in IN_32_BITS),
+        )
+        for dtype in (jnp.float32, jnp.bfloat16)
+        for form in NATIVE_FORMS
+    ],
+)
 def test_products_with_codes_are_right(library_for_codes, dtype, form):
     if jnp.dtype(dtype).name not in library_for_codes.dtypes:
         pytest.skip("this build is for 16 bits")

@@ -1,5 +1,6 @@
 """The experts of a layer: each implementation against float64, and what does not change a token."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -12,6 +13,8 @@ from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.reference import ReferenceExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
 
+from tests.kernels.conftest import OTHER_PROCESSORS
+
 OPS = ("reference", "xla", "native")
 DTYPES = ("float32", "bfloat16")
 
@@ -23,12 +26,23 @@ def op(request):
     return {"reference": ReferenceExperts(), "xla": XLA_EXPERTS}[request.param]
 
 
+@functools.partial(jax.jit, static_argnames=("op", "config"))
+def call(x, chosen, factors, weights, op, config):
+    return op(x, chosen, factors, weights, config=config)
+
+
 def run(op, case, x, chosen, factors, weights):
-    call = jax.jit(lambda *operands: op(*operands, config=case.config))
-    return np.asarray(call(x, chosen, factors, weights))
+    return np.asarray(call(x, chosen, factors, weights, op, case.config))
 
 
-@pytest.mark.parametrize("name", CASES)
+def swept(names, spared):
+    return [
+        pytest.param(name, marks=[pytest.mark.sweep] if name in spared else []) for name in names
+    ]
+
+
+# The others have all that these have.
+@pytest.mark.parametrize("name", swept(CASES, {"even", "all experts", "one choice", "wide"}))
 def test_cases(op, name):
     run_case(op, CASES[name], "float32")
 
@@ -49,19 +63,42 @@ def test_experts_without_gates(op):
     run_case(op, UNGATED, "float32")
 
 
-@pytest.mark.parametrize("form", FORMS)
+# XLA multiplies by these as by the others; test_dense.py has all.
+_AS_OTHER_FORMS = {"int8, groups of 16", "float8", "int4", "int4, offsets", "nvfp4"}
+
+
+@pytest.mark.parametrize("form", swept(FORMS, _AS_OTHER_FORMS))
 def test_cases_with_codes(form):
     run_case(XLA_EXPERTS, CASES["clamped, with biases"], "float32", FORMS[form])
 
 
-@pytest.mark.parametrize("op", [ReferenceExperts(), XLA_EXPERTS], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(ReferenceExperts(), marks=pytest.mark.sweep), XLA_EXPERTS],
+    ids=lambda op: op.name,
+)
 @pytest.mark.parametrize("form", ["float8, groups", "mxfp4"])
 def test_codes_in_16_bits(op, form):
     run_case(op, CASES["few tokens"], "bfloat16", FORMS[form])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["wide", "clamped, with biases"])
+# This one's code has all cases above.
+@pytest.mark.parametrize(
+    ("any_library", "name", "dtype"),
+    [
+        pytest.param(
+            processor,
+            name,
+            dtype,
+            # Of the two with AVX each has each name, and each type.
+            marks=[pytest.mark.sweep] * (processor == "x86-64" or (i + j + k) % 2),
+        )
+        for i, processor in enumerate(OTHER_PROCESSORS)
+        for j, name in enumerate(("wide", "clamped, with biases"))
+        for k, dtype in enumerate(DTYPES)
+    ],
+    indirect=["any_library"],
+)
 def test_cases_on_other_processors(any_library, name, dtype):
     run_case(NativeExperts(any_library), CASES[name], dtype)
 
@@ -110,9 +147,16 @@ def test_what_is_not_a_number_stays_with_its_token(op):
 WHOLE_CHUNKS = replace(CASES["few tokens"], size=256, hidden_size=384)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["int8, groups, offsets", "int8, groups of 16"])
-@pytest.mark.parametrize("name", ["even", "clamped, with biases", "scaled inputs", "wide"])
+# Always half of them, which have each pair.
+@pytest.mark.parametrize(
+    ("name", "form", "dtype"),
+    [
+        pytest.param(name, form, dtype, marks=[pytest.mark.sweep] * ((i + j + k) % 2))
+        for i, name in enumerate(("even", "clamped, with biases", "scaled inputs", "wide"))
+        for j, form in enumerate(("int8, groups, offsets", "int8, groups of 16"))
+        for k, dtype in enumerate(DTYPES)
+    ],
+)
 def test_native_cases_with_codes_of_8_bits(library, name, form, dtype):
     run_case(NativeExperts(library), CASES[name], dtype, FORMS[form])
 

@@ -119,7 +119,8 @@ def routed(num_tokens: int, num_choices: int, num_experts: int) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(1, 3, 8), (5, 2, 4), (16, 4, 32)])
 def test_tokens_that_share_rows_have_a_tile_for_each_expert(shape):
     chosen, num_experts = routed(*shape), shape[2]
-    tiles = jax.tree.map(np.asarray, share_rows(jnp.asarray(chosen), num_experts, 16))
+    share = jax.jit(share_rows, static_argnums=(1, 2))
+    tiles = jax.tree.map(np.asarray, share(jnp.asarray(chosen), num_experts, 16))
     listed = tiles.experts[: tiles.ends[-1]]
     here = [expert for expert in listed if 0 <= expert < num_experts]
     assert sorted(here) == sorted({e for e in chosen.flat if 0 <= e < num_experts})
@@ -133,7 +134,8 @@ def test_tokens_that_share_rows_have_a_tile_for_each_expert(shape):
 @pytest.mark.parametrize("shape", [(1, 2, 4), (20, 3, 6), (40, 2, 64), (300, 4, 16), (2000, 2, 8)])
 def test_sorted_rows_are_in_tiles_of_their_experts(shape):
     chosen, num_experts, tile_rows = routed(*shape), shape[2], 8
-    tiles = jax.tree.map(np.asarray, sort_rows(jnp.asarray(chosen), num_experts, tile_rows))
+    sort = jax.jit(sort_rows, static_argnums=(1, 2))
+    tiles = jax.tree.map(np.asarray, sort(jnp.asarray(chosen), num_experts, tile_rows))
     is_here = (chosen >= 0) & (chosen < num_experts)
     rows = tiles.rows[is_here]
     assert len(set(rows)) == len(rows)
@@ -148,7 +150,7 @@ def test_sorted_rows_are_in_tiles_of_their_experts(shape):
 def test_every_routing_fits():
     """Choices in as many tiles as possible: one more than whole tiles for each expert."""
     chosen = np.concatenate([np.full(9, expert) for expert in range(5)])[:, None]
-    tiles = sort_rows(jnp.asarray(chosen, jnp.int32), 5, 8)
+    tiles = jax.jit(sort_rows, static_argnums=(1, 2))(jnp.asarray(chosen, jnp.int32), 5, 8)
     assert int(tiles.ends[-1]) == most_tiles(45, 5, 8) == 10
 
 

@@ -19,6 +19,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
     split_decodes,
 )
 
+cut_prefills = jax.jit(cut_prefills, static_argnames=("num_tokens", "tile_tokens"))
 NUM_ROWS, NUM_KV_HEADS, BLOCK, LOAD, NUM_WORKERS = 6, 2, 128, 16, 5
 
 

@@ -9,10 +9,19 @@ from jaxllm_kernels.low_rank.native import NativeLowRank
 from jaxllm_kernels.low_rank.reference import reference
 from jaxllm_kernels.low_rank.xla import XlaLowRank
 
+from tests.kernels.conftest import OTHER_PROCESSORS
+
 # Six of one adapter, so that not all are computed together; 3 is none.
 SLOTS = jnp.array([0, 3, 2, 2, 3, 1, 2, 2, 2, 2], jnp.int32)
 NUM_INPUTS = 96
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
+# Other processors' code is made of the same vectors as that of products, which test_dense.py tests
+# for each; each is a library of its own to build.
+THIS_PROCESSOR = pytest.mark.parametrize(
+    "any_library",
+    ["native", *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHER_PROCESSORS)],
+    indirect=True,
+)
 
 
 @pytest.fixture
@@ -53,12 +62,14 @@ def test_xla_is_right(columns, shards, dtype):
 
 
 # XLA computes the sizes of the last ones.
+@THIS_PROCESSOR
 @pytest.mark.parametrize(("columns", "shards"), [((80,), 1), ((64, 32, 32), 1), ((5, 3), 2)])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_native_is_right(native, columns, shards, dtype):
     check(native, dtype, columns, shards)
 
 
+@THIS_PROCESSOR
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_a_token_gets_the_same_alone_and_among_others(native, dtype):
     op, its, x = jax.jit(native), weights(dtype), inputs(dtype)

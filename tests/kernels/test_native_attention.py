@@ -1,6 +1,7 @@
 """The native backend for CPUs: every case, and what is the same whatever else is computed."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 from jaxllm_kernels.ragged_paged_attention.cases import CASES, Case, run_case
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 
+from tests.kernels.conftest import OTHER_PROCESSORS
+
 CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_size=32, scale=0.3)
 LIMITS = BatchLimits(num_tokens=2048, num_rows=64, max_blocks=128, block_size=32)
 # The products of 16-bit values are rounded nowhere but in weights and outputs.
@@ -30,9 +33,34 @@ def backend(any_library):
     return NativeBackend(any_library)
 
 
-# Of each processor's code, and in both types, what is long is as what is short.
-def sweep_marked(case: Case):
-    return pytest.param(case, marks=[pytest.mark.sweep] if case.is_slow else [], id=case.name)
+def on_processors(always, *names_and_values):
+    """Parametrise a test by the processor whose code it runs and by others: by all products of
+    these. Run always are those where `always` is true of the indices; of this processor's code, and
+    of none without AVX2, it is all."""
+    names, values = names_and_values[::2], names_and_values[1::2]
+    processors = ("native", *OTHER_PROCESSORS)
+
+    def is_swept(processor: str, indices: tuple[int, ...]) -> bool:
+        return processor == "x86-64" or (processor != "native" and not always(*indices))
+
+    return pytest.mark.parametrize(
+        ("any_library", *names),
+        [
+            pytest.param(
+                processors[indices[0]],
+                *(its[i] for its, i in zip(values, indices[1:], strict=True)),
+                marks=[pytest.mark.sweep] * is_swept(processors[indices[0]], indices),
+            )
+            for indices in itertools.product(
+                range(len(processors)), *(range(len(its)) for its in values)
+            )
+        ],
+        indirect=["any_library"],
+    )
+
+
+def every_second(*indices: int) -> bool:
+    return sum(indices) % 2 == 0
 
 
 def assert_correct(backend, case: Case, dtype: str, seed: int = 0) -> None:
@@ -41,14 +69,29 @@ def assert_correct(backend, case: Case, dtype: str, seed: int = 0) -> None:
     assert result.error < TOLERANCES[dtype]
 
 
+@on_processors(
+    every_second,
+    "name",
+    [case.name for case in CASES if case.kv_dtype is None and not case.is_slow],
+    "dtype",
+    ["float32", "bfloat16"],
+)
+def test_cases_are_right(backend, name, dtype):
+    (case,) = (case for case in CASES if case.name == name)
+    assert_correct(backend, case, dtype)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [sweep_marked(c) for c in CASES if c.kv_dtype is None])
-def test_cases_are_right(backend, case, dtype):
+@pytest.mark.parametrize("case", [case for case in CASES if case.is_slow], ids=lambda c: c.name)
+def test_long_rows_are_right(backend, case, dtype):
     assert_correct(backend, case, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [sweep_marked(c) for c in CASES if c.kv_dtype is not None])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.kv_dtype is not None], ids=lambda case: case.name
+)
 def test_caches_of_codes_are_right(library, case, dtype):
     assert_correct(NativeBackend(library), case, dtype)
 
@@ -58,9 +101,15 @@ def test_a_row_of_thirty_thousand_tokens_is_right(library):
     assert_correct(NativeBackend(library), case, "float32")
 
 
-@pytest.mark.parametrize("num_heads, num_kv_heads", [(5, 1), (2, 2), (14, 2), (70, 1)])
-@pytest.mark.parametrize("head_size, block_size", [(16, 16), (112, 24), (64, 4), (512, 16)])
-def test_any_heads_and_blocks_are_right(backend, num_heads, num_kv_heads, head_size, block_size):
+@on_processors(
+    every_second,
+    "heads",
+    [(5, 1), (2, 2), (14, 2), (70, 1)],
+    "sizes",
+    [(16, 16), (112, 24), (64, 4), (512, 16)],
+)
+def test_any_heads_and_blocks_are_right(backend, heads, sizes):
+    (num_heads, num_kv_heads), (head_size, block_size) = heads, sizes
     case = Case(
         name="any",
         rows=((1, 40), (1, 7), (33, 45)),
@@ -82,7 +131,7 @@ def ragged_rows(draw) -> tuple[tuple[int, int], ...]:
     return tuple((n, n + draw(st.integers(0, 400 - n)) if n else 0) for n in lengths)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 7, 130])
+@on_processors(lambda processor, window: window == processor % 3, "sliding_window", [None, 7, 130])
 @settings(max_examples=15, deadline=None)
 @given(rows=ragged_rows(), seed=st.integers(0, 1000))
 def test_drawn_batches_are_right(backend, sliding_window, rows, seed):
@@ -98,6 +147,8 @@ def test_drawn_batches_are_right(backend, sliding_window, rows, seed):
     assert_correct(backend, case, "float32", seed)
 
 
+# What is written in is the same for every processor, as is how threads wait for each other.
+@on_processors(lambda processor: False)
 def test_a_prompt_sees_what_other_threads_write(backend):
     """Who attends before all is written meets what was there before. It takes luck to be early."""
     config = AttentionConfig(num_heads=8, num_kv_heads=8, head_size=256, scale=0.1)
@@ -168,8 +219,7 @@ def empty_cache(backend, dtype):
     return jnp.full(spec.shape, jnp.nan, spec.dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("window", [None, 50])
+@on_processors(every_second, "dtype", [jnp.float32, jnp.bfloat16], "window", [None, 50])
 def test_a_token_is_the_same_alone_and_in_a_crowd_decoded_and_prefilled(backend, dtype, window):
     config = dataclasses.replace(CONFIG, sliding_window=window)
     row = Row(1, 200, [7, 3, 9, 1, 30, 2, 12], dtype)

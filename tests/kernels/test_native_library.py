@@ -1,27 +1,42 @@
 """The library of native kernels: it is built where it can be, once, and only for its owner."""
 
 import dataclasses
+import shutil
 import stat
 
 import pytest
-from jaxllm_kernels.native.library import NoLibrary, load
+from jaxllm_kernels.native import library as native_library
+from jaxllm_kernels.native.library import _FLAGS, Library, NoLibrary, load
 
 
-def test_it_is_built_once_and_only_for_its_owner(tmp_path, library):
+def test_it_is_the_same_wherever_it_is(tmp_path, library, native_kernels_dir):
+    # XLA knows it already.
+    built = native_kernels_dir / f"kernels-{library.build}.so"
+    shutil.copy2(built, tmp_path)
+    tmp_path.chmod(0o700)
+    assert load(tmp_path) == dataclasses.replace(library, kv_dtypes=())
+    assert [path.name for path in tmp_path.iterdir()] == [built.name]
+
+
+def test_it_is_built_once_and_only_for_its_owner(tmp_path, library, monkeypatch):
     directory = tmp_path / "deep" / "native"
-    # What it is made of is as it was, so XLA knows it already.
-    plain = dataclasses.replace(library, kv_dtypes=())
-    assert load(directory) == plain
+    # Whatever it is made of, it is built; this takes the compiler the least time.
+    monkeypatch.setattr(native_library, "_FUNCTIONS", native_library._ROW_SUMS)
+    flags = tuple("-O0" if flag == "-O3" else flag for flag in _FLAGS)
+    monkeypatch.setattr(native_library, "_FLAGS", flags)
+    loaded = load(directory, ("float32",))
+    assert isinstance(loaded, Library) and loaded != library
     (path,) = directory.iterdir()
+    assert path.name == f"kernels-{loaded.build}.so"
     built_at = path.stat().st_mtime_ns
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert load(directory) == plain
+    assert load(directory, ("float32",)) == loaded
     assert path.stat().st_mtime_ns == built_at
     directory.chmod(0o777)
-    assert "others may write" in load(directory).reason
+    assert "others may write" in load(directory, ("float32",)).reason
     directory.chmod(0o700)
     path.chmod(0o766)
-    assert "others may write" in load(directory).reason
+    assert "others may write" in load(directory, ("float32",)).reason
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,13 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     RaggedBatch,
     get_backend,
 )
-from jaxllm_kernels.ragged_paged_attention.cases import CASES, TOLERANCES, Case, run_case
+from jaxllm_kernels.ragged_paged_attention.cases import (
+    CASES,
+    TOLERANCES,
+    Case,
+    CaseResult,
+    run_case,
+)
 from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import Tuning
 
@@ -52,18 +58,23 @@ def fresh_interpreter():
     pltpu.reset_tpu_interpret_mode_state()
 
 
-def assert_correct(backend: TpuBackend, case: Case, dtype: str, seed: int = 0) -> None:
+def assert_correct(backend: TpuBackend, case: Case, dtype: str, seed: int = 0) -> CaseResult:
     result = run_case(backend, case, dtype, seed=seed)
     assert result.all_finite
     assert result.error < TOLERANCES[dtype]
     assert not races_were_found()
+    return result
 
 
 # Each shape of a program takes seconds to emulate. These others cover together.
 SPARED = {
     "block_size_32",
     "block_size_64",
+    "block_size_128",
+    "chunk_longer_than_a_page_of_8",
+    "chunk_longer_than_a_page_of_8_over_history",
     "everything",
+    "everything_with_fp8_kv",
     "everything_with_short_rows",
     "fp8_kv",
     "gqa_3",
@@ -77,11 +88,19 @@ SPARED = {
     "mha",
     "mqa",
     "no_padding",
+    "only_short_rows",
+    "out_of_range_block_ids_before_a_window",
+    "short_rows_and_no_others",
+    "short_rows_in_a_window",
+    "short_rows_of_one_head",
+    "short_rows_over_borders",
     "short_rows_over_borders_with_fp8_kv",
     "short_rows_with_int8_kv",
     "sinks",
     "soft_cap",
     "window_below_a_page",
+    "window_decodes",
+    "window_of_one",
     "window_of_pages",
 }
 
@@ -89,12 +108,14 @@ SPARED = {
 # What a TPU computes in thousands and in tens of thousands takes the emulator many minutes.
 LONG_BESIDE_SHORT = Case(
     name="hundreds_of_tokens_beside_tens",
-    rows=((1, 700), *[(1, 10)] * 13, (10, 500)),
+    # With the short rows of `short_rows_of_one_head`.
+    rows=((1, 700), *[(1, 10)] * 8, *CASE["short_rows"].rows[1:-1], (10, 500)),
     num_tokens=128,
     num_rows=16,
     max_blocks=48,
     num_heads=2,
     num_kv_heads=1,
+    head_size=128,
 )
 EMULATED_CASES = [
     *(case for case in CASES if case.max_blocks < 100 and case.is_usual),
@@ -113,12 +134,36 @@ def test_every_case_is_right(case):
     assert_correct(EMULATED, case, "float32")
 
 
+def in_program_of(name: str, other: Case, **changes) -> Case:
+    """The rows of a case in the program of another, which is compiled already."""
+    rows = {field: getattr(CASE[name], field) for field in ("rows", "unused_entries")}
+    return dataclasses.replace(other, name=name, **rows, **changes)
+
+
+WINDOWED = CASE["short_rows_in_a_window"]
+
+
+# What is spared above for its program, of rows that no other case has.
+@pytest.mark.parametrize(
+    "case",
+    [
+        in_program_of("only_short_rows", CASE["mixed"]),
+        in_program_of("short_rows_and_no_others", CASE["mixed"]),
+        WINDOWED,
+        in_program_of("out_of_range_block_ids_before_a_window", WINDOWED),
+        in_program_of("window_decodes", WINDOWED, num_tokens=8, decode_only=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_cases_that_share_a_program_are_right(case):
+    assert_correct(EMULATED, case, "float32")
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("mixed", marks=pytest.mark.sweep),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("mixed", "everything")),
         "decodes",
-        "everything",
         "chunk_longer_than_a_page",
         "short_rows_over_borders",
     ],
@@ -127,32 +172,48 @@ def test_rows_of_many_items_are_right(name):
     assert_correct(SMALL, CASE[name], "float32")
 
 
+def test_rows_of_many_items_with_everything_are_right():
+    # Of two pages, which for 8 bits are of 32 tokens.
+    two_pages = dataclasses.replace(
+        EMULATED,
+        decode_tuning=Tuning(step_tokens=2, slot_tokens=64, chunk_tokens=32, num_slots=3),
+        prefill_tuning=Tuning(step_tokens=16, slot_tokens=64, chunk_tokens=32, num_slots=2),
+    )
+    assert_correct(two_pages, CASE["everything_with_fp8_kv"], "float32")
+
+
 def test_items_of_many_units_are_right():
     # A tile's keys fill several items of several chunks each, and heads are in two batches. The
     # middle of a window needs no masks. Pages are written while units are computed.
     case = Case(
         name="items_of_many_units",
         rows=((1, 130), (30, 150), (9, 9)),
-        num_heads=6,
-        num_kv_heads=6,
+        num_heads=4,
+        num_kv_heads=4,
         block_size=8,
         max_blocks=20,
         sliding_window=75,
     )
-    decode_tuning = Tuning(step_tokens=2, slot_tokens=64, chunk_tokens=32, num_slots=3)
-    assert_correct(dataclasses.replace(SMALL, decode_tuning=decode_tuning), case, "float32")
+    assert SMALL.prefill_tuning is not None
+    two_at_once = dataclasses.replace(
+        SMALL,
+        decode_tuning=Tuning(
+            step_tokens=2, slot_tokens=64, chunk_tokens=32, num_slots=3, batch_heads=2
+        ),
+        prefill_tuning=dataclasses.replace(SMALL.prefill_tuning, batch_heads=2),
+    )
+    assert_correct(two_at_once, case, "float32")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "gqa_3",
-        "head_size_80",
         "everything_with_short_rows",
         *(
             pytest.param(name, marks=pytest.mark.sweep)
             for name in (
-                "mixed", "head_size_96", "head_size_128", "head_size_256", "everything_with_fp8_kv",
+                "mixed", "gqa_3", "head_size_80", "head_size_96", "head_size_128", "head_size_256",
+                "everything_with_fp8_kv",
             )
         ),
     ],
@@ -161,60 +222,50 @@ def test_bfloat16_is_right(name):
     assert_correct(EMULATED, CASE[name], "bfloat16")
 
 
+def test_large_blocks_are_right_in_bfloat16():
+    # With heads that are padded, in groups of three.
+    case = dataclasses.replace(CASE["block_size_128"], head_size=80, num_heads=6)
+    assert_correct(EMULATED, case, "bfloat16")
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "head_size"),
-    [
-        pytest.param("int8_kv", 80, marks=pytest.mark.sweep),
-        ("fp8_kv", 128),
-        ("int8_kv", 256),
-        pytest.param("short_rows_with_int8_kv", 128, marks=pytest.mark.sweep),
-    ],
+    [("int8_kv", 80), ("fp8_kv", 128), ("int8_kv", 256), ("short_rows_with_int8_kv", 128)],
 )
 def test_caches_of_8_bits_are_right_in_bfloat16(name, head_size):
     case = dataclasses.replace(CASE[name], head_size=head_size)
     assert_correct(EMULATED, case, "bfloat16")
 
 
-def test_the_largest_heads_are_right_in_bfloat16():
-    case = dataclasses.replace(CASE["head_size_256"], head_size=512, num_heads=4, num_kv_heads=1)
+@pytest.mark.parametrize("name", ["int8_kv", pytest.param("mixed", marks=pytest.mark.sweep)])
+def test_the_largest_heads_are_right_in_bfloat16(name):
+    case = dataclasses.replace(CASE[name], head_size=512, num_kv_heads=1)
     assert_correct(EMULATED, case, "bfloat16")
 
 
 TWO_CORES = dataclasses.replace(SMALL, chip="v4")
 
 
-def test_heads_are_split_between_two_cores():
-    case = dataclasses.replace(CASE["decodes"], rows=((1, 1), (1, 3), (1, 20)))
+# By heads, or, where there is one, by steps.
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("mixed", ((1, 1), (1, 3), (1, 20), (5, 37), (8, 40), (3, 3), (30, 45))),
+        pytest.param("decodes", ((1, 1), (1, 3), (1, 20)), marks=pytest.mark.sweep),
+    ],
+)
+def test_work_is_split_between_two_cores(name, rows, num_kv_heads):
+    # In a program of the size that computes their history, so that one is compiled.
+    case = dataclasses.replace(CASE[name], rows=rows, num_kv_heads=num_kv_heads)
     assert_correct(TWO_CORES, case, "float32")
 
 
-def test_heads_of_prefills_are_split_between_two_cores():
-    case = dataclasses.replace(CASE["decodes"], rows=((1, 20), (30, 45)), decode_only=False)
-    case = dataclasses.replace(case, num_tokens=64)  # as its history, so that one is compiled
-    assert_correct(TWO_CORES, case, "float32")
-
-
-def test_decodes_of_one_head_are_split_between_two_cores():
-    case = dataclasses.replace(CASE["decodes"], rows=((1, 1), (1, 3), (1, 20)), num_kv_heads=1)
-    assert_correct(TWO_CORES, case, "float32")
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, pytest.param(2, marks=pytest.mark.sweep)])
-def test_short_rows_are_split_between_two_cores(num_kv_heads):
-    # By heads, or by steps.
-    case = dataclasses.replace(
-        CASE["short_rows_over_borders"],
-        rows=((1, 20), (5, 37), (8, 40), (3, 3)),
-        num_kv_heads=num_kv_heads,
-        num_tokens=32,
-    )
-    assert_correct(TWO_CORES, case, "float32")
-
-
-def test_short_rows_are_equal_to_chunks():
+def test_short_rows_are_right_and_equal_to_chunks():
     case = CASE["short_rows_over_borders"]
     short, chunks = (
-        run_case(EMULATED, dataclasses.replace(case, has_short=has_short), "float32")
+        assert_correct(EMULATED, dataclasses.replace(case, has_short=has_short), "float32")
         for has_short in (True, False)
     )
     np.testing.assert_allclose(short.out, chunks.out, rtol=1e-5, atol=1e-5)
@@ -224,6 +275,18 @@ def test_short_rows_are_equal_to_chunks():
 def test_a_decode_may_be_given_as_a_prefill_of_one_token():
     case = dataclasses.replace(CASE["decodes_in_a_mixed_program"], num_decodes=0)
     assert_correct(EMULATED, case, "float32")
+
+
+IN_SMALL_BLOCKS = Case(
+    name="in_small_blocks", rows=(), num_heads=2, num_kv_heads=1, head_size=32, block_size=8
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["chunk_longer_than_a_page_of_8", "chunk_longer_than_a_page_of_8_over_history"]
+)
+def test_chunks_longer_than_a_page_of_8_are_right(name):
+    assert_correct(SMALL, in_program_of(name, IN_SMALL_BLOCKS), "float32")
 
 
 @st.composite
@@ -239,24 +302,21 @@ def ragged_rows(draw) -> tuple[int, tuple[tuple[int, int], ...]]:
     return num_decodes, tuple(zip(lengths, contexts, strict=True))
 
 
-@pytest.mark.parametrize("sliding_window", [None, pytest.param(19, marks=pytest.mark.sweep)])
-@settings(max_examples=8, deadline=None)
-@given(drawn=ragged_rows(), seed=st.integers(0, 1000))
-def test_drawn_batches_are_right(sliding_window, drawn, seed):
-    num_decodes, rows = drawn
-    case = Case(
-        name="drawn",
-        rows=rows,
-        num_decodes=num_decodes,
-        num_tokens=64,
-        max_blocks=10,
-        num_heads=2,
-        num_kv_heads=1,
-        head_size=32,
-        block_size=8,
-        sliding_window=sliding_window,
-    )
-    assert_correct(SMALL, case, "float32", seed)
+@pytest.mark.parametrize(
+    ("sliding_window", "examples"),
+    [(None, 4), *(pytest.param(window, 8, marks=pytest.mark.sweep) for window in (None, 19))],
+)
+def test_drawn_batches_are_right(sliding_window, examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(drawn=ragged_rows(), seed=st.integers(0, 1000))
+    def check(drawn, seed):
+        num_decodes, rows = drawn
+        case = dataclasses.replace(
+            IN_SMALL_BLOCKS, rows=rows, num_decodes=num_decodes, sliding_window=sliding_window
+        )
+        assert_correct(SMALL, case, "float32", seed)
+
+    check()
 
 
 def small_batch() -> RaggedBatch:

@@ -173,7 +173,8 @@ def test_what_computes_is_not_taken_for_a_copy():
 COLLECTIVES = re.compile(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter")
 
 
-def assert_compiles(program: Program, devices: list) -> None:
+def assert_compiles(program: Program, devices: list) -> str:
+    """Returns the program as compiled."""
     compiled, cache_bytes = program.compile(devices)
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -181,35 +182,67 @@ def assert_compiles(program: Program, devices: list) -> None:
     hlo = compiled.as_text()
     assert not copies(hlo, cache_bytes)
     assert not COLLECTIVES.search(hlo)
+    return hlo
 
 
-@pytest.mark.parametrize("head_size", [*map(sweep, (64, 80, 96)), 128, sweep(256), 512])
-@pytest.mark.parametrize("chip", SLICES)
+def assert_decodes_are_put_beside_prefills_without_copying_these(hlo: str) -> None:
+    """Of `Program()`, as compiled for v5e or v6e."""
+    # An asynchronous copy is no copy for an update, but to another memory.
+    copied = [dims for _, dims, opcode in MOVES.findall(hlo) if opcode == "copy"]
+    assert copied, "this is not how the compiler writes copies"
+    assert f"{Program().num_tokens},8,4,128" not in copied
+
+
+# 128 is compiled for each chip with features below, and without by test_tpu_bundles.py.
+@pytest.mark.parametrize(
+    ("chip", "head_size"),
+    [
+        ("v4", 512),
+        ("v7x", 512),
+        *(
+            sweep(chip, size)
+            for chip in SLICES
+            for size in (*HEAD_SIZES, 512)
+            if (chip, size) not in (("v4", 512), ("v7x", 512))
+        ),
+    ],
+)
 def test_every_head_size_compiles_on_every_chip(chip, head_size, devices):
     assert_compiles(Program(head_size=head_size), devices(chip)[:1])
 
 
-# What is a sweep here meets every chip with another head size in the grid below.
+@pytest.mark.parametrize("head_size", (*HEAD_SIZES, 512))
+@pytest.mark.parametrize("chip", SLICES)
+def test_decodes_of_every_head_size_compile_on_every_chip(chip, head_size, devices):
+    assert_compiles(Program(head_size=head_size, decode_only=True), devices(chip)[:1])
+
+
+# As with speculation: most rows are short.
+EVERYTHING = {
+    "num_heads": 28,
+    "num_kv_heads": 4,
+    "num_tokens": 512,
+    "num_rows": 64,
+    "block_size": 32,
+    "kv_dtype": "int8",
+    "sliding_window": 1000,
+    "soft_cap": 30.0,
+    "has_sinks": True,
+}
+
+
+# What is a sweep here meets every chip with another head size below.
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "program",
     [
-        Program(decode_only=True),
-        sweep(Program(head_size=256, dtype="float32")),
-        sweep(Program(head_size=64, kv_dtype="int8")),
-        sweep(Program(kv_dtype="float8_e4m3fn")),
+        Program(head_size=256, dtype="float32"),
+        Program(head_size=64, kv_dtype="int8"),
+        Program(kv_dtype="float8_e4m3fn"),
         Program(num_heads=28, num_kv_heads=4, sliding_window=1000, soft_cap=30.0, has_sinks=True),
-        # As with speculation: most rows are short.
-        Program(
-            num_tokens=512,
-            num_rows=64,
-            block_size=32,
-            kv_dtype="int8",
-            sliding_window=1000,
-            soft_cap=30.0,
-            has_sinks=True,
-        ),
+        Program(**EVERYTHING | {"num_heads": 32, "num_kv_heads": 8}),
     ],
-    ids=["decode_only", "float32", "int8_kv", "fp8_kv", "window_cap_sinks_gqa_7", "everything"],
+    ids=["float32", "int8_kv", "fp8_kv", "window_cap_sinks_gqa_7", "everything"],
 )
 @pytest.mark.parametrize("chip", SLICES)
 def test_every_feature_compiles_on_every_chip(chip, program, devices):
@@ -222,23 +255,46 @@ FEATURES = {
     "int8_kv": {"kv_dtype": "int8"},
     "fp8_kv": {"kv_dtype": "float8_e4m3fn"},
     "window_cap_sinks": {"sliding_window": 1000, "soft_cap": 30.0, "has_sinks": True},
+    "everything": EVERYTHING,
 }
-# The chips go round, so that each meets every feature and every head size.
+# The chips go round, so that each meets every feature. What each has with another head size, or on
+# several chips, or together with other features, is a sweep.
+ALWAYS = ("fp8_kv", "float32", "everything")
+
+
+def chip_for(row: int, column: int) -> str:
+    return list(SLICES)[(row + column) % len(SLICES)]
+
+
+def is_cut(feature: str, chip: str) -> bool:
+    """Whether a feature is always compiled for a whole slice of these chips, and not for one."""
+    return feature == ("float32" if chip in ("v4", "v5p", "v7x") else "fp8_kv")
+
+
 GRID = [
-    pytest.param(list(SLICES)[(row + column) % len(SLICES)], size, feature, id=f"{size}-{feature}")
+    pytest.param(
+        chip,
+        size,
+        feature,
+        id=f"{size}-{feature}",
+        marks=[] if feature in ALWAYS and not is_cut(feature, chip) else [pytest.mark.sweep],
+    )
     for row, size in enumerate(HEAD_SIZES)
     for column, feature in enumerate(FEATURES)
+    for chip in (chip_for(row, column),)
+    if feature != "decode_only"
 ]
 
 
 @pytest.mark.parametrize(("chip", "head_size", "feature"), GRID)
 def test_every_feature_compiles_with_every_head_size(chip, head_size, feature, devices):
-    program = Program(head_size=head_size, **FEATURES[feature])
+    program = Program(**{"head_size": head_size} | FEATURES[feature])
     assert_compiles(program, devices(chip)[:1])
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads"), [(6, 2), (16, 16), (8, 1), (128, 1), (71, 1), (40, 40)]
+    ("num_heads", "num_kv_heads"),
+    [sweep(6, 2), sweep(16, 16), sweep(8, 1), (128, 1), (71, 1), (40, 40)],
 )
 def test_every_ratio_of_heads_compiles(num_heads, num_kv_heads, devices):
     program = Program(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=80)
@@ -248,10 +304,11 @@ def test_every_ratio_of_heads_compiles(num_heads, num_kv_heads, devices):
 @pytest.mark.parametrize(
     ("block_size", "num_tokens", "num_rows"),
     [
-        (16, 2048, 256),
         (48, 16, 64),
         (256, 16, 16),
-        (256, 2048, 256),
+        # As `test_what_check_accepts_fits_into_scalar_memory`, which has more blocks.
+        sweep(16, 2048, 256),
+        sweep(256, 2048, 256),
         *(sweep(16, 16, rows) for rows in (16, 64)),
         *(sweep(48, *bucket) for bucket in ((16, 16), (2048, 256))),
         sweep(256, 16, 64),
@@ -262,22 +319,17 @@ def test_buckets_and_block_sizes_compile(block_size, num_tokens, num_rows, devic
     assert_compiles(program, devices("v5e")[:1])
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
-def test_decodes_are_put_beside_prefills_without_copying_these(chip, devices):
-    program = Program()
-    compiled, _ = program.compile(devices(chip)[:1])
-    # An asynchronous copy is no copy for an update, but to another memory.
-    copied = [dims for _, dims, opcode in MOVES.findall(compiled.as_text()) if opcode == "copy"]
-    assert copied, "this is not how the compiler writes copies"
-    assert f"{program.num_tokens},8,4,128" not in copied
-
-
+# Whole slices are compiled with features below; these have none.
 @pytest.mark.parametrize(
-    ("chip", "shards"),
-    # Eight of v5e and of v6e are whole slices, too, and compiled as such below.
-    [("v4", 4), ("v5e", 4), sweep("v5e", 8), ("v5p", 4), ("v6e", 4), sweep("v6e", 8), ("v7x", 8)],
+    ("decode_only", "chip", "shards"),
+    [
+        (False, "v4", 4),
+        (False, "v5p", 4),
+        *((True, chip, 8 if chip == "v7x" else 4) for chip in SLICES),
+        *(sweep(False, chip, 8 if chip == "v7x" else 4) for chip in ("v5e", "v6e", "v7x")),
+        *(sweep(only, chip, 8) for only in (True, False) for chip in ("v5e", "v6e")),
+    ],
 )
-@pytest.mark.parametrize("decode_only", [True, False])
 def test_shards_compile_without_collectives(decode_only, chip, shards, devices):
     assert_compiles(Program(decode_only=decode_only), devices(chip)[:shards])
 
@@ -285,20 +337,28 @@ def test_shards_compile_without_collectives(decode_only, chip, shards, devices):
 # Devices of slices of four and of eight chips; a chip of v7x is two.
 WHOLE_SLICES = {"v6e-4": 4, "v7x-8": 8, "v4-8": 4, "v5e-4": 4, "v5p-8": 4}
 WHOLE_SLICES |= {"v4-16": 8, "v5e-8": 8, "v5p-16": 8, "v6e-8": 8, "v7x-16": 16}
-# The first two meet every head size but 128, which is above, the others one, and a second in the
-# sweep; features go round.
-SHARDED = [
-    pytest.param(
-        name,
-        size,
-        feature,
-        id=f"{name}-{size}-{feature}",
-        marks=[pytest.mark.sweep] if row >= 2 and (row + column) % 4 == 1 else [],
-    )
+# What the grid above has not on one chip is always compiled for a slice of these; decodes, which
+# take a tenth of the time, for the others.
+CUT = {
+    (name, size, feature): None
+    for row, size in enumerate(HEAD_SIZES)
+    for column, feature in enumerate(FEATURES)
+    for chip in (chip_for(row, column),)
+    for number, name in enumerate(sorted(n for n in WHOLE_SLICES if n.startswith(f"{chip}-")))
+    if (is_cut(feature, chip) and number == 0) or (feature == "decode_only" and number == 1)
+}
+# A sweep: the first two meet every head size but 128, the others two; features go round.
+OTHERS = {
+    (name, size, list(FEATURES)[(row + column) % 5]): None
     for row, name in enumerate(WHOLE_SLICES)
     for column, size in enumerate((64, 80, 96, 256))
     if row < 2 or (row + column) % 2
-    for feature in (list(FEATURES)[(row + column) % len(FEATURES)],)
+}
+SHARDED = [
+    pytest.param(
+        *case, id="-".join(map(str, case)), marks=[] if case in CUT else [pytest.mark.sweep]
+    )
+    for case in CUT | OTHERS
 ]
 
 
@@ -310,7 +370,7 @@ def test_whole_slices_compile_without_collectives(name, head_size, feature):
     assert_compiles(program, shards)
 
 
-@pytest.mark.parametrize("chip", ["v4", "v7x"])
+@pytest.mark.parametrize("chip", ["v4", sweep("v7x")])
 def test_what_check_accepts_fits_into_scalar_memory(chip, devices):
     rows, num_tokens = 256, 2048
 

@@ -85,7 +85,7 @@ SCRIPT = """
 import os
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 os.environ["JAX_PLATFORMS"] = "cpu"
-import dataclasses, functools
+import dataclasses, functools, sys
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jaxllm.layers.context import StepContext
@@ -121,16 +121,19 @@ def run(spec, size):
 
 whole = run(spec, 1)
 assert np.abs(whole[:7]).max() > 1 and (whole[7:] == 0).all()
-for size in (2, 4):
-    np.testing.assert_allclose(run(spec, size), whole, atol=1e-4)
-    of_devices = dataclasses.replace(spec, has_whole_experts=True)
-    np.testing.assert_allclose(run(of_devices, size), whole, atol=1e-4)
+cut_over, spread_over = map(int, sys.argv[1:])
+np.testing.assert_allclose(run(spec, cut_over), whole, atol=1e-4)
+of_devices = dataclasses.replace(spec, has_whole_experts=True)
+np.testing.assert_allclose(run(of_devices, spread_over), whole, atol=1e-4)
 """
 
 
-def test_experts_cut_or_spread_over_devices_compute_the_same_with_one_sum():
+@pytest.mark.parametrize(
+    ("cut_over", "spread_over"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.sweep)]
+)
+def test_experts_cut_or_spread_over_devices_compute_the_same_with_one_sum(cut_over, spread_over):
     process = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, str(cut_over), str(spread_over)],
         capture_output=True,
         text=True,
         timeout=300,

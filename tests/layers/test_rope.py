@@ -14,9 +14,13 @@ from jaxllm.layers.rope import (
     RopeConfig,
     YarnScaling,
     inverse_frequencies,
-    rotary,
-    rotate,
 )
+from jaxllm.layers.rope import rotary as rotary_of_step
+from jaxllm.layers.rope import rotate as rotate_of_step
+
+# Compiled whole, as in a step; each operation alone would be a program.
+rotary = jax.jit(rotary_of_step, static_argnums=0)
+rotate = jax.jit(rotate_of_step)
 
 LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192)
 YARN = YarnScaling(
@@ -59,8 +63,8 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about what XLA:CPU does")
 def test_angles_are_computed_once_for_all_that_is_rotated():
     def rotate_all(xs, positions):
-        rotations = rotary(rope(), positions)
-        return [rotate(x, rotations) for x in xs]
+        rotations = rotary_of_step(rope(), positions)
+        return [rotate_of_step(x, rotations) for x in xs]
 
     xs = [jnp.ones((8, heads, 64)) for heads in (2, 4)]
     positions = jnp.arange(8)

@@ -1,11 +1,10 @@
 """All families against transformers: figures written down in golden.json, and, where torch is
-installed, transformers itself.
+installed, transformers itself. And token by token, in chunks, and cut over devices (cut.py).
 
 The cases cover head counts (MHA, GQA, MQA), explicit head sizes, biases, every rope type, windows
 shorter than the prompt, and tied embeddings. write_golden.py makes the figures.
 """
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ import pytest
 from jaxllm.files import read_json
 from jaxllm.testing import make_tiny_checkpoint
 from tests.models.conftest import BLOCK_SIZE
+from tests.models.cut import CASES, CUT, CUT_THE_OTHER_WAY, compute
 
-CASES = json.loads(Path(__file__).with_name("golden.json").read_text())
 TOLERANCE = 2e-4
 
 
@@ -28,11 +27,22 @@ class Case(NamedTuple):
     logits: np.ndarray  # of the prompt as a whole
 
 
+@pytest.fixture(scope="module")
+def whole_logits():
+    """Name -> logits on one device of the cases that have been computed."""
+    return {}
+
+
 @pytest.fixture(scope="module", params=CASES.keys())
-def case(request, tmp_path_factory, single_row):
+def case(request, tmp_path_factory, single_row, whole_logits):
     figures = CASES[request.param]
-    model_dir = checkpoint(figures, tmp_path_factory.mktemp("model"))
-    prompt = figures["prompt"]
+    case = load(figures, tmp_path_factory.mktemp("model"), single_row)
+    whole_logits[request.param] = case.logits
+    return case
+
+
+def load(figures, path, single_row):
+    model_dir, prompt = checkpoint(figures, path), figures["prompt"]
     model = single_row(model_dir, num_blocks=max(16, -(-len(prompt) // BLOCK_SIZE)))
     return Case(prompt, figures, model_dir, model, model.logits(prompt))
 
@@ -136,3 +146,43 @@ def test_dynamic_rope_past_the_original_length_matches_transformers_token_by_tok
             cache = out.past_key_values
     logits = single_row(model_dir).logits(prompt)
     np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def cut_logits(tmp_path_factory):
+    return compute(CUT, tmp_path_factory.mktemp("cut"))
+
+
+@pytest.fixture(scope="module")
+def logits_cut_the_other_way(tmp_path_factory):
+    return compute(CUT_THE_OTHER_WAY, tmp_path_factory.mktemp("cut"))
+
+
+@pytest.fixture
+def on_one_device(whole_logits, name, tmp_path, single_row):
+    if name not in whole_logits:  # heads that no case has, or a test that runs alone
+        whole_logits[name] = load(CUT[name], tmp_path, single_row).logits
+    return whole_logits[name]
+
+
+def each_cut(cases):
+    pairs = [(name, num) for name, case in cases.items() for num in case["num_shards"]]
+    return pytest.mark.parametrize(("name", "num_shards"), pairs)
+
+
+@each_cut(CUT)
+def test_logits_do_not_depend_on_the_number_of_devices(on_one_device, cut_logits, name, num_shards):
+    assert_equal(on_one_device, cut_logits[name][str(num_shards)])
+
+
+@pytest.mark.sweep
+@each_cut(CUT_THE_OTHER_WAY)
+def test_logits_do_not_depend_on_the_other_number(
+    on_one_device, logits_cut_the_other_way, name, num_shards
+):
+    assert_equal(on_one_device, logits_cut_the_other_way[name][str(num_shards)])
+
+
+def assert_equal(whole, cut):
+    assert np.isneginf(cut[:, whole.shape[1] :]).all()
+    np.testing.assert_allclose(cut[:, : whole.shape[1]], whole, atol=1e-4, rtol=0)

@@ -72,10 +72,8 @@ def compile_step(model_dir, slice_name, *, num_layers, decode_only):
 # All 80 layers take a decode step 25 CPU seconds, and a mixed one twice that. So the bytes of the
 # whole model are those of the decode step; what a mixed step exchanges and copies, the same in
 # every layer, is seen in two of full width.
-@pytest.mark.parametrize(
-    ("slice_name", "num_shards"),
-    [pytest.param("v5p-16", 8, marks=pytest.mark.sweep), ("v6e-16", 16)],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("slice_name", "num_shards"), [("v5p-16", 8), ("v6e-16", 16)])
 def test_decode_step_of_all_layers(slice_name, num_shards, llama_3_70b):
     plan = compile_step(llama_3_70b, slice_name, num_layers=NUM_LAYERS, decode_only=True)
     assert plan.stages[0].mesh.size == num_shards

@@ -88,7 +88,11 @@ SWEEP = pytest.mark.sweep
 @needs_libtpu
 @pytest.mark.parametrize(
     ("chip", "quantization"),
-    [("v6e-1", "int8"), pytest.param("v7x-8", "fp8", marks=SWEEP), ("v7x-8", "blocks")],
+    [
+        pytest.param("v6e-1", "int8", marks=SWEEP),
+        pytest.param("v7x-8", "fp8", marks=SWEEP),
+        ("v7x-8", "blocks"),
+    ],
 )
 def test_steps_for_tpus_write_no_weights(chip, quantization, tmp_path):
     check_steps(tmp_path, chip, quantization)

@@ -12,6 +12,7 @@ from jaxllm.cli.main import main
 from jaxllm.cli.plan import as_text
 from jaxllm.config import EngineArgs
 from jaxllm.plan.make_plan import make_plan
+from jaxllm.programs.compile import Program
 from jaxllm.programs.declare import declare_programs, make_packer, num_programs
 from jaxllm.programs.report import report_plan, step_bound
 from jaxllm.programs.summary import summary
@@ -140,8 +141,18 @@ def test_a_config_may_have_any_name(model_dir, tmp_path, capsys):
 
 
 @pytest.mark.tpu_compile
-def test_the_command_prints_a_page_and_json(model_dir, capsys):
+def test_the_command_prints_a_page_and_json(model_dir, capsys, monkeypatch):
     pytest.importorskip("libtpu")
+    compiled, compile_program = {}, Program.compile
+
+    def compile_once(program, lowered):
+        text = lowered.as_text()
+        if text not in compiled:
+            compiled[text] = compile_program(program, lowered)
+        return compiled[text]
+
+    # Both commands need the same programs, which take the test nearly all of its time.
+    monkeypatch.setattr(Program, "compile", compile_once)
     flags = [model_dir, "--tpu", "v6e-1", "--max-num-seqs", "4", "--context", "64"]
     flags += ["--max-num-batched-tokens", "16", "--dtype", "bfloat16"]
     assert main(["plan", *flags, "--price-per-chip-hour", "2"]) == 0

@@ -88,7 +88,10 @@ def run(code, tree, *arguments, num_devices=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_shards", "load_format"), [(1, "auto"), (2, "dummy")])
+@pytest.mark.parametrize(
+    ("num_shards", "load_format"),
+    [(1, "auto"), pytest.param(2, "dummy", marks=pytest.mark.sweep)],
+)
 def test_an_engine_compiles_nothing_after_a_warmup(
     num_shards, load_format, tmp_path, moved_tree, new_cache
 ):

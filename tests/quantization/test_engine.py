@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from jaxllm.testing import make_tiny_checkpoint
 from tests.profile import TINY
 from tests.quantization.checkpoints import FLOAT8, INT8, compressed, write_both
 
-PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 77, 201, 9], list(range(40, 90)), [7])]
+PROMPTS: Any = [{"prompt_token_ids": ids} for ids in ([5, 77, 201, 9], list(range(40, 90)), [7])]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 
 
@@ -23,7 +24,9 @@ def answers(model, **options):
     finally:
         llm.shutdown()
     completions = [output.outputs[0] for output in outputs]
-    return [c.token_ids for c in completions], [c.cumulative_logprob for c in completions]
+    return [c.token_ids for c in completions], [
+        cast(float, c.cumulative_logprob) for c in completions
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def test_made_up_weights_have_codes(model):
 
 ON_TWO_DEVICES = """
 import json, os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from tests.quantization.test_engine import answers

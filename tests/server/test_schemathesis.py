@@ -28,7 +28,7 @@ EVERYTHING = {
 @pytest.mark.parametrize(
     ("options", "phases"),
     [
-        ({}, "--phases fuzzing -n 10"),
+        pytest.param({}, "--phases fuzzing -n 10", marks=pytest.mark.sweep),
         ({"keys": ("a-key",), **EVERYTHING}, "--phases coverage,fuzzing -n 15"),
     ],
     ids=["open", "with a key"],

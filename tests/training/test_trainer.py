@@ -56,7 +56,7 @@ def assert_same_weights(one: TrainOptions, other: TrainOptions) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_very_same_end(small_run):
-    run = {"steps": 300, "save_steps": 20, "eval_steps": 100}
+    run = {"steps": 160, "save_steps": 20, "eval_steps": 80}
     straight, killed = small_run("straight", **run), small_run("killed", **run)
     Trainer(straight).run()
     log = Path(killed.output) / "log.jsonl"
@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_to_the_very_same_end(small_run):
 
     # What was asked is kept, too.
     assert main(["train", killed.output]) == 0
-    assert [record["step"] for record in log_of(killed)] == list(range(1, 301))
+    assert [record["step"] for record in log_of(killed)] == list(range(1, 161))
     assert losses(killed) == losses(straight)
     assert_same_weights(killed, straight)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.mla.api import LatentBackend, LatentConfig
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
@@ -102,8 +102,9 @@ def run_case(backend: LatentBackend, case: Case, dtype: DTypeLike, *, seed: int 
     """Compute a case's history and then its step with a backend."""
     rng = np.random.default_rng(seed)
     config = case.config
-    # Some blocks belong to no row.
-    num_blocks = 3 + sum(cdiv(context, case.block_size) for _, context in case.rows)
+    # Some blocks belong to no row. Their number is of the program, which many cases share.
+    used = sum(cdiv(context, case.block_size) for _, context in case.rows)
+    num_blocks = round_up(3 + used, 32)
     free = rng.permutation(num_blocks).astype(np.int32)
     step = []
     for i, (length, context) in enumerate(case.rows):

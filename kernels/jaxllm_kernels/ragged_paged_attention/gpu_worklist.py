@@ -6,11 +6,13 @@ All of this is plain JAX.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxllm_kernels.common import cdiv
@@ -229,20 +231,32 @@ def split_decodes(batch: RaggedBatch, split: DecodeSplit) -> DecodeWork:
 
 def list_items(batch: RaggedBatch, split: DecodeSplit) -> list[list[DecodeItem]]:
     """The items of each worker, in numbers: for tests and models of the kernel."""
-    work = split_decodes(batch, split)
-    shares = split.shares(work)
+    work = _split_decodes(batch, split)
     ranges = zip(work.first_pair.tolist(), work.last_pair.tolist(), strict=True)
     workers, pairs = [], []
     for worker, (first, last) in enumerate(ranges):
         workers += [worker] * (last - first)
         pairs += range(first, last)
-    read = jax.vmap(lambda worker, pair: split.item(work, shares, worker, pair))
-    items = read(jnp.asarray(workers, jnp.int32), jnp.asarray(pairs, jnp.int32))
+    items = _read_items(work, split, _padded(workers), _padded(pairs))
     columns, tree = jax.tree.flatten(jax.device_get(items))
     of_workers = [[] for _ in range(split.num_workers)]
-    for worker, *item in zip(workers, *(x.tolist() for x in columns), strict=True):
+    for worker, *item in zip(workers, *(x.tolist() for x in columns), strict=False):
         of_workers[worker].append(jax.tree.unflatten(tree, item))
     return of_workers
+
+
+_split_decodes = jax.jit(split_decodes, static_argnames="split")
+
+
+@functools.partial(jax.jit, static_argnames="split")
+def _read_items(work: DecodeWork, split: DecodeSplit, workers, pairs) -> DecodeItem:
+    shares = split.shares(work)
+    return jax.vmap(lambda worker, pair: split.item(work, shares, worker, pair))(workers, pairs)
+
+
+def _padded(numbers: list[int]) -> np.ndarray:
+    """Of a length that many lists have, so that one program reads their items."""
+    return np.pad(np.asarray(numbers, np.int32), (0, -len(numbers) % 128))
 
 
 def cut_prefills(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int) -> PrefillTiles:

@@ -1,0 +1,89 @@
+"""Models that are cut over devices: the first case of every family, further cases for what no first
+case has, and numbers of heads that are not powers of two.
+
+The cases are those of golden.json. With four devices, kv heads are repeated. The models run in a
+process of their own, since JAX counts devices once; what they compute on one device is computed in
+test_parity.py anyway.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.models.registry import family_names
+
+CASES = json.loads(Path(__file__).with_name("golden.json").read_text())
+FIRST = {case["family"]: name for name, case in reversed(CASES.items())}
+# With parts that no first case has; test_sharded.py says which are missing here.
+FURTHER = (
+    "gemma4-dense-values-are-keys",
+    "gemma4-sizes-by-layer",
+    "gemma4-experts-beside-mlp",
+    "gemma4-mqa-biases-odd-sizes-untied",
+    "deepseek-v3-plain-queries-biases-halves-tied",
+    "deepseek-v2-lite-plain-queries-mlp-biases",
+    "mistral4-no-groups-all-sparse-halves",
+    "falcon-h1-norm-first-biases",
+    "falcon-h1-no-norm",
+    "mamba2-one-group-biases-tied",
+    "nemotron-3-super-latent-biases-types",
+)
+# Norms over all of six heads. Three kv heads are in two devices each, and one is in three or six.
+_SIX = {"num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 96}
+SIX_HEADS = {
+    "olmo3-three-kv-heads": CASES[FIRST["olmo3"]]["config"] | _SIX | {"num_key_value_heads": 3},
+    "olmo2-one-kv-head": _SIX | {"num_key_value_heads": 1},
+}
+# Every other case is cut in two, the others in four; the sweep cuts them the other way.
+_EITHER = {name: CASES[name] for name in [FIRST[family] for family in family_names()] + [*FURTHER]}
+_TWO_OR_FOUR = {name: [2, 4][place % 2] for place, name in enumerate(_EITHER)}
+# Name -> family, seed, config, prompt, and the numbers of devices.
+CUT = {name: case | {"num_shards": (_TWO_OR_FOUR[name],)} for name, case in _EITHER.items()} | {
+    name: {"family": name.partition("-")[0], "seed": 0, "config": config, "num_shards": (3, 6)}
+    | {"prompt": CASES[FIRST["llama"]]["prompt"]}
+    for name, config in SIX_HEADS.items()
+}
+CUT_THE_OTHER_WAY = {
+    name: case | {"num_shards": (6 - _TWO_OR_FOUR[name],)} for name, case in _EITHER.items()
+}
+SCRIPT = """
+import os, sys
+os.environ["JAX_NUM_CPU_DEVICES"] = "6"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import json
+from pathlib import Path
+import numpy as np
+from jaxllm.testing import make_tiny_checkpoint
+from tests.models.conftest import SingleRow
+
+cases, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+for name, case in cases.items():
+    model_dir = make_tiny_checkpoint(
+        folder / name, case["family"], seed=case["seed"], **case["config"]
+    )
+    logits = {
+        str(num_shards): SingleRow(
+            model_dir, num_shards=num_shards, num_blocks=max(16, -(-len(case["prompt"]) // 4))
+        ).logits(case["prompt"])
+        for num_shards in case["num_shards"]
+    }
+    np.savez(folder / name / "logits.npz", **logits)
+"""
+
+
+def compute(cases, folder):
+    """Name -> number of devices -> logits [T, V], with columns of padding."""
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(cases), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return {name: np.load(folder / name / "logits.npz") for name in cases}
