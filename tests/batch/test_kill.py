@@ -65,11 +65,14 @@ def write_lines(bench, count: int) -> tuple[list[int], list[int]]:
     return good, bad
 
 
-def test_killed_six_times_a_batch_ends_complete_and_in_order(bench):
+@pytest.mark.parametrize(
+    ("times", "num_lines"), [(2, 1600), pytest.param(6, 4000, marks=pytest.mark.sweep)]
+)
+def test_killed_several_times_a_batch_ends_complete_and_in_order(bench, times, num_lines):
     rng = random.Random(0)
-    # Many more than are answered in six times the second or so from one commit to the next.
-    good, bad = write_lines(bench, 4000)
-    for number in range(6):
+    # Many more than are answered in so many times the second or so from one commit to the next.
+    good, bad = write_lines(bench, num_lines)
+    for number in range(times):
         process = start(bench, "--ordered")
         if number % 3:
             wait_for_results(bench, process)

@@ -9,14 +9,16 @@ import sys
 import pytest
 
 from jaxllm.testing import make_tiny_checkpoint
-from tests.profile import SHARDED, as_flags
+from tests.profile import OVER_HOSTS, SHARDED_MODEL, as_flags
 
 COMMAND = [sys.executable, "-c", "import sys; from jaxllm.cli.main import main; sys.exit(main())"]
 
 
 @pytest.mark.slow
 def test_a_batch_runs_on_two_hosts_and_goes_on_there(tmp_path):
-    flags = as_flags(SHARDED | {"model": str(make_tiny_checkpoint(tmp_path / "model"))})
+    model = make_tiny_checkpoint(tmp_path / "model", **SHARDED_MODEL)
+    flags = as_flags(OVER_HOSTS | {"model": str(model)})
+    env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PJRT_NPROC": "16"}
     lines = [{"prompt_token_ids": [3 + i, 4], "max_tokens": 3 + i % 4} for i in range(12)]
     folders = [tmp_path / "host0", tmp_path / "host1"]
     for folder in folders:
@@ -30,10 +32,10 @@ def test_a_batch_runs_on_two_hosts_and_goes_on_there(tmp_path):
             subprocess.Popen(
                 [
                     *COMMAND, "run-batch", "-i", "in.jsonl", "-o", "out.jsonl", *flags,
-                    "-tp", "2", "--nnodes", "2", "--node-rank", str(rank), "--master-port", port,
+                    "--nnodes", "2", "--node-rank", str(rank), "--master-port", port,
                 ],
                 cwd=folder,
-                env=os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "16"},
+                env=os.environ | env,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

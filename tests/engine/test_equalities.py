@@ -10,9 +10,9 @@ from jaxllm.testing import make_tiny_checkpoint
 
 LOGPROBS = 3
 BASE = {
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 128,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
     "block_size": 16,
     "num_gpu_blocks_override": 128,
     # So that the layer with a window keeps all prefixes, too.
@@ -21,8 +21,8 @@ BASE = {
     "enforce_eager": True,
 }
 
-# The same where blocks are few, so that programs are shared.
-BLOCKS_OF_8 = {"block_size": 8, "num_gpu_blocks_override": 32}
+# The same where blocks are few, so that programs are shared; with smaller steps, too.
+BLOCKS_OF_8 = {"block_size": 8, "num_gpu_blocks_override": 32, "max_num_batched_tokens": 16}
 BLOCKS_OF_128 = {"block_size": 128, "num_gpu_blocks_override": 16}
 
 
@@ -110,7 +110,7 @@ def test_alone_is_as_in_a_crowd(base, expected, assert_same):
 
 def test_crowd_of_thirty_others_changes_nothing(base, expected, assert_same):
     base.reset_prefix_cache()
-    others = [prompt(100 + i, 3 + 4 * i) for i in range(30)]
+    others = [prompt(100 + i, 3 + 2 * i) for i in range(30)]
     noise = SamplingParams(temperature=1.3, max_tokens=40, ignore_eos=True)
     ids = base.enqueue(others[:15], noise)
     mine = base.enqueue(PROMPTS, PARAMS)
@@ -128,7 +128,7 @@ def test_chunked_is_whole(make_llm, expected, assert_same):
 
 
 def test_prefill_without_chunks_is_the_same(make_llm, expected, assert_same):
-    llm = make_llm(enable_chunked_prefill=False, max_num_batched_tokens=256)
+    llm = make_llm(enable_chunked_prefill=False, max_num_batched_tokens=128)
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
 
 
@@ -177,10 +177,8 @@ def test_any_block_size_is_the_same(make_llm, expected, blocks, assert_same):
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "max_num_batched_tokens"),
-    [(2, 16), pytest.param(16, 300, marks=pytest.mark.sweep)],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(2, 16), (16, 300)])
 def test_any_bucket_is_the_same(
     make_llm, expected, max_num_seqs, max_num_batched_tokens, assert_same
 ):
@@ -189,7 +187,8 @@ def test_any_bucket_is_the_same(
 
 
 def test_reference_attention_is_the_same(make_llm, expected, assert_same):
-    llm = make_llm(attention_backend="reference")
+    # Small steps of few rows, which are another bucket, and one program for each kind of step.
+    llm = make_llm(attention_backend="reference", max_num_seqs=2, max_num_batched_tokens=16)
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
 
 

@@ -37,10 +37,13 @@ def assert_same(first, second):
     np.testing.assert_allclose(first[1], second[1], atol=1e-4)
 
 
+def with_codes(codes):
+    return TINY | {"kv_cache_dtype": codes, "calculate_kv_scales": codes == "fp8"}
+
+
 @pytest.mark.parametrize("codes", ["fp8", "int8"])
 def test_an_engine_with_codes_keeps_its_equalities(codes, model):
-    options = TINY | {"kv_cache_dtype": codes, "calculate_kv_scales": codes == "fp8"}
-    llm = LLM(model, **options)
+    llm = LLM(model, **with_codes(codes))
     base = answers(llm)
     # What is cached has been read in other chunks.
     assert_same(answers(llm), base)
@@ -52,8 +55,14 @@ def test_an_engine_with_codes_keeps_its_equalities(codes, model):
         assert_same(answers(llm), base)
     llm.shutdown()
 
+
+@pytest.mark.parametrize("codes", ["fp8", pytest.param("int8", marks=pytest.mark.sweep)])
+def test_preempted_and_without_native_kernels_is_the_same(codes, model):
+    llm = LLM(model, **with_codes(codes))
+    base = answers(llm)
+    llm.shutdown()
     others = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}
-    llm = LLM(model, **(options | others | {"native_kernels": False}))
+    llm = LLM(model, **(with_codes(codes) | others | {"native_kernels": False}))
     assert_same(answers(llm), base)
     assert stats(llm).num_preemptions > 0
     llm.shutdown()

@@ -31,7 +31,9 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_5"))
+    """With a delta net and a layer that attends."""
+    path, shape = tmp_path_factory.mktemp("model"), {"num_hidden_layers": 2, "layer_types": None}
+    return str(make_tiny_checkpoint(path, "qwen3_5", **shape, full_attention_interval=2))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,8 @@ def test_chunked_is_whole(model, expected, size, assert_same):
 
 
 def test_preempted_is_undisturbed(model, expected, assert_same):
-    llm = LLM(model, **OPTIONS | {"num_gpu_blocks_override": 36, "num_state_snapshots": 3})
+    few = {"num_gpu_blocks_override": 36, "num_state_snapshots": 3, "max_num_batched_tokens": 16}
+    llm = LLM(model, **OPTIONS | few)
     params = [params.clone(max_tokens=100, ignore_eos=True) for params in PARAMS]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     assert stats(llm).num_preemptions > 0

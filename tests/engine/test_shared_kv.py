@@ -10,7 +10,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=60, logprobs=1, ignore_eos=Tru
 OPTIONS = {
     "max_model_len": 256,
     "max_num_seqs": 4,
-    "max_num_batched_tokens": 128,
+    "max_num_batched_tokens": 32,
     "block_size": 8,
     "num_gpu_blocks_override": 512,
     "kv_cache_request_len": 64,

@@ -61,16 +61,31 @@ def with_engine(options, use):
         assert engine._process.status is not None
 
 
+@pytest.fixture(scope="module")
+def on_engine(options):
+    """Runs `use(engine)` on an engine that tests share and leave without requests."""
+    engine = AsyncLLMEngine.from_engine_args(EngineArgs(**options))
+    with asyncio.Runner() as runner:
+
+        def run(use):
+            found = runner.run(asyncio.wait_for(use(engine), 300))
+            assert engine.num_unfinished == 0 and not engine.errored
+            return found
+
+        yield run
+    engine.shutdown()
+    assert engine._process.status is not None
+
+
 async def last(engine, prompt, params, request_id):
-    output = None
-    async for output in engine.generate(prompt, params, request_id):
-        assert output.request_id == request_id
-    return output
+    outputs = [output async for output in engine.generate(prompt, params, request_id)]
+    assert {output.request_id for output in outputs} == {request_id}
+    return outputs[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_answers_are_those_of_llm(kind, options, expected):
+def test_answers_are_those_of_llm(kind, on_engine, expected):
     async def use(engine):
         async def one(index):
             parts = []
@@ -91,11 +106,11 @@ def test_answers_are_those_of_llm(kind, options, expected):
         assert engine.num_unfinished == 0
         return found
 
-    assert with_engine(options, use) == expected
+    assert on_engine(use) == expected
 
 
 @pytest.mark.slow
-def test_what_was_processed_before_is_answered_as_well(options, expected):
+def test_what_was_processed_before_is_answered_as_well(on_engine, expected):
     async def use(engine):
         with pytest.raises(ValidationError, match="it is empty"):
             engine.process_input("0", [], PARAMS[0])
@@ -112,11 +127,11 @@ def test_what_was_processed_before_is_answered_as_well(options, expected):
         assert engine.num_unfinished == 0
         return found
 
-    assert with_engine(options, use) == expected
+    assert on_engine(use) == expected
 
 
 @pytest.mark.slow
-def test_short_prompts_do_not_wait_for_long_ones(options):
+def test_short_prompts_do_not_wait_for_long_ones(on_engine):
     async def use(engine):
         go_on = threading.Event()
         before = asyncio.create_task(
@@ -132,11 +147,11 @@ def test_short_prompts_do_not_wait_for_long_ones(options):
         with pytest.raises(ValidationError, match="max_model_len"):
             await long
 
-    with_engine(options, use)
+    on_engine(use)
 
 
 @pytest.mark.slow
-def test_who_lets_go_of_a_request_aborts_it_and_the_others_go_on(options):
+def test_who_lets_go_of_a_request_aborts_it_and_the_others_go_on(on_engine):
     endless = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
     async def use(engine):
@@ -175,11 +190,11 @@ def test_who_lets_go_of_a_request_aborts_it_and_the_others_go_on(options):
         await stream.aclose()
         assert engine.num_unfinished == 0
 
-    with_engine(options, use)
+    on_engine(use)
 
 
 @pytest.mark.slow
-def test_a_slow_consumer_delays_nobody_and_gets_everything(options):
+def test_a_slow_consumer_delays_nobody_and_gets_everything(on_engine):
     async def use(engine):
         params = SamplingParams(
             max_tokens=120, ignore_eos=True, seed=1, output_kind=RequestOutputKind.DELTA
@@ -200,7 +215,7 @@ def test_a_slow_consumer_delays_nobody_and_gets_everything(options):
         )
         assert answers(total) == answers(whole)
 
-    with_engine(options, use)
+    on_engine(use)
 
 
 @pytest.mark.slow
@@ -307,6 +322,7 @@ def test_no_engine_outlives_its_parent(options):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
+    assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     os.kill(pid, 0)
     parent.kill()

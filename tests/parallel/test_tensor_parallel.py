@@ -13,10 +13,13 @@ from tests.heads import make_eagle
 # One engine for each number of shards, and others of two shards that take other ways.
 ONE = {}
 SHARDS = {size: {"tensor_parallel_size": size} for size in (2, 8)}
-OTHER_WAYS = {
+FEW_BLOCKS = {"enable_prefix_caching": False, "block_size": 4, "num_gpu_blocks_override": 36}
+PLAIN_FEW_BLOCKS = "plain, few blocks"
+OTHER_WAYS = {PLAIN_FEW_BLOCKS: FEW_BLOCKS | {"async_scheduling": False}}
+SWEPT_WAYS = {
     "plain": {"async_scheduling": False},
     "alone": {"max_num_seqs": 1},
-    "few blocks": {"enable_prefix_caching": False, "block_size": 4, "num_gpu_blocks_override": 36},
+    "few blocks": FEW_BLOCKS,
     "reference": {"attention_backend": "reference", "block_size": 16},
     "whole": {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
     "drafts": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
@@ -56,11 +59,24 @@ def test_equalities_of_the_engine_hold_for_two_shards(answered, same_answers, wa
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
+def test_more_equalities_hold_for_two_shards(engines, sharded_model, same_answers):
+    its = engines(sharded_model, ONE, *(SHARDS[2] | way for way in SWEPT_WAYS.values()))
+    expected, *answers = its
+    for answer in answers:
+        same_answers(answer, expected)
+    metrics = {way: answer["metrics"] for way, answer in zip(SWEPT_WAYS, answers, strict=True)}
+    assert metrics["few blocks"]["num_preemptions"] > 0
+    assert metrics["drafts"]["spec_decode_num_draft_tokens"] > 0
+    assert not metrics["plain"]["overlap"]
+
+
+@pytest.mark.slow
 def test_its_engines_took_other_ways(answered):
-    assert answered[2]["metrics"]["overlap"] and not answered["plain"]["metrics"]["overlap"]
-    assert answered["few blocks"]["metrics"]["num_preemptions"] > 0
-    for way in ("drafts", HEAD_DRAFTS):
-        assert answered[way]["metrics"]["spec_decode_num_draft_tokens"] > 0
+    metrics = {way: answer["metrics"] for way, answer in answered.items()}
+    assert metrics[2]["overlap"] and not metrics[PLAIN_FEW_BLOCKS]["overlap"]
+    assert metrics[PLAIN_FEW_BLOCKS]["num_preemptions"] > 0
+    assert metrics[HEAD_DRAFTS]["spec_decode_num_draft_tokens"] > 0
     metrics = answered[ITSELF_DRAFTS]["metrics"]
     right, drafted = (metrics[f"spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft"))
     assert right == drafted > 0
