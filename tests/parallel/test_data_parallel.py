@@ -35,18 +35,18 @@ def metrics(llm):
     return found
 
 one = tokens(LLM(**base))
-for shards in (1, 2):
-    llm = LLM(**base, data_parallel_size=2, tensor_parallel_size=shards)
-    assert tokens(llm) == one, shards
-    finished = metrics(llm)["jaxllm:engine_answers_finished"]
-    assert min(finished) > 0 and sum(finished) == sum(len(row) for row in one)
-    assert metrics(llm)["jaxllm:kv_blocks_used"] == [0, 0]
-    assert llm.llm_engine.stats().num_requests_finished == sum(finished)
-    replicas = {output.metrics.replica for output in outputs}
-    assert replicas == {0, 1}
-    # Both have worked: each has its cache on devices of its own.
-    used = {shard.device for array in jax.live_arrays() for shard in array.addressable_shards}
-    assert len(used) >= 2 * shards, used
+shards = int(sys.argv[3])
+llm = LLM(**base, data_parallel_size=2, tensor_parallel_size=shards)
+assert tokens(llm) == one, shards
+finished = metrics(llm)["jaxllm:engine_answers_finished"]
+assert min(finished) > 0 and sum(finished) == sum(len(row) for row in one)
+assert metrics(llm)["jaxllm:kv_blocks_used"] == [0, 0]
+assert llm.llm_engine.stats().num_requests_finished == sum(finished)
+replicas = {output.metrics.replica for output in outputs}
+assert replicas == {0, 1}
+# Both have worked: each has its cache on devices of its own.
+used = {shard.device for array in jax.live_arrays() for shard in array.addressable_shards}
+assert len(used) >= 2 * shards, used
 
 # Aborted wherever it is; the others go on.
 ids = llm.enqueue(prompts, params)
@@ -66,9 +66,10 @@ print("well")
 
 
 @pytest.mark.slow
-def test_replicas_give_the_tokens_of_one_engine(sharded_model):
+@pytest.mark.parametrize("shards", ["1", pytest.param("2", marks=pytest.mark.sweep)])
+def test_replicas_give_the_tokens_of_one_engine(sharded_model, shards):
     process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(sharded_model), json.dumps(SHARDED)],
+        [sys.executable, "-c", SCRIPT, str(sharded_model), json.dumps(SHARDED), shards],
         capture_output=True,
         text=True,
         timeout=900,

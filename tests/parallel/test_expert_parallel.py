@@ -7,7 +7,6 @@ from jaxllm.testing import make_tiny_checkpoint
 WAYS = {
     "one": {},
     "cut in 2": {"tensor_parallel_size": 2},
-    "spread over 4": {"tensor_parallel_size": 4, "enable_expert_parallel": True},
     "spread over 2, in stages": {
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 2,
@@ -18,6 +17,7 @@ OTHER_WAYS = {
     "one": {},
     "cut in 4": {"tensor_parallel_size": 4},
     "spread over 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "spread over 4": {"tensor_parallel_size": 4, "enable_expert_parallel": True},
 }
 
 
@@ -33,10 +33,23 @@ def model(tmp_path_factory):
     )
 
 
-def test_latents_are_on_every_device_and_heads_are_cut(engines, same_answers, tmp_path):
-    spread = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [{"tensor_parallel_size": 4, "enable_expert_parallel": True}],
+        pytest.param(
+            [
+                {"tensor_parallel_size": 4},
+                {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            ],
+            marks=pytest.mark.sweep,
+        ),
+    ],
+    ids=["spread over 4", "others"],
+)
+def test_latents_are_on_every_device_and_heads_are_cut(engines, same_answers, tmp_path, ways):
     model = make_tiny_checkpoint(tmp_path, "deepseek_v3")
-    expected, *answers = engines(model, {}, {"tensor_parallel_size": 4}, spread)
+    expected, *answers = engines(model, {}, *ways)
     for answer in answers:
         same_answers(answer, expected)
 

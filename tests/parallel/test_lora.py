@@ -13,9 +13,11 @@ from tests.profile import SHARDED, SHARDED_MODEL
 # With four shards kv heads are repeated. Stages have their own parts of an adapter, and replicas
 # an adapter each.
 WAYS = [
-    {},
-    {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 4},
+    {"pipeline_parallel_size": 2, "data_parallel_size": 2},
+]
+SWEPT_WAYS = [
+    {"tensor_parallel_size": 2},
     {"pipeline_parallel_size": 2},
     {"data_parallel_size": 2},
 ]
@@ -42,7 +44,7 @@ print(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def answered(tmp_path_factory):
+def answer(tmp_path_factory):
     path = tmp_path_factory.mktemp("lora")
     model = make_tiny_checkpoint(path / "model", **SHARDED_MODEL)
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -50,22 +52,27 @@ def answered(tmp_path_factory):
         str(make_tiny_adapter(path / str(i), model, seed=i, rank=3 + i, target_modules=its))
         for i, its in enumerate((layers, layers[1:6:2]))
     ]
-    arguments = [str(model), *map(json.dumps, (adapters, SHARDED, WAYS))]
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments], check=True, capture_output=True, text=True
-    )
-    return json.loads(run.stdout.splitlines()[-1])
+
+    def answer(ways):
+        arguments = [str(model), *map(json.dumps, (adapters, SHARDED, ways))]
+        run = subprocess.run(
+            [sys.executable, "-c", SCRIPT, *arguments], check=True, capture_output=True, text=True
+        )
+        return json.loads(run.stdout.splitlines()[-1])
+
+    return answer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", range(1, len(WAYS)), ids=[str(way) for way in WAYS[1:]])
-def test_every_way_to_cut_a_model_gives_the_same_answers(answered, way):
-    for (tokens, logprobs), (wanted, its) in zip(answered[way], answered[0], strict=True):
-        assert tokens == wanted
-        np.testing.assert_allclose(logprobs, its, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_adapters_change_answers(answered):
-    plain, one, other = (tokens for tokens, _ in answered[0][:3])
+@pytest.mark.parametrize(
+    "ways", [WAYS, pytest.param(SWEPT_WAYS, marks=pytest.mark.sweep)], ids=["always", "swept"]
+)
+def test_every_way_to_cut_a_model_gives_the_same_answers(answer, ways):
+    expected, *answered = answer([{}, *ways])
+    for answers in answered:
+        for (tokens, logprobs), (wanted, its) in zip(answers, expected, strict=True):
+            assert tokens == wanted
+            np.testing.assert_allclose(logprobs, its, atol=1e-4)
+    # Adapters change answers.
+    plain, one, other = (tokens for tokens, _ in expected[:3])
     assert plain != one != other != plain
