@@ -49,7 +49,7 @@ def outside_fusions(hlo: str) -> str:
     return "\n".join(kept)
 
 
-def check_steps(tmp_path, chip, quantization):
+def check_steps(tmp_path, chip, quantization, decode_only=(True, False)):
     blocks = {"quantization_config": BLOCKS} if quantization == "blocks" else {}
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama") | SIZES | blocks))
     args = EngineArgs(
@@ -62,8 +62,8 @@ def check_steps(tmp_path, chip, quantization):
     )
     plan = make_plan(args, topology_devices(chip)[:1])
     programs = declare_programs(plan, make_packer(plan).layouts)
-    for decode_only in (True, False):
-        bucket = max(b for b in plan.buckets if b.decode_only == decode_only)
+    for kind in decode_only:
+        bucket = max(b for b in plan.buckets if b.decode_only == kind)
         program = programs[bucket]
         compiled = program.compile(program.lower())
         weights, state, _ = program.arguments
@@ -81,25 +81,26 @@ def check_steps(tmp_path, chip, quantization):
     assert plan.weights_bytes == pytest.approx(layers + embedding_and_head + scales, rel=0.003)
 
 
-SWEEP = pytest.mark.sweep
-
-
+@pytest.mark.sweep
 @pytest.mark.tpu_compile
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("chip", "quantization"),
-    [
-        pytest.param("v6e-1", "int8", marks=SWEEP),
-        pytest.param("v7x-8", "fp8", marks=SWEEP),
-        ("v7x-8", "blocks"),
-    ],
+    ("chip", "quantization"), [("v6e-1", "int8"), ("v7x-8", "fp8"), ("v7x-8", "blocks")]
 )
 def test_steps_for_tpus_write_no_weights(chip, quantization, tmp_path):
     check_steps(tmp_path, chip, quantization)
 
 
+@pytest.mark.tpu_compile
+@needs_libtpu
+def test_a_mixed_step_for_a_tpu_writes_no_weights(tmp_path):
+    check_steps(tmp_path, "v7x-8", "blocks", decode_only=(False,))
+
+
 @pytest.mark.gpu_compile
 @needs_cuda_plugin
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=SWEEP), "blocks"])
+@pytest.mark.parametrize(
+    "quantization", ["int8", pytest.param("fp8", marks=pytest.mark.sweep), "blocks"]
+)
 def test_steps_for_gpus_write_no_weights(quantization, tmp_path):
     check_steps(tmp_path, "h200", quantization)

@@ -65,7 +65,7 @@ def sweep(*values):
 @pytest.mark.parametrize(
     ("family", "sizes", "slice_name", "num_shards", "decodes"),
     [
-        ("glm4_moe_lite", GLM_4_7_FLASH, "v7x-8", 1, True),
+        sweep("glm4_moe_lite", GLM_4_7_FLASH, "v7x-8", 1, True),
         ("deepseek_v3", DEEPSEEK_V3, "v6e-8", 8, True),
         sweep("glm4_moe_lite", GLM_4_7_FLASH, "v5e-1", 1, False),
         sweep("glm4_moe_lite", GLM_4_7_FLASH, "v6e-1", 1, False),
