@@ -66,7 +66,11 @@ def test_sigterm_while_it_starts_ends_all_processes(serving, said):
 
 @pytest.mark.parametrize(
     ("num_frontends", "end"),
-    [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGSTOP)],
+    [
+        (1, signal.SIGKILL),
+        pytest.param(2, signal.SIGKILL, marks=pytest.mark.sweep),
+        (2, signal.SIGSTOP),
+    ],
     ids=["killed, 1 frontend", "killed, 2 frontends", "hangs, 2 frontends"],
 )
 def test_a_server_without_engine_tells_every_client_and_ends(serving, ask, num_frontends, end):

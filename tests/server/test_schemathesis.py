@@ -15,7 +15,8 @@ OPTIONS = (
 )
 # Answers are short, and few at once.
 SERVER = {"max_new_tokens": 4, "max_queued_requests": 12, "access_log": False}
-EVERYTHING = {
+WITH_A_KEY = {
+    "keys": ("a-key",),
     "enable_tokenizer_info_endpoint": True,
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
@@ -28,10 +29,11 @@ EVERYTHING = {
 @pytest.mark.parametrize(
     ("options", "phases"),
     [
-        pytest.param({}, "--phases fuzzing -n 10", marks=pytest.mark.sweep),
-        ({"keys": ("a-key",), **EVERYTHING}, "--phases coverage,fuzzing -n 15"),
+        pytest.param({}, "--phases fuzzing -n 20", marks=pytest.mark.sweep),
+        (WITH_A_KEY, "--phases coverage,fuzzing -n 5"),
+        pytest.param(WITH_A_KEY, "--phases fuzzing -n 20", marks=pytest.mark.sweep),
     ],
-    ids=["open", "with a key"],
+    ids=["open", "with a key", "more with a key"],
 )
 def test_every_answer_is_as_described(host, options, phases, tmp_path):
     with host.serve(**SERVER, **options, batch_dir=str(tmp_path / "batches")) as client:
