@@ -44,6 +44,7 @@ class OnlyWrites(MosaicGpuBackend):
 
 WRITER = OnlyWrites(name="only_writes", num_workers=2, interpret=True)
 
+
 def assert_correct(backend, case: Case, dtype: str, capfd, seed: int = 0) -> None:
     history_backend = WRITER if backend is INTERPRETED else None
     result = run_case(backend, case, dtype, seed=seed, history_backend=history_backend)
