@@ -46,6 +46,7 @@ def library(native_kernels_dir):
         pytest.skip("no C++ compiler is here")
     loaded = load(native_kernels_dir, kv_dtypes=KV_DTYPES)
     assert isinstance(loaded, Library), loaded
+    loaded.add_experts()
     return loaded
 
 
@@ -103,6 +104,7 @@ def any_library(request, library, native_kernels_dir):
         patch.setattr(native_library, "_FLAGS", tuple(flags))
         loaded = load(native_kernels_dir)
     assert isinstance(loaded, Library), loaded
+    loaded.add_experts()
     return loaded
 
 

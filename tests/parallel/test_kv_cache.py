@@ -9,22 +9,26 @@ from safetensors.numpy import load_file, save_file
 from jaxllm.testing import make_tiny_checkpoint
 from tests.profile import SHARDED_MODEL
 
-INT8 = {"kv_cache_dtype": "int8"}  # with calculated scales
+# Two rows, and so one shape of decodes.
+TWO = {"max_num_seqs": 2}
+INT8 = TWO | {"kv_cache_dtype": "int8"}  # with calculated scales
+FP8 = TWO | {"kv_cache_dtype": "fp8"}
+MODEL = SHARDED_MODEL | {"num_hidden_layers": 2}
 VARIANTS = {
     "int8": INT8,
     "int8 in stages": INT8 | {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
-    "fp8": {"kv_cache_dtype": "fp8"},
+    "fp8": FP8,
     # Each kv head has four copies.
-    "fp8 on eight": {"kv_cache_dtype": "fp8", "tensor_parallel_size": 8},
+    "fp8 on eight": FP8 | {"tensor_parallel_size": 8},
 }
 
 
 @pytest.fixture(scope="module")
 def answered(engines, tmp_path_factory):
     """What each of these engines answers. The checkpoint has scales for fp8, one for each head."""
-    model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), **SHARDED_MODEL)
+    model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), **MODEL)
     tensors = load_file(model / "model.safetensors")
-    for layer in range(SHARDED_MODEL["num_hidden_layers"]):
+    for layer in range(MODEL["num_hidden_layers"]):
         for index, name in enumerate(("k_scale", "v_scale")):
             scales = [0.01 * (1 + layer + index), 0.02 * (1 + layer + index)]
             stored = np.array(scales, np.float32).reshape(-1, 1, 1)

@@ -12,18 +12,17 @@ from tests.profile import SHARDED, SHARDED_MODEL
 
 # With four shards kv heads are repeated. Stages have their own parts of an adapter, and replicas
 # an adapter each.
-WAYS = [
+WAYS = [{"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "data_parallel_size": 2}]
+SWEPT_WAYS = [
     {"tensor_parallel_size": 4},
     {"pipeline_parallel_size": 2, "data_parallel_size": 2},
-]
-SWEPT_WAYS = [
     {"tensor_parallel_size": 2},
     {"pipeline_parallel_size": 2},
     {"data_parallel_size": 2},
 ]
 SCRIPT = """
 import json, os, sys
-os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+os.environ["JAX_NUM_CPU_DEVICES"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
 from jaxllm import LLM, LoRARequest, SamplingParams
 

@@ -15,12 +15,18 @@ FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 36, "enable_prefix_cac
 VARIANTS = {
     "one": {},
     "two": {"pipeline_parallel_size": 2, "enforce_eager": False, "check_invariants": True},
-    "plain, few blocks": {"pipeline_parallel_size": 2, "async_scheduling": False, **FEW_BLOCKS},
     "three": {"pipeline_parallel_size": 3},
-    "replicas of stages": {"pipeline_parallel_size": 2, "data_parallel_size": 2},
+    "plain replicas with few blocks": {
+        "pipeline_parallel_size": 2,
+        "data_parallel_size": 2,
+        "async_scheduling": False,
+        **FEW_BLOCKS,
+    },
 }
 OTHERS = {
     "one": {},
+    "plain, few blocks": {"pipeline_parallel_size": 2, "async_scheduling": False, **FEW_BLOCKS},
+    "replicas of stages": {"pipeline_parallel_size": 2, "data_parallel_size": 2},
     "plain": {"pipeline_parallel_size": 2, "async_scheduling": False},
     "few blocks": {"pipeline_parallel_size": 2, **FEW_BLOCKS},
     "stages of shards": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
@@ -60,8 +66,9 @@ def test_engines_with_stages_work_as_others_do(answered):
     metrics = {name: one["metrics"] for name, one in answered.items()}
     assert metrics["two"]["compiles_after_warmup"] == 0
     assert metrics["two"]["prefix_cache_hits"] > 0
-    assert metrics["two"]["overlap"] and not metrics["plain, few blocks"]["overlap"]
-    assert metrics["plain, few blocks"]["num_preemptions"] > 0
+    assert metrics["two"]["overlap"]
+    plain = metrics["plain replicas with few blocks"]
+    assert not plain["overlap"] and plain["num_preemptions"] > 0
 
 
 @pytest.mark.slow

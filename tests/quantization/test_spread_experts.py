@@ -84,7 +84,7 @@ def run(model, quantization, num_shards):
 
 models = json.loads(sys.argv[1])
 print(json.dumps({
-    name: {n: run(*model, n) for n in (1, 2, 4)} for name, model in models.items()
+    name: {n: run(*model, n) for n in (1, 4)} for name, model in models.items()
 }))
 """
 
@@ -107,17 +107,15 @@ KINDS = ["a scale per output", "groups with zeros", "blocks", "powers of two", "
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_devices_gives_the_same_logits(runs, kind):
+def test_four_devices_give_the_same_logits(runs, kind):
     of_one = np.array(runs[kind]["1"]["logits"])
     assert np.ptp(of_one) > 1
-    for num_devices in ("2", "4"):
-        logits = runs[kind][num_devices]["logits"]
-        np.testing.assert_allclose(logits, of_one, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(runs[kind]["4"]["logits"], of_one, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_device_has_the_codes_and_scales_of_its_experts(runs, kind):
-    for num_devices in (1, 2, 4):
+    for num_devices in (1, 4):
         run = runs[kind][str(num_devices)]
         assert {"w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"} <= set(
             run["shapes"]

@@ -21,6 +21,8 @@ from jaxllm.scheduler.policy import priority
 from jaxllm.scheduler.request import RequestStatus
 
 MAX_MODEL_LEN = 48
+# Of each mix of options; of all of them thousands.
+NUM_REQUESTS = 120
 BASE_PROMPT = list(range(40))
 
 
@@ -61,7 +63,7 @@ WINDOWS = {
     "everything": ((None,), 20),
     "windows": ((None, 11, 5), 20),
     "one window": ((9,), 12),
-    "chunks": ((None, Chunk(10), 5), 20),
+    "chunks": ((None, Chunk(10), 5), 17),
 }
 
 
@@ -122,7 +124,7 @@ def test_thousands_of_requests_come_and_go(
         **options,
     )
     traffic = Traffic(make_request, rng)
-    while len(engine.done) < 300:
+    while len(engine.done) < NUM_REQUESTS:
         if len(engine.received) < 30 and rng.random() < 0.5:
             for request in traffic.requests():
                 engine.add(request)
@@ -164,7 +166,7 @@ def test_thousands_of_requests_with_states_come_and_go(
         failure_loses_cache=num_stages == 1,
     )
     traffic = Traffic(make_request, rng)
-    while len(engine.done) < 300:
+    while len(engine.done) < NUM_REQUESTS:
         if len(engine.received) < 30 and rng.random() < 0.5:
             for request in traffic.requests():
                 engine.add(request)
@@ -203,7 +205,7 @@ def test_blocks_go_to_the_host_and_come_back(
         failure_loses_cache=has_files,
     )
     traffic = Traffic(make_request, rng)
-    while len(engine.done) < 300:
+    while len(engine.done) < NUM_REQUESTS:
         if len(engine.received) < 30 and rng.random() < 0.5:
             for request in traffic.requests():
                 engine.add(request)
@@ -246,7 +248,7 @@ def test_the_oldest_request_is_served_in_every_step(make_engine, make_request, d
         enable_chunked_prefill=chunked,
     )
     arrived = itertools.count()
-    while len(engine.done) < 200:
+    while len(engine.done) < 80:
         while len(engine.received) < 8:
             length = int(rng.integers(1, 40))
             max_tokens = int(rng.integers(1, MAX_MODEL_LEN - length + 1))

@@ -43,9 +43,22 @@ def parse(name, text, prompt="", **kwargs):
 
 @each_format
 @each_prompt
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_every_split_gives_the_same_and_drops_only_tags_and_space(name, end, data):
+    check_splits(name, end, data)
+
+
+@pytest.mark.sweep
+@each_format
+@each_prompt
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_every_split_of_more_texts_gives_the_same(name, end, data):
+    check_splits(name, end, data)
+
+
+def check_splits(name, end, data):
     prompt = USER + end.format(**tags_of(name))
     tags = TAGGED[name]
     form = [*tags.open_tags, *tags.close_tags, *(tags.content_tags or ())]

@@ -170,8 +170,13 @@ WHOLE = {
     "xlam": f"[{OBJECT}]",
 }
 each_format = pytest.mark.parametrize("name", WHOLE)
-fixed_fixtures = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+few, many = (
+    settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+    for examples in (80, 400)
 )
 
 
@@ -200,9 +205,21 @@ def test_every_name_is_tested_or_names_a_tested_format():
 
 
 @each_format
-@fixed_fixtures
+@few
 @given(data=st.data())
 def test_every_split_gives_the_same_and_text_without_calls_to_the_letter(name, data, parse_split):
+    check_splits(name, data, parse_split)
+
+
+@pytest.mark.sweep
+@each_format
+@many
+@given(data=st.data())
+def test_every_split_of_more_texts_gives_the_same(name, data, parse_split):
+    check_splits(name, data, parse_split)
+
+
+def check_splits(name, data, parse_split):
     text = draw_text(data, name)
 
     whole = parse_split(name, [text])

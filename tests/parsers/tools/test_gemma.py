@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.parsers.deltas import ArgumentsDelta
@@ -43,6 +43,7 @@ def call(name, function, arguments):
 
 
 @each_name
+@settings(max_examples=50, deadline=None)
 @given(arguments=st.dictionaries(KEYS, VALUES, max_size=4))
 def test_arguments_become_the_same_in_json(name, arguments):
     answer = make_tool_parser(name).parse(call(name, "f", arguments))
