@@ -165,6 +165,7 @@ def test_a_step_for_tpus(slice_name, name, make_model):
     assert plan.attention.name == "tpu"
 
 
+@pytest.mark.sweep
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_a_step_with_latents_for_tpus(make_model):
