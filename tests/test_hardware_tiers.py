@@ -1,5 +1,6 @@
 """A run that needs what is not there does not look like one that passed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,35 @@ def test_what_is_only_listed_or_asked_for_with_more_does_not_fail(run):
     assert run("-m", "gpu_compile or gpu")[0] == 0
     # Nothing was collected.
     assert run("-m", "gpu_compile", "-k", "nothing")[0] == 5
+
+
+HERE = Path(__file__).parent
+SOURCES = {path.relative_to(HERE.parent): path.read_text() for path in HERE.rglob("test_*.py")}
+README = (HERE / "README.md").read_text().replace("\\\n", "")
+
+
+def what_runs(command: str) -> list[str]:
+    """The folders and files that a command of the README names; all tests if it names none."""
+    (line,) = re.findall(rf"^.*pytest .*{command}.*$", README, re.MULTILINE)
+    return re.findall(r"tests/[\w/.]+", line) or ["tests"]
+
+
+@pytest.mark.parametrize("marker", ["tpu_compile", "gpu_compile"])
+def test_a_tier_has_all_of_its_tests(marker):
+    folders = what_runs(f"-m {marker}\\b")
+    marked = [path for path, text in SOURCES.items() if f"pytest.mark.{marker}" in text]
+    assert len(marked) > 5
+    outside = [path for path in marked if not any(map(path.is_relative_to, folders))]
+    assert outside == [Path("tests/test_hardware_tiers.py")] * (folders != ["tests"])
+
+
+def test_all_that_is_emulated_on_gpus_is_in_the_tier():
+    """Elsewhere it is skipped for an older JAX, which nobody would notice."""
+    named = {*map(Path, what_runs("test_gpu_attention.py") + what_runs("-k gpu"))}
+    emulated = {
+        path
+        for path, text in SOURCES.items()
+        if "why_no_mosaic_gpu" in text and re.search("interpret|dry_run", text)
+    }
+    assert len(emulated) > 5
+    assert emulated - {Path("tests/test_hardware_tiers.py")} <= named

@@ -58,7 +58,13 @@ _FREE_PADDING = 128
 
 
 def load_native_kernels(
-    config: EngineConfig, chip: Chip, dtype: Any, kv_dtype: str | None
+    config: EngineConfig,
+    chip: Chip,
+    dtype: Any,
+    kv_dtype: str | None,
+    num_shards: int,
+    *,
+    samples: bool,
 ) -> Library | NoLibrary:
     """Load the native kernels for CPUs, if they can be built."""
     if chip.platform != "cpu":
@@ -70,7 +76,12 @@ def load_native_kernels(
     dtypes = (dtype.name,)
     if config.model.batch_invariant and dtype.name in native.DTYPES:
         dtypes = native.DTYPES  # sums are of float32
-    library = native.load(Path(directory).expanduser() / "native", dtypes, kv_dtypes)
+    library = native.load(
+        Path(directory).expanduser() / "native",
+        dtypes,
+        kv_dtypes,
+        with_sampler=_samples_natively(config, num_shards, samples=samples),
+    )
     if isinstance(library, NoLibrary):
         logger.info("XLA's slower kernels run in place of our own: %s", library.reason)
     return library
@@ -146,6 +157,7 @@ def choose_experts(
         return XLA_EXPERTS
     native = NativeExperts(library)
     try:
+        library.add_experts()
         for spec in specs:
             shards = 1 if spec.has_whole_experts else num_shards
             native.check(spec.intermediate_size // shards, architecture.hidden_size, dtype)
@@ -219,21 +231,23 @@ def choose_sampling(
     *,
     samples: bool,
 ) -> Layout:
-    """How the sampler reads logits. XLA can run each layout everywhere, except that for Hopper.
-    The native sampler takes whole rows, and no processors of users. An engine that pools samples
-    nothing."""
+    """How the sampler reads logits. XLA can run each layout everywhere, except that for Hopper."""
     layout = HOPPER if _has_own_kernels(chip, num_shards) else LAYOUTS[chip.platform]
     if row_sums is not None:
         layout = with_row_sums(layout, row_sums)
-    if isinstance(library, NoLibrary) or num_shards > 1:
-        return layout
-    if config.model.logits_processors or not samples:
+    if isinstance(library, NoLibrary) or not _samples_natively(config, num_shards, samples=samples):
         return layout
     try:
         return with_op(layout, NativeSampler.load(library))
     except ValueError as error:
         logger.info("XLA samples in place of our own kernel: %s", error)
         return layout
+
+
+def _samples_natively(config: EngineConfig, num_shards: int, *, samples: bool) -> bool:
+    """Whether the native sampler may be used. It takes whole rows, and no processors of users. An
+    engine that pools samples nothing."""
+    return samples and num_shards == 1 and not config.model.logits_processors
 
 
 def choose_add_norm(chip: Chip, num_shards: int) -> AddNorm | None:

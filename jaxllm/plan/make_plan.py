@@ -120,7 +120,9 @@ def make_plan(
         dtype=dtype,
         reads_weights=model.load_format not in ("dummy", "orbax"),
     )
-    library = load_native_kernels(config, chip, dtype, kv_cache and kv_cache.codes)
+    library = load_native_kernels(
+        config, chip, dtype, kv_cache and kv_cache.codes, num_shards, samples=pooling is None
+    )
 
     def products_of(architecture: Architecture) -> Architecture:
         scheme = architecture.scheme

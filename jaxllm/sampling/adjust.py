@@ -88,8 +88,13 @@ def _of_rows(table: jax.Array, slots: jax.Array) -> jax.Array:
 
 def _add_bias(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:
     rows = jnp.arange(len(logits))[:, None]
-    token_ids = _skipped(_of_rows(state.biased_ids, slots), logits)
-    return logits.at[rows, token_ids].add(_of_rows(state.biases, slots), mode="drop")
+    token_ids = _of_rows(state.biased_ids, slots)
+    # A request has one bias for a token. Said so, a TPU sorts nothing; places without a token are
+    # out of range each by itself.
+    beyond = logits.shape[1] + jnp.arange(token_ids.shape[1])
+    token_ids = jnp.where(token_ids == NO_TOKEN, beyond, token_ids)
+    biases = _of_rows(state.biases, slots)
+    return logits.at[rows, token_ids].add(biases, mode="drop", unique_indices=True)
 
 
 def _mask_others(logits: jax.Array, state: SlotState, slots: jax.Array) -> jax.Array:

@@ -9,11 +9,16 @@ from typing import Any
 
 import jax
 import pytest
+from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.native import library as native_library
 from jaxllm_kernels.native.library import _FLAGS, KV_DTYPES, Library, load
 from jaxllm_kernels.platform import Chip, chip_of, processor
 
 from tests.kernels.sass import tools_dir
+
+if not why_no_mosaic_gpu():
+    # The interpreter of GPUs imports it, after which JAX traces anew what it had traced before.
+    import jax.experimental.pallas.tpu  # noqa: F401
 
 
 @pytest.fixture
@@ -41,6 +46,7 @@ def library(native_kernels_dir):
         pytest.skip("no C++ compiler is here")
     loaded = load(native_kernels_dir, kv_dtypes=KV_DTYPES)
     assert isinstance(loaded, Library), loaded
+    loaded.add_experts()
     return loaded
 
 
@@ -98,6 +104,7 @@ def any_library(request, library, native_kernels_dir):
         patch.setattr(native_library, "_FLAGS", tuple(flags))
         loaded = load(native_kernels_dir)
     assert isinstance(loaded, Library), loaded
+    loaded.add_experts()
     return loaded
 
 

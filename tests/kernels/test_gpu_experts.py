@@ -2,6 +2,7 @@
 there is one. Interpret mode is slow, so there the experts are small."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +33,26 @@ def no_races(capfd):
     assert "RACE" not in printed.out + printed.err
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def _run(x, chosen, factors, weights, config):
+    return INTERPRETED(x, chosen, factors, weights, config=config)
+
+
 def run(case, x, chosen, factors, weights):
-    call = jax.jit(lambda *operands: INTERPRETED(*operands, config=case.config))
-    return np.asarray(call(x, chosen, factors, weights))
+    return np.asarray(_run(x, chosen, factors, weights, config=case.config))
+
+
+_FAST_CASES = {"clamped, with biases", "experts elsewhere, and padding"}
 
 
 @interpreted
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if name not in ("wide", "all experts", "one choice")]
+    "name",
+    [
+        name if name in _FAST_CASES else pytest.param(name, marks=pytest.mark.sweep)
+        for name in CASES
+        if name not in ("wide", "all experts", "one choice")
+    ],
 )
 def test_small_cases_are_right(name):
     run_case(INTERPRETED, small(CASES[name]), "bfloat16")
@@ -50,13 +63,15 @@ def test_small_cases_are_right(name):
     "changes",
     [
         # Both halves of down at a time, several pieces of inputs, more items than workers.
-        {"num_tokens": 3, "size": 192, "hidden_size": 256},
+        pytest.param({"num_tokens": 3, "size": 192, "hidden_size": 256}, marks=pytest.mark.sweep),
         # Two compute warpgroups.
         {"num_tokens": 60, "num_experts": 2, "size": 128, "hidden_size": 256},
         # A tile of more rows than are stored at a time.
         {"num_tokens": 130, "num_experts": 2, "num_choices": 1, "has_bias": True},
         # More tokens than are compared with each other.
-        {"num_tokens": 150, "num_experts": 40, "num_choices": 1},
+        pytest.param(
+            {"num_tokens": 150, "num_experts": 40, "num_choices": 1}, marks=pytest.mark.sweep
+        ),
     ],
     ids=["blocks", "warpgroups", "large_tiles", "groups"],
 )
@@ -69,12 +84,9 @@ def test_float16_is_right():
     run_case(INTERPRETED, small(CASES["few tokens"]), "float16")
 
 
-# Tokens that share rows, and tokens that are gathered.
-SIZES = [3, 20]
-
-
+# Of three tokens rows are shared, of twenty gathered.
 @interpreted
-@pytest.mark.parametrize("num_tokens", SIZES)
+@pytest.mark.parametrize("num_tokens", [3, 20])
 def test_a_token_does_not_depend_on_others(num_tokens):
     case = small(CASES["even"], num_tokens=num_tokens, num_choices=2)
     x, chosen, factors, weights = operands(case, "bfloat16")
@@ -87,7 +99,7 @@ def test_a_token_does_not_depend_on_others(num_tokens):
 
 
 @interpreted
-@pytest.mark.parametrize("num_tokens", SIZES)
+@pytest.mark.parametrize("num_tokens", [pytest.param(3, marks=pytest.mark.sweep), 20])
 def test_neither_order_nor_what_is_not_chosen_matters(num_tokens):
     case = small(CASES["one expert has all tokens, one has none"], num_tokens=num_tokens)
     x, chosen, factors, weights = operands(case, "bfloat16")
@@ -97,7 +109,7 @@ def test_neither_order_nor_what_is_not_chosen_matters(num_tokens):
 
 
 @interpreted
-@pytest.mark.parametrize("num_tokens", SIZES)
+@pytest.mark.parametrize("num_tokens", [3, pytest.param(20, marks=pytest.mark.sweep)])
 def test_what_is_not_a_number_stays_with_its_token(num_tokens):
     case = small(CASES["even"], num_tokens=num_tokens)
     x, chosen, factors, weights = operands(case, "bfloat16")

@@ -2,6 +2,7 @@
 there is one. Interpret mode is slow, so there the cases are small ones of their own."""
 
 import dataclasses
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,22 @@ no_mosaic = why_no_mosaic_gpu()
 interpreted = pytest.mark.skipif(bool(no_mosaic), reason=f"the Mosaic GPU kernels: {no_mosaic}")
 
 
+@dataclass(frozen=True)
+class OnlyWrites(MosaicGpuLatentBackend):
+    """For histories, of which only the cache is used: XLA writes it."""
+
+    def attend(self, q, rows, cache, batch, prepared, *, config):
+        rows = jnp.pad(rows, ((0, 0), (0, cache.shape[2] - config.head_size)))
+        slots = prepared.positions % batch.block_size
+        return None, cache.at[prepared.write_blocks, slots].set(rows, mode="drop")
+
+
+WRITER = OnlyWrites(name="only_writes", num_workers=4, interpret=True)
+
+
 def assert_correct(backend, case: Case, dtype: str, capfd) -> None:
-    result = run_case(backend, case, dtype)
+    history_backend = WRITER if backend is INTERPRETED else None
+    result = run_case(backend, case, dtype, history_backend=history_backend)
     assert result.all_finite
     assert result.error < TOLERANCES[dtype]
     assert_no_races(capfd)
@@ -48,6 +63,9 @@ def small(name: str, rows: tuple[tuple[int, int], ...], **changes) -> Case:
     return Case(name=name, rows=rows, **{**SHAPE, **changes})
 
 
+# Lines of padding beside a token's, rows that are filled up, pages of several blocks.
+ODD_SIZES = small("odd_sizes", _MIXED, num_heads=5, rope_size=8, block_size=128, max_blocks=2)
+
 SMALL_CASES = [
     small("mixed", _MIXED),
     small("all_padding", ()),
@@ -59,8 +77,6 @@ SMALL_CASES = [
     small("a_long_row", ((1, 192),)),
     small("decodes", ((1, 1), (1, 17), (1, 180)), num_tokens=6, decode_only=True),
     small("all_padding_decodes", (), num_tokens=6, decode_only=True),
-    # Lines of padding beside a token's, rows that are filled up, pages of several blocks.
-    small("odd_sizes", _MIXED, num_heads=5, rope_size=8, block_size=128, max_blocks=2),
     # Teams of two, whose tiles end in the middle of a token.
     small(
         "teams",
@@ -71,19 +87,25 @@ SMALL_CASES = [
         num_rows=3,
     ),
 ]
+SWEPT_CASES = [
+    ODD_SIZES,
+    small("float16", ((1, 70), (3, 5)), num_heads=8, num_tokens=4, num_rows=2, max_blocks=5),
+]
 
 
 @interpreted
-@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*SMALL_CASES, *(pytest.param(case, marks=pytest.mark.sweep) for case in SWEPT_CASES)],
+    ids=lambda case: case.name,
+)
 def test_small_cases_are_right_and_without_races(case, capfd):
     assert_correct(INTERPRETED, case, "bfloat16", capfd)
 
 
 @interpreted
 def test_float16_is_right(capfd):
-    rows = ((1, 70), (3, 5))
-    case = small("float16", rows, num_heads=8, num_tokens=4, num_rows=2, max_blocks=5)
-    assert_correct(INTERPRETED, case, "float16", capfd)
+    assert_correct(INTERPRETED, ODD_SIZES, "float16", capfd)
 
 
 @interpreted
@@ -202,7 +224,7 @@ def test_an_older_jax_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", [*CASES, *SMALL_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *SMALL_CASES, *SWEPT_CASES], ids=lambda case: case.name)
 def test_a_hopper_gpu_is_right(case, dtype, gpu, capfd):
     limits = BatchLimits(
         num_tokens=case.num_tokens,

@@ -6,28 +6,33 @@ import stat
 
 import pytest
 from jaxllm_kernels.native import library as native_library
-from jaxllm_kernels.native.library import _FLAGS, Library, NoLibrary, load
+from jaxllm_kernels.native.library import _FLAGS, DTYPES, Library, NoLibrary, load
 
 
 def test_it_is_the_same_wherever_it_is(tmp_path, library, native_kernels_dir):
     # XLA knows it already.
-    built = native_kernels_dir / f"kernels-{library.build}.so"
-    shutil.copy2(built, tmp_path)
+    built = [
+        native_kernels_dir / f"{part}-{dtype}-{library.build}.so"
+        for part in ("dense", "attention")
+        for dtype in DTYPES
+    ]
+    for path in built:
+        shutil.copy2(path, tmp_path)
     tmp_path.chmod(0o700)
     assert load(tmp_path) == dataclasses.replace(library, kv_dtypes=())
-    assert [path.name for path in tmp_path.iterdir()] == [built.name]
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in built}
 
 
 def test_it_is_built_once_and_only_for_its_owner(tmp_path, library, monkeypatch):
     directory = tmp_path / "deep" / "native"
     # Whatever it is made of, it is built; this takes the compiler the least time.
-    monkeypatch.setattr(native_library, "_FUNCTIONS", native_library._ROW_SUMS)
+    monkeypatch.setattr(native_library, "_BASE", (native_library._ROW_SUMS,))
     flags = tuple("-O0" if flag == "-O3" else flag for flag in _FLAGS)
     monkeypatch.setattr(native_library, "_FLAGS", flags)
     loaded = load(directory, ("float32",))
     assert isinstance(loaded, Library) and loaded != library
     (path,) = directory.iterdir()
-    assert path.name == f"kernels-{loaded.build}.so"
+    assert path.name == f"row-sums-float32-{loaded.build}.so"
     built_at = path.stat().st_mtime_ns
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert load(directory, ("float32",)) == loaded

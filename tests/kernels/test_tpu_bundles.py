@@ -92,7 +92,7 @@ def libtpu_version() -> str | None:
 
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(libtpu_version() is None, reason="libtpu is not installed")
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", [pytest.param("v5e", marks=pytest.mark.sweep), *CHIPS[1:]])
 def test_kernels_do_not_grow(chip):
     counted = measure(chip)  # and other things of the programs, with any libtpu
     record = json.loads(RECORD.read_text())

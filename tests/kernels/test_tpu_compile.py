@@ -259,7 +259,7 @@ FEATURES = {
 }
 # The chips go round, so that each meets every feature. What each has with another head size, or on
 # several chips, or together with other features, is a sweep.
-ALWAYS = ("fp8_kv", "float32", "everything")
+ALWAYS = ("float32", "everything")
 
 
 def chip_for(row: int, column: int) -> str:

@@ -100,7 +100,15 @@ def test_a_mixed_step_for_a_tpu_writes_no_weights(tmp_path):
 @pytest.mark.gpu_compile
 @needs_cuda_plugin
 @pytest.mark.parametrize(
-    "quantization", ["int8", pytest.param("fp8", marks=pytest.mark.sweep), "blocks"]
+    ("quantization", "decode_only"),
+    [
+        ("int8", True),
+        ("blocks", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in [("int8", False), ("blocks", True), ("fp8", True), ("fp8", False)]
+        ),
+    ],
 )
-def test_steps_for_gpus_write_no_weights(quantization, tmp_path):
-    check_steps(tmp_path, "h200", quantization)
+def test_a_step_for_gpus_writes_no_weights(quantization, decode_only, tmp_path):
+    check_steps(tmp_path, "h200", quantization, (decode_only,))

@@ -165,6 +165,7 @@ def test_a_step_for_tpus(slice_name, name, make_model):
     assert plan.attention.name == "tpu"
 
 
+@pytest.mark.sweep
 @pytest.mark.tpu_compile
 @needs_libtpu
 def test_a_step_with_latents_for_tpus(make_model):
@@ -174,7 +175,7 @@ def test_a_step_with_latents_for_tpus(make_model):
 
 @pytest.mark.gpu_compile
 @needs_cuda_plugin
-@pytest.mark.parametrize("decode_only", [True, False])
+@pytest.mark.parametrize("decode_only", [pytest.param(True, marks=pytest.mark.sweep), False])
 def test_a_step_with_latents_for_an_h200(decode_only, make_model):
     model, (device,) = make_model("deepseek_v3"), topology_devices("h200")
     plan = compile_largest(model, device, (None,), decode_only)

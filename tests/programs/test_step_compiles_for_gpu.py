@@ -64,7 +64,10 @@ def program_of(plan, decode_only, num_tokens):
     return declared, declared[bucket]
 
 
-@pytest.mark.parametrize(("decode_only", "num_tokens"), [(True, 64), (False, 2048)])
+@pytest.mark.parametrize(
+    ("decode_only", "num_tokens"),
+    [(True, 64), pytest.param(False, 2048, marks=pytest.mark.sweep)],
+)
 def test_a_step(decode_only, num_tokens, plan, short_plan, tmp_path):
     declared, program = program_of(plan, decode_only, num_tokens)
     lowered, compiled, launches = compile_and_list(program, tmp_path / "dump")

@@ -72,10 +72,16 @@ def test_decode_and_mixed_step(slice_name, num_layers, llama_3_8b):
 
 
 @pytest.mark.parametrize(
-    ("slice_name", "num_shards"),
-    [pytest.param("v5e-8", 8, marks=pytest.mark.sweep), ("v6e-4", 4)],
+    ("slice_name", "num_shards", "decode_only"),
+    [
+        *(pytest.param("v5e-8", 8, only, marks=pytest.mark.sweep) for only in (True, False)),
+        pytest.param("v6e-4", 4, True, marks=pytest.mark.sweep),
+        ("v6e-4", 4, False),
+    ],
 )
-def test_a_model_cut_over_chips_exchanges_two_sums_per_layer(slice_name, num_shards, llama_3_8b):
+def test_a_model_cut_over_chips_exchanges_two_sums_per_layer(
+    slice_name, num_shards, decode_only, llama_3_8b
+):
     num_layers = 2
     args = EngineArgs(
         model=llama_3_8b,
@@ -86,18 +92,17 @@ def test_a_model_cut_over_chips_exchanges_two_sums_per_layer(slice_name, num_sha
     )
     plan = make_plan(args, topology_devices(slice_name))
     declared = declare_programs(plan, make_packer(plan).layouts)
-    programs = Programs(declared)
-    for bucket in (
-        next(b for b in plan.buckets if b.decode_only and b.num_tokens == 64),
-        next(b for b in plan.buckets if not b.decode_only and b.num_tokens == 256),
-    ):
-        compiled = programs[bucket]
-        weights, state, _ = declared[bucket].arguments
-        hlo = compiled.as_text()
-        assert not whole_array_copies(hlo, [*weights, *state.caches]), bucket
-        # Of the activations; what the sampler exchanges is a few numbers per row.
-        large = [c for c in collectives(hlo) if c.num_bytes >= bucket.num_tokens * 4096 * 2]
-        assert [c.opcode for c in large] == ["all-reduce"] * (2 * num_layers + 1), bucket
-        assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(
-            plan.weights_bytes + plan.kv_cache_bytes, rel=0.02
-        )
+    num_tokens = 64 if decode_only else 256
+    bucket = next(
+        b for b in plan.buckets if (b.decode_only, b.num_tokens) == (decode_only, num_tokens)
+    )
+    compiled = Programs(declared)[bucket]
+    weights, state, _ = declared[bucket].arguments
+    hlo = compiled.as_text()
+    assert not whole_array_copies(hlo, [*weights, *state.caches])
+    # Of the activations; what the sampler exchanges is a few numbers per row.
+    large = [c for c in collectives(hlo) if c.num_bytes >= num_tokens * 4096 * 2]
+    assert [c.opcode for c in large] == ["all-reduce"] * (2 * num_layers + 1)
+    assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(
+        plan.weights_bytes + plan.kv_cache_bytes, rel=0.02
+    )

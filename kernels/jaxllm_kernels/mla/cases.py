@@ -98,8 +98,16 @@ class _Request(NamedTuple):
     end: int
 
 
-def run_case(backend: LatentBackend, case: Case, dtype: DTypeLike, *, seed: int = 0) -> CaseResult:
-    """Compute a case's history and then its step with a backend."""
+def run_case(
+    backend: LatentBackend,
+    case: Case,
+    dtype: DTypeLike,
+    *,
+    seed: int = 0,
+    history_backend: LatentBackend | None = None,
+) -> CaseResult:
+    """Compute a case's history and then its step with a backend. As in
+    `ragged_paged_attention.cases`, another one can compute the history."""
     rng = np.random.default_rng(seed)
     config = case.config
     # Some blocks belong to no row. Their number is of the program, which many cases share.
@@ -121,11 +129,12 @@ def run_case(backend: LatentBackend, case: Case, dtype: DTypeLike, *, seed: int 
     poison = np.full(spec.size * spec.dtype.itemsize, 0xFF, np.uint8)
     cache = jnp.asarray(poison.view(spec.dtype).reshape(spec.shape))
 
-    run = functools.partial(_run, backend=backend, config=config)
+    run = functools.partial(_run, config=config)
     before = dataclasses.replace(case, num_tokens=max(case.num_tokens, 64), decode_only=False)
     for requests in _history(step, before):
-        _, cache = run(*_pack(requests, before, dtype, rng), cache)
-    out, _ = run(*_pack(step, case, dtype, rng), cache)
+        operands = _pack(requests, before, dtype, rng)
+        _, cache = run(*operands, cache, backend=history_backend or backend)
+    out, _ = run(*_pack(step, case, dtype, rng), cache, backend=backend)
 
     out = np.asarray(out).astype(np.float64)
     expected = [_attend_float64(request, config) for request in step]

@@ -1,10 +1,9 @@
 """The library of native kernels for CPUs, for operations where XLA is slow.
 
-The machine that runs the library compiles it, for its own processor and the requested dtypes, with
-any C++ compiler. The library is kept in a directory of the user. XLA calls it through its foreign
-function interface. Products with each kind of codes, and attention over caches of each kind, are
-parts of their own, which are made when they are asked for: few models need one, and compiling takes
-seconds.
+The machine that runs the library compiles it, for its own processor, with any C++ compiler. The
+library is kept in a directory of the user. XLA calls it through its foreign function interface. It
+is in parts, each of one source and one dtype: products and attention are in every library, and the
+others are made when they are asked for: few models need one, and compiling takes seconds.
 """
 
 import ctypes
@@ -14,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,33 +25,59 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.platform import processor
 
 _ROOT = Path(__file__).parents[1]
-# Its sources, and their function for XLA: one for each dtype.
 _HEADERS = (
     "native/coded_products.h", "native/codes.h", "native/matrices.h", "native/products.h",
     "native/rows.h", "native/threads.h", "native/vectors.h", "dense/multiply.h", "experts/layer.h",
-    "ragged_paged_attention/native.h", "sampler/rows.h",
+    "ragged_paged_attention/native.h", "sampler/record.h", "sampler/rows.h",
 )  # fmt: skip
-_FUNCTIONS = {
-    "dense/native.cc": "jaxllm_dense",
-    "experts/native.cc": "jaxllm_experts",
-    "ragged_paged_attention/native.cc": "jaxllm_attention",
-}
-# The ops that have functions for codes, and C++'s names of these.
-_CODED = {"dense": "dense/coded.cc", "experts": "experts/coded.cc"}
+# The C++ names of codes.
 CODES = {
     "int8": "Int8", "float8_e4m3fn": "Float8", "int4": "Int4", "float4_e2m1fn": "Float4",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A source, and its functions for XLA: one of each for each dtype."""
+
+    name: str
+    source: str
+    functions: tuple[str, ...]
+    define: str | None = None
+    dtypes: tuple[str, ...] | None = None  # default: those of the library
+
+
+_BASE = (
+    _Part("dense", "dense/native.cc", ("jaxllm_dense",)),
+    _Part("attention", "ragged_paged_attention/native.cc", ("jaxllm_attention",)),
+)
 # Attention over caches of codes.
 _CACHED = {
-    "int8": ("ragged_paged_attention/native_int8.cc", "jaxllm_attention_int8"),
-    "float8_e4m3fn": ("ragged_paged_attention/native_float8.cc", "jaxllm_attention_float8"),
+    "int8": _Part(
+        "attention-int8", "ragged_paged_attention/native_int8.cc", ("jaxllm_attention_int8",)
+    ),
+    "float8_e4m3fn": _Part(
+        "attention-float8", "ragged_paged_attention/native_float8.cc", ("jaxllm_attention_float8",)
+    ),
 }
+# Dense products and experts with weights of codes.
+_CODED = {
+    (op, codes): _Part(
+        f"{op}-{codes}", f"{op}/coded.cc", (f"jaxllm_{op}_{name}",), f"-DJAXLLM_CODES={name}"
+    )
+    for op in ("dense", "experts")
+    for codes, name in CODES.items()
+}
+_EXPERTS = _Part("experts", "experts/native.cc", ("jaxllm_experts",))
 # Adapters.
-_LOW_RANK = {"low_rank/native.cc": "jaxllm_low_rank"}
+_LOW_RANK = _Part("low-rank", "low_rank/native.cc", ("jaxllm_low_rank",))
 # Sums in a fixed order.
-_ROW_SUMS = {"row_sums/native.cc": "jaxllm_row_sums"}
+_ROW_SUMS = _Part("row-sums", "row_sums/native.cc", ("jaxllm_row_sums",))
 # The choice of tokens, whose logits are float32.
-_SAMPLER = {"sampler/native.cc": "jaxllm_sample", "sampler/record.cc": "jaxllm_record"}
+_SAMPLER = _Part(
+    "sampler", "sampler/native.cc", ("jaxllm_sample", "jaxllm_record"), dtypes=("float32",)
+)
+_PARTS = (*_BASE, *_CACHED.values(), *_CODED.values(), _EXPERTS, _LOW_RANK, _ROW_SUMS, _SAMPLER)
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 DTYPES = tuple(_SUFFIXES)
 KV_DTYPES = tuple(_CACHED)
@@ -70,7 +95,7 @@ class NotAvailableError(Exception):
 class Library:
     """A library that is loaded and registered with XLA."""
 
-    build: str  # hash of everything that determines the library
+    build: str  # hash of everything that determines what is built for each dtype
     dtypes: tuple[str, ...]  # for which it has functions
     # Where it is does not matter to programs, which may be found by what a library says of itself.
     _directory: Path = field(compare=False, repr=False)
@@ -84,8 +109,8 @@ class Library:
 
     def attention(self, dtype: DTypeLike, kv_dtype: str | None) -> str:
         """The name by which XLA knows the attention over a cache."""
-        function = "jaxllm_attention" if kv_dtype is None else _CACHED[kv_dtype][1]
-        return self.target(function, dtype)
+        part = _BASE[1] if kv_dtype is None else _CACHED[kv_dtype]
+        return self.target(part.functions[0], dtype)
 
     def target_for_codes(self, op: str, codes: str, dtype: DTypeLike) -> str:
         """As `target`, of the function of an op for codes, which `add_codes` has loaded."""
@@ -96,56 +121,71 @@ class Library:
         says why, if there are none."""
         if codes not in CODES:
             raise ValueError(f"codes of type {codes} are not {', '.join(CODES)}")
-        name = CODES[codes]
-        self._add(f"{op}-{codes}", {_CODED[op]: f"jaxllm_{op}_{name}"}, f"-DJAXLLM_CODES={name}")
+        self._add(_CODED[op, codes])
+
+    def add_experts(self) -> None:
+        """Load the experts. Raises ValueError, which says why, if there are none."""
+        self._add(_EXPERTS)
 
     def add_low_rank(self) -> None:
         """Load the low-rank products. Raises ValueError, which says why, if there are none."""
-        self._add("low-rank", _LOW_RANK)
+        self._add(_LOW_RANK)
 
     def add_row_sums(self) -> None:
         """Load the sums in a fixed order. Raises ValueError, which says why, if there are none."""
-        self._add("row-sums", _ROW_SUMS)
+        self._add(_ROW_SUMS)
 
     def add_sampler(self) -> None:
         """Load the sampler. Raises ValueError, which says why, if there is none."""
-        self._add("sampler", _SAMPLER, dtypes=("float32",))
+        self._add(_SAMPLER)
 
-    def _add(
-        self,
-        part: str,
-        functions: Mapping[str, str],
-        *defines: str,
-        dtypes: tuple[str, ...] | None = None,
-    ) -> None:
+    def _add(self, part: _Part) -> None:
         try:
-            self._load(part, functions, *defines, dtypes=dtypes)
+            self._load(part)
         except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
             raise ValueError(_reason(error)) from error
 
-    def _load(
-        self,
-        part: str,
-        functions: Mapping[str, str],
-        *defines: str,
-        dtypes: tuple[str, ...] | None = None,
-    ) -> None:
-        """Load a part that has these sources and functions, for these dtypes (default: those of the
-        library). Build it first unless the directory has it."""
-        dtypes = self.dtypes if dtypes is None else dtypes
-        path = self._directory / f"{part}-{self.build}.so"
-        if not path.exists():
-            wanted = [f"-DJAXLLM_{dtype.upper()}" for dtype in dtypes]
-            _compile(self._compiler, (*self._flags, *wanted, *defines), functions, path)
-        _check_ours(path)
-        if path.name in _registered:  # once per process, independent of its directory
-            return
-        loaded = ctypes.cdll.LoadLibrary(str(path))
-        for name in functions.values():
-            for dtype in dtypes:
+    def _load(self, part: _Part) -> None:
+        """Load a part. Build it first unless the directory has it."""
+        self._build([part])
+        for dtype in part.dtypes or self.dtypes:
+            path = self._path(part, dtype)
+            _check_ours(path)
+            if path.name in _registered:  # once per process, independent of its directory
+                continue
+            loaded = ctypes.cdll.LoadLibrary(str(path))
+            for name in part.functions:
                 function = jax.ffi.pycapsule(getattr(loaded, _symbol(name, dtype)))
                 jax.ffi.register_ffi_target(self.target(name, dtype), function, platform="cpu")
-        _registered.add(path.name)
+            _registered.add(path.name)
+
+    def _build(self, parts: Iterable[_Part]) -> None:
+        """Build what the directory does not have of these parts, all at the same time."""
+        missing = [
+            (part, dtype)
+            for part in parts
+            for dtype in part.dtypes or self.dtypes
+            if not self._path(part, dtype).exists()
+        ]
+        if missing:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda one: self._compile(*one), missing))
+
+    def _path(self, part: _Part, dtype: str) -> Path:
+        return self._directory / f"{part.name}-{dtype}-{self.build}.so"
+
+    def _compile(self, part: _Part, dtype: str) -> None:
+        """Compile a part. Concurrent processes may all do so: the results are equal, and the last
+        one replaces the others."""
+        path = self._path(part, dtype)
+        flags = (*self._flags, f"-DJAXLLM_{dtype.upper()}", *filter(None, [part.define]))
+        includes = ("-I", jax.ffi.include_dir(), "-I", str(_ROOT))
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / path.name
+            source = str(_ROOT / part.source)
+            _run(self._compiler, *flags, *includes, "-shared", source, "-o", str(made))
+            made.chmod(0o700)
+            made.rename(path)
 
 
 @dataclass(frozen=True)
@@ -156,47 +196,49 @@ class NoLibrary:
 
 
 def load(
-    directory: Path, dtypes: tuple[str, ...] = DTYPES, kv_dtypes: tuple[str, ...] = ()
+    directory: Path,
+    dtypes: tuple[str, ...] = DTYPES,
+    kv_dtypes: tuple[str, ...] = (),
+    *,
+    with_sampler: bool = False,
 ) -> Library | NoLibrary:
-    """Load the library for this machine. Build it first unless the directory has it."""
+    """Load the library for this machine. Build it first unless the directory has it, and the
+    sampler at the same time if it will be added."""
     try:
-        return _load(directory, dtypes, kv_dtypes)
+        return _load(directory, dtypes, kv_dtypes, with_sampler)
     except (NotAvailableError, OSError, subprocess.SubprocessError) as error:
         return NoLibrary(_reason(error))
 
 
-def _load(directory: Path, dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> Library:
+def _load(
+    directory: Path, dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...], with_sampler: bool
+) -> Library:
     others = [dtype for dtype in dtypes if dtype not in DTYPES]
     if others:
         raise NotAvailableError(f"they are for {' and '.join(DTYPES)}, and this is {others[0]}")
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NotAvailableError(f"no C++ compiler is here ({', '.join(_COMPILERS)})")
-    build = _identity(compiler, dtypes)
+    build = _identity(compiler)
     library = Library(build, dtypes, _make_private(directory), compiler, _FLAGS, kv_dtypes)
-    library._load("kernels", _FUNCTIONS)
-    for kv_dtype in kv_dtypes:
-        source, function = _CACHED[kv_dtype]
-        library._load(f"attention-{kv_dtype}", {source: function})
+    parts = (*_BASE, *(_CACHED[kv_dtype] for kv_dtype in kv_dtypes))
+    library._build((*parts, _SAMPLER) if with_sampler else parts)
+    for part in parts:
+        library._load(part)
     return library
 
 
-def _identity(compiler: str, dtypes: tuple[str, ...]) -> str:
-    """A hash of everything that determines the library."""
+def _identity(compiler: str) -> str:
+    """A hash of everything that determines what is built for each dtype."""
+    sources = sorted({part.source for part in _PARTS})
     facts = (
-        *((_ROOT / name).read_text() for name in _sources()),
+        *((_ROOT / name).read_text() for name in (*_HEADERS, *sources)),
         *_FLAGS,
-        *dtypes,
         _run(compiler, "--version"),
         importlib.metadata.version("jaxlib"),
         processor(),
     )
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
-
-
-def _sources() -> tuple[str, ...]:
-    cached = (source for source, _ in _CACHED.values())
-    return (*_HEADERS, *_FUNCTIONS, *_CODED.values(), *cached, *_LOW_RANK, *_ROW_SUMS, *_SAMPLER)
 
 
 def _make_private(directory: Path) -> Path:
@@ -210,24 +252,6 @@ def _check_ours(path: Path) -> None:
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise NotAvailableError(f"others may write {path}; make it yours alone")
-
-
-def _compile(compiler: str, flags: tuple[str, ...], sources: Collection[str], path: Path) -> None:
-    """Compile a part. Concurrent processes may all do so: the results are equal, and the last one
-    replaces the others."""
-    includes = ("-I", jax.ffi.include_dir(), "-I", str(_ROOT))
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch, ThreadPoolExecutor() as pool:
-
-        def compile_one(source: str) -> str:
-            made = str(Path(scratch) / source.replace("/", "-")) + ".o"
-            _run(compiler, *flags, *includes, "-c", str(_ROOT / source), "-o", made)
-            return made
-
-        objects = pool.map(compile_one, sources)
-        made = Path(scratch) / path.name
-        _run(compiler, *flags, "-shared", *objects, "-o", str(made))
-        made.chmod(0o700)
-        made.rename(path)
 
 
 def _run(*command: str) -> str:

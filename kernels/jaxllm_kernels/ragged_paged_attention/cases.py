@@ -250,9 +250,18 @@ class _Span(NamedTuple):
 
 
 def run_case(
-    backend: AttentionBackend, case: Case, dtype: DTypeLike, *, seed: int = 0
+    backend: AttentionBackend,
+    case: Case,
+    dtype: DTypeLike,
+    *,
+    seed: int = 0,
+    history_backend: AttentionBackend | None = None,
 ) -> CaseResult:
-    """Compute a case's history and then its step with a backend."""
+    """Compute a case's history and then its step with a backend.
+
+    Of the history only the cache is used. Where attention is slow, because it is emulated, another
+    backend can compute the history: one that writes the same cache and attends to nothing.
+    """
     rng = np.random.default_rng(seed)
     # Some blocks belong to no row. The number is rounded so that similar cases share programs.
     num_blocks = round_up(1 + sum(cdiv(context, case.block_size) for _, context in case.rows), 64)
@@ -276,15 +285,14 @@ def run_case(
     cache = jnp.asarray(poison.view(spec.dtype).reshape(spec.shape))
 
     scales = _draw_scales(case, rng)
-    run = functools.partial(
-        _run, sinks=sinks, kv_scales=scales, backend=backend, config=case.config
-    )
+    run = functools.partial(_run, sinks=sinks, kv_scales=scales, config=case.config)
     before = dataclasses.replace(case, decode_only=False, num_decodes=0)
     if case.decode_only:
         before = dataclasses.replace(before, num_tokens=max(case.num_tokens, 64))
     for spans in _split(history, before):
-        _, cache = run(*_pack(spans, before, dtype, rng), cache)
-    out, _ = run(*_pack(step, case, dtype, rng), cache)
+        operands = _pack(spans, before, dtype, rng)
+        _, cache = run(*operands, cache, backend=history_backend or backend)
+    out, _ = run(*_pack(step, case, dtype, rng), cache, backend=backend)
 
     out = np.asarray(out).astype(np.float64)
     expected = [_attend_float64(span, case, sinks, scales) for span in step]

@@ -14,6 +14,7 @@
 
 #include "native/threads.h"
 #include "native/vectors.h"
+#include "sampler/record.h"
 #include "sampler/rows.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -622,3 +623,4 @@ auto Signature() {
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_sample_f32, Sample, Signature());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_record_f32, Record, RecordSignature());

@@ -1,5 +1,7 @@
 // Counts sampled tokens in the tables of their slots, in place.
 
+#pragma once
+
 #include <algorithm>
 #include <cstdint>
 
@@ -65,7 +67,7 @@ ffi::Error Record(ffi::Buffer<ffi::S16, 2> counts, ffi::Buffer<ffi::S32, 2> roun
   return ffi::Error::Success();
 }
 
-auto Signature() {
+auto RecordSignature() {
   return ffi::Ffi::Bind()
       .Arg<ffi::Buffer<ffi::S16, 2>>()  // counts
       .Arg<ffi::Buffer<ffi::S32, 2>>()  // rounds
@@ -80,5 +82,3 @@ auto Signature() {
 }
 
 }  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_record_f32, Record, Signature());
