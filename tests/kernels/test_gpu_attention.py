@@ -212,9 +212,13 @@ def test_drawn_batches_are_right(capfd, rows, seed):
     assert_correct(INTERPRETED, with_int8("drawn", rows), "bfloat16", capfd, seed)
 
 
+# The kernels have no output that is a cache, so that mostly they are left out.
 @interpreted
+@pytest.mark.parametrize(
+    "backend", [WRITER, pytest.param(INTERPRETED, marks=pytest.mark.sweep)], ids=lambda it: it.name
+)
 @pytest.mark.parametrize("decode_only", [True, False])
-def test_only_the_tokens_of_the_step_are_written(decode_only):
+def test_only_the_tokens_of_the_step_are_written(decode_only, backend, capfd):
     config = AttentionConfig(num_heads=2, num_kv_heads=1, head_size=64, scale=0.1)
     batch = RaggedBatch(
         query_starts=jnp.array([0, 1, 1] if decode_only else [0, 1, 4], jnp.int32),
@@ -225,16 +229,15 @@ def test_only_the_tokens_of_the_step_are_written(decode_only):
         decode_only=decode_only,
     )
     num_tokens = 2 if decode_only else 8
-    spec = WRITER.cache_shape(config, num_blocks=5, block_size=16, dtype=jnp.bfloat16)
+    spec = backend.cache_shape(config, num_blocks=5, block_size=16, dtype=jnp.bfloat16)
     before = np.random.default_rng(0).normal(size=spec.shape).astype(spec.dtype)
     q, k, v = (jnp.ones((num_tokens, heads, 64), jnp.bfloat16) for heads in (2, 1, 1))
 
     @jax.jit
     def write(q, k, v, cache):
-        prepared = WRITER.prepare(batch, (config,), num_tokens=num_tokens)
-        return WRITER.attend(q, k, v, cache, batch, prepared, config=config)
+        prepared = backend.prepare(batch, (config,), num_tokens=num_tokens)
+        return backend.attend(q, k, v, cache, batch, prepared, config=config)
 
-    # The kernels, which this backend leaves out, have no output that is a cache.
     _, after = write(q, k, v, before)
     changed = (np.asarray(after) != before).any(axis=(1, 2, 4))  # [blocks, tokens]
     written = np.zeros((5, 16), bool)
@@ -242,6 +245,7 @@ def test_only_the_tokens_of_the_step_are_written(decode_only):
     if not decode_only:
         written[3, 14:] = written[2, 0] = True  # positions 14 to 16 of row 1
     np.testing.assert_array_equal(changed, written)
+    assert_no_races(capfd)
 
 
 @dataclass(frozen=True)

@@ -84,16 +84,22 @@ def run(model, quantization, num_shards):
 
 models = json.loads(sys.argv[1])
 print(json.dumps({
-    name: {n: run(*model, n) for n in (1, 4)} for name, model in models.items()
+    name: {n: run(*model, n) for n in (1, int(sys.argv[3]))} for name, model in models.items()
 }))
 """
 
 
+@pytest.fixture(scope="module", params=[4, pytest.param(2, marks=pytest.mark.sweep)])
+def num_devices(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def runs(models, native_kernels_dir):
-    asked = {name: (str(path), method) for name, (path, method) in models.items()}
+def runs(models, native_kernels_dir, num_devices):
+    """What each model has and answers on one device and on some."""
+    asked = json.dumps({name: (str(path), method) for name, (path, method) in models.items()})
     process = subprocess.run(
-        [sys.executable, "-c", ON_DEVICES, json.dumps(asked), str(native_kernels_dir)],
+        [sys.executable, "-c", ON_DEVICES, asked, str(native_kernels_dir), str(num_devices)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -107,23 +113,24 @@ KINDS = ["a scale per output", "groups with zeros", "blocks", "powers of two", "
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_four_devices_give_the_same_logits(runs, kind):
+def test_any_number_of_devices_gives_the_same_logits(runs, kind, num_devices):
     of_one = np.array(runs[kind]["1"]["logits"])
     assert np.ptp(of_one) > 1
-    np.testing.assert_allclose(runs[kind]["4"]["logits"], of_one, atol=1e-4, rtol=0)
+    logits = runs[kind][str(num_devices)]["logits"]
+    np.testing.assert_allclose(logits, of_one, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_device_has_the_codes_and_scales_of_its_experts(runs, kind):
-    for num_devices in (1, 4):
-        run = runs[kind][str(num_devices)]
+def test_each_device_has_the_codes_and_scales_of_its_experts(runs, kind, num_devices):
+    for number in (1, num_devices):
+        run = runs[kind][str(number)]
         assert {"w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"} <= set(
             run["shapes"]
         )
         for name, (num_experts, *sizes) in run["shapes"].items():
             assert num_experts == NUM_EXPERTS
-            share = [NUM_EXPERTS // num_devices, *sizes]
-            assert run["shards"][name] == num_devices * [share]
+            share = [NUM_EXPERTS // number, *sizes]
+            assert run["shards"][name] == number * [share]
 
 
 class Recorder:

@@ -21,8 +21,6 @@ from jaxllm.scheduler.policy import priority
 from jaxllm.scheduler.request import RequestStatus
 
 MAX_MODEL_LEN = 48
-# Of each mix of options; of all of them thousands.
-NUM_REQUESTS = 120
 BASE_PROMPT = list(range(40))
 
 
@@ -100,11 +98,18 @@ def kinds_of_traffic():
         )  # fmt: skip
 
 
+def numbers_of_requests(few: int, many: int):
+    return pytest.mark.parametrize(
+        "num_requests", [few, pytest.param(many, marks=pytest.mark.sweep)]
+    )
+
+
+@numbers_of_requests(120, 300)
 @pytest.mark.parametrize(
     ("depth", "num_stages", "chunked", "caching", "policy", "windows"), list(kinds_of_traffic())
 )
 def test_thousands_of_requests_come_and_go(
-    make_engine, make_request, depth, num_stages, chunked, caching, policy, windows
+    make_engine, make_request, depth, num_stages, chunked, caching, policy, windows, num_requests
 ):
     rng = np.random.default_rng([depth, chunked, caching, policy == "fcfs"])
     options = {"policy": priority} if policy == "priority" else {}
@@ -124,7 +129,7 @@ def test_thousands_of_requests_come_and_go(
         **options,
     )
     traffic = Traffic(make_request, rng)
-    while len(engine.done) < NUM_REQUESTS:
+    while len(engine.done) < num_requests:
         if len(engine.received) < 30 and rng.random() < 0.5:
             for request in traffic.requests():
                 engine.add(request)
@@ -141,13 +146,14 @@ def test_thousands_of_requests_come_and_go(
     assert engine.stats.num_requests_finished == next(traffic.ids)
 
 
+@numbers_of_requests(120, 300)
 @pytest.mark.parametrize(
     ("run", "windows"),
     [("plain", "windows"), ("overlapped", "everything"), ("overlapped pipeline", "everything")],
 )
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 def test_thousands_of_requests_with_states_come_and_go(
-    make_engine, make_request, run, windows, chunked
+    make_engine, make_request, run, windows, chunked, num_requests
 ):
     rng = np.random.default_rng([len(run), chunked])
     depth, num_stages = RUNS[run]
@@ -166,7 +172,7 @@ def test_thousands_of_requests_with_states_come_and_go(
         failure_loses_cache=num_stages == 1,
     )
     traffic = Traffic(make_request, rng)
-    while len(engine.done) < NUM_REQUESTS:
+    while len(engine.done) < num_requests:
         if len(engine.received) < 30 and rng.random() < 0.5:
             for request in traffic.requests():
                 engine.add(request)
@@ -183,12 +189,13 @@ def test_thousands_of_requests_with_states_come_and_go(
     assert 0 < engine.stats.num_snapshots_used <= SNAPSHOTS.count
 
 
+@numbers_of_requests(120, 300)
 @pytest.mark.parametrize(
     ("depth", "num_stages", "windows", "num_places", "has_files"),
     [(1, 1, "everything", 12, False), (4, 4, "windows", 60, False), (1, 1, "chunks", 40, True)],
 )
 def test_blocks_go_to_the_host_and_come_back(
-    make_engine, make_request, depth, num_stages, windows, num_places, has_files
+    make_engine, make_request, depth, num_stages, windows, num_places, has_files, num_requests
 ):
     """While copies arrive late or fail, steps fail, requests are aborted and prefixes forgotten."""
     rng = np.random.default_rng([depth, num_places])
@@ -205,7 +212,7 @@ def test_blocks_go_to_the_host_and_come_back(
         failure_loses_cache=has_files,
     )
     traffic = Traffic(make_request, rng)
-    while len(engine.done) < NUM_REQUESTS:
+    while len(engine.done) < num_requests:
         if len(engine.received) < 30 and rng.random() < 0.5:
             for request in traffic.requests():
                 engine.add(request)
@@ -234,9 +241,12 @@ def test_a_preempted_request_computes_at_most_a_block_again(make_engine, make_re
     assert stats.num_scheduled_tokens <= most, stats.num_preemptions
 
 
+@numbers_of_requests(80, 200)
 @pytest.mark.parametrize("depth", [0, 1], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
-def test_the_oldest_request_is_served_in_every_step(make_engine, make_request, depth, chunked):
+def test_the_oldest_request_is_served_in_every_step(
+    make_engine, make_request, depth, chunked, num_requests
+):
     """First come first served starves nobody: whoever is oldest gets on, until it is done."""
     rng = np.random.default_rng(depth)
     engine = make_engine(
@@ -248,7 +258,7 @@ def test_the_oldest_request_is_served_in_every_step(make_engine, make_request, d
         enable_chunked_prefill=chunked,
     )
     arrived = itertools.count()
-    while len(engine.done) < 80:
+    while len(engine.done) < num_requests:
         while len(engine.received) < 8:
             length = int(rng.integers(1, 40))
             max_tokens = int(rng.integers(1, MAX_MODEL_LEN - length + 1))

@@ -43,7 +43,7 @@ def call(name, function, arguments):
 
 
 @each_name
-@settings(max_examples=50, deadline=None)
+@settings(deadline=None)
 @given(arguments=st.dictionaries(KEYS, VALUES, max_size=4))
 def test_arguments_become_the_same_in_json(name, arguments):
     answer = make_tool_parser(name).parse(call(name, "f", arguments))
