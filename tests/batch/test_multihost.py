@@ -16,7 +16,7 @@ COMMAND = [sys.executable, "-c", "import sys; from jaxllm.cli.main import main; 
 
 @pytest.mark.slow
 def test_a_batch_runs_on_two_hosts_and_goes_on_there(tmp_path):
-    model = make_tiny_checkpoint(tmp_path / "model", **SHARDED_MODEL | {"num_hidden_layers": 1})
+    model = make_tiny_checkpoint(tmp_path / "model", **SHARDED_MODEL)
     flags = as_flags(OVER_HOSTS | {"model": str(model)})
     env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PJRT_NPROC": "16"}
     lines = [{"prompt_token_ids": [3 + i, 4], "max_tokens": 3 + i % 4} for i in range(12)]

@@ -67,9 +67,7 @@ ENDLESS = [([5, 6, 7], {"max_tokens": 100_000, "ignore_eos": True, "seed": 1})]
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    # Each rank compiles for itself. Two layers are one with a window and one without.
-    model = SHARDED_MODEL | {"num_hidden_layers": 2}
-    path = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), **model)
+    path = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), **SHARDED_MODEL)
     return OVER_HOSTS | {"model": str(path)}
 
 
