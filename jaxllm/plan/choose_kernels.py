@@ -157,10 +157,10 @@ def choose_experts(
         return XLA_EXPERTS
     native = NativeExperts(library)
     try:
-        library.add_experts()
         for spec in specs:
             shards = 1 if spec.has_whole_experts else num_shards
             native.check(spec.intermediate_size // shards, architecture.hidden_size, dtype)
+        library.add_experts()
     except ValueError as error:
         logger.warning("experts: XLA's loop, not 'native', since %s", error)
         return XLA_EXPERTS

@@ -149,7 +149,7 @@ TILES = small(
     block_size=64,
     sliding_window=400,
 )
-# These by themselves.
+# A size or a feature by itself.
 SWEPT_CASES = [
     TILES,
     small("more_rows_than_tokens", ((1, 20), (5, 12)), num_tokens=8, num_rows=9),

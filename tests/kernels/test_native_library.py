@@ -44,6 +44,16 @@ def test_it_is_built_once_and_only_for_its_owner(tmp_path, library, monkeypatch)
     assert "others may write" in load(directory, ("float32",)).reason
 
 
+def test_without_a_sampler_there_is_all_else(tmp_path, library, monkeypatch):
+    monkeypatch.setattr(native_library, "_BASE", ())
+    unbuildable = dataclasses.replace(native_library._SAMPLER, source="sampler/none.cc")
+    monkeypatch.setattr(native_library, "_SAMPLER", unbuildable)
+    loaded = load(tmp_path / "native", ("float32",), with_sampler=True)
+    assert isinstance(loaded, Library)
+    with pytest.raises(ValueError, match="none.cc"):
+        loaded.add_sampler()
+
+
 @pytest.mark.parametrize(
     "script, reason",
     [

@@ -32,7 +32,7 @@ HEAD_DRAFTS = "a head drafts, plain, few blocks"
 
 @pytest.fixture(scope="module")
 def answered(engines, sharded_model, tmp_path_factory):
-    """What each of them answers, by the name or the number above."""
+    """What each of them answers, by the name of the way."""
     head = make_eagle(
         tmp_path_factory.mktemp("heads") / "head",
         sharded_model,

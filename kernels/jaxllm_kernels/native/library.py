@@ -47,10 +47,8 @@ class _Part:
     dtypes: tuple[str, ...] | None = None  # default: those of the library
 
 
-_BASE = (
-    _Part("dense", "dense/native.cc", ("jaxllm_dense",)),
-    _Part("attention", "ragged_paged_attention/native.cc", ("jaxllm_attention",)),
-)
+_DENSE = _Part("dense", "dense/native.cc", ("jaxllm_dense",))
+_ATTENTION = _Part("attention", "ragged_paged_attention/native.cc", ("jaxllm_attention",))
 # Attention over caches of codes.
 _CACHED = {
     "int8": _Part(
@@ -77,7 +75,11 @@ _ROW_SUMS = _Part("row-sums", "row_sums/native.cc", ("jaxllm_row_sums",))
 _SAMPLER = _Part(
     "sampler", "sampler/native.cc", ("jaxllm_sample", "jaxllm_record"), dtypes=("float32",)
 )
-_PARTS = (*_BASE, *_CACHED.values(), *_CODED.values(), _EXPERTS, _LOW_RANK, _ROW_SUMS, _SAMPLER)
+_PARTS = (
+    _DENSE, _ATTENTION, *_CACHED.values(), *_CODED.values(), _EXPERTS, _LOW_RANK, _ROW_SUMS,
+    _SAMPLER,
+)  # fmt: skip
+_BASE = (_DENSE, _ATTENTION)  # what every library has
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
 DTYPES = tuple(_SUFFIXES)
 KV_DTYPES = tuple(_CACHED)
@@ -109,7 +111,7 @@ class Library:
 
     def attention(self, dtype: DTypeLike, kv_dtype: str | None) -> str:
         """The name by which XLA knows the attention over a cache."""
-        part = _BASE[1] if kv_dtype is None else _CACHED[kv_dtype]
+        part = _ATTENTION if kv_dtype is None else _CACHED[kv_dtype]
         return self.target(part.functions[0], dtype)
 
     def target_for_codes(self, op: str, codes: str, dtype: DTypeLike) -> str:
@@ -222,7 +224,10 @@ def _load(
     build = _identity(compiler)
     library = Library(build, dtypes, _make_private(directory), compiler, _FLAGS, kv_dtypes)
     parts = (*_BASE, *(_CACHED[kv_dtype] for kv_dtype in kv_dtypes))
-    library._build((*parts, _SAMPLER) if with_sampler else parts)
+    with ThreadPoolExecutor() as pool:
+        if with_sampler:  # if it cannot be built, `add_sampler` will say so
+            pool.submit(library._build, [_SAMPLER])
+        library._build(parts)
     for part in parts:
         library._load(part)
     return library
