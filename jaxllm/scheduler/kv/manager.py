@@ -23,6 +23,7 @@ from jaxllm.scheduler.kv.block_pool import BlockPool
 from jaxllm.scheduler.kv.host_tier import HostTier
 from jaxllm.scheduler.kv.prefix_hash import (
     block_hashes,
+    embeds_marks,
     group_root_hash,
     image_marks,
     root_hash,
@@ -379,6 +380,8 @@ class KVCacheManager:
         if start < end:
             tokens = request.known_tokens(start, end)
             marks = image_marks(request.images, len(hashes), num_blocks, self.block_size)
+            if request.embeds is not None:
+                marks = embeds_marks(request.embeds, len(hashes), num_blocks)
             parent = hashes[-1] if hashes else root
             hashes += block_hashes(parent, tokens, self.block_size, marks)
 
