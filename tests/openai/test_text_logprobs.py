@@ -31,7 +31,8 @@ KIMI = (
 ANSWERS = [
     ("qwen3", "hermes", "<think>It is four. think</think>\n\n«four. think»"),
     ("qwen3", "hermes", f"<think>four</think>\n\n«It is <four>, é😀é.»{CALL}"),
-    ("qwen3", "hermes", "<think>four</think>«<four <tool»"),
+    ("qwen3", "hermes", "<think>four</think>«think: <four <<<tool»"),
+    ("qwen3", None, "<think>four</think>\n\n«< four>»"),
     ("qwen3", "hermes", f"«four\n»{CALL}«\nfour, and <b>four</b>»{CALL}"),
     (None, "hermes", f"{CALL}«four»"),
     ("deepseek_r1", None, "four</thi four</think>«four</think»"),
@@ -62,7 +63,7 @@ def parts(written):
 
 def tokens_of(tokenizer, text, draw):
     """Ids of the text, cut at random places before it is tokenized."""
-    cuts = sorted(draw.sample(range(len(text) + 1), min(draw.randrange(12), len(text))))
+    cuts = sorted(draw.sample(range(len(text) + 1), min(draw.randrange(30), len(text))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     return [id for one in pieces for id in tokenizer.encode(one, add_special_tokens=False)]
 
@@ -92,7 +93,7 @@ def test_the_tokens_of_the_text_and_no_others(tokenizer, reasoning, tools, writt
         max_model_len=1000, answer_format=AnswerFormat.of(reasoning, tools),
     )  # fmt: skip
     text, places = parts(written)
-    for _ in range(12):
+    for _ in range(25):
         ids = tokens_of(tokenizer, text, draw)
         expected, end = [], 0
         for token in ids:
