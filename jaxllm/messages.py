@@ -7,6 +7,7 @@ import msgspec
 
 from jaxllm.cache_groups import CacheGroup, StateSnapshots
 from jaxllm.config import EngineConfig
+from jaxllm.handover.source import BlockSource, HandOver
 from jaxllm.lora.request import Adapter, AdapterLimits
 from jaxllm.media.item import ImageItem, ImageSpec
 from jaxllm.metrics.startup import Phase
@@ -42,6 +43,9 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar: str | None = None
     adapter: Adapter | None = None
     images: list[ImageItem] = []  # in the order of their places
+    # Of engines that hand prompts over: whether others are to have the blocks, and who has them.
+    gives_blocks: bool = False
+    source: BlockSource | None = None
     replica: int = 0  # the replica that serves it; the engine chooses it
 
 
@@ -72,6 +76,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     # files too. Empty: there is none.
     host_places: tuple[int, ...] = ()
     has_block_files: bool = False
+    hand_over: HandOver | None = None  # None: it has nothing to do with other engines
     # The number of experts of each layer that has some, if their tokens are counted.
     counted_experts: dict[int, int] = {}
     images: ImageSpec | None = None  # None: prompts are text

@@ -36,6 +36,7 @@ class OpenRequest:
         self._on_finish = on_finish
         self.request_id = processed.request_id
         self.lora_request = processed.lora_request
+        self._kv_transfer_params = processed.kv_transfer_params
         self.prompt = processed.prompt
         self.prompt_token_ids = processed.prompt_token_ids
         self.kind = params.output_kind
@@ -143,6 +144,7 @@ class OpenRequest:
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
             lora_request=self.lora_request,
+            kv_transfer_params=self._kv_transfer_params if self.is_finished else None,
         )
 
 
