@@ -1,9 +1,14 @@
-"""What one engine has computed of a prompt, another takes over: it answers as if it had computed all
-of it, to the bit, and computes less than a block of the prompt."""
+"""What one engine has computed of a prompt, another takes over: it answers to the bit as if it had
+computed all of it, and computes less than a block of the prompt."""
 
+import queue
+
+import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams, ValidationError
+from jaxllm.handover.source import BlockSource
+from jaxllm.scheduler.schedule import Arrival, BlockMoves
 from jaxllm.testing import make_tiny_checkpoint
 from tests.engine.test_offload import PARAMS, PROMPTS, answers
 from tests.profile import TINY
@@ -64,14 +69,17 @@ def num_full_blocks(prompts=PROMPTS):
 
 def test_answers_are_the_same_and_prompts_are_not_computed_again(model, secret, giver, expected):
     taker = engine(model, secret, "kv_consumer")
-    for attempt in range(2):  # the second time the giver finds all in its own cache
+    giver.generate(PROMPTS, PARAMS, use_tqdm=False)  # so that their blocks are on its devices
+    for attempt in range(2):
         outputs = go_on(taker, compute(giver))
         assert answers(outputs) == expected
         assert [one.kv_transfer_params for one in outputs] == [None] * len(outputs)
         its = stats(taker)
         assert its.blocks_taken == num_full_blocks() * (attempt + 1)
         assert not its.blocks_not_taken
-        assert its.num_prompt_tokens == sum(map(len, PROMPTS)) * (attempt + 1) - 16 * its.blocks_taken
+        assert (
+            its.num_prompt_tokens == sum(map(len, PROMPTS)) * (attempt + 1) - 16 * its.blocks_taken
+        )
         assert stats(giver).blocks_given == its.blocks_taken
         taker.reset_prefix_cache()
 
@@ -99,7 +107,9 @@ def test_nobody_waits_for_a_giver_that_is_silent(model, secret, expected):
     giver.llm_engine.shutdown()
     taker = engine(model, secret, "kv_consumer", kv_timeout=600)
     runner = taker.llm_engine
-    for index, (prompt, params, transfer) in enumerate(zip(PROMPTS, PARAMS, transfers, strict=True)):
+    for index, (prompt, params, transfer) in enumerate(
+        zip(PROMPTS, PARAMS, transfers, strict=True)
+    ):
         if index < 3:
             params = with_transfer(params, transfer)
         runner.add_request(str(index), {"prompt_token_ids": prompt}, params)
@@ -120,8 +130,10 @@ def test_salts_keep_users_apart(giver, model, secret, expected):
     salted = [{"prompt_token_ids": its, "cache_salt": "mine"} for its in PROMPTS]
     assert answers(go_on(taker, transfers, salted)) == expected
     assert stats(taker).blocks_taken == 0
+    taker.reset_prefix_cache()
     mine = compute(giver, salted)
-    assert answers(go_on(taker, mine, [{**one} for one in salted])) == expected
+    assert answers(go_on(taker, mine, salted)) == expected
+    assert stats(taker).blocks_taken == num_full_blocks()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +152,10 @@ def test_salts_keep_users_apart(giver, model, secret, expected):
     ],
 )
 def test_refusals_name_the_field(giver, model, taker, transfer, names):
-    if isinstance(transfer, dict) and not transfer.keys() & {"do_remote_decode", "do_remote_prefill"}:
+    if isinstance(transfer, dict) and not transfer.keys() & {
+        "do_remote_decode",
+        "do_remote_prefill",
+    }:
         transfer = compute(giver)[0] | transfer
     with pytest.raises(ValidationError, match=names):
         taker.generate(PROMPTS[:1], with_transfer(PARAMS[0], transfer), use_tqdm=False)
@@ -159,3 +174,39 @@ def test_an_engine_without_a_role_hands_nothing_over(model, giver):
 @pytest.fixture(scope="module")
 def taker(model, secret):
     return engine(model, secret, "kv_consumer")
+
+
+def test_what_comes_too_late_is_not_written(model, secret):
+    """Its place may be another content's by then."""
+    taker = engine(model, secret, "kv_consumer")
+    mover = taker.llm_engine._engine.executor.mover()
+    asked = []
+
+    class Slow:
+        def ask(self, source, group, content, taken):
+            asked.append(taken)
+
+        def close(self):
+            pass
+
+    mover._others.close()
+    mover._others = Slow()
+    late, new, source = b"l" * 32, b"n" * 32, BlockSource("127.0.0.1", 9)
+    nothing = np.empty((0, 3), np.int32)
+    mover.send(BlockMoves(0, nothing, [], nothing, [], [(0, 3, late, source)]))
+    stores = np.array([[0, 5, 3]], np.int32)
+    mover.send(BlockMoves(1, stores, [new], nothing, []))
+    arrivals = []
+    while not arrivals:
+        arrivals += mover.arrived(wait=True)
+    assert arrivals == [Arrival(1, 0, new, ok=True)]
+    before = looked_up(mover, new)
+    asked[0]([b"\1" * len(part) for part in before])
+    assert list(mover.arrived(wait=True)) == [Arrival(0, 0, late, ok=False, is_of_others=True)]
+    assert looked_up(mover, new) == before and looked_up(mover, late) is None
+
+
+def looked_up(mover, content):
+    answers = queue.Queue()
+    mover.look_up(0, content, answers.put)
+    return answers.get(timeout=30)
