@@ -193,9 +193,10 @@ def test_what_comes_too_late_is_not_written(model, secret):
     mover._others = Slow()
     late, new, source = b"l" * 32, b"n" * 32, BlockSource("127.0.0.1", 9)
     nothing = np.empty((0, 3), np.int32)
-    mover.send(BlockMoves(0, nothing, [], nothing, [], [(0, 3, late, source)]))
+    sent = {"stores": nothing, "contents": [], "loads": nothing, "reads": []}
+    mover.send(BlockMoves(**sent | {"number": 0, "takes": [(0, 3, late, source)]}))
     stores = np.array([[0, 5, 3]], np.int32)
-    mover.send(BlockMoves(1, stores, [new], nothing, []))
+    mover.send(BlockMoves(**sent | {"number": 1, "stores": stores, "contents": [new]}))
     arrivals = []
     while not arrivals:
         arrivals += mover.arrived(wait=True)
