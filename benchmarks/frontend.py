@@ -22,8 +22,8 @@ import time
 
 import servers
 import side_by_side
-from jaxllm.bench.http import HTTPClient
 
+from jaxllm.async_http import HTTPClient
 from jaxllm.bench.client import OpenAIClient
 from jaxllm.bench.datasets import BenchRequest
 from jaxllm.bench.load import run_load
