@@ -7,6 +7,7 @@ import msgspec
 
 from jaxllm.cache_groups import CacheGroup, StateSnapshots
 from jaxllm.config import EngineConfig
+from jaxllm.handover.source import BlockSource, HandOver
 from jaxllm.lora.request import Adapter, AdapterLimits
 from jaxllm.media.item import ImageItem, ImageSpec
 from jaxllm.metrics.startup import Phase
@@ -44,6 +45,9 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     adapter: Adapter | None = None
     images: list[ImageItem] = []  # in the order of their places
     embeds: EmbedsItem | None = None  # in place of the tokens of the prompt
+    # Of engines that hand prompts over: whether others are to have the blocks, and who has them.
+    gives_blocks: bool = False
+    source: BlockSource | None = None
     replica: int = 0  # the replica that serves it; the engine chooses it
 
 
@@ -74,6 +78,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     # files too. Empty: there is none.
     host_places: tuple[int, ...] = ()
     has_block_files: bool = False
+    hand_over: HandOver | None = None  # None: it has nothing to do with other engines
     # The number of experts of each layer that has some, if their tokens are counted.
     counted_experts: dict[int, int] = {}
     images: ImageSpec | None = None  # None: prompts are text

@@ -37,6 +37,7 @@ class OpenRequest:
         first = processed.requests[0]
         self.request_id = processed.request_id
         self.lora_request = processed.lora_request
+        self._kv_transfer_params = processed.kv_transfer_params
         self.prompt = processed.prompt
         self.prompt_token_ids = processed.prompt_token_ids
         # Those that have a text, after which the answer's goes on.
@@ -145,6 +146,7 @@ class OpenRequest:
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
             lora_request=self.lora_request,
+            kv_transfer_params=self._kv_transfer_params if self.is_finished else None,
         )
 
 

@@ -332,14 +332,19 @@ class CheckpointMap:
         return rule(Place(parent, module, leaf, pieces, stored))
 
     def modules(self, parameter: str, pieces: tuple[Shape, ...]) -> list[tuple[str, ...]]:
-        """The modules that a weight is fused of: of each its names in every layout."""
+        """The modules that a weight is fused of: of each its names in every layout. A layout that
+        has them in one tensor names it for each, as some have all experts of a layer."""
         layouts = [
-            dict.fromkeys(
-                rows.tensor.name.removesuffix(".weight")
-                for rows in names.source(parameter, pieces).rows()
+            list(
+                dict.fromkeys(
+                    rows.tensor.name.removesuffix(".weight")
+                    for rows in names.source(parameter, pieces).rows()
+                )
             )
             for names in (self, *self.others)
         ]
+        count = max(map(len, layouts))
+        layouts = [names * count if len(names) == 1 else names for names in layouts]
         return list(zip(*layouts, strict=True))
 
     @property
@@ -355,7 +360,8 @@ class CheckpointMap:
         return self
 
     def _tensor(self, parameter: str) -> str:
-        (rows,) = self.source(parameter, ((1,),)).rows()
+        # Of one expert, if its weights are stacked.
+        (rows,) = self.source(parameter, ((1, 1, 1),)).rows()
         return rows.tensor.name
 
     def is_ignored(self, tensor: str) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.handover.ends import Ends
+from jaxllm.handover.source import HandOver
 from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
 from jaxllm.lora.adapter_file import Matrices
@@ -145,8 +147,10 @@ class ModelRunner:
             ]
         self._model = self._stages[0] if len(self._stages) == 1 else Pipeline(plan, self._stages)
         self._mover: BlockMover | None = None
+        self._ends = Ends(plan)
         if plan.offload is not None:
-            self._mover = BlockMover(plan, self._stages, open_files(plan))
+            self._mover = BlockMover(plan, self._stages, open_files(plan), self._ends.taker)
+            self._ends.open_door(self._mover.look_up)
         self._host_weights: list[list[HostArray]] = []  # by stage, while the engine sleeps
         self._adapter_arrays = (
             [plan.adapter_arrays(stage) for stage in plan.stages] if plan.adapters else []
@@ -240,6 +244,10 @@ class ModelRunner:
         assert self._mover is not None, "the plan has no places on the host"
         return self._mover
 
+    def hand_over(self) -> HandOver | None:
+        """What the engine does of handing prompts over."""
+        return self._ends.info()
+
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
         self._newest = None
@@ -276,6 +284,7 @@ class ModelRunner:
 
     def free(self) -> None:
         """Free the devices' memory. Nothing can run any more."""
+        self._ends.close()
         if self._mover is not None:
             self._mover.close()
         self._host_weights, self._newest = [], None

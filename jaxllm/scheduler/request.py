@@ -50,6 +50,7 @@ class Request:
         "error",
         "followers",
         "forced",
+        "gives_blocks",
         "grammar",
         "has_new_stats",
         "has_taken_over_blocks",
@@ -90,6 +91,7 @@ class Request:
         "is_swapped",
         "slot",
         "snapshots",
+        "source",
         "stats",
         "status",
         "stop_token_ids",
@@ -112,6 +114,8 @@ class Request:
         self.bad_word_ids = message.bad_word_ids
         self.grammar = message.grammar
         self.adapter = message.adapter
+        self.gives_blocks = message.gives_blocks
+        self.source = message.source
         self.error: str | None = None  # why it ends in place of running, set by a feature
         self.pooling_task = message.pooling_task
         self.priority = message.priority

@@ -14,7 +14,15 @@ from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
 from jaxllm.media.preprocessor import Wanted, read_image_spec
 from jaxllm.media.resizing import Area
-from tests.media.models import OPTIONS, make_qwen2_5, make_qwen3, picture
+from tests.media.models import (
+    OPTIONS,
+    make_qwen2_5,
+    make_qwen3,
+    make_qwen3_5,
+    make_qwen3_5_moe,
+    make_qwen3_moe,
+    picture,
+)
 from tests.media.test_engine import answers, assert_equal
 
 IMAGE_TOKEN = 3
@@ -23,7 +31,8 @@ MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 # One of 64 tokens, which steps of 32 tokens cut; one of 4 tokens; one of 2 x 16, in which the text
 # goes on far behind its tokens' number.
 LARGE, SMALL, LONG = picture(64, 64), picture(3, 2, 1), picture(15, 120, 2)
-KINDS = {"qwen2.5": make_qwen2_5, "qwen3": make_qwen3}
+KINDS = {"qwen2.5": make_qwen2_5, "qwen3": make_qwen3, "qwen3.5": make_qwen3_5}
+IN_SWEEP = {"qwen3-moe": make_qwen3_moe, "qwen3.5-moe": make_qwen3_5_moe}
 
 
 def prompt(*images, text=f"Look: {MARK} What is it?") -> Any:
@@ -38,14 +47,25 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.sweep) for kind in IN_SWEEP)],
+)
 def model(request, tmp_path_factory):
-    return KINDS[request.param](tmp_path_factory.mktemp("qwen"))
+    return (KINDS | IN_SWEEP)[request.param](tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")
-def llm(model):
-    llm = LLM(model, **OPTIONS)
+def options(model):
+    """A model with states has snapshots of them inside images."""
+    has_states = "linear_num_key_heads" in read_json(model / "config.json")["text_config"]
+    snapshots = {"mamba_block_size": 32, "num_state_snapshots": 16}
+    return OPTIONS | (snapshots if has_states else {})
+
+
+@pytest.fixture(scope="module")
+def llm(model, options):
+    llm = LLM(model, **options)
     yield llm
     llm.shutdown()
 
@@ -116,7 +136,7 @@ def test_images_of_equal_sizes_are_told_apart(llm, alone):
 
 
 @pytest.mark.sweep
-def test_preempted_requests_go_on(model, llm):
+def test_preempted_requests_go_on(model, llm, options):
     """Also behind their prompts, at the positions that they had."""
     params = PARAMS.clone(max_tokens=60, ignore_eos=True)
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[4]]
@@ -124,7 +144,7 @@ def test_preempted_requests_go_on(model, llm):
     before = llm.llm_engine.stats().num_preemptions
     expected = answers(llm, prompts, params)
     assert llm.llm_engine.stats().num_preemptions == before
-    few = LLM(model, **OPTIONS | {"num_gpu_blocks_override": 20})
+    few = LLM(model, **options | {"num_gpu_blocks_override": 20})
     try:
         found = answers(few, prompts, params)
         assert few.llm_engine.stats().num_preemptions

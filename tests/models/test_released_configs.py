@@ -96,8 +96,18 @@ SIZES = {
     "Nemotron 3 Nano 30B-A3B": 31.58,
     "Nemotron Nano 9B v2": 8.89,
     "Qwen2.5-VL 7B": 7.62,
+    "Qwen3-VL 4B": 4.02,
+    "Qwen3-VL 30B-A3B": 30.53,
+    "Qwen3.5 27B": 26.90,
+    "Qwen3.6 35B-A3B": 34.66,
 }
-WITH_TOWERS = {"Qwen2.5-VL 7B": 8.29}
+WITH_TOWERS = {
+    "Qwen2.5-VL 7B": 8.29,
+    "Qwen3-VL 4B": 4.44,
+    "Qwen3-VL 30B-A3B": 31.07,
+    "Qwen3.5 27B": 27.36,
+    "Qwen3.6 35B-A3B": 35.11,
+}
 
 
 def num_parameters(architecture):
