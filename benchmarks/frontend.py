@@ -23,9 +23,9 @@ import time
 import servers
 import side_by_side
 
+from jaxllm.async_http import HTTPClient
 from jaxllm.bench.client import OpenAIClient
 from jaxllm.bench.datasets import BenchRequest
-from jaxllm.bench.http import HTTPClient
 from jaxllm.bench.load import run_load
 from jaxllm.bench.options import LoadOptions
 from jaxllm.bench.serve import on_fast_loop

@@ -11,7 +11,8 @@ take turns with the same mixed requests, so that other load on the machine affec
 - tier: so has this one, and a second home.
 
 Then an engine with files of blocks starts over, and answers a long prompt: cold, without files, and
-warm, with those that the engine before has left.
+warm, with those that the engine before has left. At last one engine computes long prompts and hands
+them over to another, which answers.
 """
 
 import argparse
@@ -55,6 +56,7 @@ def main() -> None:
     ):
         print(json.dumps(under_pressure(model, args)), flush=True)
         print(json.dumps(after_a_restart(model, args, Path(folder))), flush=True)
+        print(json.dumps(handed_over(model, args, Path(folder))), flush=True)
 
 
 def under_pressure(model: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -147,6 +149,52 @@ def after_a_restart(model: str, args: argparse.Namespace, folder: Path) -> dict[
         "prompt_tokens": args.long_prompt,
         "tokens_found_warm": found,
         **{name: round(value, 4) for name, value in medians.items()},
+    }
+
+
+def handed_over(model: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The first token of an engine that computes a prompt, and of one that takes it over."""
+    rng = random.Random(2)
+    secret = folder / "secret"
+    secret.write_text("a secret of this benchmark")
+    giver, taker = (
+        LLM(
+            model,
+            max_model_len=args.long_prompt + 64,
+            max_num_seqs=4,
+            max_num_batched_tokens=128,
+            block_size=BLOCK,
+            num_gpu_blocks_override=2 * (args.long_prompt + 64) // BLOCK,
+            dtype=args.dtype,
+            skip_tokenizer_init=True,
+            kv_offloading_size=0.25,
+            kv_role=role,
+            kv_secret_file=str(secret),
+        )
+        for role in ("kv_producer", "kv_consumer")
+    )
+    seconds: dict[str, list[float]] = {"computes": [], "takes_over": []}
+    for _ in range(args.rounds + 1):
+        prompt = [rng.randrange(3, 8000) for _ in range(args.long_prompt)]
+        transfer: dict[str, Any] | None = {"do_remote_decode": True}
+        for llm, its in zip((giver, taker), seconds.values(), strict=True):
+            params = SamplingParams(
+                temperature=0, max_tokens=1, extra_args={"kv_transfer_params": transfer}
+            )
+            start = time.perf_counter()
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            its.append(time.perf_counter() - start)
+            transfer = output.kv_transfer_params
+    stats = taker.llm_engine.stats()
+    for llm in (taker, giver):
+        llm.llm_engine.shutdown()
+    # Without the first round, which is the first request of both.
+    medians = {name: statistics.median(its[1:]) for name, its in seconds.items()}
+    return {
+        "prompt_tokens": args.long_prompt,
+        "blocks_taken": stats.blocks_taken,
+        "blocks_missed": stats.blocks_not_taken,
+        **{f"{name}_first_token_s": round(value, 4) for name, value in medians.items()},
     }
 
 

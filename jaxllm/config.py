@@ -19,6 +19,7 @@ import msgspec
 from jaxllm import bundled, vllm_options
 from jaxllm.cache_config import CacheConfig
 from jaxllm.errors import ValidationError, refused
+from jaxllm.handover_config import HandOverConfig
 from jaxllm.logging import init_logger
 from jaxllm.lora_config import LoRAConfig
 from jaxllm.media_config import MediaConfig
@@ -217,6 +218,7 @@ class EngineConfig:
     lora: LoRAConfig = LoRAConfig()
     pooling: PoolingConfig = PoolingConfig()
     media: MediaConfig = MediaConfig()
+    hand_over: HandOverConfig = HandOverConfig()
     compilation: CompilationConfig = CompilationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     profiler: ProfilerConfig = ProfilerConfig()
@@ -278,6 +280,8 @@ class EngineConfig:
             )
         self._validate_hosts()
         self.cache.check_offloading(self.parallel.nnodes)
+        size, replicas = self.cache.kv_offloading_size, self.parallel.data_parallel_size
+        self.hand_over.check(size, replicas)
         self.lora.check()
         self.media.check()
         if self.model.structured_outputs_config:

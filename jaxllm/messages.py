@@ -7,11 +7,13 @@ import msgspec
 
 from jaxllm.cache_groups import CacheGroup, StateSnapshots
 from jaxllm.config import EngineConfig
+from jaxllm.handover.source import BlockSource, HandOver
 from jaxllm.lora.request import Adapter, AdapterLimits
 from jaxllm.media.item import ImageItem, ImageSpec
 from jaxllm.metrics.startup import Phase
 from jaxllm.pooler_config import Pooling
 from jaxllm.pooling_params import PoolingTask
+from jaxllm.prompt_embeds.item import EmbedsItem, EmbedsSpec
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.speculative_config import Speculation
 
@@ -42,6 +44,10 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar: str | None = None
     adapter: Adapter | None = None
     images: list[ImageItem] = []  # in the order of their places
+    embeds: EmbedsItem | None = None  # in place of the tokens of the prompt
+    # Of engines that hand prompts over: whether others are to have the blocks, and who has them.
+    gives_blocks: bool = False
+    source: BlockSource | None = None
     replica: int = 0  # the replica that serves it; the engine chooses it
 
 
@@ -72,10 +78,12 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     # files too. Empty: there is none.
     host_places: tuple[int, ...] = ()
     has_block_files: bool = False
+    hand_over: HandOver | None = None  # None: it has nothing to do with other engines
     # The number of experts of each layer that has some, if their tokens are counted.
     counted_experts: dict[int, int] = {}
     images: ImageSpec | None = None  # None: prompts are text
     num_image_rows: int = 0  # how many tokens of images the device's pool holds
+    embeds: EmbedsSpec | None = None  # None: prompts have tokens
     # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The longest answer that the model recommends, if any; servers enforce it.

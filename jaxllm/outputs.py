@@ -1,7 +1,7 @@
 """What a user gets: the answers to a prompt, as far as they are known. The names are vLLM's."""
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -73,15 +73,17 @@ class RequestOutput:
     metrics: RequestStateStats | None = None
     num_cached_tokens: int | None = None
     lora_request: LoRARequest | None = None
+    # For another engine, which takes the blocks of the prompt over.
+    kv_transfer_params: dict[str, Any] | None = None
     # vLLM's names for what we do not have yet.
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
-    kv_transfer_params: None = None
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
         """Take in a later output of the same request. With `aggregate` it is a delta, which is
         appended; otherwise it replaces the answers here."""
         self.finished |= next_output.finished
+        self.kv_transfer_params = next_output.kv_transfer_params
         mine = {answer.index: i for i, answer in enumerate(self.outputs)}
         for answer in next_output.outputs:
             place = mine.get(answer.index)

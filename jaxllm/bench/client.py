@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from jaxllm.async_http import BrokenConnectionError, HTTPClient
 from jaxllm.bench.datasets import BenchRequest
 from jaxllm.bench.figures import Outcome
-from jaxllm.bench.http import BrokenConnectionError, HTTPClient
 from jaxllm.bench.options import LoadOptions
 from jaxllm.errors import JaxLLMError, UnauthorizedError
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
+from jaxllm.async_http import HTTPClient
 from jaxllm.bench.client import OpenAIClient, find_model
 from jaxllm.bench.datasets import BenchRequest, make_requests
 from jaxllm.bench.figures import figures
-from jaxllm.bench.http import HTTPClient
 from jaxllm.bench.lengths import decided, describe
 from jaxllm.bench.load import Run, run_load, send_times, warm_up
 from jaxllm.bench.options import DatasetOptions, LoadOptions, ReportOptions

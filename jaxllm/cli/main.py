@@ -28,6 +28,9 @@ COMMANDS = {
     "chat": Command("jaxllm.cli.chat", "Talk to a model in the terminal, here or behind a server."),
     "complete": Command("jaxllm.cli.complete", "Let a model behind a server go on with prompts."),
     "serve": Command("jaxllm.cli.serve", "Serve a model over HTTP, as OpenAI's API does."),
+    "route": Command(
+        "jaxllm.cli.route", "Stand before servers that compute prompts and servers that answer."
+    ),
     "run-batch": Command("jaxllm.cli.run_batch", "Answer a file of requests."),
     "bench serve": Command("jaxllm.cli.bench.serve", "Measure a server under load."),
     "bench throughput": Command(

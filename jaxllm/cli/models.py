@@ -11,7 +11,7 @@ from importlib import resources
 from jaxllm.models import families
 from jaxllm.models.registry import architectures_of, encoder_names, family_names
 
-_SEEING = ("mistral3", "qwen2", "qwen3")  # whose towers are computed, too
+_SEEING = ("mistral3", "qwen2", "qwen3", "qwen3_5", "qwen3_moe")  # whose towers are computed, too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -149,12 +149,13 @@ class Sleep(Order, frozen=True):
         parts = parts_of(self.level, self.mode)
         if not core.is_on_one_host:
             raise refused("level", self.level, "an engine on several hosts cannot sleep")
-        if self.level == 2 and core.info.has_block_files:
+        if self.level == 2 and (core.info.has_block_files or core.info.hand_over is not None):
+            kept = "in kv_offloading_path" if core.info.has_block_files else "of other engines"
             raise refused(
                 "level",
                 self.level,
-                "the weights that are read again may be others than those of the blocks in "
-                "kv_offloading_path; use level 1",
+                f"the weights that are read again may be others than those of the blocks {kept}; "
+                "use level 1",
             )
         core.settle()
         if self.mode == "abort":

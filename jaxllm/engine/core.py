@@ -54,6 +54,14 @@ class EngineCore:
         if not overlap:
             logger.info("async_scheduling is off: the device waits for the host at every step")
         shares_prefixes = config.cache.shares_prefixes(self.info)
+        kv = KVCacheManager(
+            groups=self.info.cache_groups,
+            block_size=self.info.block_size,
+            enable_prefix_caching=shares_prefixes,
+            keeps_states=self.info.keeps_states,
+            tier=self.tier,
+            snapshots=self.info.snapshots if shares_prefixes else None,
+        )
         self.scheduler = Scheduler(
             max_num_seqs=self.info.max_num_seqs,
             max_num_batched_tokens=self.info.max_num_batched_tokens,
@@ -61,19 +69,12 @@ class EngineCore:
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
             enable_chunked_prefill=config.scheduler.enable_chunked_prefill
             and not (self.info.pooling is not None and self.info.pooling.sees_all),
-            kv=KVCacheManager(
-                groups=self.info.cache_groups,
-                block_size=self.info.block_size,
-                enable_prefix_caching=shares_prefixes,
-                keeps_states=self.info.keeps_states,
-                tier=self.tier,
-                snapshots=self.info.snapshots if shares_prefixes else None,
-            ),
+            kv=kv,
             lanes=(
                 Lanes(num_stages, max_in_flight=1 if overlap else 0) if num_stages > 1 else None
             ),
             policy=policy,
-            features=(*host_features(self.info), self._structured_output),
+            features=(*host_features(self.info, kv), self._structured_output),
             gate=self.adapters,
             speculation=self.info.speculation,
             pools=self.info.pooling is not None,
@@ -181,6 +182,7 @@ class EngineCore:
             adapters_running=running,
             adapters_waiting=waiting,
             num_token_rows=self.executor.num_token_rows,
+            blocks_given=0 if self.tier is None else self.tier.num_given,
             pack_s=self.executor.pack_s,
             num_compiles_after_warmup=self.executor.num_compiles_after_warmup,
             step_sizes=list(self._stats.step_sizes),

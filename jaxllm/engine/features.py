@@ -4,26 +4,38 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jaxllm.config import EngineConfig
+from jaxllm.handover.host import TakingOver
 from jaxllm.lora.adapter_file import Matrices
 from jaxllm.lora.host import Adapters
 from jaxllm.media.host import Images
 from jaxllm.messages import EngineInfo
 from jaxllm.pooling.host import RowPooling, TokenPooling
+from jaxllm.prompt_embeds.host import PromptEmbeds
 from jaxllm.prompt_logprobs.host import PromptLogprobs
 from jaxllm.scheduler.features import Feature
+from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.structured_output.host import StructuredOutput
 from jaxllm.structured_output.vocabulary import load_vocabulary
 
 
-def host_features(info: EngineInfo) -> tuple[Feature, ...]:
+def host_features(info: EngineInfo, kv: KVCacheManager) -> tuple[Feature, ...]:
     """Make the features of such an engine. They keep state of its requests, so every engine needs
     its own."""
+    if info.hand_over is not None and info.hand_over.takes:
+        return (*_of_steps(info), TakingOver(kv))
+    return _of_steps(info)
+
+
+def _of_steps(info: EngineInfo) -> tuple[Feature, ...]:
     if info.pooling is not None:
         return (RowPooling(info.pooling.needs_whole_prompts), TokenPooling())
+    features: list[Feature] = []
     if info.images is not None:
         # First, since its limit counts tokens from the end of those that are wanted.
-        return (Images(info.images, info.num_image_rows), PromptLogprobs())
-    return (PromptLogprobs(),)
+        features.append(Images(info.images, info.num_image_rows))
+    if info.embeds is not None:
+        features.append(PromptEmbeds(info.embeds))
+    return (*features, PromptLogprobs())
 
 
 def structured_output(config: EngineConfig, info: EngineInfo) -> StructuredOutput:

@@ -16,6 +16,7 @@ import zmq
 import zmq.auth.thread
 import zmq.utils.monitor
 
+from jaxllm.curve import OneKey
 from jaxllm.errors import EngineDeadError
 from jaxllm.logging import init_logger
 from jaxllm.watch import AWAY_S
@@ -63,7 +64,7 @@ class LeaderLink:
         client_key, client_secret = zmq.curve_keypair()
         self._doorman = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._doorman.start()
-        self._doorman.configure_curve_callback("*", credentials_provider=_OneKey(client_key))
+        self._doorman.configure_curve_callback("*", credentials_provider=OneKey(client_key))
         ports: list[int] = []
         sockets = []
         for kind in (zmq.ROUTER, zmq.PULL, zmq.ROUTER):
@@ -268,16 +269,6 @@ class _Pulse(threading.Thread):
                 if self._on_loss is not None:
                     self._on_loss(self.lost)
                 return
-
-
-class _OneKey:
-    """Accepts clients that have the key of this start."""
-
-    def __init__(self, key: bytes):
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key
 
 
 def _end(context: "zmq.Context[Any]") -> None:

@@ -27,8 +27,9 @@ class UniProcExecutor:
         with self.startup.timed("Plan"):
             self.plan = plan_engine(config, replica_devices(config.parallel, replica))
         logger.info("plan: %s", summary(self.plan))
-        self.info: EngineInfo = self.plan.info()
         self._runner = ModelRunner(self.plan)
+        self.info: EngineInfo = self.plan.info()
+        self.info.hand_over = self._runner.hand_over()
         self.startup += self._runner.startup
 
     @property

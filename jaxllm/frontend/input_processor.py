@@ -17,6 +17,7 @@ from jaxllm.frontend.answer_form import AnswerForms
 from jaxllm.frontend.prompt_length import PromptLength
 from jaxllm.frontend.prompt_reader import PromptReader
 from jaxllm.frontend.tokenizer import Tokenizer
+from jaxllm.handover.params import Transfer, Transfers
 from jaxllm.lora.catalog import AdapterCatalog
 from jaxllm.lora.request import LoRARequest
 from jaxllm.media.images import Images
@@ -24,6 +25,7 @@ from jaxllm.messages import EngineInfo, EngineRequest
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.plural import counted
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.prompt_embeds.arrays import take_embeds
 from jaxllm.prompts import PromptType
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
 from jaxllm.sampling_params import (
@@ -43,6 +45,7 @@ class ProcessedInput(NamedTuple):
     requests: list[EngineRequest]  # one for each of n answers; they share the prompt's list
     trace_headers: Mapping[str, str] | None = None  # W3C headers of the request's parent span
     lora_request: LoRARequest | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # of its answer
 
     @property
     def output_kind(self) -> RequestOutputKind:
@@ -62,6 +65,7 @@ class InputProcessor:
         self.adapters = AdapterCatalog(info.adapters)
         self.images = Images(config, info.images)
         self._forms = AnswerForms(config, info, tokenizer)
+        self._transfers = Transfers(config, info.hand_over)
         self._logits_processors = load_logits_processors(config.model.logits_processors, config)
         of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
         if of_tokenizer is None or of_tokenizer >= info.vocab_size:
@@ -105,11 +109,16 @@ class InputProcessor:
         )
         adapter = None if lora_request is None else self.adapters.check(lora_request)
         length = PromptLength.of(self._info.max_model_len, truncate_prompt_tokens)
+        prompt, embeds = take_embeds(prompt, self._info.embeds, length, self._info.block_size)
         prompt, images = self.images.taken(prompt)
         text, token_ids, cache_salt = self._reader.read(prompt, length, may_be_empty=True)
         token_ids, items = self.images.placed(token_ids, images, length)
-        params = self._resolve_params(params)
-        grammar = self._forms.grammar(params.structured_outputs, text, token_ids, reasoning)
+        params, transfer = self._resolve_params(params)
+        if embeds is not None and params.prompt_logprobs is not None:
+            why = "a prompt of embeddings has no tokens that could have some; leave it out"
+            raise refused("prompt_logprobs", params.prompt_logprobs, why)
+        read_ids = token_ids if embeds is None else []
+        grammar = self._forms.grammar(params.structured_outputs, text, read_ids, reasoning)
         params.structured_outputs = None  # the engine gets the grammar alone
         bad_word_ids = self._tokenize_bad_words(params.bad_words or [])
 
@@ -147,19 +156,30 @@ class InputProcessor:
                 grammar=grammar,
                 adapter=adapter,
                 images=items,
+                embeds=embeds,
+                gives_blocks=transfer.gives,
+                source=None if i else transfer.source,
                 prefix_leader_id=ids[0] if i else None,
             )
             for i, engine_id in enumerate(ids)
         ]
         # A second copy, since the user may change the list of the output.
         return ProcessedInput(
-            request_id, text, list(token_ids), params, requests, trace_headers, lora_request
+            request_id,
+            text,
+            list(token_ids),
+            params,
+            requests,
+            trace_headers,
+            lora_request,
+            self._transfers.of_answer() if transfer.gives else None,
         )
 
     # ---- sampling parameters
 
-    def _resolve_params(self, params: SamplingParams) -> SamplingParams:
-        """Return a validated copy, with the fields resolved that depend on the model."""
+    def _resolve_params(self, params: SamplingParams) -> tuple[SamplingParams, Transfer]:
+        """Return a validated copy, with the fields resolved that depend on the model, and what it
+        asks of other engines."""
         if not isinstance(params, SamplingParams):
             raise refused("sampling_params", params, "it must be a SamplingParams")
         params = params.clone()  # this validates again: a field may have been assigned
@@ -185,8 +205,9 @@ class InputProcessor:
                 "there is no tokenizer (skip_tokenizer_init=True) to find strings with; use "
                 "stop_token_ids",
             )
+        transfer = self._transfers.take(params)
         self._check_extra_args(params)
-        return params
+        return params, transfer
 
     def _check_extra_args(self, params: SamplingParams) -> None:
         """Replace `extra_args` by a deep copy, and refuse what a logits processor refuses."""

@@ -107,6 +107,13 @@ FIGURES = (
         "host_blocks_dropped",
         "Blocks that were not copied: too many were on their way, or a copy failed.",
     ),
+    _counter("kv_taken_blocks", "blocks_taken", "Blocks that came from other engines."),
+    _counter(
+        "kv_missed_blocks",
+        "blocks_not_taken",
+        "Blocks that other engines did not give: their tokens are computed.",
+    ),
+    _counter("kv_given_blocks", "blocks_given", "Blocks that other engines got."),
     _counter(
         "engine_answers_finished", "num_requests_finished", "Answers that the engine is done with."
     ),

@@ -52,6 +52,10 @@ class EngineStats:
     host_blocks_loaded: int = 0
     host_blocks_read: int = 0
     host_blocks_dropped: int = 0
+    # Blocks that came from other engines, that did not, and that others got.
+    blocks_taken: int = 0
+    blocks_not_taken: int = 0
+    blocks_given: int = 0
     # Of speculation: rows with drafts, their drafts, those that were accepted, and these by their
     # place in the row.
     num_drafts: int = 0

@@ -148,11 +148,22 @@ def rope_number(config: HFConfig, name: str) -> float | None:
     return _number(parameters, name) if parameters.get(name) else None
 
 
-def with_axes(config: HFConfig, rope: RopeConfig) -> RopeConfig:
+def with_axes(
+    config: HFConfig,
+    rope: RopeConfig,
+    *,
+    takes_turns: bool = False,
+    default_shares: tuple[int, int, int] | None = None,
+) -> RopeConfig:
     """The rotation for tokens with positions on three axes ("mrope"): each turns its share of the
-    pairs. The shares lie one behind the other, or the pairs take turns while a share lasts."""
+    pairs. The shares lie one behind the other, or the pairs take turns while a share lasts.
+
+    Args:
+      takes_turns: the pairs of the family always take turns, and its class does not ask the config.
+      default_shares: those of the family's class.
+    """
     parameters = _parameters(config, _PLACES, None, "rope_theta")
-    shares: Any = parameters.get("mrope_section")
+    shares: Any = parameters.get("mrope_section", default_shares)
     is_list = isinstance(shares, list | tuple) and len(shares) == 3
     numbers = [share for share in shares if type(share) is int and share > 0] if is_list else []
     if len(numbers) != 3 or sum(numbers) != rope.size // 2:
@@ -163,13 +174,16 @@ def with_axes(config: HFConfig, rope: RopeConfig) -> RopeConfig:
     if isinstance(rope.scaling, DynamicScaling):
         raise UnsupportedModelError("rope type 'dynamic' is not supported with mrope_section")
     axes = [axis for axis, share in enumerate(numbers) for _ in range(share)]
-    takes_turns = parameters.get("mrope_interleaved")
-    if not isinstance(takes_turns, bool | None):
+    asked = parameters.get("mrope_interleaved")
+    if not isinstance(asked, bool | None):
         raise CheckpointError(
-            f"config.json: rope parameter mrope_interleaved={shown(takes_turns)} must be true or "
-            "false"
+            f"config.json: rope parameter mrope_interleaved={shown(asked)} must be true or false"
         )
-    if takes_turns:
+    if takes_turns and asked is False:
+        raise UnsupportedModelError(
+            "config.json: rope parameter mrope_interleaved=False is not supported in this family"
+        )
+    if takes_turns or asked:
         taken = [range(axis, 3 * share, 3) for axis, share in enumerate(numbers)]
         axes = [
             next((axis for axis in (1, 2) if pair in taken[axis]), 0) for pair in range(len(axes))

@@ -1,6 +1,11 @@
 """What determines the bytes of a block beside the hash of its content: the model and its files, how
 it computes, and how its caches are laid out."""
 
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 from jaxllm.offload.block_files import BlockFiles
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.programs.identity import program_identity
@@ -12,16 +17,28 @@ _FACTS = (
     "XLA flags", "host", "architecture", "model_class", "dtype", "block_size", "kv_cache",
     "attention", "matmul", "row_sums", "experts", "coded_products",
 )  # fmt: skip
+# Of a file, so many bytes at so many places: some 16,000 reads of 16 GB.
+_SAMPLE, _SAMPLED_EVERY = 4096, 1 << 20
 
 
 def block_identity(plan: EnginePlan) -> bytes:
     """The identity as text. Files of weights count by names, sizes and times: to hash them all
     would take longer than to load them."""
+    return _identity(plan, lambda path: path.stat().st_mtime_ns)
+
+
+def shared_identity(plan: EnginePlan) -> bytes:
+    """The same for engines on several machines, where times differ. A hash of samples from all over
+    a file stands for it: other weights are others nearly everywhere."""
+    return hashlib.sha256(_identity(plan, _sampled)).digest()
+
+
+def _identity(plan: EnginePlan, about: Callable[[Path], Any]) -> bytes:
     facts = program_identity(plan)
     files = sorted(
-        (path.relative_to(plan.model_dir).as_posix(), its.st_size, its.st_mtime_ns)
+        (path.relative_to(plan.model_dir).as_posix(), path.stat().st_size, about(path))
         for path in plan.model_dir.rglob("*")
-        if path.is_file() and (its := path.stat())
+        if path.is_file()
     )
     caches = [
         [(cache.shape[1:], str(cache.dtype)) for cache in stage.cache_shapes]
@@ -30,6 +47,15 @@ def block_identity(plan: EnginePlan) -> bytes:
     windows = [group.window for group in plan.cache_groups]
     how = (plan.load_format, plan.seed if plan.load_format == "dummy" else None)
     return repr(([facts[name] for name in _FACTS], files, caches, windows, how)).encode()
+
+
+def _sampled(path: Path) -> bytes:
+    its = hashlib.blake2b(digest_size=32)
+    with path.open("rb", buffering=0) as file:
+        for start in range(0, path.stat().st_size, _SAMPLED_EVERY):
+            file.seek(start)
+            its.update(file.read(_SAMPLE))
+    return its.digest()
 
 
 def open_files(plan: EnginePlan) -> BlockFiles | None:

@@ -2,24 +2,28 @@
 
 The engine's thread dispatches; a thread of the mover waits for the devices, copies what they have
 read to its place, and reads files. It does one thing after the other, in the order in which moves
-were sent, so a place that passes on to another content is written last for that.
+were sent, so a place that passes on to another content is written last for that. What comes from
+other engines comes when it does, and is written only if its place is still waiting for it.
 """
 
 import contextlib
+import functools
 import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from jaxllm.handover.source import BlockSource
 from jaxllm.logging import init_logger
 from jaxllm.offload.block_files import BlockFiles
 from jaxllm.offload.buffers import BLOCKS_PER_CALL, Buffer
+from jaxllm.offload.inventory import Inventory
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.stage import Stage
 from jaxllm.scheduler.schedule import Arrival, BlockMoves
@@ -28,6 +32,24 @@ logger = init_logger(__name__)
 
 # How long the end of an engine waits for files.
 _CLOSING_S = 20.0
+_MOMENT_S = 0.05
+
+
+class Others(Protocol):
+    """Engines that blocks are taken from."""
+
+    def ask(
+        self,
+        source: BlockSource,
+        group: int,
+        content: bytes,
+        taken: Callable[[list[Any] | None], None],
+    ) -> None:
+        """Ask for a block. `taken` is called once, in another thread, with its arrays as bytes, or
+        with None."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +86,19 @@ class _Work:
 class BlockMover:
     """The host's memory for blocks, and the thread that fills it."""
 
-    def __init__(self, plan: EnginePlan, stages: Sequence[Stage], files: BlockFiles | None):
+    def __init__(
+        self,
+        plan: EnginePlan,
+        stages: Sequence[Stage],
+        files: BlockFiles | None,
+        others: Others | None = None,
+    ):
+        """`others` are the engines that blocks are taken from."""
         assert (offload := plan.offload) is not None
         self._files = files
+        self._others = others
+        self._inventory = Inventory()
+        self.num_given = 0
         self._pools = [
             _make_pool(stages, group, num_places) for group, num_places in enumerate(offload.places)
         ]
@@ -81,7 +113,7 @@ class BlockMover:
     def send(self, moves: BlockMoves) -> None:
         """Dispatch moves, behind all steps that have been dispatched. Does not wait."""
         work = _Work(moves)
-        self._num_pending += 1
+        self._num_pending += 1 + len(moves.takes)
         try:
             loads = [
                 (group, blocks, self._take(group, places))
@@ -95,12 +127,12 @@ class BlockMover:
             self._work.put(work)  # also what was not dispatched is to be told
 
     def arrived(self, *, wait: bool = False) -> Iterator[Arrival]:
-        """Return what has come to the host since the last call; with `wait`, something that is on
-        its way."""
+        """Return what has come to the host since the last call; with `wait`, wait a moment for
+        something that is on its way."""
         assert self._num_pending or not wait, "nothing is on its way"
         with contextlib.suppress(queue.Empty):
             while True:
-                arrivals = self._arrivals.get(block=wait)
+                arrivals = self._arrivals.get(block=wait, timeout=_MOMENT_S)
                 wait = False
                 self._num_pending -= 1
                 yield from arrivals
@@ -109,14 +141,23 @@ class BlockMover:
         """Whether there is a file of a content."""
         return self._files is not None and self._files.has(group, content)
 
+    def look_up(
+        self, group: int, content: bytes, answer: Callable[[list[bytes] | None], None]
+    ) -> None:
+        """Call back from the mover's thread, with copies of a block's arrays, or with None. It is
+        behind all that has been sent. Any thread may call this."""
+        self._work.put(lambda: answer(self._copy_of(group, content)))
+
     def forget(self, group: int, content: bytes) -> None:
-        """Remove the file of a content, if there is one."""
+        """Give a content to nobody, and remove its file, if there is one."""
+        self._work.put(lambda: self._inventory.forget(group, content))
         if (files := self._files) is not None:
             files.bar(group, content)
             self._work.put(lambda: self._remove(files, group, content))
 
     def forget_all(self) -> None:
-        """Remove all files."""
+        """Give nothing to anybody, and remove all files."""
+        self._work.put(self._inventory.forget_all)
         if (files := self._files) is not None:
             done = threading.Event()
 
@@ -130,6 +171,8 @@ class BlockMover:
 
     def close(self) -> None:
         """End the thread, after it has written the files that it has to write, or a while."""
+        if self._others is not None:
+            self._others.close()
         self._work.put(None)
         self._thread.join()
 
@@ -171,7 +214,9 @@ class BlockMover:
             if work is None:
                 break
             if isinstance(work, _Work):
+                self._note_places(work.moves)
                 self._arrivals.put(self._copies(work) + self._reads(work.moves))
+                self._ask_others(work.moves)
             else:
                 work()
         until = time.monotonic() + _CLOSING_S
@@ -190,6 +235,47 @@ class BlockMover:
                 del self._unwritten[key]
         files.remove(group, content)
 
+    def _note_places(self, moves: BlockMoves) -> None:
+        """Note which places pass on."""
+        stores = [(group, place) for group, _, place in moves.stores.tolist()]
+        for group, place, *_ in [*stores, *moves.reads, *moves.takes]:
+            self._inventory.await_content(group, place, moves.number)
+            self._unwritten.pop((group, place), None)
+
+    def _ask_others(self, moves: BlockMoves) -> None:
+        for group, place, content, source in moves.takes:
+            assert self._others is not None, "the plan takes no blocks"
+            take_in = functools.partial(self._take_in, moves.number, group, place, content)
+            self._others.ask(
+                source,
+                group,
+                content,
+                lambda parts, take_in=take_in: self._work.put(functools.partial(take_in, parts)),
+            )
+
+    def _take_in(
+        self, number: int, group: int, place: int, content: bytes, given: list[Any] | None
+    ) -> None:
+        """Put what another engine has given to its place, if that still waits for it."""
+        parts = self._pools[group].parts(place)
+        ok = (
+            given is not None
+            and self._inventory.awaits(group, place, number)
+            and [memoryview(its).nbytes for its in given] == [part.nbytes for part in parts]
+        )
+        if ok and given is not None:
+            for part, its in zip(parts, given, strict=True):
+                part.reshape(-1).view(np.uint8)[:] = np.frombuffer(its, np.uint8)
+            self._inventory.put(group, place, content)
+        self._arrivals.put([Arrival(number, group, content, ok, is_of_others=True)])
+
+    def _copy_of(self, group: int, content: bytes) -> list[bytes] | None:
+        place = self._inventory.find(group, content)
+        if place is None:
+            return None
+        self.num_given += 1
+        return [part.tobytes() for part in self._pools[group].parts(place)]
+
     def _copies(self, work: _Work) -> list[Arrival]:
         """Wait for the devices, and copy what they have read."""
         number, arrivals = work.moves.number, []
@@ -202,8 +288,9 @@ class BlockMover:
                 logger.warning("%d blocks do not come to the host: %s", len(copy.places), error)
             copy.arrays = []
             arrivals += [Arrival(number, copy.group, its, ok) for its in copy.contents]
-            if ok and self._files is not None:
-                for place, content in zip(copy.places, copy.contents, strict=True):
+            for place, content in zip(copy.places, copy.contents, strict=True) if ok else ():
+                self._inventory.put(copy.group, place, content)
+                if self._files is not None:
                     self._unwritten[copy.group, place] = content
         told = {(its.group, its.content) for its in arrivals}
         for (group, _, _), content in zip(
@@ -215,8 +302,6 @@ class BlockMover:
 
     def _fill(self, copy: _Copy) -> None:
         pool = self._pools[copy.group]
-        for place in copy.places:
-            self._unwritten.pop((copy.group, place), None)
         for arrays, its in zip(pool.arrays, copy.arrays, strict=True):
             for array, buffer in zip(arrays, its, strict=True):
                 for shard in buffer.addressable_shards:
@@ -230,8 +315,9 @@ class BlockMover:
         arrivals = []
         for group, place, content in moves.reads:
             assert self._files is not None
-            self._unwritten.pop((group, place), None)
             ok = self._files.read(group, content, self._pools[group].parts(place))
+            if ok:
+                self._inventory.put(group, place, content)
             arrivals.append(Arrival(moves.number, group, content, ok))
         return arrivals
 

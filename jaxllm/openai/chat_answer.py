@@ -1,6 +1,7 @@
 """A whole chat answer: one message for each choice."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -22,7 +23,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The body of a chat answer. The last two fields are vLLM's."""
+    """The body of a chat answer. The last three fields are vLLM's."""
 
     id: str
     object: str = "chat.completion"
@@ -33,6 +34,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     prompt_logprobs: list[Position | None] | None
     prompt_token_ids: list[int] | None
+    kv_transfer_params: dict[str, Any] | None
 
 
 def answer_chat(
@@ -58,6 +60,7 @@ def answer_chat(
         usage=usage_of(outputs, nums_reasoning=[one.num_reasoning_tokens for one in parsers]),
         prompt_logprobs=output.prompt_logprobs,
         prompt_token_ids=output.prompt_token_ids if request.return_token_ids else None,
+        kv_transfer_params=output.kv_transfer_params,
     )
 
 

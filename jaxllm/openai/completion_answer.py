@@ -1,7 +1,7 @@
 """A whole completion, and the parts of an output that both it and a stream show."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,6 +35,7 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage
     system_fingerprint: str
+    kv_transfer_params: dict[str, Any] | None  # vLLM's
 
 
 def answer_completion(
@@ -59,6 +60,7 @@ def answer_completion(
         system_fingerprint=served.fingerprint,
         choices=choices,
         usage=usage_of(outputs, num_hidden=hidden if request.is_mere_echo else 0),
+        kv_transfer_params=outputs[0].kv_transfer_params,
     )
 
 

@@ -83,6 +83,7 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, body: object, *, live: bool = False) -> Self:
@@ -113,6 +114,17 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise refused("request_id", request.request_id, f"it must be {REQUEST_ID_IN_WORDS}")
         return request
 
+    def _transfer(self) -> dict[str, Any]:
+        """What goes to `handover` as a parameter, with vLLM's name."""
+        name, given = "kv_transfer_params", self.kv_transfer_params
+        assert given is not None
+        if self.use_beam_search:
+            raise refused(name, given, "not with use_beam_search, which has many prompts")
+        if self.stream and given.get("do_remote_decode"):
+            why = "the answer says where the blocks are, and a stream does not; leave stream out"
+            raise refused(f"{name}.do_remote_decode", True, why)
+        return {name: given}
+
     def params_over(self, served: ServedModel, **more: Any) -> SamplingParams:
         """The sampling parameters of this request, for one final output or for a stream."""
         if self.stream_options is not None and not self.stream:
@@ -121,7 +133,11 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
         if self.vllm_xargs is not None:
+            if "kv_transfer_params" in self.vllm_xargs:
+                raise refused("vllm_xargs", self.vllm_xargs, "kv_transfer_params is a field itself")
             given["extra_args"] = self.vllm_xargs
+        if self.kv_transfer_params:
+            given["extra_args"] = {**(self.vllm_xargs or {}), **self._transfer()}
         if self.use_beam_search:
             given["n"] = 1  # its n answers are the best of one search
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
@@ -246,7 +262,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": (),
     "function_call": ("none",),
     "functions": (),
-    "kv_transfer_params": (),
     "logprob_token_ids": (),
     "media_io_kwargs": ({},),
     "metadata": (ANY,),
@@ -277,6 +292,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Fields of requests to a server, and the values at which other requests may have them.
 _LIVE: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
+    "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "stream": (False,),
     "stream_options": (),

@@ -3,9 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax.numpy as jnp
 from jaxllm_kernels.platform import Chip
 
 from jaxllm.config import EngineConfig
@@ -29,9 +27,6 @@ class ImagePlan:
     num_rows: int  # of the pool: how many tokens of images it holds
     sizes: tuple[int, ...]  # how many patches the programs of the tower compute
     ops: StateOps
-
-    def pool_bytes(self, width: int, dtype: Any) -> int:
-        return self.num_rows * width * jnp.dtype(dtype).itemsize
 
 
 def wants_images(config: EngineConfig) -> bool:
@@ -64,10 +59,12 @@ def with_images(
 
 
 def plan_images(
-    spec: ImageSpec, chip: Chip, max_num_batched_tokens: int, max_model_len: int
-) -> ImagePlan:
+    spec: ImageSpec | None, chip: Chip, max_num_batched_tokens: int, max_model_len: int
+) -> ImagePlan | None:
     """The pool holds what a step can see, and at least two images of the largest size, so that one
     follows the other without delay. An image with more tokens than a prompt is refused earlier."""
+    if spec is None:
+        return None
     largest = min(spec.max_patches // spec.patches_per_token, max_model_len)
     return ImagePlan(
         spec=spec,

@@ -52,6 +52,7 @@ from jaxllm.plan.choose_kv_cache import of_draft, with_kv_cache
 from jaxllm.plan.draft_head import DraftHeadPlan, plan_draft_head
 from jaxllm.plan.draft_model import plan_draft_model
 from jaxllm.plan.draft_plan import DraftPlan
+from jaxllm.plan.embeds import given_rows, plan_embeds
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.generation_config import (
     read_default_sampling_params,
@@ -293,10 +294,10 @@ def make_plan(
         max_num_seqs=max_num_seqs,
         num_devices=num_devices,
     )
-    images = None
-    if image_spec is not None:
-        images = plan_images(image_spec, chip, max_num_batched_tokens, max_model_len)
-        tail_bytes += images.pool_bytes(architecture.image_width, dtype)
+    images = plan_images(image_spec, chip, max_num_batched_tokens, max_model_len)
+    embeds = plan_embeds(config, architecture, images, pooling, dtype, max_num_batched_tokens)
+    row_bytes = architecture.image_width * jnp.dtype(dtype).itemsize
+    tail_bytes += given_rows(images, embeds) * row_bytes
     num_blocks = min(
         size_kv_cache(
             config.cache,
@@ -371,11 +372,12 @@ def make_plan(
         add_norm=choose_add_norm(chip, num_shards),
         row_sums=row_sums,
         stages=stages,
-        offload=plan_offload(config.cache, stages, cache_groups),
+        offload=plan_offload(config.cache, config.hand_over, stages, cache_groups),
         buckets=buckets if adapters is None else with_adapters(buckets),
         adapters=adapters,
         pooling=pooling,
         images=images,
+        embeds=embeds,
         max_logprobs=max_logprobs,
         samples_late=samples_late,
         logits_processors=load_logits_processors(model.logits_processors, config),

@@ -11,6 +11,7 @@ import jax
 from jaxllm.cache_config import CacheConfig
 from jaxllm.cache_groups import CacheGroup, window_of
 from jaxllm.errors import refused
+from jaxllm.handover_config import HandOverConfig
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plan.stages import StagePlan
 
@@ -25,6 +26,7 @@ class OffloadPlan:
     block_bytes: tuple[int, ...]  # of a block over all devices, by cache group
     directory: Path | None  # of files of blocks
     directory_bytes: int
+    hand_over: HandOverConfig | None = None  # None: other engines have no part in it
 
     @property
     def num_bytes(self) -> int:
@@ -36,6 +38,7 @@ class OffloadPlan:
 
 def plan_offload(
     asked: CacheConfig,
+    hand_over: HandOverConfig,
     stages: Sequence[StagePlan],
     groups: Sequence[CacheGroup],
 ) -> OffloadPlan | None:
@@ -82,6 +85,7 @@ def plan_offload(
         block_bytes=block_bytes,
         directory=None if path is None else Path(path).expanduser(),
         directory_bytes=int(asked.kv_offloading_path_size * 2**30),
+        hand_over=None if hand_over.kv_role is None else hand_over,
     )
 
 

@@ -178,7 +178,9 @@ class Programs:
         program, before = self._programs[key], compilation_counter.anew_here
         if self._store is None:
             return program.compile(lowered)
-        module = f"{program.compiler_options}\n{lowered.as_text()}"
+        # A module lacks the arguments that it does not use, and a program is called with all.
+        arguments = [(its.shape, its.dtype.name) for its in jax.tree.leaves(lowered.args_info)]
+        module = f"{program.compiler_options}\n{arguments}\n{lowered.as_text()}"
         if (found := self._store.find(key, lowered, module)) is not None:
             return found
         compiled = program.compile(lowered)

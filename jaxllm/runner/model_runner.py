@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.handover.ends import Ends
+from jaxllm.handover.source import HandOver
 from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
 from jaxllm.lora.adapter_file import Matrices
@@ -29,6 +31,8 @@ from jaxllm.programs.bundle import load_programs
 from jaxllm.programs.compile import Programs, compilation_counter
 from jaxllm.programs.declare import declare_programs, encoder_layouts, make_packer
 from jaxllm.programs.store import ProgramStore
+from jaxllm.prompt_embeds.device import in_writes
+from jaxllm.prompt_embeds.slice import NAME as EMBEDS
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
 from jaxllm.runner.kv_scales import with_calculated_scales
@@ -143,8 +147,10 @@ class ModelRunner:
             ]
         self._model = self._stages[0] if len(self._stages) == 1 else Pipeline(plan, self._stages)
         self._mover: BlockMover | None = None
+        self._ends = Ends(plan)
         if plan.offload is not None:
-            self._mover = BlockMover(plan, self._stages, open_files(plan))
+            self._mover = BlockMover(plan, self._stages, open_files(plan), self._ends.taker)
+            self._ends.open_door(self._mover.look_up)
         self._host_weights: list[list[HostArray]] = []  # by stage, while the engine sleeps
         self._adapter_arrays = (
             [plan.adapter_arrays(stage) for stage in plan.stages] if plan.adapters else []
@@ -182,6 +188,13 @@ class ModelRunner:
             num_patches = sum(one.rows * one.columns for one in run)
             size = next(size for size in self._encoders if size >= num_patches)
             self._stages[0].encode(size, *self._encoders[size].pack(run))
+        if (embeds := schedule.slices.get(EMBEDS)) is not None:
+            assert (its := self._plan.embeds) is not None
+            writes = in_writes(
+                embeds["data"], self._plan.dtype, its.spec.first_row, its.rows_per_write
+            )
+            for row, embeddings in writes:
+                self._stages[0].write_embeds(row, embeddings)
         packed = self._packer.pack(schedule)
         self._model.write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start
@@ -231,6 +244,10 @@ class ModelRunner:
         assert self._mover is not None, "the plan has no places on the host"
         return self._mover
 
+    def hand_over(self) -> HandOver | None:
+        """What the engine does of handing prompts over."""
+        return self._ends.info()
+
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
         self._newest = None
@@ -267,6 +284,7 @@ class ModelRunner:
 
     def free(self) -> None:
         """Free the devices' memory. Nothing can run any more."""
+        self._ends.close()
         if self._mover is not None:
             self._mover.close()
         self._host_weights, self._newest = [], None

@@ -180,6 +180,7 @@ class Places:
         stats.host_blocks, stats.host_blocks_used = tier.num_places, tier.num_used
         stats.host_blocks_stored, stats.host_blocks_loaded = tier.num_stored, tier.num_loaded
         stats.host_blocks_read, stats.host_blocks_dropped = tier.num_read, tier.num_dropped
+        stats.blocks_taken, stats.blocks_not_taken = tier.num_taken, tier.num_not_taken
 
     def _note_swapped(self, request: Request, is_swapped: bool) -> None:
         self._stats.num_requests_swapped += is_swapped - request.is_swapped

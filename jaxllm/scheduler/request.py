@@ -45,10 +45,12 @@ class Request:
         "block_hashes",
         "draft_gain",
         "draft_pause",
+        "embeds",
         "eos_token_ids",
         "error",
         "followers",
         "forced",
+        "gives_blocks",
         "grammar",
         "has_new_stats",
         "has_taken_over_blocks",
@@ -89,6 +91,7 @@ class Request:
         "is_swapped",
         "slot",
         "snapshots",
+        "source",
         "stats",
         "status",
         "stop_token_ids",
@@ -100,6 +103,7 @@ class Request:
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
         self.images = message.images  # their pixels are kept for a request that computes them again
+        self.embeds = message.embeds  # likewise
         self.output_token_ids: list[int] = []
         self.sampling_params = params
         self.seed = message.seed
@@ -110,6 +114,8 @@ class Request:
         self.bad_word_ids = message.bad_word_ids
         self.grammar = message.grammar
         self.adapter = message.adapter
+        self.gives_blocks = message.gives_blocks
+        self.source = message.source
         self.error: str | None = None  # why it ends in place of running, set by a feature
         self.pooling_task = message.pooling_task
         self.priority = message.priority

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxllm.handover.source import BlockSource
 from jaxllm.sampling_params import SamplingParams
 
 # In Schedule.token_ids: the token that this row's slot sampled last. Only the device has it.
@@ -40,7 +41,7 @@ class Admission:
     # The tokens that may not be sampled before min_tokens.
     stop_token_ids: list[int]
     bad_word_ids: list[list[int]]
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int]  # NO_TOKEN where an embedding stands in place of a token
     # Not empty when a preempted request comes back.
     output_token_ids: list[int]
     adapter: int = NO_ADAPTER  # the slot of its adapter, while it runs
@@ -87,6 +88,8 @@ class BlockMoves:
     contents: list[bytes]  # the hashes of what is stored
     loads: np.ndarray  # int32 [loads, 3]: the same numbers
     reads: list[tuple[int, int, bytes]]  # from files: cache group, place, content
+    # From other engines: the same, and from which.
+    takes: list[tuple[int, int, bytes, BlockSource]] = field(default_factory=list)
 
 
 class Arrival(NamedTuple):
@@ -96,18 +99,24 @@ class Arrival(NamedTuple):
     group: int
     content: bytes
     ok: bool
+    is_of_others: bool = False  # it was to come from another engine
 
 
 class Mover(Protocol):
     """What moves the blocks."""
+
+    @property
+    def num_given(self) -> int:
+        """How many blocks other engines have got."""
+        ...
 
     def send(self, moves: BlockMoves) -> None:
         """Dispatch moves, behind all steps that have been dispatched. Does not wait."""
         ...
 
     def arrived(self, *, wait: bool = False) -> Iterable[Arrival]:
-        """Return what has come to the host since the last call; with `wait`, something that is on
-        its way."""
+        """Return what has come to the host since the last call; with `wait`, wait a moment for
+        something that is on its way."""
         ...
 
     def is_stored(self, group: int, content: bytes) -> bool:

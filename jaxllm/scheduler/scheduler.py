@@ -186,10 +186,10 @@ class Scheduler:
 
     def schedule(self) -> Schedule | None:
         """Plan the next step, or return None if no request can compute a token now."""
-        self._release(wait=False)
         tier = self._kv.tier
         if tier is not None:
             tier.take_arrivals()
+        self._release(wait=False)
         draft = StepDraft(self._features, reads_ahead=self._reads_ahead)
         budget, preempted = self._schedule_running(draft, self._max_num_batched_tokens)
         # Blocks that a preemption freed go to running requests, not to new ones.
@@ -204,9 +204,9 @@ class Scheduler:
             if not self._results.dispatched and self._places.requests:
                 if tier is not None and tier.await_arrivals():
                     return self.schedule()
-            assert self._results.dispatched or not self._places.requests, (
-                f"{len(self._places.requests)} unfinished requests, and none of them can ever run"
-            )
+                assert tier is not None and tier.has_coming, (
+                    f"{len(self._places.requests)} unfinished requests; none of them can ever run"
+                )
             self._settle()
             return None
         if self._lanes is not None:

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from jaxllm.async_http import HTTPClient
 from jaxllm.bench.client import OpenAIClient, find_model
 from jaxllm.bench.datasets import BenchRequest
-from jaxllm.bench.http import HTTPClient
 from jaxllm.bench.load import run_load, warm_up
 from jaxllm.bench.options import LoadOptions
 from jaxllm.errors import JaxLLMError, UnauthorizedError, ValidationError

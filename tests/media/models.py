@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from jaxllm.testing import make_tiny_checkpoint, tiny_config, tiny_weights
 from tests.profile import TINY
 
 # An image of 64 x 64 pixels has 72 tokens, so that steps of 32 tokens cut it.
+GOLDEN = Path(__file__).parents[1] / "models/golden.json"
 OPTIONS = TINY | {"max_model_len": 256, "check_invariants": True, "num_gpu_blocks_override": 128}
 
 
@@ -73,6 +75,56 @@ def make_qwen3(path):
         rope_theta=1e4,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, **sections},
     )
+
+
+def make_qwen3_moe(path):
+    """As releases have it: all experts of a layer in two tensors."""
+    sections = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    return make_tiny_checkpoint(
+        path,
+        "qwen3_moe",
+        sees_images=True,
+        model_type="qwen3_vl_moe_text",
+        head_dim=32,
+        mlp_only_layers=[],
+        moe_intermediate_size=48,  # transformers looks at shapes for the order of axes
+        max_position_embeddings=512,
+        rope_theta=1e4,
+        rope_scaling={"rope_type": "default", **sections},
+    )
+
+
+def make_qwen3_5(path):
+    """A layer with a state and one with pages, of which a half of each head is rotated."""
+    sections = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **sections}
+    return make_tiny_checkpoint(
+        path,
+        "qwen3_5",
+        sees_images=True,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        max_position_embeddings=512,
+        rope_parameters=rope,
+    )
+
+
+def make_qwen3_5_moe(path):
+    """The same with experts, each in tensors of its own."""
+    from safetensors.numpy import save_file
+
+    config = read_json(make_qwen3_5(path) / "config.json")
+    config |= {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+    }
+    config["vision_config"]["model_type"] = "qwen3_5_moe_vision"
+    of_experts = read_json(GOLDEN)["qwen3.5-moe"]["config"]
+    text = config["text_config"] | of_experts
+    config["text_config"] = {name: value for name, value in text.items() if value is not None}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tiny_weights(config, 0), path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def picture(height, width, seed=0):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.media.models import OPTIONS
+from tests.media.models import OPTIONS, make_qwen3_5_moe, make_qwen3_moe
 
 pytest.importorskip("PIL")
 
@@ -21,7 +21,8 @@ from tests.media.models import picture
 
 images = [[picture(64, 64)], [picture(30, 50, 1), picture(9, 3, 2)], [picture(64, 64)]]
 prompts = [
-    {"prompt": "Look: " + "[IMG]" * len(its), "multi_modal_data": {"image": its}} for its in images
+    {"prompt": "Look: " + sys.argv[2] * len(its), "multi_modal_data": {"image": its}}
+    for its in images
 ]
 params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0)
 found = []
@@ -33,17 +34,34 @@ for options in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 WAYS = ["tensor_parallel_size", pytest.param("data_parallel_size", marks=pytest.mark.sweep)]
+# With positions in rows and columns, states, experts, and outputs for the first layers.
+QWENS = {"qwen3-moe": make_qwen3_moe, "qwen3.5-moe": make_qwen3_5_moe}
+MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_do_not_depend_on_the_devices(way, vision_model):
-    options = OPTIONS | {"model": str(vision_model)}
+    one = compare(vision_model, way, "[IMG]")
+    assert one[0] == one[2] != one[1]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", QWENS)
+def test_answers_of_qwen_do_not_either(kind, tmp_path):
+    one = compare(QWENS[kind](tmp_path), "tensor_parallel_size", MARK)
+    tokens = [tokens for tokens, _ in one]
+    assert tokens[0] == tokens[2] != tokens[1]
+
+
+def compare(model, way, mark):
+    """Compare the answers of one device and of two, and return those of one."""
+    options = OPTIONS | {"model": str(model)}
     variants = json.dumps([options, options | {way: 2}])
-    run = [sys.executable, "-c", SCRIPT, variants]
+    run = [sys.executable, "-c", SCRIPT, variants, mark]
     done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     one, *others = json.loads(done.stdout.splitlines()[-1])
-    assert one[0] == one[2] != one[1]
     for other in others:
         for (tokens, logprob), (wanted, of_wanted) in zip(other, one, strict=True):
             assert tokens == wanted and abs(logprob - of_wanted) < 1e-3
+    return one

@@ -14,8 +14,16 @@ from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
 from jaxllm.media.preprocessor import Wanted, read_image_spec
 from jaxllm.media.resizing import Area
-from tests.media.models import OPTIONS, make_qwen2_5, make_qwen3, picture
-from tests.media.test_engine import answers, assert_equal
+from tests.media.models import (
+    OPTIONS,
+    make_qwen2_5,
+    make_qwen3,
+    make_qwen3_5,
+    make_qwen3_5_moe,
+    make_qwen3_moe,
+    picture,
+)
+from tests.media.test_engine import ENDS, answers, assert_equal
 
 IMAGE_TOKEN = 3
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
@@ -23,7 +31,8 @@ MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 # One of 64 tokens, which steps of 32 tokens cut; one of 4 tokens; one of 2 x 16, in which the text
 # goes on far behind its tokens' number.
 LARGE, SMALL, LONG = picture(64, 64), picture(3, 2, 1), picture(15, 120, 2)
-KINDS = {"qwen2.5": make_qwen2_5, "qwen3": make_qwen3}
+KINDS = {"qwen2.5": make_qwen2_5, "qwen3": make_qwen3, "qwen3.5": make_qwen3_5}
+IN_SWEEP = {"qwen3-moe": make_qwen3_moe, "qwen3.5-moe": make_qwen3_5_moe}
 
 
 def prompt(*images, text=f"Look: {MARK} What is it?") -> Any:
@@ -38,14 +47,25 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.sweep) for kind in IN_SWEEP)],
+)
 def model(request, tmp_path_factory):
-    return KINDS[request.param](tmp_path_factory.mktemp("qwen"))
+    return (KINDS | IN_SWEEP)[request.param](tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")
-def llm(model):
-    llm = LLM(model, **OPTIONS)
+def options(model):
+    """A model with states has snapshots of them inside images."""
+    has_states = "linear_num_key_heads" in read_json(model / "config.json")["text_config"]
+    snapshots = {"mamba_block_size": 32, "num_state_snapshots": 16}
+    return OPTIONS | (snapshots if has_states else {})
+
+
+@pytest.fixture(scope="module")
+def llm(model, options):
+    llm = LLM(model, **options)
     yield llm
     llm.shutdown()
 
@@ -74,6 +94,8 @@ def test_answers_are_those_of_transformers(model, llm):
         images = [Image.fromarray(image) for image in one["multi_modal_data"]["image"]]
         made = processor(images, return_tensors="pt")
         tokens = output.outputs[0].token_ids
+        assert output.outputs[0].finish_reason in ENDS
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
         if IMAGE_TOKEN in tokens:  # which transformers would take for an image without pixels
             tokens = tokens[: tokens.index(IMAGE_TOKEN)]
         ids = torch.tensor([output.prompt_token_ids + tokens])
@@ -105,18 +127,23 @@ def test_cached_is_as_cold(llm, alone):
     assert_equal([(output.outputs[0].token_ids, output.outputs[0].logprobs)], alone[2:3])
 
 
-def test_images_of_equal_sizes_are_told_apart(llm, alone):
-    """And so are images of equal numbers of tokens: 2 x 16 and 16 x 2."""
-    turned = prompt(LONG.swapaxes(0, 1), text=MARK)
-    assert_equal(answers(llm, [PROMPTS[3]]), alone[3:4])
-    other = answers(llm, [turned])
-    assert other[0] != alone[3]
+@pytest.mark.parametrize(
+    ("place", "other"),
+    [(3, prompt(LONG.swapaxes(0, 1), text=MARK)), (0, prompt(picture(64, 64, 9)))],
+    ids=["2 x 16 and 16 x 2", "64 x 64"],
+)
+def test_images_of_equal_numbers_of_tokens_are_told_apart(place, other, llm, alone):
     assert llm.reset_prefix_cache()
-    assert_equal(answers(llm, [turned]), other)
+    cold = answers(llm, [other])
+    assert cold[0] != alone[place]
+    assert llm.reset_prefix_cache()
+    for _ in range(2):  # states are found from the second time on
+        assert_equal(answers(llm, [PROMPTS[place]]), [alone[place]])
+    assert_equal(answers(llm, [other]), cold)
 
 
 @pytest.mark.sweep
-def test_preempted_requests_go_on(model, llm):
+def test_preempted_requests_go_on(model, llm, options):
     """Also behind their prompts, at the positions that they had."""
     params = PARAMS.clone(max_tokens=60, ignore_eos=True)
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[4]]
@@ -124,7 +151,7 @@ def test_preempted_requests_go_on(model, llm):
     before = llm.llm_engine.stats().num_preemptions
     expected = answers(llm, prompts, params)
     assert llm.llm_engine.stats().num_preemptions == before
-    few = LLM(model, **OPTIONS | {"num_gpu_blocks_override": 20})
+    few = LLM(model, **options | {"num_gpu_blocks_override": 20})
     try:
         found = answers(few, prompts, params)
         assert few.llm_engine.stats().num_preemptions

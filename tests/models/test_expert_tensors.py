@@ -1,9 +1,11 @@
 """Sources of experts: any box of them is what the same box of the whole array would be."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from jaxllm.models.checkpoint_map import Place, Tensor, Transposed
+from jaxllm.models.checkpoint_map import CheckpointMap, Place, Tensor, Transposed
 from jaxllm.models.expert_tensors import (
     GateAndUp,
     each_expert,
@@ -93,6 +95,18 @@ def test_each_tensor_is_used_once():
             for rows in rule(Place("mlp", "experts", leaf, (wanted.shape,))).rows()
         ]
         assert sorted(used) == sorted(tensors)
+
+
+def test_a_layout_that_stacks_experts_names_one_tensor_for_each():
+    each, stacked = (
+        CheckpointMap(rules={"experts": LAYOUTS[name][0]})
+        for name in ("a tensor for each expert", "stacked")
+    )
+    names = [f"mlp.experts.{e}.{half}_proj" for e in range(E) for half in ("gate", "up")]
+    for first, other, order in ((each, stacked, 1), (stacked, each, -1)):
+        layouts = dataclasses.replace(first, others=(other,))
+        found = layouts.modules("mlp.experts.w13_weight", (GATE_UP.shape,))
+        assert found == [(name, "mlp.all.gate_up")[::order] for name in names]
 
 
 def test_a_share_is_read_alone_and_an_expert_at_a_time():

@@ -16,7 +16,7 @@ from jaxllm.models.tower import Images
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.quantization.linear import CodedLinear
 from jaxllm.weights.loader import load_weights
-from tests.media.models import make_model, make_pixtral, make_qwen2_5, make_qwen3
+from tests.media.models import make_model, make_pixtral, make_qwen2_5, make_qwen3, make_qwen3_5
 from tests.models.conftest import STATE_OPS
 
 # Rows and columns of patches.
@@ -25,7 +25,7 @@ GRIDS = [(2, 2), (4, 10), (16, 6)]
 
 # Of a single token, of a row, and such as windows of 2 x 2 tokens do not divide.
 OF_QWEN = [(2, 2), (2, 18), (10, 6), (14, 2), (12, 14)]
-QWENS = {"qwen2.5": make_qwen2_5, "qwen3": make_qwen3}
+QWENS = {"qwen2.5": make_qwen2_5, "qwen3": make_qwen3, "qwen3.5": make_qwen3_5}
 
 KINDS = {"mistral3": make_model, "pixtral-12b": make_pixtral}
 

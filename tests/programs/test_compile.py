@@ -53,6 +53,33 @@ def test_it_is_told_how_many_programs_are_compiled_and_of_which_one_somebody_wai
     assert caplog.messages == ["compiling double, now that it is needed; 0 of 2 programs are there"]
 
 
+class Asked:
+    """A store that is empty, and notes what is looked for."""
+
+    def __init__(self):
+        self.modules = []
+
+    def load(self, key):
+        return None
+
+    def find(self, key, lowered, module):
+        self.modules.append(module)
+
+    def save(self, key, compiled, module):
+        pass
+
+
+def test_a_program_has_arguments_that_it_does_not_use():
+    """As that of a tower has its model's decoder, which may be another one."""
+    store = Asked()
+    for size in (4, 8, 8):
+        shapes = tuple(jax.ShapeDtypeStruct((one,), jnp.float32) for one in (size, 2))
+        program = Program(name="second", function=lambda _, x: x + 1, arguments=shapes, donate=())
+        Programs({"second": program}, store=store)["second"]
+    first, second, third = store.modules
+    assert first != second == third
+
+
 def test_program_is_compiled_when_first_needed_if_not_at_start(cache):
     compiled = programs(offset=0.75)
     before = compilation_counter.compiles

@@ -12,6 +12,7 @@ class FakeMover:
 
     def __init__(self, kv: list[np.ndarray], *, has_files: bool) -> None:
         self.kv = kv  # of the device, by group
+        self.num_given = 0
         self.rng = np.random.default_rng(0)
         self.host: dict[tuple[int, int], np.ndarray] = {}  # by group and place
         self.is_prompt = False  # copies arrive at once, and none fails

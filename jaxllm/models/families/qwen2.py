@@ -26,7 +26,11 @@ from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.rope_parameters import with_axes
 from jaxllm.models.specs import Architecture
 from jaxllm.models.towers import qwen2_5_vl
-from jaxllm.models.towers.qwen_patches import TINY_PREPROCESSOR
+from jaxllm.models.towers.qwen_patches import (
+    TINY_IMAGE_IDS,
+    TINY_IMAGE_TOKENS,
+    TINY_PREPROCESSOR,
+)
 
 # Where its class has other defaults than Llama's.
 DEFAULTS = {"num_key_value_heads": 32}
@@ -110,9 +114,7 @@ FAMILY = Family(
     tiny_config_around={
         "architectures": [_VL],
         "model_type": "qwen2_5_vl",
-        "image_token_id": 3,
-        "vision_start_token_id": 4,
-        "vision_end_token_id": 5,
+        **TINY_IMAGE_IDS,
         "vision_config": {
             "model_type": "qwen2_5_vl_vision",
             "depth": 3,
@@ -129,6 +131,6 @@ FAMILY = Family(
         },
     },
     tiny_preprocessor=TINY_PREPROCESSOR,
-    tiny_image_tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    tiny_image_tokens=TINY_IMAGE_TOKENS,
     harmless=AROUND_VISUAL,
 )

@@ -16,7 +16,11 @@ from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.rope_parameters import with_axes
 from jaxllm.models.specs import Architecture
 from jaxllm.models.towers import qwen3_vl
-from jaxllm.models.towers.qwen_patches import TINY_PREPROCESSOR
+from jaxllm.models.towers.qwen_patches import (
+    TINY_IMAGE_IDS,
+    TINY_IMAGE_TOKENS,
+    TINY_PREPROCESSOR,
+)
 
 _VL = "Qwen3VLForConditionalGeneration"
 # Of the class in transformers. The config of a decoder inside a larger model leaves them out.
@@ -31,14 +35,18 @@ _VL_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 128_000,
     "sliding_window": None,
 }
+# What `read_rope` knows of Qwen3-VL's rotations, also with experts.
+ROPE_OF_VL: dict[str, Any] = {
+    "default_theta": 5e5,
+    "other_parameters": ("mrope_section", "mrope_interleaved"),
+}
 
 
 def read(name: str, config: HFConfig) -> Architecture:
     more: dict[str, Any] = {}
     if name == _VL:
         config = config.inside("text_config").with_defaults(_VL_DEFAULTS)
-        parameters = ("mrope_section", "mrope_interleaved")
-        more = {"default_theta": 5e5, "other_parameters": parameters}
+        more = ROPE_OF_VL
     else:
         config = config.with_defaults(DEFAULTS)
     bias = config.flag("attention_bias")
@@ -52,7 +60,9 @@ def read(name: str, config: HFConfig) -> Architecture:
     )
     if name == _VL:
         assert attention.rope is not None
-        attention = dataclasses.replace(attention, rope=with_axes(config, attention.rope))
+        attention = dataclasses.replace(
+            attention, rope=with_axes(config, attention.rope, takes_turns=True)
+        )
     return read_qwen(name, config, attention)
 
 
@@ -75,24 +85,10 @@ FAMILY = Family(
     tiny_config_around={
         "architectures": [_VL],
         "model_type": "qwen3_vl",
-        "image_token_id": 3,
-        "vision_start_token_id": 4,
-        "vision_end_token_id": 5,
-        "vision_config": {
-            "model_type": "qwen3_vl_vision",
-            "depth": 3,
-            "hidden_size": 48,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "num_position_embeddings": 36,
-            "deepstack_visual_indexes": [0, 1],
-            "out_hidden_size": 64,
-        },
+        "vision_config": qwen3_vl.TINY | {"model_type": "qwen3_vl_vision"},
+        **TINY_IMAGE_IDS,
     },
     tiny_preprocessor=TINY_PREPROCESSOR,
-    tiny_image_tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    tiny_image_tokens=TINY_IMAGE_TOKENS,
     harmless=AROUND_VISUAL,
 )

@@ -1,14 +1,16 @@
-"""Qwen3.5, Qwen3.6 and Qwen3.8, also with experts: the decoders of models that also see images.
+"""Qwen3.5, Qwen3.6 and Qwen3.8, also with experts, which also see images.
 
-They are Qwen3-Next with other names in checkpoints, with an MLP or with experts in every layer. A
-decoder is read without its tower, and without the layers that draft tokens.
+Decoders are Qwen3-Next with other names in checkpoints, with an MLP or with experts in every layer.
+Those beside a tower have positions on three axes, as Qwen3-VL has them. Layers that draft tokens
+are left out.
 """
 
 import dataclasses
 from typing import Any
 
 from jaxllm.errors import UnsupportedModelError
-from jaxllm.models.around_decoder import inside_larger_model
+from jaxllm.layers.attention import AttentionSpec
+from jaxllm.models.around_decoder import beside_visual, inside_larger_model
 from jaxllm.models.checkpoint_map import (
     LLAMA_NAMES,
     CheckpointMap,
@@ -21,11 +23,18 @@ from jaxllm.models.expert_tensors import each_expert, stacked_experts
 from jaxllm.models.families import qwen3_next
 from jaxllm.models.families.qwen3_next import DRAFTS, read_hybrid, read_shared_moe
 from jaxllm.models.family import Family, read_mlp
-from jaxllm.models.harmless import AROUND_DECODER
+from jaxllm.models.harmless import AROUND_VISUAL
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.read_moe import TRAINING
 from jaxllm.models.read_recurrent import taps
-from jaxllm.models.specs import Architecture
+from jaxllm.models.rope_parameters import with_axes
+from jaxllm.models.specs import Architecture, LayerSpec
+from jaxllm.models.towers import qwen3_vl
+from jaxllm.models.towers.qwen_patches import (
+    TINY_IMAGE_IDS,
+    TINY_IMAGE_TOKENS,
+    TINY_PREPROCESSOR,
+)
 
 _IN_LARGER_MODEL = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 # Of the classes in transformers. The config of a decoder inside a larger model leaves them out.
@@ -52,26 +61,45 @@ _WITH_EXPERTS = {
 
 
 def read(name: str, config: HFConfig) -> Architecture:
-    if name in _IN_LARGER_MODEL:
+    is_inside = name in _IN_LARGER_MODEL
+    if is_inside:
         config = config.inside("text_config")
     has_experts = name.startswith("Qwen3_5Moe")
     config = config.with_defaults(_DEFAULTS | (_WITH_EXPERTS if has_experts else _DENSE))
     config.must_be("attn_output_gate", True)
     config.must_be("mamba_ssm_dtype", "float32")
+    config.must_be("output_gate_type", "swish", "silu")
     if config.get("mlp_only_layers"):
         raise UnsupportedModelError(
             "config.json: mlp_only_layers is not supported: all layers of a Qwen3.5 are alike"
         )
     ffn = read_shared_moe(config, always_normalises=True) if has_experts else read_mlp(config)
-    return read_hybrid(name, config, [ffn] * config.integer("num_hidden_layers"))
+    architecture = read_hybrid(name, config, [ffn] * config.integer("num_hidden_layers"))
+    return _with_axes(config, architecture) if is_inside else architecture
+
+
+def _with_axes(config: HFConfig, architecture: Architecture) -> Architecture:
+    """The decoder for tokens with positions on three axes."""
+
+    def on_axes(layer: LayerSpec) -> LayerSpec:
+        (mixer,) = layer.mixers
+        if not isinstance(mixer, AttentionSpec) or mixer.rope is None:
+            return layer
+        rope = with_axes(config, mixer.rope, takes_turns=True, default_shares=(11, 11, 10))
+        return dataclasses.replace(layer, mixers=(dataclasses.replace(mixer, rope=rope),))
+
+    return dataclasses.replace(architecture, layers=tuple(map(on_axes, architecture.layers)))
 
 
 def _checkpoint(architecture: Architecture) -> CheckpointMap:
     names = LLAMA_NAMES.with_rules(
         in_proj_qkvz=_qkvz, in_proj_ba=concatenated("in_proj_b", "in_proj_a"), conv1d=taps
-    ).ignoring(DRAFTS, r"model\.visual\..*")
+    ).ignoring(DRAFTS)
     if architecture.name.startswith("Qwen3_5Moe"):
         names = _with_experts(names)
+    if architecture.tower is not None:
+        return beside_visual(names, architecture.tower, is_inside=True)
+    names = names.ignoring(r"model\.visual\..*")
     return inside_larger_model(names) if architecture.name in _IN_LARGER_MODEL else names
 
 
@@ -117,8 +145,19 @@ FAMILY = Family(
         },
     },
     tiny_gains=qwen3_next.FAMILY.tiny_gains,
-    harmless=AROUND_DECODER
+    tower=qwen3_vl.read_without_taps,
+    tiny_config_around={
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "vision_config": qwen3_vl.TINY
+        | {"model_type": "qwen3_5_vision", "deepstack_visual_indexes": []},
+        **TINY_IMAGE_IDS,
+    },
+    tiny_preprocessor=TINY_PREPROCESSOR,
+    tiny_image_tokens=TINY_IMAGE_TOKENS,
+    harmless=AROUND_VISUAL
     | TRAINING
+    | {"language_model_only": "whether vLLM runs the model without its tower"}
     | dict.fromkeys(
         ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
         "of layers behind the decoder, which draft tokens and are left out",

@@ -1,8 +1,9 @@
-"""The tower of Qwen3-VL.
+"""The tower of Qwen3-VL, and that of Qwen3.5.
 
 Patches see all of their image. A square of learned positions is stretched over the image and added
-to its patches, which are rotated by rows and columns, too. What some layers leave is merged as the
-result is: these vectors are added to the tokens behind the first layers of the decoder.
+to its patches, which are rotated by rows and columns, too. In Qwen3-VL, what some layers leave is
+merged as the result is: these vectors are added to the tokens behind the first layers of the
+decoder. Qwen3.5 has only the result.
 """
 
 from dataclasses import dataclass
@@ -79,45 +80,74 @@ class Qwen3TowerSpec:
 
 
 def read(config: HFConfig, architecture: Architecture) -> Qwen3TowerSpec:
-    """Read the tower and what is between it and the decoder."""
+    """Read the tower of Qwen3-VL, and what is between it and the decoder."""
     vision = config.inside("vision_config").with_defaults(_DEFAULTS)
-    vision.must_be("model_type", "qwen3_vl_vision", "qwen3_vl")
-    for name, value in (
-        ("in_channels", CHANNELS),
-        ("temporal_patch_size", FRAMES),
-        ("out_hidden_size", architecture.hidden_size),
-    ):
-        vision.must_be(name, value)
-    num_layers, size = vision.integer("depth"), vision.integer("hidden_size")
-    num_positions = vision.integer("num_position_embeddings")
-    side = round(num_positions**0.5)
-    if side * side != num_positions:
-        raise CheckpointError(
-            f"config.json: num_position_embeddings={num_positions} is not the area of a square"
-        )
-    tapped = vision.get("deepstack_visual_indexes")
+    of_layers = _read_tapped(vision, architecture)
+    return _read(config, vision, architecture, "qwen3_vl", tapped=of_layers, image_token_id=151_655)
+
+
+def read_without_taps(config: HFConfig, architecture: Architecture) -> Qwen3TowerSpec:
+    """Read the tower of Qwen3.5, and what is between it and the decoder."""
+    config.must_be("language_model_only", False)
+    vision = config.inside("vision_config").with_defaults(_DEFAULTS)
+    vision.must_be("deepstack_visual_indexes", [], ())
+    return _read(config, vision, architecture, "qwen3_5", tapped=(), image_token_id=248_056)
+
+
+def _read_tapped(vision: HFConfig, architecture: Architecture) -> tuple[int, ...]:
+    """The layers of the tower whose results are merged, too."""
+    tapped = vision.get("deepstack_visual_indexes", (8, 16, 24))
     is_list = isinstance(tapped, list | tuple) and all(type(index) is int for index in tapped)
     if (
         not is_list
         or sorted(set(tapped)) != list(tapped)
-        or not all(0 <= index < num_layers for index in tapped)
+        or not all(0 <= index < vision.integer("depth") for index in tapped)
         or len(tapped) > architecture.num_layers
     ):
         raise CheckpointError(
             f"config.json: deepstack_visual_indexes={shown(tapped)} must be layers of the tower in "
             "their order, and no more than the decoder has"
         )
+    return tuple(tapped)
+
+
+def _read(
+    config: HFConfig,
+    vision: HFConfig,
+    architecture: Architecture,
+    kind: str,
+    *,
+    tapped: tuple[int, ...],
+    image_token_id: int,
+) -> Qwen3TowerSpec:
+    """Read what both towers have; `kind` begins the types of the model."""
+    # Older files have the type of the whole model here.
+    kinds = [f"{kind}{experts}{part}" for experts in ("", "_moe") for part in ("_vision", "")]
+    vision.must_be("model_type", *kinds)
+    for name, value in (
+        ("in_channels", CHANNELS),
+        ("temporal_patch_size", FRAMES),
+        ("out_hidden_size", architecture.hidden_size),
+    ):
+        vision.must_be(name, value)
+    size = vision.integer("hidden_size")
+    num_positions = vision.integer("num_position_embeddings")
+    side = round(num_positions**0.5)
+    if side * side != num_positions:
+        raise CheckpointError(
+            f"config.json: num_position_embeddings={num_positions} is not the area of a square"
+        )
     return Qwen3TowerSpec(
         patch_size=vision.integer("patch_size"),
         merge=vision.integer("spatial_merge_size"),
-        image_token_id=config.integer("image_token_id", 151_655, lowest=0),
+        image_token_id=config.integer("image_token_id", image_token_id, lowest=0),
         size=size,
-        num_layers=num_layers,
+        num_layers=vision.integer("depth"),
         attention=read_heads(vision, size),
         mlp=read_mlp(vision, bias=True, is_gated=False),
         rope_theta=read_rope_theta(vision),
         side=side,
-        tapped=tuple(tapped),
+        tapped=tapped,
     )
 
 
@@ -131,7 +161,19 @@ _DEFAULTS = {
     "patch_size": 16,
     "spatial_merge_size": 2,
     "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": (8, 16, 24),
+}
+# For the tiny checkpoints in tests.
+TINY = {
+    "depth": 3,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 1],
+    "out_hidden_size": 64,
 }
 
 

@@ -24,6 +24,9 @@ TINY_PREPROCESSOR = {
     "resample": 3,
     "size": {"shortest_edge": 256, "longest_edge": 4096},
 }
+TINY_IMAGE_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+# Their ids, as config.json has them.
+TINY_IMAGE_IDS = {"image_token_id": 3, "vision_start_token_id": 4, "vision_end_token_id": 5}
 
 
 def of_two_frames(pixels: jax.Array) -> jax.Array:

@@ -38,6 +38,9 @@ class HostPool:
         """Whether a content is there or on its way."""
         return content in self._place_of or content in self._coming
 
+    def is_coming(self, content: bytes) -> bool:
+        return content in self._coming
+
     def find(self, content: bytes) -> int | None:
         """Return the place of a content that is there, and note that it is used."""
         place = self._place_of.get(content)

@@ -4,13 +4,15 @@ A device block that is about to lose its content has it copied to the host befor
 overwrites it, and a request that finds the content there gets it copied to a block of its own
 before its first chunk. Both are *moves*, which run between steps in the order of dispatch, so a
 plan may count on them as on a step. What a copy to the host has brought is known once the host has
-read it; no step waits for that. Too many at once are dropped, and counted.
+read it; no step waits for that. Too many at once are dropped, and counted. Blocks of other engines
+come to the host in the same way.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxllm.handover.source import BlockSource
 from jaxllm.scheduler.kv.host_pool import HostPool
 from jaxllm.scheduler.schedule import BlockMoves, Mover
 
@@ -24,12 +26,14 @@ class HostTier:
         self.pools = tuple(map(HostPool, num_places))
         self.is_eager = is_eager
         self.num_stored = self.num_loaded = self.num_read = self.num_dropped = 0  # blocks
+        self.num_taken = self.num_not_taken = 0  # blocks of other engines
         self._mover = mover
         self._number = 0  # of the next moves
         self._stores: list[tuple[int, int, int]] = []  # group, block, place
         self._contents: list[bytes] = []  # of the stores
         self._loads: list[tuple[int, int, int]] = []
         self._reads: list[tuple[int, int, bytes]] = []  # group, place, content
+        self._takes: list[tuple[int, int, bytes, BlockSource]] = []
 
     @property
     def num_places(self) -> int:
@@ -38,6 +42,16 @@ class HostTier:
     @property
     def num_used(self) -> int:
         return sum(pool.num_used for pool in self.pools)
+
+    @property
+    def num_given(self) -> int:
+        """How many blocks other engines have got."""
+        return self._mover.num_given
+
+    @property
+    def has_coming(self) -> bool:
+        """Whether something is on its way to the host."""
+        return any(pool.num_coming for pool in self.pools)
 
     def has(self, group: int, content: bytes) -> bool:
         """Whether a content can be had, now or soon."""
@@ -90,9 +104,24 @@ class HostTier:
                 self._reads.append((group, place, content))
         return all_there
 
+    def is_coming(self, group: int, content: bytes) -> bool:
+        return self.pools[group].is_coming(content)
+
+    def ask(self, group: int, content: bytes, source: BlockSource) -> bool:
+        """Let a content come from another engine, unless it is here or on its way. Return False if
+        too much is on its way."""
+        pool = self.pools[group]
+        if pool.has(content):
+            return True
+        place = pool.expect(content, self._number)
+        if place is None:
+            return False
+        self._takes.append((group, place, content, source))
+        return True
+
     def take_moves(self) -> BlockMoves | None:
         """The moves to make before the next step; None: there are none."""
-        if not (self._stores or self._loads or self._reads):
+        if not (self._stores or self._loads or self._reads or self._takes):
             return None
         moves = BlockMoves(
             number=self._number,
@@ -100,26 +129,34 @@ class HostTier:
             contents=self._contents,
             loads=np.array(self._loads, np.int32).reshape(-1, 3),
             reads=self._reads,
+            takes=self._takes,
         )
         self._number += 1
         self._stores, self._contents, self._loads, self._reads = [], [], [], []
+        self._takes = []
         return moves
 
-    def take_arrivals(self, *, wait: bool = False) -> None:
+    def take_arrivals(self) -> None:
         """Take in what has come to the host."""
-        if any(pool.num_coming for pool in self.pools):
-            for number, group, content, ok in self._mover.arrived(wait=wait):
-                self.pools[group].arrive(content, number, ok=ok)
-                self.num_dropped += not ok
+        if self.has_coming:
+            self._take_arrivals(wait=False)
 
     def await_arrivals(self) -> bool:
-        """Send what is to be sent, and wait until something has come. Return False if nothing is on
-        its way."""
+        """Send what is to be sent, and wait a moment for something to come: other engines may take
+        long, and new requests must not wait for them. Return whether something has come."""
         self.send()
-        if not any(pool.num_coming for pool in self.pools):
-            return False
-        self.take_arrivals(wait=True)
-        return True
+        return self.has_coming and self._take_arrivals(wait=True)
+
+    def _take_arrivals(self, *, wait: bool) -> bool:
+        arrivals = list(self._mover.arrived(wait=wait))
+        for number, group, content, ok, is_of_others in arrivals:
+            self.pools[group].arrive(content, number, ok=ok)
+            if is_of_others:
+                self.num_taken += ok
+                self.num_not_taken += not ok
+            else:
+                self.num_dropped += not ok
+        return bool(arrivals)
 
     def send(self) -> None:
         """Make the moves now, since there is no step to begin with them."""
@@ -130,6 +167,12 @@ class HostTier:
     def forget(self, group: int, content: bytes) -> None:
         """Make a content unfindable, because it is not what its hash says."""
         self.pools[group].forget(content)
+        kept = [
+            (store, its)
+            for store, its in zip(self._stores, self._contents, strict=True)
+            if (store[0], its) != (group, content)
+        ]
+        self._stores, self._contents = [one for one, _ in kept], [one for _, one in kept]
         self._mover.forget(group, content)
 
     def lose_coming(self) -> None:

@@ -21,17 +21,11 @@ from jaxllm.cache_groups import CacheGroup, StateSnapshots
 from jaxllm.lora.request import Adapter
 from jaxllm.scheduler.kv.block_pool import BlockPool
 from jaxllm.scheduler.kv.host_tier import HostTier
-from jaxllm.scheduler.kv.prefix_hash import (
-    block_hashes,
-    group_root_hash,
-    image_marks,
-    root_hash,
-)
+from jaxllm.scheduler.kv.prefix_hash import group_root_hash, root_hash
+from jaxllm.scheduler.kv.prefix_search import PrefixSearch
 from jaxllm.scheduler.kv.snapshots import Snapshots
 from jaxllm.scheduler.kv.tables import BlockTable
 from jaxllm.scheduler.request import Request
-
-_HASH_STRIDE = 64  # how many blocks a look-up hashes at a time
 
 
 class KVCacheManager:
@@ -66,9 +60,9 @@ class KVCacheManager:
             )
             for index, group in enumerate(groups)
         )
+        self._search = PrefixSearch(self.groups, self._pools, block_size, tier)
         self._windowed = [i for i, group in enumerate(groups) if group.window is not None]
         self._num_sharing = 0
-        self._counts_coming = False  # while a prefix is sought
         # How often a request found too few free blocks, by group.
         self.num_shortages = [0] * len(self.groups)
 
@@ -107,13 +101,13 @@ class KVCacheManager:
         """
         if not self.may_read(request):
             return 0
-        self._counts_coming = not now
-        length = self._find_in_groups(request, (request.num_known_tokens - 1) // self.block_size)
+        most = (request.num_known_tokens - 1) // self.block_size
+        length = self._search.longest(request, most, now=now)
         if self.snapshots is None:
             return length
         end = length
         while (found := self.snapshots.find(request, length)) < length:
-            length = self._find_in_groups(request, found)
+            length = self._search.longest(request, found, now=now)
         request.parts_at = end * self.block_size if length < end else 0
         return length
 
@@ -124,7 +118,9 @@ class KVCacheManager:
         if tier is None:
             return self.find_prefix(request)
         length = self.find_prefix(request, now=False)
-        missing = [self._missing(request, index, length) for index in range(len(self.groups))]
+        missing = [
+            self._search.missing(request, index, length) for index in range(len(self.groups))
+        ]
         # If these take most of a pool, others on their way might drive them out again and again.
         fits = all(
             2 * len(its) <= pool.num_places for its, pool in zip(missing, tier.pools, strict=True)
@@ -134,11 +130,15 @@ class KVCacheManager:
             return self.find_prefix(request)
         return length if tier.fetch(wanted) else None
 
-    def _missing(self, request: Request, index: int, length: int) -> list[bytes]:
-        """The contents of a prefix that no block of a group has."""
-        start = self.groups[index].first_block(length * self.block_size, self.block_size)
-        pool = self._pools[index]
-        return [one for one in request.block_hashes[start:length] if pool.find(one) is None]
+    def missing_of_prompt(self, request: Request) -> list[tuple[int, bytes]]:
+        """The contents of a prompt that no block has, by group; of its head as much as half of the
+        host holds."""
+        assert self.tier is not None
+        most = min(pool.num_places // 2 for pool in self.tier.pools)
+        length = min(most, (request.num_prompt_tokens - 1) // self.block_size)
+        self._search.hash_blocks(request, length)
+        groups = range(len(self.groups))
+        return [(at, its) for at in groups for its in self._search.missing(request, at, length)]
 
     def admit(self, request: Request, num_prefix_blocks: int, reserve: int) -> bool:
         """Give a request blocks for all its tokens. The first `num_prefix_blocks` are shared, or
@@ -171,6 +171,9 @@ class KVCacheManager:
                 blocks = shared + pool.take(num_new)
             else:
                 blocks = self._load(request, index, start, prefix, num_new)
+            if request.gives_blocks:  # also those that it found
+                found = blocks[: len(prefix)]
+                self._offer(request, len(tables), found, request.block_hashes[start:])
             tables.append(BlockTable(start, blocks))
         request.tables = tuple(tables)
         request.num_registered_blocks = num_prefix_blocks
@@ -230,6 +233,10 @@ class KVCacheManager:
         end = -(-num_tokens // self.block_size)
         pools = zip(self._pools, request.tables, strict=True)
         return all(end - table.end <= pool.num_free for pool, table in pools)
+
+    def hash_blocks(self, request: Request, num_blocks: int) -> None:
+        """Hash the request's first `num_blocks` blocks; each is hashed once per request."""
+        self._search.hash_blocks(request, num_blocks)
 
     def advance(self, request: Request) -> None:
         """Register the request's full blocks whose tokens are known, and take back the blocks
@@ -304,83 +311,30 @@ class KVCacheManager:
         if self.snapshots is not None:
             self.snapshots.check(running)
 
-    def _find_in_groups(self, request: Request, length: int) -> int:
-        """Return the length in blocks of the longest prefix, at most `length`, of which every group
-        has every block that later tokens read."""
-        num_agreed = index = 0
-        while length and num_agreed < len(self.groups):
-            found = self._find_in_group(request, index, length)
-            num_agreed = num_agreed + 1 if found == length else 1
-            length = found
-            index = (index + 1) % len(self.groups)
-        return length
-
-    def _find_in_group(self, request: Request, index: int, length: int) -> int:
-        """Return the length in blocks of the longest prefix, at most `length`, of which the group
-        has every block that later tokens read."""
-        group = self.groups[index]
-        if group.window is None:
-            hashes = request.block_hashes
-            for found in range(length):
-                if found == len(hashes):
-                    # Not all at once: after the first miss no more are needed for now.
-                    self.hash_blocks(request, min(found + _HASH_STRIDE, length))
-                if not self._has(index, hashes[found]):
-                    return found
-            return length
-        self.hash_blocks(request, length)
-        first = length  # the group has all blocks from here up to `length`
-        while length:
-            start = group.first_block(length * self.block_size, self.block_size)
-            if len(self._windowed) == len(self.groups):
-                # At the beginning of a chunk no block is read. The last one shows that the tokens
-                # before it have been computed; elsewhere the group without a window shows it.
-                start = min(start, length - 1)
-            while first > start and self._has(index, request.block_hashes[first - 1]):
-                first -= 1
-            if first <= start:
-                return length
-            first = length = first - 1  # a longer prefix would read the missing block
-        return 0
-
-    def _has(self, index: int, content: bytes) -> bool:
-        """Whether a group has a content, on the devices or in its second home."""
-        if self._pools[index].find(content) is not None:
-            return True
-        tier = self.tier
-        if tier is None:
-            return False
-        return tier.has(index, content) if self._counts_coming else tier.is_there(index, content)
-
     def _register(self, request: Request) -> None:
         if request.hash_root is None:
             return
         num_tokens = min(request.num_certain_tokens, request.num_known_tokens)
         first, end = request.num_registered_blocks, num_tokens // self.block_size
         if first < end:
-            self.hash_blocks(request, end)
+            self._search.hash_blocks(request, end)
             for index, (pool, table) in enumerate(zip(self._pools, request.tables, strict=True)):
                 start = max(first, table.start)
                 blocks = table.blocks[start - table.start : end - table.start]
                 contents = request.block_hashes[start:end]
                 pool.register(blocks, contents)
-                if self.tier is not None and self.tier.is_eager:
-                    for block, content in zip(blocks, contents, strict=True):
-                        self.tier.offer(index, block, content)
+                self._offer(request, index, blocks, contents)
             request.num_registered_blocks = end
             if self.snapshots is not None:
                 self.snapshots.register(request)
 
-    def hash_blocks(self, request: Request, num_blocks: int) -> None:
-        """Hash the request's first `num_blocks` blocks; each is hashed once per request."""
-        hashes, root = request.block_hashes, request.hash_root
-        assert root is not None, request
-        start, end = len(hashes) * self.block_size, num_blocks * self.block_size
-        if start < end:
-            tokens = request.known_tokens(start, end)
-            marks = image_marks(request.images, len(hashes), num_blocks, self.block_size)
-            parent = hashes[-1] if hashes else root
-            hashes += block_hashes(parent, tokens, self.block_size, marks)
+    def _offer(
+        self, request: Request, index: int, blocks: Sequence[int], contents: Sequence[bytes]
+    ) -> None:
+        """Copy filled blocks to the host at once if others are to have them from there."""
+        if self.tier is not None and (self.tier.is_eager or request.gives_blocks):
+            for block, content in zip(blocks, contents, strict=False):
+                self.tier.offer(index, block, content)
 
     def _note_next_block(self, request: Request) -> None:
         """Note at how many computed tokens `advance` has something to do."""

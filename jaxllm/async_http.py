@@ -1,4 +1,5 @@
-"""HTTP/1.1 to one server with little overhead, so that the benchmark is not the bottleneck.
+"""HTTP/1.1 to one server with little overhead, so that a benchmark or a router is not the
+bottleneck.
 
 A body is passed on directly from the socket, without a queue or a task between.
 """
@@ -15,6 +16,8 @@ from jaxllm.errors import JaxLLMError, refused
 
 # Called with the status and a piece of the body.
 Sink = Callable[[int, bytes], None]
+# Called before that with the status and the headers, whose names are in small letters.
+OnHead = Callable[[int, dict[bytes, bytes]], None]
 
 # Servers close idle connections (often after 5 s), so old ones are not used.
 _MAX_IDLE_S = 2.0
@@ -52,22 +55,35 @@ class HTTPClient:
         self._idle: list[tuple[float, _Connection]] = []
 
     async def get(self, path: str, sink: Sink) -> int:
-        return await self._send(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._head}\r\n", b"", sink)
+        return await self.request("GET", path, b"", {}, sink)
 
     async def post(self, path: str, body: bytes, sink: Sink) -> int:
         """Send JSON; return the status when the response is complete."""
-        head = (
-            f"POST {self._prefix}{path} HTTP/1.1\r\n{self._head}"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        return await self._send(head, body, sink)
+        return await self.request("POST", path, body, {"Content-Type": "application/json"}, sink)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        sink: Sink,
+        on_head: OnHead = lambda status, headers: None,
+    ) -> int:
+        """Send a request with these headers, too; return the status when the response is
+        complete."""
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        if body or method != "GET":
+            lines += f"Content-Length: {len(body)}\r\n"
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{lines}\r\n"
+        return await self._send(head, body, sink, on_head)
 
     def close(self) -> None:
         for _, connection in self._idle:
             connection.close()
         self._idle.clear()
 
-    async def _send(self, head: str, body: bytes, sink: Sink) -> int:
+    async def _send(self, head: str, body: bytes, sink: Sink, on_head: OnHead) -> int:
         try:
             request = head.encode("latin-1") + body
         except UnicodeEncodeError as error:
@@ -75,17 +91,19 @@ class HTTPClient:
             raise refused("header", bad, "addresses and headers are in Latin-1 only") from None
         while (connection := self._take_idle()) is not None:
             try:
-                return await self._exchange(connection, request, sink)
+                return await self._exchange(connection, request, sink, on_head)
             except _UnansweredError:
                 pass  # the server closed the connection before it saw the request
         _, connection = await asyncio.get_running_loop().create_connection(
             _Connection, self._host, self._port, ssl=self._ssl
         )
-        return await self._exchange(connection, request, sink)
+        return await self._exchange(connection, request, sink, on_head)
 
-    async def _exchange(self, connection: "_Connection", request: bytes, sink: Sink) -> int:
+    async def _exchange(
+        self, connection: "_Connection", request: bytes, sink: Sink, on_head: OnHead
+    ) -> int:
         try:
-            status = await connection.exchange(request, sink)
+            status = await connection.exchange(request, sink, on_head)
         except BaseException:
             connection.close()
             raise
@@ -112,10 +130,11 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._response: asyncio.Future[int] | None = None
 
-    async def exchange(self, request: bytes, sink: Sink) -> int:
+    async def exchange(self, request: bytes, sink: Sink, on_head: OnHead) -> int:
         """Send a request and pass on the body of the response; return its status."""
         self.is_reusable = False
-        self._sink = sink
+        self._sink, self._on_head = sink, on_head
+        self._headers: dict[bytes, bytes] = {}
         self._parser = httptools.HttpResponseParser(self)
         self._status = 0
         self._has_begun = False
@@ -157,11 +176,14 @@ class _Connection(asyncio.Protocol):
     # The parser calls these.
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower()] = value
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._ends_with_connection = False
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
+        if self._status >= 200:
+            self._on_head(self._status, self._headers)
 
     def on_body(self, body: bytes) -> None:
         self._sink(self._status, body)

@@ -1,0 +1,1 @@
+"""Hands the KV blocks of computed prompts over from one engine to another."""
