@@ -45,7 +45,7 @@ class NativeConv:
             ),
             input_output_aliases={3: 1},
         )
-        return call(
+        y, state = call(
             x,
             # As parameters have it, so that nothing is transposed.
             weight.T.astype(x.dtype),
@@ -58,3 +58,4 @@ class NativeConv:
             rows.num_kept,
             is_silu=activation == "silu",
         )
+        return y, state
