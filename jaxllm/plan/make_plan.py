@@ -59,7 +59,7 @@ from jaxllm.plan.generation_config import (
     read_max_new_tokens,
 )
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
-from jaxllm.plan.images import plan_images, with_images
+from jaxllm.plan.images import check_budget, plan_images, with_images
 from jaxllm.plan.memory import size_kv_cache
 from jaxllm.plan.offload import plan_offload
 from jaxllm.plan.pooling import pooling_bytes, read_model
@@ -211,6 +211,7 @@ def make_plan(
         attention_configs + (() if draft is None else draft.attention_configs),
         limits,
         dtype,
+        sees_ahead=image_spec is not None and image_spec.sees_all,
     )
 
     sizes = CacheSizes(
@@ -295,6 +296,7 @@ def make_plan(
     )
     images = None
     if image_spec is not None:
+        check_budget(image_spec, max_num_batched_tokens, max_num_seqs)
         images = plan_images(image_spec, chip, max_num_batched_tokens, max_model_len)
         tail_bytes += images.pool_bytes(architecture.image_width, dtype)
     num_blocks = min(

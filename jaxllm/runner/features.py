@@ -14,4 +14,4 @@ def device_features(plan: EnginePlan) -> tuple[DeviceSlice, ...]:
     prompt_logprobs = PromptLogprobs(plan.step_logprobs, plan.sampling)
     if plan.images is None:
         return (prompt_logprobs,)
-    return (Images(has_grid_positions=plan.images.spec.has_grid_positions), prompt_logprobs)
+    return (Images(plan.images.spec), prompt_logprobs)

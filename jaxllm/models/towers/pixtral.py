@@ -42,6 +42,7 @@ class PixtralSpec:
     """The static part of the tower; implements `jaxllm.models.tower.TowerSpec`."""
 
     processor: ClassVar[str] = "PixtralImageProcessor"
+    image_size: ClassVar[int | None] = None
 
     patch_size: int
     merge: int

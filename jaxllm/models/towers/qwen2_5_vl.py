@@ -44,6 +44,7 @@ class QwenTowerSpec:
     """The static part of the tower; implements `jaxllm.models.tower.TowerSpec`."""
 
     processor: ClassVar[str] = "Qwen2VLImageProcessor"
+    image_size: ClassVar[int | None] = None
 
     patch_size: int
     merge: int
