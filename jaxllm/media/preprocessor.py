@@ -201,10 +201,9 @@ def _check_equal(file: str, fields: Mapping[str, Any], name: str, value: int) ->
 
 def _check_known(changes: Mapping[str, Any], names: tuple[str, ...]) -> None:
     if unknown := changes.keys() - set(names):
-        may = " and ".join(map(repr, names)) or "nothing"
-        raise refused(
-            "mm_processor_kwargs", sorted(map(str, unknown)), f"{may} may be changed, and no more"
-        )
+        may = " and ".join(map(repr, names))
+        why = f"only {may} may be changed" if names else "nothing may be changed"
+        raise refused("mm_processor_kwargs", sorted(map(str, unknown)), why)
 
 
 def _read_area(fields: Mapping[str, Any], default: Area) -> Area | None:
