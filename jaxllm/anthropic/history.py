@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxllm.errors import ValidationError, refused
-from jaxllm.media.chat import has_images
 
 _Message = dict[str, Any]
 # Fields of any block that change nothing here: prefixes are cached without being told.
@@ -150,13 +149,13 @@ def _result(block: object, at: str) -> str | list[dict[str, Any]]:
         raise refused(f"{at}.is_error", is_error, "it must be true or false")
     # Templates have no place for the mark of an error, so the text says it.
     mark, at = "Error: " if is_error else "", f"{at}.content"
-    if not isinstance(content, list) or not has_images([{"content": content}]):
+    if not isinstance(content, list) or not any(map(_is_image, content)):
         return mark + ("" if content is None else _texts(content, at))
     parts = [_part(mark)] if is_error else []
     for place, inner in enumerate(content):
         where = f"{at}[{place}]"
         kind = _kind(inner, where)
-        if kind == "image":
+        if _is_image(inner):
             parts.append(_image_part(inner, where))
         elif kind == "text":
             parts.append(_part(_field(inner, "text", str, where)))
@@ -185,6 +184,10 @@ def _image(block: object, at: str) -> str:
             return f"data:{kind};base64,{data}"
         case other:
             raise refused(f"{at}.type", other, "images must be of type 'base64' or 'url'")
+
+
+def _is_image(block: object) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "image"
 
 
 def _image_part(block: object, at: str) -> dict[str, Any]:
