@@ -14,7 +14,7 @@ from jaxllm.media.device import encoder_sizes
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.preprocessor import Wanted, read_image_spec
 from jaxllm.models.specs import Architecture
-from jaxllm.plan.choose_kernels import choose_state_ops
+from jaxllm.plan.choose_kernels import state_ops_by_xla
 
 logger = init_logger(__name__)
 
@@ -70,7 +70,7 @@ def plan_images(
         spec=spec,
         num_rows=max(max_num_batched_tokens, 2 * largest),
         sizes=encoder_sizes(spec, largest * spec.patches_per_token),
-        ops=choose_state_ops(chip, is_encoder=True),
+        ops=state_ops_by_xla(chip),
     )
 
 
